@@ -1,0 +1,14 @@
+"""`python -m lm` and the console script `lm`."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    from lm.cli import main as run
+
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Counts as people write them: `1000`, `32_768`, `512K`, `10B`, `1.5e9`, `512Ki`."""
+
+import re
+from decimal import Decimal
+
+MULTIPLIERS = {
+    "": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
+    "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
+}
+_PATTERN = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([KMBGT]?i?)\s*", re.IGNORECASE)
+
+
+class Count(int):
+    """A whole number >= 0 that may be written `1_000`, `1.5e9`, `512K` (thousands) or `512Ki` (1024s)."""
+
+
+def parse_count(value: str | int | float) -> Count:
+    """Read a count in any of the accepted spellings.
+
+    Raises:
+        ValueError: if it is not a whole number >= 0; the message shows what was given.
+    """
+    if isinstance(value, bool):
+        raise ValueError(f"expected a count such as 1000, 32_768, 512K or 10B, got {value!r}")
+    match = _PATTERN.fullmatch(str(value))
+    if not match or match[2].upper() not in MULTIPLIERS:
+        raise ValueError(f"expected a count such as 1000, 32_768, 512K or 10B, got {value!r}")
+    number = Decimal(match[1].replace("_", "")) * MULTIPLIERS[match[2].upper()]
+    if number != int(number):
+        raise ValueError(f"{value!r} is not a whole number")
+    return Count(int(number))
+
+
+def format_count(number: float) -> str:
+    """Three significant digits with a suffix, for people: 12_345_678 -> '12.3M'."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{suffix}"
+    return f"{number:.3g}" if isinstance(number, float) else str(number)
