@@ -1,0 +1,63 @@
+"""SIGTERM, SIGINT, SIGUSR1: finish the optimizer step, save, and end with exit code 75."""
+
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+
+from lm.errors import Interrupted
+from lm.trainer import Trainer
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Interrupt(Callback):
+    """Ends a run at the next optimizer step after a signal reached any rank. A second SIGINT ends it at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._install()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning registers its own handlers just before this; they would exit 0 and save nothing. Under DDP it also
+        # broadcasts a flag every micro-batch for them, a synchronisation that nobody needs any more.
+        self._install()
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+    def _install(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            os._exit(128 + number)
+        self.received = number
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.step_taken(batch_idx)
+        if step is not None and not trainer.validates_after(step):
+            self._stop_if_asked(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fitting:
+            self._stop_if_asked(trainer)
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
+        if not trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
+            return
+        if trainer.global_step >= trainer.max_steps:
+            return  # the run is over anyway
+        trainer.checkpoint_callback.save(trainer)
+        trainer.checkpoint_io.drain()
+        name = signal.Signals(self.received).name if self.received else "a signal on another rank"
+        raise Interrupted(
+            f"{name}: stopped after step {trainer.global_step} with a checkpoint; "
+            "the same command with `--ckpt_path auto` goes on"
+        )

@@ -1,0 +1,118 @@
+"""Claims the run folder when a fit starts, and records how it ended."""
+
+import getpass
+import json
+import logging
+import socket
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lm.checkpoint import step_of
+from lm.errors import Interrupted, LmError, RequestError
+from lm.hardware import device_name
+from lm.runs import Run, run_facts, write_atomically
+from lm.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class RunFolder(Callback):
+    """The first callback: data and request are checked by now, and everything after it may write.
+
+    Args:
+        run: the run that is gone on with; or None for a new one
+        name: of this name.
+        config: text of the resolved config.
+    """
+
+    def __init__(self, run: Run | None, name: str, config: str) -> None:
+        self._resumed = run
+        self._name = name
+        self._config = config
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        path = self._claim(trainer) if trainer.is_global_zero else None
+        trainer.run = Run(trainer.strategy.broadcast(path))
+        if trainer.is_global_zero:
+            # One event file a process; points from after the checkpoint that is resumed from are purged by TensorBoard.
+            purge = None if self._resumed is None else step_of(trainer.ckpt_path) + 1
+            logger = TensorBoardLogger(
+                str(trainer.run.path.parent), name=trainer.run.name, version="", default_hp_metric=False, purge_step=purge
+            )
+            trainer.loggers = [logger]
+            _say_where(trainer.run)
+
+    def _claim(self, trainer: Trainer) -> str:
+        shards = trainer.datamodule.describe_shards()
+        if self._resumed is None:
+            run = Run.create(self._name, trainer.default_root_dir)
+        else:
+            run = self._resumed
+            self._refuse_changed_shards(run, shards)
+        write_atomically(run.config, self._config)
+        write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
+        facts = run_facts()
+        if self._resumed is not None:
+            facts["started"] = run.read("run.json").get("started", facts["started"])
+            run.append_metrics({"resumed_at": step_of(trainer.ckpt_path)})
+        device = device_name(trainer.strategy.root_device)
+        run.describe(
+            id=run.name, name=self._name, status="running", reason=None, device=device, world_size=trainer.world_size,
+            **facts,
+        )
+        return str(run.path)
+
+    @staticmethod
+    def _refuse_changed_shards(run: Run, shards: dict[str, Any]) -> None:
+        before = run.read("data.json")
+        if before and before != shards:
+            difference = describe_shard_changes(before, shards)
+            raise RequestError(
+                f"the shards changed since {run.path} was started, so its order of samples is gone: {difference}; "
+                "put them back, or start a new run"
+            )
+
+    # ---- how it ended -------------------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
+        self._end(trainer, "finished", reason)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if trainer.run is None or not trainer.fitting:
+            return
+        if isinstance(exception, Interrupted):
+            self._end(trainer, "interrupted", str(exception))
+        else:
+            text = str(exception) if isinstance(exception, LmError) else f"{type(exception).__name__}: {exception}"
+            self._end(trainer, "failed", text)
+
+    def _end(self, trainer: Trainer, status: str, reason: str) -> None:
+        if trainer.is_global_zero:
+            trainer.run.describe(status=status, reason=reason, step=trainer.global_step)
+            trainer.run.write_state({**trainer.run.read("state.json"), "status": status})
+
+
+def _say_where(run: Run) -> None:
+    """Where the run is written, and how to look at its curves from another machine."""
+    here = f"{getpass.getuser()}@{socket.getfqdn()}"
+    log.info("run %s", run.path)
+    log.info("curves: tensorboard --logdir %s", run.path.parent)
+    log.info("from another machine: ssh -N -L 6006:localhost:6006 %s, then http://localhost:6006", here)
+
+
+def describe_shard_changes(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """The differences between two `describe_shards`, the first few by name."""
+    changes = []
+    for split in sorted(before.keys() | after.keys()):
+        old = {name: rest for name, *rest in before.get(split) or []}
+        new = {name: rest for name, *rest in after.get(split) or []}
+        changes += [f"{split}: {name} is gone" for name in old if name not in new]
+        changes += [f"{split}: {name} is new" for name in new if name not in old]
+        changes += [f"{split}: {name} is not what it was" for name in old if name in new and old[name] != new[name]]
+    shown = ", ".join(changes[:3])
+    return shown + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")

@@ -1,0 +1,101 @@
+"""Where a run is written down: TensorBoard, `metrics.jsonl`, `state.json`, and a line for the person watching."""
+
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+
+from lm.quantities import format_count
+from lm.trainer import Trainer
+
+
+class RunLog(Callback):
+    """Writes every metric once, under the optimizer step that it belongs to.
+
+    It asks the module and every callback that has `logged_metrics` what there is to say, so that each concern stays
+    in its own file.
+
+    Args:
+        interval: optimizer steps between log lines.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+        self.latest: dict[str, Any] = {}
+        self._began = (0.0, 0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = (time.monotonic(), trainer.global_step)
+        self.write_state(trainer, "running")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.step_taken(batch_idx)
+        if step is None or (step % self.interval and step != trainer.max_steps):
+            return
+        metrics = pl_module.logged_metrics()
+        for callback in trainer.callbacks:
+            if hasattr(callback, "logged_metrics"):
+                metrics |= callback.logged_metrics(trainer, pl_module)
+        self._write(trainer, metrics)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fitting:
+            names = ("val/loss", "val/perplexity", "val/bpb")
+            self._write(trainer, {name: trainer.callback_metrics[name].item() for name in names})
+
+    def _write(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        if not trainer.is_global_zero:
+            return
+        step = trainer.global_step
+        tokens = trainer.tokens_seen
+        for logger in trainer.loggers:
+            logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
+        trainer.run.append_metrics({"step": step, "tokens": tokens, "time": time.time(), **metrics})
+        self.latest |= metrics
+        self.write_state(trainer, "running")
+        if not sys.stderr.isatty():
+            print(line(step, trainer.max_steps, metrics), file=sys.stderr, flush=True)
+
+    def write_state(self, trainer: Trainer, status: str) -> None:
+        """Replace `state.json`."""
+        if not trainer.is_global_zero:
+            return
+        step, (since, first) = trainer.global_step, self._began
+        seconds_a_step = (time.monotonic() - since) / (step - first) if step > first else None
+        last = trainer.run.link("last")
+        trainer.run.write_state({
+            "run": trainer.run.name,
+            "status": status,
+            "step": step,
+            "max_steps": trainer.max_steps,
+            "tokens": trainer.tokens_seen,
+            "max_tokens": trainer.max_steps * trainer.steps.tokens_per_step,
+            "metrics": self.latest,
+            "eta_seconds": (trainer.max_steps - step) * seconds_a_step if seconds_a_step else None,
+            "last_checkpoint": last.name if last else None,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.time(),
+        })
+
+
+def line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
+    """A log line for people."""
+    shown = {
+        "loss": ("train/loss", "{:.4f}"),
+        "lr": ("optim/lr", "{:.2e}"),
+        "grad norm": ("optim/grad_norm", "{:.2f}"),
+        "validation loss": ("val/loss", "{:.4f}"),
+        "perplexity": ("val/perplexity", "{:.2f}"),
+        "bits per byte": ("val/bpb", "{:.4f}"),
+        "MFU": ("perf/mfu", "{:.1%}"),
+    }
+    parts = [f"{name} {form.format(metrics[key])}" for name, (key, form) in shown.items() if key in metrics]
+    if "perf/tokens_per_second" in metrics:
+        parts.append(f"{format_count(metrics['perf/tokens_per_second'])} tokens/s")
+    return f"step {step}/{max_steps}  " + "  ".join(parts)

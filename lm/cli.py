@@ -1,0 +1,99 @@
+"""The command line: one table of names, imported on use, so that `lm --help` and `lm runs ls` never import torch."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from lm import __version__
+from lm.errors import LmError, RequestError
+
+# name -> "module:function" and what it does
+COMMANDS = {
+    "fit": ("lm.lightning_cli:main", "train a model from a config, or go on with a run"),
+    "validate": ("lm.lightning_cli:main", "loss, perplexity and bits per byte of a checkpoint on the validation data"),
+    "test": ("lm.lightning_cli:main", "the same on all of the test data"),
+    "predict": ("lm.lightning_cli:main", "per-token log-probabilities of texts, to Parquet"),
+    "data prepare": ("lm.commands.data:prepare", "tokenize texts into Parquet shards"),
+    "data inspect": ("lm.commands.data:inspect", "what a data folder holds"),
+    "data show": ("lm.commands.data:show", "the texts that a run saw at a step"),
+    "bench step": ("lm.commands.bench:step", "time of a training step, and what a checkpoint costs"),
+    "bench loader": ("lm.commands.bench:loader", "tokens a second of the data path"),
+}
+
+HELP = """lm {version}: pretrain a small language model from one YAML file
+
+usage: lm COMMAND [options]        lm COMMAND --help tells the options of one
+
+{commands}
+
+A config that is not in the working directory is looked up in configs/.
+Every command takes --debug, which shows where an error came from.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command line.
+
+    Args:
+        arguments: what stands after `lm`.
+
+    Returns:
+        The exit code: 0 finished, 1 failed, 2 the request is wrong, 3 stopped by a guard, 75 interrupted.
+    """
+    arguments = list(arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        width = max(map(len, COMMANDS))
+        print(HELP.format(
+            version=__version__, commands="\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())
+        ), end="")
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    logging.getLogger("lm").setLevel(logging.INFO if rank == "0" else logging.ERROR)
+    try:
+        return _dispatch(arguments)
+    except LmError as error:
+        if debug:
+            raise
+        print(f"lm {arguments[0]}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        print(f"lm {arguments[0]}: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
+    if name is None:
+        raise RequestError(_unknown(arguments))
+    module, _, function = COMMANDS[name][0].partition(":")
+    function = getattr(import_module(module), function)
+    if module == "lm.lightning_cli":
+        function(arguments)
+        return 0
+    from lm.arguments import call
+
+    return call(function, arguments[len(name.split()) :], prog=f"lm {name}") or 0
+
+
+def _unknown(arguments: list[str]) -> str:
+    from difflib import get_close_matches
+
+    family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
+    if family:
+        return f"give one of: {', '.join('lm ' + name for name in family)}"
+    close = get_close_matches(arguments[0], COMMANDS, 1)
+    return f"no command {arguments[0]!r}" + (f"; did you mean {close[0]!r}?" if close else "; lm --help lists them")

@@ -1,0 +1,201 @@
+"""The LightningDataModule: where the data is, how big a batch is, and where in the stream training stands.
+
+The stop after `data/batch` on a batch's way; `module.training_step` is next. It knows nothing of the model.
+"""
+
+import logging
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+from lm.data.order import Order, lanes_for
+from lm.data.prepare import PrepareOptions, prepare
+from lm.data.remote import BlockCache
+from lm.data.shards import Shards
+from lm.data.stream import Stream, Windows
+from lm.data.texts import Texts
+from lm.data.tokenizer import Tokenizer
+from lm.errors import RequestError
+from lm.quantities import Count
+
+log = logging.getLogger(__name__)
+
+
+class DataModule(LightningDataModule):
+    """Streams pre-tokenized Parquet shards.
+
+    Args:
+        path: A folder that `lm data prepare` made: `train/ val/ tokenizer.json manifest.json`; or
+        train: shards to train on: a folder, a glob, a file or a URL, or several, with `tokenizer`.
+        val: Shards to validate on.
+        test: Shards for `lm test`; the validation shards, all of them, if not given.
+        tokenizer: A `tokenizer.json` or its folder; that of `path` if not given.
+        prepare: What to make `path` from when it is not there yet.
+        column: Column of token ids in the shards.
+        seq_len: Predicted tokens of a sample; the decoder's `max_position_embeddings` if not given.
+        micro_batch_size: Samples that a device runs at once.
+        global_batch_tokens: Tokens of an optimizer step over all devices; one micro-batch a device if not given.
+        val_tokens: Tokens of a validation, rounded down to whole samples; all of them if not given.
+        shuffle_buffer: Tokens that may be held in memory to shuffle; part of what decides the order.
+        num_workers: Loader processes; 0 decodes in a thread of the training process, which is faster.
+        cache_dir: Folder for blocks of remote shards.
+        cache_bytes: Most that the folder may hold.
+        texts: For `lm predict`: text files, JSONL or Parquet.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        train: str | list[str] | None = None,
+        val: str | list[str] | None = None,
+        test: str | list[str] | None = None,
+        tokenizer: str | None = None,
+        prepare: PrepareOptions | None = None,
+        column: str = "input_ids",
+        seq_len: Count | None = None,
+        micro_batch_size: Count = Count(8),
+        global_batch_tokens: Count | None = None,
+        val_tokens: Count | None = None,
+        shuffle_buffer: Count = Count(64 * 2**20),
+        num_workers: int = 0,
+        cache_dir: str = "data/cache",
+        cache_bytes: Count = Count(20 * 10**9),
+        texts: list[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if (path is None) == (train is None):
+            raise RequestError("give one of data.path (a prepared folder) and data.train (shards)")
+        if train is not None and tokenizer is None:
+            raise RequestError("data.train needs data.tokenizer: the tokenizer.json that its shards were made with")
+        self.path = Path(path) if path else None
+        self.sources = {"train": train, "val": val, "test": test}
+        self.tokenizer_path = tokenizer or path
+        self.prepare_options = prepare
+        self.column = column
+        self.seq_len = seq_len
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_tokens = global_batch_tokens
+        self.val_tokens = val_tokens
+        self.shuffle_buffer = shuffle_buffer
+        self.num_workers = num_workers
+        self.cache = BlockCache(Path(cache_dir), cache_bytes)
+        self.texts = texts
+        self.seed = 0  # of the order of samples; the CLI sets it to seed_everything
+        self.global_batch = micro_batch_size  # samples of an optimizer step; the trainer sets it
+        self.consumed = 0  # samples trained on so far; a resumed checkpoint sets it
+        self.tokenizer: Tokenizer | None = None
+        self.token_bytes: torch.Tensor | None = None  # (V,) UTF-8 bytes of each token
+        self.shards: dict[str, Shards] = {}
+        self.predicted: deque[tuple[str, int]] = deque()  # document and first token of the rows `lm predict` is at
+
+    # ---- opening ------------------------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        """Make `path` when it is not there; on one rank of a node, before `setup`."""
+        if self.path is None or (self.path / "manifest.json").exists():
+            return
+        if self.prepare_options is None:
+            raise RequestError(
+                f"data.path {self.path} holds no manifest.json: make it with `lm data prepare --output {self.path}`, "
+                "or say under data.prepare what to make it from"
+            )
+        log.info("preparing %s from %s", self.path, ", ".join(self.prepare_options.input))
+        self.prepare_options.output = str(self.path)
+        prepare(self.prepare_options)
+
+    def setup(self, stage: str) -> None:
+        """Open the tokenizer and the shards that this stage needs; footers or the manifest only, no tokens."""
+        self.tokenizer = Tokenizer.load(self.tokenizer_path)
+        self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes())
+        wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}[stage]
+        for split in wanted:
+            shards = self._open(split)
+            if shards is not None:
+                shards.require_windows(self.seq_len)
+                self.shards[split] = shards
+        if stage in ("validate", "test") and wanted[0] not in self.shards:
+            raise RequestError(f"there is nothing to {stage} on: give data.{wanted[0]}")
+
+    def _open(self, split: str) -> Shards | None:
+        source = self.sources[split]
+        if source is None and split == "test":
+            return self._open("val")
+        if source is None and self.path is not None and (self.path / split).is_dir():
+            source = str(self.path / split)
+        if source is None:
+            return None
+        return Shards.open(
+            source, self.column, vocab_size=self.tokenizer.vocab_size, tokenizer_sha256=self.tokenizer.sha256,
+            cache=self.cache,
+        )
+
+    @property
+    def has_validation(self) -> bool:
+        return "val" in self.shards
+
+    def describe_shards(self) -> dict[str, Any]:
+        """Name, size in bytes and tokens of every shard by split: what must not change before a resume."""
+        return {split: [list(entry) for entry in shards.fingerprint()] for split, shards in self.shards.items()}
+
+    # ---- loading ------------------------------------------------------------------------------------------------
+
+    def order(self) -> Order:
+        """Which window each sample of the training stream is."""
+        train = self.shards["train"]
+        largest = max(block.tokens for block in train.blocks)
+        return Order(train.windows(self.seq_len), self.seed, lanes=lanes_for(largest, self.shuffle_buffer))
+
+    def train_dataloader(self) -> Any:
+        """The endless stream of this rank's micro-batches, from the first sample not trained on yet."""
+        stream = Stream(
+            self.shards["train"], self.order(), seq_len=self.seq_len, start=self.consumed,
+            global_batch=self.global_batch, micro_batch=self.micro_batch_size,
+            rank=self.trainer.global_rank, world=self.trainer.world_size,
+        )
+        return self._loader(stream)
+
+    def val_dataloader(self) -> Any:
+        """The first `val_tokens` of the validation shards, in order."""
+        return self._windows("val", self.val_tokens)
+
+    def test_dataloader(self) -> Any:
+        """All of the test shards, in order."""
+        return self._windows("test", None)
+
+    def predict_dataloader(self) -> Any:
+        """The samples of the texts of `data.texts`, in order."""
+        if not self.texts:
+            raise RequestError("nothing to predict on: give text files, JSONL or Parquet with --data.texts")
+        return Texts(
+            self.texts, self.tokenizer, seq_len=self.seq_len, micro_batch=self.micro_batch_size, rows=self.predicted
+        )
+
+    def _windows(self, split: str, tokens: int | None) -> Any:
+        if split not in self.shards:
+            return []
+        return Windows(
+            self.shards[split], seq_len=self.seq_len, micro_batch=self.micro_batch_size,
+            limit=None if tokens is None else max(1, tokens // self.seq_len),
+            rank=self.trainer.global_rank, world=self.trainer.world_size,
+        )
+
+    def _loader(self, stream: Stream) -> Any:
+        if self.num_workers == 0:
+            return stream
+        # A generator of its own, so that starting workers takes nothing from the training's random numbers.
+        return DataLoader(
+            stream, batch_size=None, num_workers=self.num_workers, worker_init_fn=_ignore_signals,
+            generator=torch.Generator(), pin_memory=torch.cuda.is_available(),
+        )
+
+
+def _ignore_signals(worker: int) -> None:
+    """A signal to the process group is the training process's to handle; workers end when it does."""
+    import signal
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,181 @@
+"""`fit`, `validate`, `test`, `predict`: LightningCLI with fixed classes, runs found by name, and one-line errors."""
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ActionConfigFile, Namespace
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lm.arguments import OneLineErrors
+from lm.callbacks.checkpoints import Checkpoints
+from lm.callbacks.interrupt import Interrupt
+from lm.callbacks.last_step import LastStep
+from lm.callbacks.predictions import Predictions
+from lm.callbacks.progress import ProgressBar
+from lm.callbacks.run_folder import RunFolder
+from lm.callbacks.run_log import RunLog
+from lm.callbacks.throughput import Throughput
+from lm.data.datamodule import DataModule
+from lm.errors import RequestError
+from lm.module import LanguageModule
+from lm.resume import compare, find_checkpoint
+from lm.runs import ROOT, Run
+from lm.trainer import Trainer
+
+log = logging.getLogger(__name__)
+CONFIGS = (Path("configs"), Path(__file__).parent.parent / "configs")
+
+
+def find_config(name: str) -> str:
+    """A config as typed, else under `configs/`.
+
+    Raises:
+        RequestError: it is in neither.
+    """
+    for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
+        if path.is_file():
+            return str(path)
+    have = ", ".join(sorted(path.name for folder in CONFIGS for path in folder.glob("*.yaml"))) or "none"
+    raise RequestError(f"no config {name!r} here or in configs/; configs/ has: {have}")
+
+
+class ConfigFile(ActionConfigFile):
+    """`--config`, looked up in `configs/` too."""
+
+    @staticmethod
+    def apply_config(parser: Any, cfg: Any, dest: str, value: Any) -> None:
+        ActionConfigFile.apply_config(parser, cfg, dest, find_config(value))
+
+
+class Parser(OneLineErrors, LightningArgumentParser):
+    """LightningCLI's parser with errors of one line."""
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI whose classes are fixed, so that a config needs no `class_path`."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        super().__init__(
+            LanguageModule,
+            DataModule,
+            trainer_class=Trainer,
+            parser_class=Parser,
+            save_config_callback=None,  # RunFolder keeps the config, and only a fit's
+            seed_everything_default=1337,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=arguments,
+        )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = self.parser_class(**kwargs, allow_abbrev=False, prog="lm")
+        parser.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; looked up in configs/ too.")
+        return parser
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--run", type=str | None, default=None, help="Name of the run; the config's if not given.")
+        parser.add_argument("--force", type=bool, default=False, help="Resume though the config changed what the run is.")
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: a checkpoint here is a folder and never overrides the command line."""
+
+    # ---- between parsing and building ---------------------------------------------------------------------------
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        root = config.trainer.default_root_dir
+        _link_seq_len(config)
+        name = config.run or _name_of(config)
+        self.checkpoint, self.resumed_run = find_checkpoint(
+            config.ckpt_path, name, root, named=config.run is not None, command=self.subcommand
+        )
+        if self.subcommand != "fit":
+            log.info("run %s, checkpoint %s", self.resumed_run.name if self.resumed_run else "none", self.checkpoint)
+            config.trainer.devices, config.trainer.num_nodes = (
+                (1, 1) if self.subcommand == "predict" else (config.trainer.devices, config.trainer.num_nodes)
+            )
+        config.run = self.resumed_run.name if self.resumed_run and self.subcommand == "fit" else name
+        self.config_text = self._resolved_config(config)
+        if self.subcommand == "fit" and self.resumed_run and self.checkpoint:
+            compare(self.resumed_run, yaml.safe_load(self.config_text), force=config.force)
+
+    def _resolved_config(self, config: Namespace) -> str:
+        kept = config.clone()
+        for name in ("config", "ckpt_path", "force"):
+            kept.pop(name, None)
+        return self._parser(self.subcommand).dump(kept, skip_none=False, skip_check=True)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
+        early = trainer_config["early_stopping"]
+        callbacks = [
+            RunFolder(self.resumed_run, self.config[self.subcommand].run, self.config_text),
+            LastStep(),
+            RunLog(trainer_config["log_interval"]),
+            Throughput(),
+            ProgressBar(),
+            Checkpoints(trainer_config["checkpoint_interval"], early.min_delta, trainer_config["keep_checkpoints"]),
+            Interrupt(),
+            Predictions(),
+        ]
+        if early.patience is not None:
+            callbacks.insert(1, EarlyStopping(
+                "val/loss", min_delta=early.min_delta, patience=early.patience, check_on_train_epoch_end=False
+            ))
+        return self._instantiate_trainer(trainer_config, callbacks)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        self.datamodule.seed = self.config[subcommand].seed_everything
+        self.trainer.checkpoint_io.load_optimizer = subcommand == "fit"
+        if subcommand != "fit":
+            self.trainer.run = self.resumed_run
+        path = str(self.checkpoint) if self.checkpoint else None
+        return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": path}
+
+
+def _link_seq_len(config: Namespace) -> None:
+    """The context is the model's unless the data asks for less."""
+    most = config.model.decoder.max_position_embeddings
+    if config.data.seq_len is None:
+        config.data.seq_len = most
+    if config.data.seq_len > most:
+        raise RequestError(
+            f"data.seq_len {config.data.seq_len} is longer than model.decoder.max_position_embeddings {most}"
+        )
+
+
+def _chosen_run(arguments: list[str]) -> Run:
+    """The run whose config a command without `--config` takes: `--run`, the one a checkpoint is in, or the newest."""
+    options = dict(zip(arguments, arguments[1:] + [""], strict=True))
+    options |= dict(a.split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
+    root = options.get("--trainer.default_root_dir", str(ROOT))
+    if "--run" in options:
+        return Run.named(options["--run"], root)
+    path = Path(options.get("--ckpt_path", "")).resolve().parent
+    if options.get("--ckpt_path") not in (None, "best", "last", "auto") and (path / "run.json").exists():
+        return Run(path)
+    run = Run.newest(root)
+    if run is None:
+        raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or give --config")
+    return run
+
+
+def _name_of(config: Namespace) -> str:
+    files = config.get("config") or []
+    return Path(str(files[-1])).stem if files else "run"
+
+
+def main(arguments: list[str]) -> None:
+    """Run `lm fit|validate|test|predict ...`."""
+    warnings.filterwarnings("ignore", module="lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    command, rest = arguments[0], arguments[1:]
+    if command != "fit" and not any(a in ("-c", "--config", "-h", "--help") or a.startswith("--config=") for a in rest):
+        rest = ["--config", str(_chosen_run(rest).config), *rest]
+    sys.argv = [sys.argv[0], *arguments]
+    TrainingCLI([command, *rest])

@@ -1,0 +1,75 @@
+"""The shape of a decoder: what `model/decoder` builds, `model/accounting` counts and `model/huggingface` writes down."""
+
+from dataclasses import dataclass
+
+from lm.errors import RequestError
+from lm.quantities import Count
+
+
+@dataclass
+class DecoderConfig:
+    """A decoder-only transformer, in Hugging Face's names.
+
+    Args:
+        vocab_size: Rows of the embedding and of the output; taken from the tokenizer if not given.
+        hidden_size: Width of the residual stream.
+        num_hidden_layers: Number of blocks, each an attention and an MLP.
+        num_attention_heads: Query heads; must divide hidden_size.
+        num_key_value_heads: Key and value heads, each shared by equally many query heads; as many as query heads
+            if not given.
+        head_dim: Width of a head, even; hidden_size / num_attention_heads if not given.
+        intermediate_size: Width inside the MLP.
+        max_position_embeddings: Context: the most tokens in a sequence.
+        rms_norm_eps: Added to the mean square in every RMSNorm.
+        rope_theta: Base of the rotary wavelengths.
+        tie_word_embeddings: Use the embedding also as the output matrix.
+        qk_norm: RMSNorm on each query and key head before the rotation; exported as Qwen3, else as Llama.
+        initializer_range: Standard deviation of the initial weights.
+        dropout: Probability of dropping, while training, embeddings, attention weights and residual branches.
+
+    Raises:
+        RequestError: where the fields contradict each other.
+    """
+
+    vocab_size: Count | None = None
+    hidden_size: Count = Count(512)
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: Count = Count(1408)
+    max_position_embeddings: Count = Count(1024)
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = True
+    qk_norm: bool = False
+    initializer_range: float = 0.02
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                     "head_dim", "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta",
+                     "initializer_range"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise RequestError(f"{name} {value} must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise RequestError(f"dropout {self.dropout} must lie in [0, 1)")
+        if self.hidden_size % self.num_attention_heads:
+            raise RequestError(
+                f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}: "
+                f"{self.hidden_size} / {self.num_attention_heads} = {self.hidden_size / self.num_attention_heads:.3f}"
+            )
+        # What was left open follows from the rest, so that every reader of a config sees whole numbers.
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise RequestError(
+                f"num_key_value_heads {self.num_key_value_heads} does not divide num_attention_heads "
+                f"{self.num_attention_heads}: every key head serves equally many query heads"
+            )
+        if self.head_dim % 2:
+            raise RequestError(
+                f"head_dim {self.head_dim} is odd and the rotary embedding turns pairs; change hidden_size "
+                f"{self.hidden_size} or num_attention_heads {self.num_attention_heads}, or set an even head_dim"
+            )

@@ -1,0 +1,171 @@
+"""Between the decoder's fused weights and Hugging Face's files: pure functions, both ways.
+
+A checkpoint folder is a Llama (Qwen3 with `qk_norm`), so `AutoModelForCausalLM.from_pretrained` reads it as it is.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm.errors import RequestError
+from lm.model.config import DecoderConfig
+
+# What Hugging Face assumes of a key that a config.json leaves out; the other shapes have no sensible default.
+LEFT_OUT = {
+    "LlamaForCausalLM": {"num_key_value_heads": None, "head_dim": None},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+}
+LEFT_OUT_OF_BOTH = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+                    "initializer_range": 0.02}
+REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+            "max_position_embeddings")
+
+
+def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """The decoder's weights under Hugging Face's names.
+
+    Args:
+        state: `Decoder.state_dict()`.
+        config: its shape.
+
+    Returns:
+        Views of the same weights, fused ones taken apart; no `lm_head.weight` where it is tied to the embedding.
+    """
+    heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    out = {}
+    for name, weight in state.items():
+        target = name if name.startswith("lm_head.") else f"model.{name}"
+        if "qkv_proj" in name:
+            for part, rows in zip("qkv", weight.split((heads, kv_heads, kv_heads)), strict=True):
+                out[target.replace("qkv_proj", f"{part}_proj")] = rows
+        elif "gate_up_proj" in name:
+            for part, rows in zip(("gate", "up"), weight.chunk(2), strict=True):
+                out[target.replace("gate_up_proj", f"{part}_proj")] = rows
+        else:
+            out[target] = weight
+    return out
+
+
+def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """The inverse of `to_huggingface`: what `Decoder.load_state_dict` takes.
+
+    Args:
+        state: weights of a `LlamaForCausalLM` or `Qwen3ForCausalLM`.
+        config: the shape they belong to.
+
+    Raises:
+        RequestError: where a weight is missing, or one has no place in this decoder.
+    """
+    # Some files repeat the tied output matrix, and old ones hold the rotary frequencies: both are known without them.
+    left = {name: weight for name, weight in state.items()
+            if not name.endswith("rotary_emb.inv_freq")
+            and not (name == "lm_head.weight" and config.tie_word_embeddings)}
+
+    def take(*names: str) -> Tensor:
+        missing = [name for name in names if name not in left]
+        if missing:
+            raise RequestError(f"the weights lack {missing[0]}: they are not of this config's architecture")
+        weights = [left.pop(name) for name in names]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    out = {"embed_tokens.weight": take("model.embed_tokens.weight")}
+    for i in range(config.num_hidden_layers):
+        layer = f"layers.{i}."
+        for part in ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj",
+                     *(("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ())):
+            out[f"{layer}{part}.weight"] = take(f"model.{layer}{part}.weight")
+        out[f"{layer}self_attn.qkv_proj.weight"] = take(*(f"model.{layer}self_attn.{p}_proj.weight" for p in "qkv"))
+        out[f"{layer}mlp.gate_up_proj.weight"] = take(*(f"model.{layer}mlp.{p}_proj.weight" for p in ("gate", "up")))
+    out["norm.weight"] = take("model.norm.weight")
+    if not config.tie_word_embeddings:
+        out["lm_head.weight"] = take("lm_head.weight")
+    if left:
+        raise RequestError(f"the weights hold {min(left)}, which this decoder has no place for")
+    return out
+
+
+def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[str, Any]:
+    """The `config.json` of a decoder.
+
+    Dropout is not in it: it belongs to the training, and Hugging Face's applies to attention alone.
+
+    Args:
+        config: the decoder's shape, with its vocabulary.
+        eos_id: the token that ends a document, if there is one.
+        dtype: of the stored weights: "float32", "bfloat16" or "float16".
+    """
+    architecture = (
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False,
+         "sliding_window": None}
+        if config.qk_norm
+        else {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
+    )
+    return {
+        **architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "pad_token_id": None,
+        "torch_dtype": dtype,  # read by every version; the newer name `dtype` only from 4.56 on
+    }
+
+
+def generation_config_json(eos_id: int | None) -> dict[str, Any]:
+    """The `generation_config.json`: generation stops at the end of a document."""
+    return {"bos_token_id": None, "eos_token_id": eos_id, "pad_token_id": eos_id}
+
+
+def config_from_json(document: dict[str, Any]) -> DecoderConfig:
+    """The shape that a Hugging Face `config.json` describes.
+
+    Args:
+        document: its content, of a Llama or a Qwen3.
+
+    Raises:
+        RequestError: for another architecture, a missing shape, or a feature that this decoder does not have, by name.
+    """
+    architecture = (document.get("architectures") or [None])[0]
+    if architecture not in LEFT_OUT:
+        raise RequestError(f"config.json: architectures is {architecture}; this decoder is one of {', '.join(LEFT_OUT)}")
+    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
+    _refuse_features(document, rope)
+    missing = [name for name in REQUIRED if document.get(name) is None]
+    if missing:
+        raise RequestError(f"config.json lacks {missing[0]}")
+    given = {**LEFT_OUT_OF_BOTH, **LEFT_OUT[architecture], **document}
+    if "rope_theta" in rope:
+        given["rope_theta"] = rope["rope_theta"]
+    names = (*REQUIRED, *LEFT_OUT_OF_BOTH, *LEFT_OUT[architecture])
+    return DecoderConfig(**{name: given[name] for name in names}, qk_norm=architecture == "Qwen3ForCausalLM")
+
+
+def _refuse_features(document: dict[str, Any], rope: dict[str, Any]) -> None:
+    features = {
+        "hidden_act": document.get("hidden_act", "silu") != "silu",
+        "attention_bias": document.get("attention_bias"),
+        "mlp_bias": document.get("mlp_bias"),
+        "use_sliding_window": document.get("use_sliding_window"),
+        "layer_types": set(document.get("layer_types") or ()) - {"full_attention"},
+        "quantization_config": document.get("quantization_config"),
+        "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "partial_rotary_factor": {document.get("partial_rotary_factor"), rope.get("partial_rotary_factor")} - {None, 1},
+    }
+    for name, asked in features.items():
+        if asked:
+            value = rope if name == "rope_scaling" else document.get(name, rope.get(name))
+            raise RequestError(f"config.json: {name} is {value}, which this decoder does not have")

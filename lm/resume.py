@@ -1,0 +1,102 @@
+"""Which checkpoint a command means, and whether a changed config may go on from it."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lm.checkpoint import find_damage
+from lm.errors import RequestError
+from lm.runs import Run
+
+log = logging.getLogger(__name__)
+
+# Changing these after the start would make the run's curves a lie: another model, other data, another order.
+FIXED = ("seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
+         "data.prepare", "data.column", "data.seq_len", "data.shuffle_buffer")
+
+
+def find_checkpoint(
+    reference: str | None, name: str, root: str, *, named: bool, command: str
+) -> tuple[Path | None, Run | None]:
+    """Resolve `--ckpt_path`.
+
+    Args:
+        reference: a folder, `best`, `last`, `auto` or None.
+        name: of the run: `--run`, or the config's.
+        root: folder of the runs.
+        named: the name was given with `--run`, so it is exactly that run and not the newest of `name`, `name-2` ...
+        command: `fit`, which starts fresh without a reference; the others take the best checkpoint then.
+
+    Returns:
+        The checkpoint folder or None, and the run that it belongs to or that is gone on with.
+
+    Raises:
+        RequestError: what was asked for is not there, or not whole.
+    """
+    if reference is None and command == "fit":
+        return None, None
+    if reference not in (None, "best", "last", "auto"):
+        path = Path(reference).resolve()
+        damage = find_damage(path)
+        if damage:
+            raise RequestError(f"--ckpt_path {reference}: {damage}")
+        run = Run(Path(reference).parent if not Path(reference).is_symlink() else path.parent)
+        belongs = (run.path / "run.json").exists() and (not named or run.name == name)
+        return path, run if belongs else None
+    if named:
+        run = Run(Path(root) / name)
+        run = run if (run.path / "run.json").exists() else None
+    else:
+        run = Run.newest(root, name)
+    if run is None and reference == "auto" and command == "fit":
+        return None, None
+    if run is None:
+        raise RequestError(f"no run {name!r} under {root}, so there is no checkpoint {reference or 'best'!r}; start one with `lm fit`")
+    if reference == "auto":
+        return newest_whole(run), run
+    if reference is None:
+        reference = "best" if run.link("best") else "last"
+    return run.checkpoint(reference), run
+
+
+def newest_whole(run: Run) -> Path | None:
+    """The newest checkpoint of a run that is not damaged; says which ones it passed over."""
+    for path in reversed(run.steps().values()):
+        damage = find_damage(path)
+        if damage is None:
+            return path
+        log.warning("passing over %s: %s", path, damage)
+    return None
+
+
+def compare(run: Run, config: dict[str, Any], force: bool) -> None:
+    """Show what a config changes against the one a run was started with.
+
+    Raises:
+        RequestError: it changes what the run is, and that was not forced.
+    """
+    before = flatten(yaml.safe_load(run.config.read_text(encoding="utf-8")) or {}) if run.config.exists() else {}
+    after = flatten(config)
+    changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key) and key != "run"]
+    for key in changed:
+        log.info("changed since the run was started: %s: %s -> %s", key, before.get(key), after.get(key))
+    refused = [key for key in changed if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED)]
+    if refused and not force:
+        raise RequestError(
+            f"run {run.path} cannot go on with another {', '.join(refused)}: "
+            + "; ".join(f"{key} was {before.get(key)}, now {after.get(key)}" for key in refused)
+            + "; start a new run, or give --force true"
+        )
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,186 @@
+"""A run is one folder under `checkpoints/`: its config, its live state, its metrics, its checkpoints.
+
+Nothing here imports torch, so that commands which only look at runs answer at once.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lm import __version__
+from lm.errors import RequestError
+
+ROOT = Path("checkpoints")
+STEP = re.compile(r"step-(\d{8,})")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader sees the old or the new text and never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class Run:
+    """One run folder.
+
+    Args:
+        path: `checkpoints/<run>`.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved config that the run was started with."""
+        return self.path / "config.yaml"
+
+    # ---- choosing one -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def all(cls, root: Path | str = ROOT) -> list["Run"]:
+        """Every run under `root`, by the time it was started or last gone on with, oldest first."""
+        runs = [cls(file.parent) for file in Path(root).glob("*/run.json")]
+        return sorted(runs, key=lambda run: (run.read("run.json").get("entered", 0), run.name))
+
+    @classmethod
+    def newest(cls, root: Path | str = ROOT, name: str | None = None) -> "Run | None":
+        """That one of `name`, `name-2`, `name-3` ... which was started last; of all runs without a name."""
+        runs = [run for run in cls.all(root) if name in (None, run.read("run.json").get("name"))]
+        return runs[-1] if runs else None
+
+    @classmethod
+    def named(cls, name: str, root: Path | str = ROOT) -> "Run":
+        """The run of exactly this name.
+
+        Raises:
+            RequestError: there is none; the message lists those there are.
+        """
+        run = cls(Path(root) / name)
+        if not (run.path / "run.json").exists():
+            others = ", ".join(other.name for other in cls.all(root)) or "none yet: start one with `lm fit`"
+            raise RequestError(f"no run {name!r} under {root}; there are: {others}")
+        return run
+
+    @classmethod
+    def create(cls, name: str, root: Path | str = ROOT) -> "Run":
+        """Claim a new folder: `name`, else `name-2`, `name-3` ...; an existing one is never overwritten.
+
+        Raises:
+            RequestError: the name would climb out of the root, or the folder cannot be made.
+        """
+        if not re.fullmatch(r"[\w][\w.+=-]*", name):
+            raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only")
+        for attempt in range(1, 10_000):
+            path = Path(root) / (name if attempt == 1 else f"{name}-{attempt}")
+            try:
+                path.mkdir(parents=True)
+                return cls(path)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise RequestError(f"cannot make the run folder {path}: {error.strerror}") from error
+        raise RequestError(f"{root} holds ten thousand runs named {name}; choose another with --run")
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def steps(self) -> dict[int, Path]:
+        """The complete checkpoints by optimizer step, in order."""
+        found = {int(match[1]): path for path in self.path.glob("step-*") if (match := STEP.fullmatch(path.name))}
+        return {step: found[step] for step in sorted(found) if (found[step] / "trainer.json").exists()}
+
+    def link(self, name: str) -> Path | None:
+        """What `best` or `last` points to; None where there is none or it dangles."""
+        link = self.path / name
+        return link.parent / os.readlink(link) if link.is_symlink() and link.exists() else None
+
+    def checkpoint(self, name: str) -> Path:
+        """The folder behind `best`, `last` or `step-...`.
+
+        Raises:
+            RequestError: there is none.
+        """
+        path = self.link(name) if name in ("best", "last") else self.path / name
+        if path is None or not (path / "trainer.json").exists():
+            have = ", ".join(path.name for path in self.steps().values()) or "no checkpoint yet"
+            raise RequestError(f"run {self.path} has no {name!r} checkpoint; it has: {have}")
+        return path
+
+    # ---- what the run says of itself ----------------------------------------------------------------------------
+
+    def describe(self, **facts: Any) -> None:
+        """Write or update `run.json`."""
+        write_atomically(self.path / "run.json", json.dumps({**self.read("run.json"), **facts}, indent=2) + "\n")
+
+    def read(self, name: str) -> dict[str, Any]:
+        """One of the run's JSON files; empty where it is absent or was never finished."""
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """Replace `state.json`, the live state that `lm monitor` reads."""
+        write_atomically(self.path / "state.json", json.dumps(state) + "\n")
+
+    def append_metrics(self, metrics: dict[str, Any]) -> None:
+        """Add one line to `metrics.jsonl`."""
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` by step. After a resume the later line of a step counts, and what a stopped
+        run had logged beyond the checkpoint that it was resumed from does not."""
+        kept: list[dict[str, Any]] = []
+        for line in self._lines():
+            if "resumed_at" in line:
+                kept = [entry for entry in kept if entry["step"] <= line["resumed_at"]]
+            else:
+                kept.append(line)
+        return kept
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        try:
+            text = (self.path / "metrics.jsonl").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return
+        for line in text.splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:  # a line that a kill cut short
+                continue
+
+
+def run_facts() -> dict[str, Any]:
+    """What `run.json` records of where and how a run was started: versions, command, host, git revision."""
+    from importlib.metadata import version
+
+    try:
+        revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        revision = ""
+    packages = ("torch", "lightning", "torchmetrics", "safetensors", "tokenizers", "pyarrow", "numpy")
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "entered": time.time(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "host": socket.gethostname(),
+        "python": sys.version.split()[0],
+        "versions": {"lm": __version__, **{name: version(name) for name in packages}},
+        "git": revision or None,
+    }

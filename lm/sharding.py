@@ -1,0 +1,87 @@
+"""FSDP2: every rank holds a shard of the parameters, gradients and optimizer state.
+
+Checkpoints are the same folders as everywhere else: full tensors, written by rank zero and read by every rank, so a
+run may stop under one strategy and go on under another.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+
+class FullyShardedStrategy(ModelParallelStrategy):
+    """Lightning's strategy for FSDP2 with our checkpoint folders at both ends.
+
+    Args:
+        world_size: devices over all nodes; each holds one shard.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def shard(self, decoder: nn.Module) -> None:
+        """Shard a decoder in place: a unit a layer, and one for the rest."""
+        mesh = self.device_mesh["data_parallel"]
+        for layer in decoder.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(decoder, mesh=mesh)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Exchange gradients only with the last micro-batch of an optimizer step."""
+        trainer = self.lightning_module.trainer
+        last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        self.lightning_module.decoder.set_requires_gradient_sync(last)
+
+    # ---- checkpoints: full tensors, through the same CheckpointIO as every other strategy -----------------------
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Full weights on rank zero, nothing on the others."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(self.model, options=options)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Full optimizer state by parameter name on rank zero, nothing on the others."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        return get_optimizer_state_dict(self.model, optimizer, options=options)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return self.checkpoint_io.load_checkpoint(checkpoint_path)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Each rank takes its shard of the full weights that it read."""
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        set_model_state_dict(self.model, dict(checkpoint["state_dict"]), options=options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Each rank takes its shard of the full optimizer state that it read."""
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+            state = {
+                "state": {order[index]: slots for index, slots in saved["state"].items()},
+                "param_groups": [
+                    {**group, "params": [order[index] for index in group["params"]]} for group in saved["param_groups"]
+                ],
+            }
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(self.model, optimizer, state, options=options)

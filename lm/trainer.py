@@ -1,0 +1,198 @@
+"""Lightning's Trainer in the words of pretraining: optimizer steps and tokens, not micro-batches and epochs."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as lightning
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lm.checkpoint import FolderCheckpointIO
+from lm.hardware import cpu_half_precision
+from lm.quantities import Count
+from lm.runs import Run
+from lm.sharding import FullyShardedStrategy
+from lm.steps import Steps, plan_steps
+
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
+
+
+@dataclass
+class EarlyStoppingConfig:
+    """When to stop before the steps are done.
+
+    Args:
+        patience: Validations in a row without a new best before the run stops; none: never.
+        min_delta: How much lower the validation loss must be to count as a new best, here and for the best checkpoint.
+    """
+
+    patience: int | None = None
+    min_delta: float = 0.0
+
+
+class Trainer(lightning.Trainer):
+    """Trains for a number of optimizer steps on a stream that has no end.
+
+    Args:
+        max_steps: Optimizer steps of the run; or
+        max_tokens: tokens of the run, rounded up to whole steps.
+        val_interval: Optimizer steps between validations; the last step is always validated.
+        checkpoint_interval: Optimizer steps between checkpoints.
+        keep_checkpoints: How many of the newest checkpoints are kept beside the best.
+        log_interval: Optimizer steps between log lines.
+        early_stopping: When to stop before the steps are done; off unless a patience is given.
+        gradient_clip_val: Largest global norm of the gradient; none: no clipping.
+        precision: Number format. A half precision that a CPU does not do well becomes one that it does.
+        accelerator: Where to train: `auto`, `cpu`, `gpu`, `mps`.
+        devices: How many devices of a node, or which.
+        num_nodes: How many nodes.
+        strategy: Over several devices: `ddp` has a whole model on each, `fsdp2` a shard. `auto` is `ddp`.
+        deterministic: Refuse operations whose result may differ from run to run.
+        detect_anomaly: Find the operation that made a NaN; slow.
+        profiler: One of Lightning's profilers: `simple` or `advanced`.
+        callbacks: More Lightning callbacks.
+        default_root_dir: Folder of the runs.
+    """
+
+    def __init__(
+        self,
+        max_steps: Count | None = None,
+        max_tokens: Count | None = None,
+        val_interval: Count = Count(250),
+        checkpoint_interval: Count = Count(250),
+        keep_checkpoints: int = 1,
+        log_interval: Count = Count(10),
+        early_stopping: EarlyStoppingConfig = EarlyStoppingConfig(),
+        gradient_clip_val: float | None = 1.0,
+        precision: Precision = "32-true",
+        accelerator: str = "auto",
+        devices: int | str | list[int] = "auto",
+        num_nodes: int = 1,
+        strategy: Literal["auto", "ddp", "fsdp2"] = "auto",
+        deterministic: bool = False,
+        detect_anomaly: bool = False,
+        profiler: Literal["simple", "advanced"] | None = None,
+        callbacks: list[Callback] | None = None,
+        default_root_dir: str = "checkpoints",
+    ) -> None:
+        self._wanted = {"max_steps": max_steps, "max_tokens": max_tokens}
+        self.val_interval = val_interval
+        self.checkpoint_interval = checkpoint_interval
+        self.keep_checkpoints = keep_checkpoints
+        self.log_interval = log_interval
+        self.early_stopping = early_stopping
+        self.steps: Steps | None = None  # known when a fit starts
+        self.run: Run | None = None  # the run folder, once it is claimed
+        self.checkpoint_io = FolderCheckpointIO()
+        plugins: list[Any] = [self.checkpoint_io]
+        if SLURMEnvironment.detect():
+            plugins.append(SLURMEnvironment(auto_requeue=False))  # ours saves and exits 75; the queue decides the rest
+        super().__init__(
+            max_steps=1,  # set anew when a fit starts
+            max_epochs=-1,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=gradient_clip_val,
+            precision=_available(precision, accelerator),
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            strategy=_strategy(strategy, accelerator, devices, num_nodes),
+            deterministic=deterministic,
+            detect_anomaly=detect_anomaly,
+            profiler=profiler,
+            callbacks=callbacks,
+            default_root_dir=default_root_dir,
+            plugins=plugins,
+        )
+
+    def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
+        """Train, from scratch or from a checkpoint.
+
+        Args:
+            model: The module to train.
+            datamodule: Its data; its `seq_len`, `micro_batch_size` and `global_batch_tokens` give the step.
+            ckpt_path: A checkpoint folder to go on from, `best`, `last`, or `auto`: the newest whole one, else from
+                scratch.
+
+        Raises:
+            RequestError: the batch does not come out even; the arithmetic is in the message.
+        """
+        self.steps = plan_steps(
+            seq_len=datamodule.seq_len,
+            micro_batch_size=datamodule.micro_batch_size,
+            global_batch_tokens=datamodule.global_batch_tokens,
+            world_size=self.world_size,
+            **self._wanted,
+        )
+        rank_zero_info(str(self.steps))
+        datamodule.global_batch = self.steps.global_batch
+        self.accumulate_grad_batches = self.steps.accumulate
+        self.val_check_interval = self.val_interval * self.steps.accumulate
+        self.fit_loop.epoch_loop.max_steps = self.steps.max_steps
+        super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
+
+    # ---- where the training stands, for callbacks ----------------------------------------------------------------
+
+    @property
+    def fitting(self) -> bool:
+        """Whether this is a fit, also while it validates."""
+        return self.state.fn == lightning.trainer.states.TrainerFn.FITTING
+
+    def step_taken(self, batch_idx: int) -> int | None:
+        """The optimizer steps taken so far, if this micro-batch ended one; else None."""
+        return self.global_step if (batch_idx + 1) % self.accumulate_grad_batches == 0 else None
+
+    def validates_after(self, step: int) -> bool:
+        """Whether a validation follows this optimizer step."""
+        due = step % self.val_interval == 0 or step >= self.max_steps or self.should_stop
+        return due and self.datamodule.has_validation
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens that were trained on, over all ranks and since the beginning of the run."""
+        cursor = self.lightning_module.cursor
+        return cursor.end * self.datamodule.seq_len if cursor else 0
+
+
+def _available(precision: Precision, accelerator: str) -> Precision:
+    """The precision that was asked for, or on a CPU what it does well instead; says so."""
+    on_cpu = accelerator == "cpu" or (
+        accelerator == "auto" and not torch.cuda.is_available() and not torch.backends.mps.is_available()
+    )
+    if not on_cpu or precision == "32-true":
+        return precision
+    half = cpu_half_precision()
+    instead = "32-true" if half is None else "bf16-true" if precision == "bf16-true" else "bf16-mixed"
+    if instead != precision:
+        rank_zero_info(f"precision {precision} -> {instead}: this CPU has no fast {precision} arithmetic")
+    return instead
+
+
+def _strategy(name: str, accelerator: str, devices: int | str | list[int], num_nodes: int) -> Strategy | str:
+    on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    if isinstance(devices, list):
+        count = len(devices)
+    elif str(devices).isdigit():
+        count = int(devices)
+    else:
+        count = torch.cuda.device_count() if on_gpu else 1
+    if count * num_nodes == 1:
+        return "auto"
+    if name == "fsdp2":
+        return FullyShardedStrategy(count * num_nodes)
+    # The buffers (rotary tables) are the same everywhere, and the gradients need no second copy.
+    return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+warnings.filterwarnings("ignore", message=".*The `srun` command is available.*")
