@@ -1,5 +1,6 @@
 """Command lines from typed functions and classes: the types, the error line, the nearest name."""
 
+import inspect
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -15,13 +16,19 @@ register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda
 
 
 class OneLineErrors:
-    """For parsers: a wrong command line is one line with the nearest name, not fifty lines of usage."""
+    """For parsers: a wrong command line is one line with the nearest name, not fifty lines of usage.
+
+    Attributes:
+        elsewhere: options that people may expect and that have another name here -> what to use instead.
+    """
+
+    elsewhere: dict[str, str] = {}
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raises:
         RequestError: always.
         """
-        raise RequestError(shorten(message, known_names(self))) from ex
+        raise RequestError(shorten(message, known_names(self), self.elsewhere)) from ex
 
 
 class Parser(OneLineErrors, ArgumentParser):
@@ -37,7 +44,20 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
     Raises:
         RequestError: the command line does not fit the function.
     """
-    return auto_cli(function, args=arguments, prog=prog, parser_class=Parser, allow_abbrev=False)
+    flags = {name for name, parameter in inspect.signature(function).parameters.items() if parameter.annotation is bool}
+    return auto_cli(
+        function, args=spell_out(arguments, flags), prog=prog, parser_class=Parser, allow_abbrev=False
+    )
+
+
+def spell_out(arguments: list[str], flags: set[str]) -> list[str]:
+    """`--json` as `--json=true`, for options that are yes or no and stand without a value."""
+    values = ("true", "false", "yes", "no")
+    following = [*arguments[1:], ""]
+    return [
+        f"{argument}=true" if argument.removeprefix("--") in flags and value.lower() not in values else argument
+        for argument, value in zip(arguments, following, strict=True)
+    ]
 
 
 def known_names(parser: Any) -> list[str]:
@@ -45,13 +65,15 @@ def known_names(parser: Any) -> list[str]:
     return [option.lstrip("-") for action in parser._actions for option in action.option_strings]
 
 
-def shorten(message: str, known: list[str]) -> str:
-    """The last, most telling part of jsonargparse's message, in one line, with the nearest name to an unknown one."""
+def shorten(message: str, known: list[str], elsewhere: dict[str, str]) -> str:
+    """jsonargparse's message in one line; for an unknown option the one to use instead, or the nearest name."""
     text = re.sub(r"\s*\n\s*", " ", message).strip()
-    text = text.removeprefix("Parser key \"config\": ")
+    text = re.sub(r'^Parser key "([^"]+)": (?:Not of type Count: )?', r"\1: ", text)
     unknown = re.search(r"(?:Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)|[Kk]ey '([^']+)' is not)", text)
-    if unknown:
-        name = next(group for group in unknown.groups() if group)
-        close = get_close_matches(name, known, 1, cutoff=0.5)
-        text = f"there is no option {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-    return text
+    if not unknown:
+        return text
+    name = next(group for group in unknown.groups() if group)
+    if name in elsewhere:
+        return f"there is no option {name!r}: {elsewhere[name]}"
+    close = get_close_matches(name, known, 1, cutoff=0.5)
+    return f"there is no option {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")

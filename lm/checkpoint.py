@@ -106,6 +106,8 @@ def write_folder(folder: Path, content: dict[str, Any]) -> None:
         for key, name in TENSORS.items():
             if key in content:
                 save_file(content[key], temporary / name, metadata={"format": "pt"})
+        for path in temporary.iterdir():  # safetensors makes files that only their owner may read
+            path.chmod(0o666 & ~_umask())
         for name, text in content.get("files", {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
         for key, name in TENSORS.items():
@@ -177,9 +179,16 @@ def find_damage(folder: Path) -> str | None:
 
 def step_of(folder: Path | str | None) -> int:
     """The optimizer step that a checkpoint was taken after; 0 where there is none."""
-    if folder is None:
-        return 0
-    return json.loads((Path(folder) / "trainer.json").read_text(encoding="utf-8"))["global_step"]
+    return _document(folder)["global_step"] if folder else 0
+
+
+def samples_of(folder: Path | str | None) -> int:
+    """The samples that a checkpoint had been trained on; 0 where there is none."""
+    return _document(folder)["cursor"]["consumed"] if folder else 0
+
+
+def _document(folder: Path | str) -> dict[str, Any]:
+    return json.loads((Path(folder) / "trainer.json").read_text(encoding="utf-8"))
 
 
 def _verify(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -187,6 +196,12 @@ def _verify(path: Path, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if not torch.equal(file.get_tensor(name).view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
                 raise OSError(f"{path.name}: tensor {name} read back differently than it was written")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _sync(path: Path) -> None:

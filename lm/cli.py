@@ -17,7 +17,7 @@ COMMANDS = {
     "predict": ("lm.lightning_cli:main", "per-token log-probabilities of texts, to Parquet"),
     "data prepare": ("lm.commands.data:prepare", "tokenize texts into Parquet shards"),
     "data inspect": ("lm.commands.data:inspect", "what a data folder holds"),
-    "data show": ("lm.commands.data:show", "the texts that a run saw at a step"),
+    "data show": ("lm.commands.show:show", "the texts that a run saw at a step"),
     "bench step": ("lm.commands.bench:step", "time of a training step, and what a checkpoint costs"),
     "bench loader": ("lm.commands.bench:loader", "tokens a second of the data path"),
 }

@@ -22,12 +22,12 @@ PEAKS: dict[str, tuple[float | None, float, float | None, float]] = {
     r"B200": (2250, 2250, 1125, 75),
     r"GB200": (2500, 2500, 1250, 80),
     # NVIDIA H100 data sheet and Hopper white paper; H200 data sheet; GH200 data sheet
-    r"H(100|800) 80GB HBM3|GH200 480GB|GH200 144G HBM3e": (989.4, 989.4, 494.7, 66.9),
-    r"H(100|800) PCIe": (756, 756, 378, 51.2),
+    r"H100 80GB HBM3|H800|GH200 (480GB|144G HBM3e)": (989.4, 989.4, 494.7, 66.9),
+    r"H[18]00 PCIe": (756, 756, 378, 51.2),
     r"H100 NVL|H200 NVL": (835.5, 835.5, 417.5, 60),
     r"H200": (989, 989, 494.5, 67),
     # NVIDIA A100 data sheet; the 800 differs only in its links
-    r"A(100|800)-(SXM4|PCIE|PCIe)-?\w*|A100 80GB PCIe|A800 80GB PCIe": (312, 312, 156, 19.5),
+    r"A[18]00[- ](SXM4|PCIE|80GB)[- ](40GB|80GB|PCIe)": (312, 312, 156, 19.5),
     # NVIDIA A10, A10G, A30, A40 data sheets
     r"A10": (125, 125, 62.5, 31.2),
     r"A10G": (70, 70, 35, 35),
@@ -41,7 +41,6 @@ PEAKS: dict[str, tuple[float | None, float, float | None, float]] = {
     r"RTX A6000": (154.8, 154.8, 77.4, 38.7),
     r"RTX 6000 Ada Generation": (364.2, 364.2, 182.1, 91.1),
     # NVIDIA Ampere GA102, Ada and RTX Blackwell white papers; GeForce halves its rate when accumulating in fp32
-    r"RTX 3080": (59.5, 59.5, 29.8, 29.8),
     r"RTX 3090": (71, 71, 35.6, 35.6),
     r"RTX 3090 Ti": (80, 80, 40, 40),
     r"RTX 4080": (97.5, 97.5, 48.7, 48.7),

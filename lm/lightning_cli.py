@@ -11,7 +11,7 @@ from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lm.arguments import OneLineErrors
+from lm.arguments import OneLineErrors, spell_out
 from lm.callbacks.checkpoints import Checkpoints
 from lm.callbacks.interrupt import Interrupt
 from lm.callbacks.last_step import LastStep
@@ -40,7 +40,7 @@ def find_config(name: str) -> str:
     for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
         if path.is_file():
             return str(path)
-    have = ", ".join(sorted(path.name for folder in CONFIGS for path in folder.glob("*.yaml"))) or "none"
+    have = ", ".join(sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})) or "none"
     raise RequestError(f"no config {name!r} here or in configs/; configs/ has: {have}")
 
 
@@ -54,6 +54,16 @@ class ConfigFile(ActionConfigFile):
 
 class Parser(OneLineErrors, LightningArgumentParser):
     """LightningCLI's parser with errors of one line."""
+
+    elsewhere = {
+        "trainer.accumulate_grad_batches": "it follows from data.global_batch_tokens and data.micro_batch_size",
+        "trainer.val_check_interval": "give trainer.val_interval, in optimizer steps",
+        "trainer.limit_val_batches": "give data.val_tokens",
+        "trainer.max_epochs": "give trainer.max_steps or trainer.max_tokens",
+        "trainer.log_every_n_steps": "give trainer.log_interval",
+        "trainer.logger": "TensorBoard and metrics.jsonl are always written to the run folder",
+        "data.batch_size": "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step",
+    }
 
 
 class TrainingCLI(LightningCLI):
@@ -129,6 +139,17 @@ class TrainingCLI(LightningCLI):
             ))
         return self._instantiate_trainer(trainer_config, callbacks)
 
+    def after_validate(self) -> None:
+        self._print_metrics()
+
+    def after_test(self) -> None:
+        self._print_metrics()
+
+    def _print_metrics(self) -> None:
+        if self.trainer.is_global_zero:
+            for name, value in self.trainer.callback_metrics.items():
+                print(f"{name} {value.item():.4f}")
+
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         self.datamodule.seed = self.config[subcommand].seed_everything
         self.trainer.checkpoint_io.load_optimizer = subcommand == "fit"
@@ -173,9 +194,10 @@ def _name_of(config: Namespace) -> str:
 def main(arguments: list[str]) -> None:
     """Run `lm fit|validate|test|predict ...`."""
     warnings.filterwarnings("ignore", module="lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     command, rest = arguments[0], arguments[1:]
     if command != "fit" and not any(a in ("-c", "--config", "-h", "--help") or a.startswith("--config=") for a in rest):
         rest = ["--config", str(_chosen_run(rest).config), *rest]
     sys.argv = [sys.argv[0], *arguments]
-    TrainingCLI([command, *rest])
+    TrainingCLI([command, *spell_out(rest, {"force"})])

@@ -87,7 +87,7 @@ def compare(run: Run, config: dict[str, Any], force: bool) -> None:
         raise RequestError(
             f"run {run.path} cannot go on with another {', '.join(refused)}: "
             + "; ".join(f"{key} was {before.get(key)}, now {after.get(key)}" for key in refused)
-            + "; start a new run, or give --force true"
+            + "; start a new run, or give --force"
         )
 
 

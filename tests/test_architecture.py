@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "lm"
 # The floor of a module is that of the longest prefix here. Imports go down, or stay inside one package of a floor.
 FLOORS = {
     "lm": 0, "lm.errors": 0, "lm.quantities": 0, "lm.steps": 0, "lm.hardware": 0, "lm.kernels": 0,
-    "lm.arguments": 1, "lm.model": 1, "lm.data": 1, "lm.optim": 1, "lm.metrics": 1, "lm.checkpoint": 1, "lm.runs": 1,
-    "lm.sharding": 1,
+    "lm.arguments": 1, "lm.model": 1, "lm.data": 1, "lm.optim": 1, "lm.checkpoint": 1, "lm.runs": 1, "lm.sharding": 1,
+    "lm.metrics": 1.5,
     "lm.module": 2, "lm.trainer": 2, "lm.resume": 2, "lm.generation": 2,
     "lm.callbacks": 3,
     "lm.commands": 4,

@@ -9,13 +9,20 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lm.checkpoint import step_of
+from lm.checkpoint import samples_of, step_of
 from lm.errors import Interrupted, LmError, RequestError
 from lm.hardware import device_name
 from lm.runs import Run, run_facts, write_atomically
 from lm.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+
+class Curves(TensorBoardLogger):
+    """TensorBoard's event file and nothing beside it."""
+
+    def save(self) -> None:
+        self.experiment.flush()
 
 
 class RunFolder(Callback):
@@ -40,7 +47,7 @@ class RunFolder(Callback):
         if trainer.is_global_zero:
             # One event file a process; points from after the checkpoint that is resumed from are purged by TensorBoard.
             purge = None if self._resumed is None else step_of(trainer.ckpt_path) + 1
-            logger = TensorBoardLogger(
+            logger = Curves(
                 str(trainer.run.path.parent), name=trainer.run.name, version="", default_hp_metric=False, purge_step=purge
             )
             trainer.loggers = [logger]
@@ -55,14 +62,19 @@ class RunFolder(Callback):
             self._refuse_changed_shards(run, shards)
         write_atomically(run.config, self._config)
         write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
-        facts = run_facts()
+        facts, before = run_facts(), {}
         if self._resumed is not None:
-            facts["started"] = run.read("run.json").get("started", facts["started"])
+            before = run.read("run.json")
+            facts["started"] = before.get("started", facts["started"])
             run.append_metrics({"resumed_at": step_of(trainer.ckpt_path)})
+        # Which samples a step saw: from each `step` on, a global batch of so many samples, the first one `sample`.
+        step, sample = (step_of(trainer.ckpt_path), samples_of(trainer.ckpt_path))
+        stretches = [stretch for stretch in before.get("stretches", []) if stretch["step"] < step]
+        stretches.append({"step": step, "sample": sample, "global_batch": trainer.steps.global_batch})
         device = device_name(trainer.strategy.root_device)
         run.describe(
             id=run.name, name=self._name, status="running", reason=None, device=device, world_size=trainer.world_size,
-            **facts,
+            stretches=stretches, **facts,
         )
         return str(run.path)
 

@@ -67,7 +67,6 @@ class RunLog(Callback):
             return
         step, (since, first) = trainer.global_step, self._began
         seconds_a_step = (time.monotonic() - since) / (step - first) if step > first else None
-        last = trainer.run.link("last")
         trainer.run.write_state({
             "run": trainer.run.name,
             "status": status,
@@ -77,7 +76,6 @@ class RunLog(Callback):
             "max_tokens": trainer.max_steps * trainer.steps.tokens_per_step,
             "metrics": self.latest,
             "eta_seconds": (trainer.max_steps - step) * seconds_a_step if seconds_a_step else None,
-            "last_checkpoint": last.name if last else None,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "time": time.time(),

@@ -146,15 +146,15 @@ class DataModule(LightningDataModule):
     def order(self) -> Order:
         """Which window each sample of the training stream is."""
         train = self.shards["train"]
-        largest = max(block.tokens for block in train.blocks)
-        return Order(train.windows(self.seq_len), self.seed, lanes=lanes_for(largest, self.shuffle_buffer))
+        lanes = lanes_for(train.largest.tokens, self.shuffle_buffer)
+        return Order(train.windows(self.seq_len), self.seed, lanes=lanes)
 
     def train_dataloader(self) -> Any:
         """The endless stream of this rank's micro-batches, from the first sample not trained on yet."""
         stream = Stream(
             self.shards["train"], self.order(), seq_len=self.seq_len, start=self.consumed,
             global_batch=self.global_batch, micro_batch=self.micro_batch_size,
-            rank=self.trainer.global_rank, world=self.trainer.world_size,
+            rank=self.trainer.global_rank, world=self.trainer.world_size, shuffle_buffer=self.shuffle_buffer,
         )
         return self._loader(stream)
 

@@ -106,7 +106,8 @@ class BlockCache:
 
     Args:
         folder: created when the first block is kept.
-        max_bytes: the folder's files together stay at or below this.
+        max_bytes: the folder's files together stay at or below this (processes that write at the very same moment may
+            pass it by a block each until the next write).
     """
 
     def __init__(self, folder: str | Path, max_bytes: int):
@@ -132,13 +133,13 @@ class BlockCache:
 
     def put(self, key: str, block: np.ndarray) -> None:
         """Keep a block, if it fits at all; a full disk is a warning, since training goes on without a cache."""
-        size = block.nbytes + 4096  # the .npy header, generously
-        if size > self.max_bytes:
+        needed = block.nbytes + 4096  # the .npy header, generously
+        if needed > self.max_bytes:
             return
         temporary = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._make_room(size)
+            self._make_room(needed)
             with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".tmp", delete=False) as file:
                 temporary = file.name
                 np.save(file, block, allow_pickle=False)
@@ -148,7 +149,7 @@ class BlockCache:
                 Path(temporary).unlink(missing_ok=True)
             warnings.warn(f"block cache {self.folder}: a block was not kept ({first_line(error)})", stacklevel=2)
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, needed: int) -> None:
         files = []
         for entry in os.scandir(self.folder):  # temporary files too: those of killed processes grow old and go
             try:
@@ -157,7 +158,7 @@ class BlockCache:
                 continue
         held = sum(size for _, size, _ in files)
         for _, freed, path in sorted(files):
-            if held + size <= self.max_bytes:
+            if held + needed <= self.max_bytes:
                 return
             Path(path).unlink(missing_ok=True)
             held -= freed

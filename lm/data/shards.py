@@ -1,0 +1,229 @@
+"""Parquet shards as blocks of tokens: what there is, and one block at a time.
+
+First stop of a batch; `data/order` is next and says which window of which block a sample is. Anyone's Parquet with a
+column of token ids is read as it is (`data/catalog` finds it, `data/column` decodes it).
+
+A *block* is a run of row groups of one shard, and it is what is read at once; a *window* is `seq_len + 1` consecutive
+tokens of a block, at a stride of `seq_len`, so that each token is a target once. Windows do not cross blocks.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lm.data.catalog import Shard, find_shards
+from lm.data.column import Column
+from lm.data.remote import BlockCache, first_line, is_remote, with_retries
+from lm.errors import RequestError, RunError
+
+BLOCK_TOKENS = 2**20  # long enough to be read at full speed, short enough for a quick first batch
+FOOTERS_KEPT = 256  # of the files in use: parsing a footer takes a tenth of the time of reading a block
+
+
+class Block(NamedTuple):
+    """Consecutive row groups of one shard, read at once: at most BLOCK_TOKENS, or one larger row group."""
+
+    file: str
+    row_groups: range
+    tokens: int
+
+    def __str__(self) -> str:
+        first, last = self.row_groups[0], self.row_groups[-1]
+        return f"shard {self.file}, row group{f's {first} to {last}' if first < last else f' {first}'}"
+
+
+class Fingerprint(NamedTuple):
+    """What must not change of a shard between a stop and a resume."""
+
+    name: str
+    size: int
+    tokens: int
+
+
+class Shards:
+    """All shards of a source; `Shards.open` makes one. Safe to share between threads, and picklable.
+
+    Attributes:
+        blocks: every Block, in the order of the files.
+        tokens: of all blocks.
+    """
+
+    def __init__(self, shards: Sequence[Shard], column: Column, source: str, cache: BlockCache | None = None):
+        self.column, self.source, self.cache = column, source, cache
+        self.blocks = [block for shard in shards for block in _blocks(shard)]
+        self.tokens = sum(block.tokens for block in self.blocks)
+        self._shards = {shard.file: shard for shard in shards}
+        self._footers: dict[str, pq.FileMetaData] = {}
+
+    @classmethod
+    def open(
+        cls,
+        source: str | Sequence[str],
+        column: str = "input_ids",
+        vocab_size: int | None = None,
+        tokenizer_sha256: str | None = None,
+        cache: BlockCache | None = None,
+    ) -> "Shards":
+        """Find shards and learn their token counts; tokens are read only where the footers have no statistics.
+
+        Args:
+            source: folders, globs, files or URLs. The split folder (`DIR/train`) of a folder that `lm data prepare`
+                made is checked against its manifest.
+            column: the column of token ids.
+            vocab_size: ids must be below it; None takes the manifests', or else 2**31.
+            tokenizer_sha256: of the tokenizer in use; shards that say that another one made them are refused.
+            cache: keeps blocks of remote shards on this machine.
+
+        Raises:
+            RequestError: nothing there, no such column, a wrong type, a damaged file, another tokenizer, or shards
+                that are not what their manifest says; names the file.
+            RunError: a remote source failed again and again.
+        """
+        sources = [source] if isinstance(source, str) else list(source)
+        if not sources:
+            raise RequestError("no shards were named; give a folder, a glob, a file or a URL")
+        catalogs = [find_shards(one, Column(column, vocab_size), tokenizer_sha256) for one in sources]
+        if vocab_size is None and all(catalog.vocab_size for catalog in catalogs):
+            vocab_size = max(catalog.vocab_size for catalog in catalogs)
+        shards = [shard for catalog in catalogs for shard in catalog.shards]
+        file, times = Counter(shard.file for shard in shards).most_common(1)[0]
+        if times > 1:
+            raise RequestError(f"shard {file} is named {times} times, but an epoch has each window once")
+        return cls(shards, Column(column, vocab_size), ", ".join(sources), cache)
+
+    def windows(self, seq_len: int) -> np.ndarray:
+        """How many windows each block has: (blocks,) int64, `max(0, (tokens - 1) // seq_len)`."""
+        tokens = np.fromiter((block.tokens for block in self.blocks), dtype=np.int64, count=len(self.blocks))
+        return np.maximum(0, (tokens - 1) // seq_len)
+
+    def require_windows(self, seq_len: int) -> int:
+        """The number of windows.
+
+        Raises:
+            RequestError: there is not one; says how many tokens there are and how many it takes.
+        """
+        total = int(self.windows(seq_len).sum())
+        if total == 0:
+            longest = max((block.tokens for block in self.blocks), default=0)
+            raise RequestError(
+                f"{self.source}: {self.tokens} tokens in {len(self._shards)} shards, at most {longest} of them in one "
+                f"run, but a window takes {seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
+            )
+        return total
+
+    @property
+    def largest(self) -> Block:
+        """The block with the most tokens."""
+        return max(self.blocks, key=lambda block: block.tokens)
+
+    def read(self, index: int) -> np.ndarray:
+        """Read one block.
+
+        Args:
+            index: into `blocks`.
+
+        Returns:
+            (tokens,) uint16 where the vocabulary has at most 65536 ids, else uint32; all ids inside the vocabulary.
+
+        Raises:
+            RunError: nulls, ids outside the vocabulary, damaged bytes, or a number of tokens that is not what the
+                footer or manifest said; names the file, row group and row.
+        """
+        block = self.blocks[index]
+        if not is_remote(block.file):
+            return self._decode(block)
+        shard, column = self._shards[block.file], self.column
+        key = BlockCache.key(
+            shard.file, shard.size, shard.modified, tuple(block.row_groups), column.name, column.dtype.name
+        )
+        tokens = self.cache.get(key) if self.cache else None
+        if tokens is None or tokens.shape != (block.tokens,) or not column.holds(tokens):
+            tokens = with_retries(lambda: self._decode(block), str(block))
+            if self.cache:
+                self.cache.put(key, tokens)
+        return tokens
+
+    def _decode(self, block: Block) -> np.ndarray:
+        shard = self._shards[block.file]
+        try:
+            with shard.open(self._footers.get(shard.file)) as parquet:
+                self._keep_footer(shard.file, parquet.metadata)
+                tokens = self.column.decode(parquet, block.row_groups, shard.file)
+                if len(tokens) != block.tokens:
+                    raise RunError(self._miscounted(parquet, block))
+                return tokens
+        except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and is_remote(shard.file):
+                raise  # may be the network: tried again
+            raise RunError(
+                f"{block}: cannot be decoded ({first_line(error)}); the file is truncated, damaged or was changed: "
+                "fetch or write it again"
+            ) from error
+
+    def _keep_footer(self, file: str, footer: pq.FileMetaData) -> None:
+        if len(self._footers) >= FOOTERS_KEPT:
+            self._footers.clear()
+        self._footers[file] = footer
+
+    def _miscounted(self, parquet: pq.ParquetFile, block: Block) -> str:
+        counts = self._shards[block.file].row_groups
+        for group in block.row_groups:
+            held = len(self.column.decode(parquet, [group], block.file))
+            if held != counts[group]:
+                break
+        return (
+            f"shard {block.file}, row group {group} holds {held} tokens where its footer or manifest says "
+            f"{counts[group]}: it was changed or badly written; write it again"
+        )
+
+    def fingerprint(self) -> list[Fingerprint]:
+        """Name below its source, bytes and tokens of every shard, in order."""
+        return [Fingerprint(shard.name, shard.size, sum(shard.row_groups)) for shard in self._shards.values()]
+
+    @property
+    def digest(self) -> str:
+        """The fingerprint in 16 hex digits."""
+        return hashlib.blake2b(json.dumps(self.fingerprint()).encode(), digest_size=8).hexdigest()
+
+
+def describe_difference(old, new, most: int = 3) -> str:
+    """Say how two fingerprints differ.
+
+    Args:
+        old, new: fingerprints, or what they became in JSON.
+        most: how many differences to spell out.
+
+    Returns:
+        One line; empty if they are equal.
+    """
+    old, new = [Fingerprint(*entry) for entry in old], [Fingerprint(*entry) for entry in new]
+    before, after = {entry.name: entry for entry in old}, {entry.name: entry for entry in new}
+    lines = [f"{name} is gone" for name in before.keys() - after.keys()]
+    lines += [f"{name} is new" for name in after.keys() - before.keys()]
+    lines += [
+        f"{name} had {was.size} bytes and {was.tokens} tokens, now {after[name].size} and {after[name].tokens}"
+        for name, was in before.items()
+        if name in after and after[name] != was
+    ]
+    if not lines and old != new:
+        lines = ["the same shards in another order"]
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return ", ".join(sorted(lines)[:most] + more)
+
+
+def _blocks(shard: Shard) -> Iterator[Block]:
+    """Group row groups for as long as they stay within BLOCK_TOKENS."""
+    first, held = 0, 0
+    for group, tokens in enumerate(shard.row_groups):
+        if group > first and held + tokens > BLOCK_TOKENS:
+            yield Block(shard.file, range(first, group), held)
+            first, held = group, 0
+        held += tokens
+    if shard.row_groups:
+        yield Block(shard.file, range(first, len(shard.row_groups)), held)

@@ -1,0 +1,246 @@
+"""Documents from text files: plain text, JSON lines, Parquet, and the flat ids of nanoGPT.
+
+The second step of `lm data prepare`: `data/files` finds the files, `data/parts` encodes what this module reads. A
+document of any length streams through: it comes in pieces of at most PIECE characters, cut at line ends.
+"""
+
+import codecs
+import json
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lm.data.files import TextFile, find_files
+from lm.data.remote import first_line
+from lm.data.tokenizer import Tokenizer
+from lm.errors import LmError, RequestError, RunError
+
+PIECE = 8 * 2**20  # characters of a text, or ids, that are held at once
+PARQUET_ROWS = 256  # decoded at once; a page of a few million characters for usual documents
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one.
+
+    Args:
+        where: file and line, row or token, for messages.
+        content: text, or (n,) ids without the end-of-text token.
+        last: whether the document ends here.
+        split: "train" or "val" where the file's name decides it.
+    """
+
+    where: str
+    content: str | np.ndarray
+    last: bool
+    split: str | None = None
+
+
+def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tuple[str, str]]:
+    """Whole documents of files, folders, globs or URLs, with the place of each, in order.
+
+    Raises:
+        RequestError: an input is not there or holds no text.
+        RunError: a file cannot be read; names the file and line or row.
+    """
+    for file in find_files(inputs):
+        held = []
+        for piece in read_pieces(file, text_key=text_key):
+            held.append(piece.content)
+            if piece.last:
+                yield piece.where, "".join(held)
+                held = []
+
+
+def read_pieces(
+    file: TextFile, part: int = 0, parts: int = 1, text_key: str = "text", tokenizer: Tokenizer | None = None
+) -> Iterator[Piece]:
+    """Documents of a part of a file; empty ones are left out.
+
+    Args:
+        file: of any kind.
+        part: which part, from 0; the documents of all parts one after the other are those of the file.
+        parts: how many parts there are; more than 1 for divisible files only.
+        text_key: key or column of the text.
+        tokenizer: that flat ids were made with.
+
+    Raises:
+        RunError: the file cannot be read; names the file and line or row.
+    """
+    try:
+        if file.kind == "flat":
+            yield from _flat(file, tokenizer)
+            return
+        if file.kind == "text":
+            documents = [(file.name, _decoded(file))]
+        else:
+            read = _json_lines if file.kind == "jsonl" else _parquet
+            documents = ((where, (text,)) for where, text in read(file, part, parts, text_key))
+        for where, chunks in documents:
+            yield from (Piece(where, text, last) for text, last in _cut(chunks) if text)
+    except LmError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise RunError(f"{file.name} cannot be read ({first_line(error)}); is it damaged or truncated?") from error
+
+
+def _cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Join chunks to pieces that end with a line, and tell the last."""
+    held = ""
+    for chunk in chunks:
+        held += chunk
+        while len(held) > PIECE:
+            end = held.rfind("\n", 0, PIECE) + 1 or PIECE
+            yield held[:end], False
+            held = held[end:]
+    yield held, True
+
+
+def _decoded(file: TextFile) -> Iterator[str]:
+    decoder, lines = codecs.getincrementaldecoder("utf-8")(), 0
+    with file.stream() as stream:
+        while True:
+            data = stream.read(PIECE)
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                line = lines + error.object.count(b"\n", 0, error.start) + 1
+                raise RunError(
+                    f"{file.name}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text; "
+                    "convert the file, or leave it out"
+                ) from error
+            yield text
+            if not data:
+                return
+            lines += text.count("\n")
+
+
+def _json_lines(file: TextFile, part: int, parts: int, key: str) -> Iterator[tuple[str, str]]:
+    """The lines that begin in a part of the file."""
+    with file.stream() if parts == 1 else _seekable(file) as stream:
+        start, stop = (file.size * edge // parts for edge in (part, part + 1))
+        position, number = 0, 0
+        if start > 0:
+            stream.seek(start - 1)
+            position = start - 1 + len(stream.readline())
+        for line in iter(stream.readline, b""):
+            if parts > 1 and position >= stop:
+                return
+            number += 1
+            try:
+                yield from _json_text(line, key, f"{file.name}, line {number}" if start == 0 else f"{file.name}, byte {position}")
+            except (ValueError, RunError) as error:
+                line_number = number if start == 0 else _line_at(file, position)
+                raise RunError(f"{file.name}, line {line_number}: {error}") from error
+            position += len(line)
+
+
+def _json_text(line: bytes, key: str, where: str) -> Iterator[tuple[str, str]]:
+    if not line.strip():
+        return
+    try:
+        entry = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte 0x{line[error.start]:02x} is not UTF-8 text") from error
+    except ValueError as error:
+        raise ValueError(f"not a JSON object on one line ({first_line(error)})") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f"a JSON {type(entry).__name__} where one object a line is expected")
+    if key not in entry:
+        raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}; say which with --text_key")
+    text = entry[key]
+    if not isinstance(text, str):
+        raise ValueError(f"{key!r} is not a text but {json.dumps(text)[:40]}")
+    if not text.isascii() and SURROGATE.search(text):
+        raise ValueError(f"{key!r} holds half of a surrogate pair, which is no character")
+    yield where, text
+
+
+def _seekable(file: TextFile):
+    import io
+
+    return io.BufferedReader(file.open(), 2**20)
+
+
+def _line_at(file: TextFile, position: int) -> int:
+    """The number of the line that begins at a byte; reads all before it, for messages only."""
+    with file.stream() as stream:
+        lines = 1
+        while position > 0 and (data := stream.read(min(position, 2**24))):
+            lines += data.count(b"\n")
+            position -= len(data)
+        return lines
+
+
+def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, str]]:
+    """The rows of a part of the row groups."""
+    with file.open() as handle:
+        parquet = pq.ParquetFile(handle)
+        schema = parquet.schema_arrow
+        if column not in schema.names:
+            raise RunError(
+                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; "
+                "say which with --text_key"
+            )
+        kind = schema.field(column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; say which is with --text_key")
+        groups = parquet.num_row_groups
+        chosen = range(groups * part // parts, groups * (part + 1) // parts)
+        row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
+        for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=[column]):
+            try:
+                texts = batch.column(0).to_pylist()
+            except UnicodeDecodeError as error:
+                bad = next(i for i in range(len(batch)) if not _is_text(batch.column(0)[i]))
+                raise RunError(f"{file.name}, row {row + bad}: column {column!r} is not UTF-8 text") from error
+            for offset, text in enumerate(texts):
+                if text is None:
+                    raise RunError(f"{file.name}, row {row + offset}: column {column!r} is null; leave such rows out")
+                yield f"{file.name}, row {row + offset}", text
+            row += len(texts)
+
+
+def _is_text(value: pa.Scalar) -> bool:
+    try:
+        return value.as_py() is not None
+    except UnicodeDecodeError:
+        return False
+
+
+def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
+    """Documents of a file of uint16 ids, as nanoGPT makes them: `train.bin` and `val.bin` are those splits."""
+    if tokenizer is None:
+        raise RequestError(f"{file.name} holds token ids: give the tokenizer.json that they were made with (--tokenizer)")
+    if file.size % 2:
+        raise RunError(f"{file.name} has an odd number of bytes and so is not a file of uint16 token ids")
+    stem = posixpath.basename(file.name).partition(".")[0]
+    split = stem if stem in ("train", "val") else None
+    position = 0  # tokens read
+    unfinished = False  # whether the document that the next chunk begins with has a piece already
+    with file.stream() as stream:
+        while data := stream.read(2 * PIECE):
+            ids = np.frombuffer(data, "<u2")  # (n,)
+            if ids.max() >= tokenizer.vocab_size:
+                bad = int(np.argmax(ids >= tokenizer.vocab_size))
+                raise RunError(
+                    f"{file.name}, token {position + bad}: id {ids[bad]} is outside of the vocabulary of "
+                    f"{tokenizer.vocab_size}; was it made with another tokenizer?"
+                )
+            ends = np.flatnonzero(ids == tokenizer.eos_id)
+            start = 0
+            for end in ends.tolist():
+                if end > start or unfinished:
+                    yield Piece(f"{file.name}, token {position + start}", ids[start:end], True, split)
+                start, unfinished = end + 1, False
+            position += len(ids)
+            if start < len(ids):
+                done = 2 * position >= file.size
+                yield Piece(f"{file.name}, token {position - len(ids) + start}", ids[start:], done, split)
+                unfinished = not done

@@ -1,0 +1,64 @@
+"""Test equipment that a config names: writes down what a training saw, and kills it where it is told to."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from lightning.pytorch import Callback
+
+
+class Recorder(Callback):
+    """Appends a line a micro-batch to `trace.jsonl`, on disk before anything can kill the process."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        entry = {
+            "step": (batch_idx // trainer.accumulate_grad_batches) + 1,
+            "micro": batch.cursor.micro,
+            "samples": [batch.cursor.start, batch.cursor.end],
+            "tokens": batch.tokens.to(int).flatten().tolist(),
+            "loss": outputs["loss"].item().hex(),
+            "rank": trainer.global_rank,
+        }
+        name = "trace.jsonl" if trainer.world_size == 1 else f"trace-{trainer.global_rank}.jsonl"
+        with open(name, "a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+class KillAt(Callback):
+    """Sends this process a signal.
+
+    Args:
+        signal_name: such as SIGKILL.
+        micro_batch: when the training begins this micro-batch of this process, counted over the run; or
+        validation: when this batch of a validation begins; or
+        save: when a checkpoint is being written.
+    """
+
+    def __init__(self, signal_name: str, micro_batch: int = -1, validation: int = -1, save: bool = False) -> None:
+        self.number = getattr(signal, signal_name)
+        self.micro_batch = micro_batch
+        self.validation = validation
+        self.save = save
+
+    def _kill(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == self.micro_batch:
+            self._kill()
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == self.validation:
+            self._kill()
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        if self.save:
+            threading.Thread(target=self._kill_in_write, args=(trainer.run.path,), daemon=True).start()
+
+    def _kill_in_write(self, run: Path) -> None:
+        while not list(run.glob(".tmp-step-*")):
+            time.sleep(1e-4)
+        self._kill()

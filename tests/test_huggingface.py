@@ -1,0 +1,164 @@
+"""A checkpoint folder is a Hugging Face model: the same logits there, the same weights back, nothing lost in between."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from lm.errors import RequestError
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
+from lm.model.huggingface import config_from_json, config_json, from_huggingface, generation_config_json, to_huggingface
+
+SMALL = DecoderConfig(
+    vocab_size=101, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80,
+    max_position_embeddings=64, rms_norm_eps=1e-4, rope_theta=5000.0, initializer_range=0.2,
+)
+SHAPES = {
+    "llama, tied": SMALL,
+    "llama, untied, grouped heads": replace(SMALL, num_key_value_heads=2, tie_word_embeddings=False),
+    "llama, one kv head, wide heads": replace(SMALL, num_key_value_heads=1, head_dim=32),
+    "qwen3, untied": replace(SMALL, qk_norm=True, tie_word_embeddings=False),
+    "qwen3, tied, grouped wide heads": replace(SMALL, qk_norm=True, num_key_value_heads=2, head_dim=32),
+}
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+def config(request):
+    return request.param
+
+
+def trained_like(config: DecoderConfig) -> Decoder:
+    """A decoder whose norms are not all one, so that swapping or dropping one would show."""
+    torch.manual_seed(0)
+    model = Decoder(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def write_folder(model: Decoder, path, dtype: str = "float32"):
+    weights = to_huggingface(model.state_dict(), model.config)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config_json(model.config, 7, dtype)))
+    (path / "generation_config.json").write_text(json.dumps(generation_config_json(7)))
+    return path
+
+
+def test_from_pretrained_gives_the_same_logits(config, tmp_path):
+    model = trained_like(config)
+    theirs, report = AutoModelForCausalLM.from_pretrained(write_folder(model, tmp_path), output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(theirs).__name__ == ("Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM")
+    assert theirs.dtype == torch.float32
+    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == 7
+    ids = torch.randint(config.vocab_size, (3, 64))
+    with torch.no_grad():
+        ours, reference = model(ids), theirs.eval()(ids).logits
+    assert reference.std() > 0.1  # the comparison is of something
+    torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
+
+
+def test_losses_are_those_of_hugging_face_for_shifted_labels(tmp_path):
+    model = trained_like(SMALL)
+    theirs = AutoModelForCausalLM.from_pretrained(write_folder(model, tmp_path)).eval()
+    ids = torch.randint(SMALL.vocab_size, (2, 33))
+    with torch.no_grad():
+        ours = model(ids[:, :-1], labels=ids[:, 1:]).mean()
+        torch.testing.assert_close(ours, theirs(ids, labels=ids).loss, atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_folders_load_as_bfloat16_with_the_same_logits(tmp_path):
+    model = trained_like(replace(SMALL, qk_norm=True)).bfloat16()
+    theirs = AutoModelForCausalLM.from_pretrained(write_folder(model, tmp_path, "bfloat16"), dtype="auto").eval()
+    assert theirs.dtype == torch.bfloat16
+    ids = torch.randint(SMALL.vocab_size, (2, 64))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), theirs(ids).logits, atol=2e-2, rtol=2e-2)
+
+
+def test_weights_come_back_bit_for_bit(config, tmp_path):
+    state = trained_like(config).state_dict()
+    path = write_folder(trained_like(config), tmp_path)
+    stored = load_file(path / "model.safetensors")
+    assert ("lm_head.weight" in stored) is not config.tie_word_embeddings
+    back = from_huggingface(stored, config)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_config_json_and_back_is_the_same_shape(config):
+    document = json.loads(json.dumps(config_json(config, None, "float32")))
+    assert config_from_json(document) == config
+    assert config_from_json(config_json(replace(config, dropout=0.1), None, "float32")) == config
+
+
+def test_transformers_reads_every_shape_from_config_json(config):
+    """No key is misspelt: what transformers holds after reading is what we wrote."""
+    document = config_json(config, 7, "bfloat16")
+    theirs = (Qwen3Config if config.qk_norm else LlamaConfig).from_dict(document).to_dict()
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                 "head_dim", "intermediate_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+                 "initializer_range"):
+        assert theirs[name] == getattr(config, name), name
+    rope = theirs.get("rope_parameters") or theirs
+    assert rope["rope_theta"] == config.rope_theta
+
+
+@pytest.mark.parametrize("theirs", [
+    LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=64, num_attention_heads=4, rms_norm_eps=1e-6),
+    Qwen3Config(architectures=["Qwen3ForCausalLM"], hidden_size=64, num_attention_heads=4, num_key_value_heads=2),
+], ids=["llama", "qwen3"])
+def test_configs_that_transformers_writes_are_read(theirs):
+    ours = config_from_json(json.loads(theirs.to_json_string(use_diff=False)))
+    for name in asdict(ours).keys() - {"rope_theta", "qk_norm", "dropout"}:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.rope_theta == 10000.0
+
+
+def test_a_short_config_takes_hugging_faces_defaults():
+    document = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 64, "num_hidden_layers": 1,
+                "num_attention_heads": 4, "intermediate_size": 8, "max_position_embeddings": 16}
+    config = config_from_json(document)
+    assert (config.num_key_value_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
+    assert not config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
+    ({"architectures": None}, "architectures"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"mlp_bias": True}, "mlp_bias"),
+    ({"hidden_act": "gelu"}, "hidden_act is gelu"),
+    ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"hidden_size": None}, "lacks hidden_size"),
+])
+def test_what_this_decoder_cannot_be_is_refused_by_name(change, named):
+    with pytest.raises(RequestError, match=named):
+        config_from_json({**config_json(SMALL, None, "float32"), **change})
+
+
+def test_weights_of_another_shape_are_refused_by_name():
+    state = to_huggingface(trained_like(SMALL).state_dict(), SMALL)
+    with pytest.raises(RequestError, match=r"lack model.layers.3"):
+        from_huggingface(state, replace(SMALL, num_hidden_layers=4))
+    with pytest.raises(RequestError, match=r"hold model.layers.2"):
+        from_huggingface(state, replace(SMALL, num_hidden_layers=2))
+    with pytest.raises(RequestError, match="lack lm_head.weight"):
+        from_huggingface(state, replace(SMALL, tie_word_embeddings=False))
+
+
+def test_a_repeated_tied_output_matrix_is_accepted():
+    state = to_huggingface(trained_like(SMALL).state_dict(), SMALL)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    assert "lm_head.weight" not in from_huggingface(state, SMALL)

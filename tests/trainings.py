@@ -1,0 +1,90 @@
+"""Test equipment: real trainings of a very small model, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CORPUS = "\n".join(
+    f"Chapter {i}. The {a} of the {b} was {c}, and so the {b} had no {a} of its own."
+    for i, (a, b, c) in enumerate(
+        (a, b, c)
+        for a in ("letter", "answer", "garden", "weight")
+        for b in ("captain", "village", "engine", "river", "senate")
+        for c in ("lost", "found", "sold", "broken", "kept", "hidden")
+    )
+)
+# Steps of 2 micro-batches of 4 x 32 tokens; a validation every 4 steps; a checkpoint every 3.
+CONFIG: dict[str, Any] = {
+    "seed_everything": 7,
+    "trainer": {
+        "max_steps": 12, "val_interval": 4, "checkpoint_interval": 3, "log_interval": 1, "accelerator": "cpu",
+        "callbacks": [{"class_path": "recorder.Recorder"}],
+    },
+    "model": {
+        "decoder": {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "intermediate_size": 64, "max_position_embeddings": 32, "dropout": 0.1,
+        },
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"warmup_steps": 2},
+    },
+    "data": {
+        "path": "data/small",
+        "prepare": {"input": ["texts"], "tokenizer": "char", "val_fraction": 0.2},
+        "micro_batch_size": 4, "global_batch_tokens": 256, "val_tokens": 512,
+    },
+}  # fmt: skip
+
+
+def make_workplace(folder: Path) -> Path:
+    """A folder with texts to train on, from which `lm` is run."""
+    (folder / "texts").mkdir(parents=True)
+    for index, text in enumerate(CORPUS.split("\n")):
+        (folder / "texts" / f"{index:03d}.txt").write_text(text + "\n")
+    return folder
+
+
+def write_config(folder: Path, name: str = "small", **changes: Any) -> Path:
+    """`CONFIG` with dotted keys changed, e.g. `**{"trainer.max_steps": 4}`."""
+    config = json.loads(json.dumps(CONFIG))
+    for key, value in changes.items():
+        *parents, last = key.split(".")
+        place = config
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+    """`python -m lm ...` in a folder, with the test equipment importable and one thread."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-m", "lm", *arguments], cwd=folder, env=env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def lm(folder: Path, *arguments: str, expect: int | None = 0, timeout: int = 240, **environment: str):
+    """Run `python -m lm ...` to its end and check its exit code; returns it with its output."""
+    process = start(folder, *arguments, **environment)
+    out, err = process.communicate(timeout=timeout)
+    assert expect is None or process.returncode == expect, f"exit {process.returncode}\n{out}\n{err}"
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def trace(folder: Path) -> list[dict[str, Any]]:
+    """What `Recorder` saw in this folder, in order: one entry a micro-batch."""
+    return [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[tuple[int, int], str]:
+    """The loss of each micro-batch that counted in the end, exactly: (step, micro-batch) -> hexadecimal."""
+    return {(entry["step"], entry["micro"]): entry["loss"] for entry in trace(folder)}
