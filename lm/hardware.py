@@ -114,8 +114,8 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
 def cpu_half_precision(cpuinfo: str | None = None) -> str | None:
     """The half precision that this CPU multiplies faster than fp32.
 
-    Only hardware counts: AMX-BF16 or AVX512-BF16 on x86, BF16 with SVE on Arm. Elsewhere torch emulates it, several times
-    slower than fp32.
+    Only hardware counts: AMX-BF16 or AVX512-BF16 on x86, BF16 with SVE on Arm. Elsewhere torch emulates it, several
+    times slower than fp32.
 
     Args:
         cpuinfo: the text of `/proc/cpuinfo`; read from this machine if not given.

@@ -1,5 +1,6 @@
 """Lightning's Trainer in the words of pretraining: optimizer steps and tokens, not micro-batches and epochs."""
 
+import logging
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +11,6 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lm.checkpoint import FolderCheckpointIO
 from lm.hardware import cpu_half_precision
@@ -19,6 +19,7 @@ from lm.runs import Run
 from lm.sharding import FullyShardedStrategy
 from lm.steps import Steps, plan_steps
 
+log = logging.getLogger(__name__)
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 
 
@@ -134,7 +135,7 @@ class Trainer(lightning.Trainer):
             world_size=self.world_size,
             **self._wanted,
         )
-        rank_zero_info(str(self.steps))
+        log.info(str(self.steps))
         datamodule.global_batch = self.steps.global_batch
         self.accumulate_grad_batches = self.steps.accumulate
         self.val_check_interval = self.val_interval * self.steps.accumulate
@@ -174,7 +175,7 @@ def _available(precision: Precision, accelerator: str) -> Precision:
     half = cpu_half_precision()
     instead = "32-true" if half is None else "bf16-true" if precision == "bf16-true" else "bf16-mixed"
     if instead != precision:
-        rank_zero_info(f"precision {precision} -> {instead}: this CPU has no fast {precision} arithmetic")
+        log.info(f"precision {precision} -> {instead}: this CPU has no fast {precision} arithmetic")
     return instead
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lm.errors import RequestError
@@ -57,7 +58,7 @@ def test_flops_are_those_that_torch_counts_in_a_training_step(config):
     with torch.device("meta"):
         model = Decoder(replace(config, max_position_embeddings=length))
         ids = torch.zeros(2, length, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             model(ids, labels=ids).sum().backward()
     square = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
     half = square * (length + 1) / 2 / length

@@ -1,4 +1,4 @@
-"""A checkpoint folder is a Hugging Face model: the same logits there, the same weights back, nothing lost in between."""
+"""A checkpoint folder is a Hugging Face model: the same logits there, the same weights back, nothing lost."""
 
 import json
 from dataclasses import asdict, replace

@@ -26,7 +26,7 @@ class Curves(TensorBoardLogger):
 
 
 class RunFolder(Callback):
-    """The first callback: data and request are checked by now, and everything after it may write.
+    """The first callback: data, model and request are checked by now, and everything after it may write.
 
     Args:
         run: the run that is gone on with; or None for a new one
@@ -39,9 +39,7 @@ class RunFolder(Callback):
         self._name = name
         self._config = config
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = self._claim(trainer) if trainer.is_global_zero else None
         trainer.run = Run(trainer.strategy.broadcast(path))
         if trainer.is_global_zero:

@@ -197,7 +197,8 @@ def _from_manifest(
                 "it is truncated or was changed; fetch it, or prepare the folder again"
             )
     for file in found.keys() - entries.keys():
-        raise RequestError(f"shard {found[file].file} is not in its manifest; move it away, or prepare the folder again")
+        stray = found[file].file
+        raise RequestError(f"shard {stray} is not in its manifest; move it away, or prepare the folder again")
     return Catalog([replace(found[file], row_groups=counts) for file, (_, counts) in entries.items()], vocab_size)
 
 

@@ -63,13 +63,15 @@ class TextFile:
 
     def open(self) -> pa.NativeFile:
         """The file as it lies there, seekable."""
-        filesystem, path = _locate(self.name)[:2]
+        filesystem, path, _ = _locate(self.name)
         return filesystem.open_input_file(path)
 
     def stream(self) -> BinaryIO:
-        """Its content, decompressed, from the beginning."""
-        filesystem, path = _locate(self.name)[:2]
-        return io.BufferedReader(filesystem.open_input_stream(path, compression=self.compression), 2**20)
+        """Its content, decompressed; seekable where it is not compressed."""
+        filesystem, path, _ = _locate(self.name)
+        packed = self.compression is not None
+        handle = filesystem.open_input_stream(path, compression=self.compression) if packed else self.open()
+        return io.BufferedReader(handle, 2**23 if is_remote(self.name) else 2**20)
 
 
 def find_files(inputs: Sequence[str]) -> list[TextFile]:

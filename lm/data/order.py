@@ -2,17 +2,16 @@
 
 Second stop of a batch (`data/shards -> data/order -> data/batch`); `data/stream` asks it and reads what it answers.
 
-The samples of an epoch are the windows of all blocks, each once. The blocks are shuffled and laid end to end, and
-that line is cut into equal *lanes*; sample `j` of the epoch is the next window of lane `j % lanes`, and the windows
-inside a block are shuffled too:
+The samples of an epoch are the windows of all blocks, each once. The blocks are shuffled and laid end to end, that
+line is cut into equal *lanes*, and the lanes take turns; the windows inside a block are shuffled too:
 
     lane 0   | block 7      | block 2   |        samples 0, 4,  8 ...
-    lane 1   | 2 | block 9          | 0 |        samples 1, 5,  9 ...
-    lane 2   | block 0   | block 4      |        samples 2, 6, 10 ...
+    lane 1   | 2 | block 9          | 0 |        samples 2, 6, 10 ...
+    lane 2   | block 0   | block 4      |        samples 1, 5,  9 ...
     lane 3   | block 5       | block 1  |        samples 3, 7, 11 ...
 
-Neighbours in a batch thus come from different blocks, a start anywhere needs one block a lane, and a rank that takes
-every R-th sample stays on its own lanes and reads only their bytes.
+So neighbours in a batch come from blocks far apart, and a start anywhere needs one block a lane. Turns go in
+bit-reversed order, so a rank that takes every R-th sample owns a run of lanes, and reads the bytes of those only.
 """
 
 from functools import lru_cache
@@ -49,14 +48,19 @@ class Order:
             shuffle: False gives the windows as they lie, every epoch.
 
         Raises:
-            ValueError: there is no window at all, or no lane.
+            ValueError: there is no window at all, or the lanes are not a power of two.
         """
         self.windows = np.asarray(windows_per_block, dtype=np.int64)  # (blocks,)
         self.total = int(self.windows.sum())
-        if self.total < 1 or lanes < 1:
-            raise ValueError(f"an order needs at least one window and one lane, got {self.total} and {lanes}")
+        if self.total < 1 or lanes < 1 or lanes & (lanes - 1):
+            raise ValueError(f"an order needs at least one window and 2**n lanes, got {self.total} and {lanes}")
         self.seed, self.shuffle = seed, shuffle
         self.lanes = lanes if shuffle else 1
+        self._lane = _bit_reversed(self.lanes)  # whose turn it is
+        full, longer = divmod(self.total, self.lanes)
+        sizes = np.full(self.lanes, full)
+        sizes[self._lane[:longer]] += 1  # the last round is not a whole one
+        self._lane_starts = np.cumsum(sizes) - sizes
         self._recent = (-1, None, None)  # the epoch that was asked for last, its blocks and their starts
 
     def locate(self, samples) -> tuple[np.ndarray, np.ndarray]:
@@ -76,9 +80,7 @@ class Order:
         return blocks, windows
 
     def _locate_in_epoch(self, epoch: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        lane, depth = places % self.lanes, places // self.lanes
-        size, longer = divmod(self.total, self.lanes)  # the first `longer` lanes have one window more
-        position = lane * size + np.minimum(lane, longer) + depth
+        position = self._lane_starts[self._lane[places % self.lanes]] + places // self.lanes  # on the line
         sequence, starts = self._blocks_of_epoch(epoch)
         slot = np.searchsorted(starts, position, side="right") - 1  # the last of equal starts: empty blocks are skipped
         blocks, windows = sequence[slot], position - starts[slot]
@@ -98,8 +100,18 @@ class Order:
             if self.shuffle:
                 sequence = permutation(len(self.windows), self.seed, epoch, 0).astype(np.int64)
             starts = np.cumsum(self.windows[sequence]) - self.windows[sequence]
-            self._recent = (epoch, sequence, starts)  # one assignment: safe to share between threads
+            self._lane = _bit_reversed(self.lanes)  # whose turn it is
+        full, longer = divmod(self.total, self.lanes)
+        sizes = np.full(self.lanes, full)
+        sizes[self._lane[:longer]] += 1  # the last round is not a whole one
+        self._lane_starts = np.cumsum(sizes) - sizes
+        self._recent = (epoch, sequence, starts)  # one assignment: safe to share between threads
         return sequence, starts
+
+
+def _bit_reversed(lanes: int) -> np.ndarray:
+    bits = lanes.bit_length() - 1
+    return np.array([int(f"{turn:0{bits}b}"[::-1], 2) for turn in range(lanes)])
 
 
 # Training runs are resumed under other versions of numpy, and numpy promises the streams of its bit generators only,

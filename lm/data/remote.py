@@ -21,6 +21,7 @@ from lm.errors import LmError, RequestError, RunError
 
 ATTEMPTS = 5
 FIRST_PAUSE = 0.5  # seconds; doubled after each failure, so about eight seconds are waited in all
+NPY_HEADER = 128  # bytes, of a one-dimensional array
 ARROW_SCHEMES = ("s3", "gs", "gcs")
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -125,15 +126,15 @@ class BlockCache:
             block = np.load(path, allow_pickle=False)
             os.utime(path)
             return block
-        except FileNotFoundError:
+        except OSError:  # not there, most often
             return None
-        except (ValueError, EOFError, OSError):  # damaged, for instance by a machine that lost power: fetch it again
+        except (ValueError, EOFError):  # damaged, for instance by a machine that lost power: fetch it again
             path.unlink(missing_ok=True)
             return None
 
     def put(self, key: str, block: np.ndarray) -> None:
         """Keep a block, if it fits at all; a full disk is a warning, since training goes on without a cache."""
-        needed = block.nbytes + 4096  # the .npy header, generously
+        needed = block.nbytes + NPY_HEADER
         if needed > self.max_bytes:
             return
         temporary = None
@@ -144,6 +145,8 @@ class BlockCache:
                 temporary = file.name
                 np.save(file, block, allow_pickle=False)
             os.replace(temporary, self.folder / key)
+        except FileNotFoundError:  # in a crowded cache another process made room with our temporary file
+            return
         except OSError as error:
             if temporary is not None:
                 Path(temporary).unlink(missing_ok=True)

@@ -144,7 +144,10 @@ class Shards:
         )
         tokens = self.cache.get(key) if self.cache else None
         if tokens is None or tokens.shape != (block.tokens,) or not column.holds(tokens):
-            tokens = with_retries(lambda: self._decode(block), str(block))
+            try:
+                tokens = with_retries(lambda: self._decode(block), str(block))
+            except OSError as error:  # one that trying again cannot cure
+                raise RunError(f"{block}: cannot be read ({first_line(error)}); was it moved or deleted?") from error
             if self.cache:
                 self.cache.put(key, tokens)
         return tokens

@@ -122,27 +122,29 @@ def _decoded(file: TextFile) -> Iterator[str]:
 
 def _json_lines(file: TextFile, part: int, parts: int, key: str) -> Iterator[tuple[str, str]]:
     """The lines that begin in a part of the file."""
-    with file.stream() if parts == 1 else _seekable(file) as stream:
-        start, stop = (file.size * edge // parts for edge in (part, part + 1))
-        position, number = 0, 0
+    start, stop = (file.size * edge // parts for edge in (part, part + 1))
+    position = max(0, start - 1)
+    with file.stream() as stream:
         if start > 0:
-            stream.seek(start - 1)
-            position = start - 1 + len(stream.readline())
-        for line in iter(stream.readline, b""):
+            stream.seek(position)
+            position += len(stream.readline())
+        for number, line in enumerate(iter(stream.readline, b""), start=1):
             if parts > 1 and position >= stop:
                 return
-            number += 1
-            try:
-                yield from _json_text(line, key, f"{file.name}, line {number}" if start == 0 else f"{file.name}, byte {position}")
-            except (ValueError, RunError) as error:
-                line_number = number if start == 0 else _line_at(file, position)
-                raise RunError(f"{file.name}, line {line_number}: {error}") from error
+            if line.strip():
+                try:
+                    text = _json_text(line, key)
+                except ValueError as error:
+                    line_number = number if start == 0 else _line_at(file, position)
+                    raise RunError(f"{file.name}, line {line_number}: {error}") from error
+                yield (f"{file.name}, line {number}" if start == 0 else f"{file.name}, byte {position}"), text
             position += len(line)
 
 
-def _json_text(line: bytes, key: str, where: str) -> Iterator[tuple[str, str]]:
-    if not line.strip():
-        return
+def _json_text(line: bytes, key: str) -> str:
+    """Raises:
+    ValueError: what is wrong with the line.
+    """
     try:
         entry = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -158,13 +160,7 @@ def _json_text(line: bytes, key: str, where: str) -> Iterator[tuple[str, str]]:
         raise ValueError(f"{key!r} is not a text but {json.dumps(text)[:40]}")
     if not text.isascii() and SURROGATE.search(text):
         raise ValueError(f"{key!r} holds half of a surrogate pair, which is no character")
-    yield where, text
-
-
-def _seekable(file: TextFile):
-    import io
-
-    return io.BufferedReader(file.open(), 2**20)
+    return text
 
 
 def _line_at(file: TextFile, position: int) -> int:
@@ -218,29 +214,29 @@ def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
     """Documents of a file of uint16 ids, as nanoGPT makes them: `train.bin` and `val.bin` are those splits."""
     if tokenizer is None:
         raise RequestError(f"{file.name} holds token ids: give the tokenizer.json that they were made with (--tokenizer)")
-    if file.size % 2:
-        raise RunError(f"{file.name} has an odd number of bytes and so is not a file of uint16 token ids")
     stem = posixpath.basename(file.name).partition(".")[0]
     split = stem if stem in ("train", "val") else None
-    position = 0  # tokens read
-    unfinished = False  # whether the document that the next chunk begins with has a piece already
+    position = 0  # tokens before the chunk
+    unfinished = False  # whether a piece of the document that the chunk begins with was given already
     with file.stream() as stream:
-        while data := stream.read(2 * PIECE):
+        following = stream.read(2 * PIECE)
+        while data := following:
+            following = stream.read(2 * PIECE)
+            if len(data) % 2:
+                raise RunError(f"{file.name} has an odd number of bytes, so it is not a file of uint16 token ids")
             ids = np.frombuffer(data, "<u2")  # (n,)
             if ids.max() >= tokenizer.vocab_size:
                 bad = int(np.argmax(ids >= tokenizer.vocab_size))
                 raise RunError(
-                    f"{file.name}, token {position + bad}: id {ids[bad]} is outside of the vocabulary of "
+                    f"{file.name}, token {position + bad}: id {ids[bad]} is outside the vocabulary of "
                     f"{tokenizer.vocab_size}; was it made with another tokenizer?"
                 )
-            ends = np.flatnonzero(ids == tokenizer.eos_id)
             start = 0
-            for end in ends.tolist():
+            for end in np.flatnonzero(ids == tokenizer.eos_id).tolist():
                 if end > start or unfinished:
                     yield Piece(f"{file.name}, token {position + start}", ids[start:end], True, split)
                 start, unfinished = end + 1, False
-            position += len(ids)
             if start < len(ids):
-                done = 2 * position >= file.size
-                yield Piece(f"{file.name}, token {position - len(ids) + start}", ids[start:], done, split)
-                unfinished = not done
+                unfinished = bool(following)
+                yield Piece(f"{file.name}, token {position + start}", ids[start:], not unfinished, split)
+            position += len(ids)

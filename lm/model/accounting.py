@@ -39,12 +39,12 @@ def parameters(config: DecoderConfig) -> dict[str, int]:
 def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
     """Floating-point operations of training on one token, forward and backward.
 
-    `6 x parameters`: each weight multiplies and adds once in the forward pass and twice in the backward pass (Kaplan et
-    al., 2020, arXiv:2001.08361, section 2.1). The input embedding is looked up, so it does not count; the output
+    `6 x parameters`: each weight multiplies and adds once in the forward pass and twice in the backward pass (Kaplan
+    et al., 2020, arXiv:2001.08361, section 2.1). The input embedding is looked up, so it does not count; the output
     matrix is multiplied, so it does, tied or not.
-    `12 x layers x heads x head_dim x mean attended length`: queries with keys and weights with values, 2 operations each,
-    times 3 for forward and backward (Chowdhery et al., 2022, arXiv:2204.02311, appendix B), but with the positions a
-    causal token really attends to, `(seq_len + 1) / 2` on average, in place of all `seq_len`.
+    `12 x layers x heads x head_dim x mean attended length`: queries with keys and weights with values, 2 operations
+    each, times 3 for forward and backward (Chowdhery et al., 2022, arXiv:2204.02311, appendix B), but with the
+    positions a causal token really attends to, `(seq_len + 1) / 2` on average, in place of all `seq_len`.
 
     A document mask is not accounted for: the positions that it hides count as attended.
     """

@@ -1,4 +1,4 @@
-"""The shape of a decoder: what `model/decoder` builds, `model/accounting` counts and `model/huggingface` writes down."""
+"""The shape of a decoder: `model/decoder` builds it, `model/accounting` counts it, `model/huggingface` writes it."""
 
 from dataclasses import dataclass
 

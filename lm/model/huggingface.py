@@ -141,7 +141,8 @@ def config_from_json(document: dict[str, Any]) -> DecoderConfig:
     """
     architecture = (document.get("architectures") or [None])[0]
     if architecture not in LEFT_OUT:
-        raise RequestError(f"config.json: architectures is {architecture}; this decoder is one of {', '.join(LEFT_OUT)}")
+        known = ", ".join(LEFT_OUT)
+        raise RequestError(f"config.json: architectures is {architecture}; this decoder is one of {known}")
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     _refuse_features(document, rope)
     missing = [name for name in REQUIRED if document.get(name) is None]

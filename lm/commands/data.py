@@ -1,0 +1,120 @@
+"""`lm data`: from text to shards, and a look at what a folder of shards holds."""
+
+import json as json_format
+import logging
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lm.data.prepare import MANIFEST, PrepareOptions
+from lm.data.prepare import prepare as make
+from lm.data.shards import Shards
+from lm.data.tokenizer import Tokenizer
+from lm.quantities import format_count
+
+log = logging.getLogger(__name__)
+
+SAMPLE_TOKENS = 100
+
+
+def prepare(**options: Any) -> None:
+    """Tokenize texts into Parquet shards; the same command goes on where it was stopped."""
+    settings = PrepareOptions(**options)
+    manifest = make(settings)
+    for name, split in manifest["splits"].items():
+        log.info(
+            "%s: %s documents, %s tokens, %.2f bytes a token, %d shards", name, f"{split['documents']:,}",
+            format_count(split["tokens"]), split["bytes"] / split["tokens"], len(split["shards"]),
+        )  # fmt: skip
+    log.info("train with --data.path %s", settings.output)
+
+
+def inspect(path: str, column: str = "input_ids", json: bool = False) -> None:
+    """What a data folder holds: splits, shards, tokens, tokenizer, and the beginning of its text.
+
+    Args:
+        path: A folder that `lm data prepare` made, or anyone's shards: a folder, glob, file or URL.
+        column: Column of token ids.
+        json: Print one JSON object.
+    """
+    found = describe(path, column)
+    if json:
+        print(json_format.dumps(found, ensure_ascii=False))
+    else:
+        _show(found)
+
+
+def describe(path: str, column: str = "input_ids") -> dict[str, Any]:
+    """What `lm data inspect --json` prints.
+
+    Returns:
+        "path", "made_by_lm", "tokenizer" (None if not known), "splits" by name, "sample" (None without a tokenizer).
+
+    Raises:
+        RequestError: there are no readable shards.
+    """
+    manifest_path = Path(path) / MANIFEST
+    manifest = json_format.loads(manifest_path.read_text("utf-8")) if manifest_path.is_file() else None
+    tokenizer = _tokenizer_near(Path(path))
+    known = {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256}
+    if manifest is not None:
+        opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in manifest["splits"]}
+    else:
+        opened = {"": Shards.open(path, column, **known)}
+    splits = {name: _counts(shards, (manifest or {"splits": {}})["splits"].get(name)) for name, shards in opened.items()}
+    first = opened.get("val") or next(iter(opened.values()))
+    return {
+        "path": path,
+        "made_by_lm": manifest is not None,
+        "column": column,
+        "tokenizer": None if tokenizer is None else {
+            "vocab_size": tokenizer.vocab_size, "eos_token": tokenizer.eos_token, "eos_id": tokenizer.eos_id,
+            "sha256": tokenizer.sha256,
+        },
+        "splits": splits,
+        "sample": None if tokenizer is None or not first.blocks else tokenizer.decode(first.read(0)[:SAMPLE_TOKENS]),
+    }  # fmt: skip
+
+
+def _tokenizer_near(path: Path) -> Tokenizer | None:
+    """The tokenizer in a folder of data, or beside a split."""
+    for folder in (path, path.parent):
+        if (folder / "tokenizer.json").is_file():
+            return Tokenizer.load(folder)
+    return None
+
+
+def _counts(shards: Shards, told: dict[str, Any] | None) -> dict[str, Any]:
+    """Counts of one split; documents and bytes where the manifest tells."""
+    files = shards.fingerprint()
+    counts: dict[str, Any] = {"tokens": shards.tokens, "shards": len(files), "file_bytes": sum(file.size for file in files)}
+    if told is not None:
+        counts |= {"documents": told["documents"], "bytes": told["bytes"], "bytes_per_token": told["bytes"] / shards.tokens}
+    return counts
+
+
+def _show(found: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    table = Table(title=found["path"], title_justify="left")
+    columns = {
+        "documents": lambda value: f"{value:,}", "tokens": format_count, "bytes": format_count,
+        "bytes_per_token": lambda value: f"{value:.3f}", "shards": str, "file_bytes": format_count,
+    }  # fmt: skip
+    table.add_column("split")
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="right")
+    for split, counts in found["splits"].items():
+        table.add_row(split, *(show(counts[name]) if name in counts else "unknown" for name, show in columns.items()))
+    console.print(table)
+    tokenizer = found["tokenizer"]
+    if tokenizer is None:
+        console.print("tokenizer: there is no tokenizer.json in the folder or beside it")
+        return
+    console.print(
+        f"tokenizer: {tokenizer['vocab_size']:,} tokens, a document ends with {tokenizer['eos_token']} "
+        f"({tokenizer['eos_id']}), SHA-256 {tokenizer['sha256'][:12]}",
+        markup=False,
+    )
+    console.print(found["sample"] or "", markup=False)

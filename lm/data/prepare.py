@@ -1,0 +1,267 @@
+"""From text to shards: what `lm data prepare` does, step by step.
+
+Before a batch's way begins. Files are found (`data/files`), a tokenizer is read or learned (`data/tokenizer`), units
+of text are encoded by processes and copied together to shards (`data/parts`, `data/writer`), which `data/shards` reads.
+
+The result depends on the options and the files alone, not on the number of processes nor on being killed. Until
+`manifest.json` is there, written last, nothing looks finished; done units are kept in `.parts` to go on from.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from lm.data.catalog import LAYOUT
+from lm.data.encoder import id_type
+from lm.data.files import TextFile, find_files
+from lm.data.parts import (
+    Recipe, Shard, Unit, encode_unit, plan_units, record_path, split_hash, unit_pieces, write_shard,
+)  # fmt: skip
+from lm.data.splits import Split, divide
+from lm.data.tokenizer import Tokenizer, train_bpe, train_char
+from lm.data.workforce import Workforce
+from lm.data.writer import COLUMN, write_text
+from lm.errors import Interrupted, RequestError
+from lm.quantities import Count
+
+log = logging.getLogger(__name__)
+
+LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
+MANIFEST, PLAN = "manifest.json", "plan.json"
+
+
+@dataclass
+class PrepareOptions:
+    """What to make shards from, and how.
+
+    Args:
+        input: Files, folders, globs or URLs: plain text, JSON lines, Parquet (also .gz, .zst), nanoGPT's .bin; or
+            embedded:sotu, 11 MB of speeches to try things with.
+        output: Folder to make: train/ val/ tokenizer.json manifest.json.
+        tokenizer: A tokenizer.json or its folder; "bpe" or "char" learns one from the training documents.
+        vocab_size: Tokens of a "bpe"; other tokenizers have their own.
+        val_fraction: Share of the documents for validation, picked by a hash of their text; 0 for none.
+        workers: Processes, one a core if not given. The result is the same for any number.
+        text_key: Key or column of the text in JSON lines and Parquet.
+        eos_token: Token that ends a document, where the tokenizer's own files do not tell.
+        shard_tokens: Tokens of a shard, about.
+        sample_bytes: Most text that a "bpe" or "char" is learned from.
+    """
+
+    input: list[str] = field(default_factory=list)
+    output: str = ""
+    tokenizer: str = "bpe"
+    vocab_size: Count = Count(32768)
+    val_fraction: float = 0.01
+    workers: int | None = None
+    text_key: str = "text"
+    eos_token: str | None = None
+    shard_tokens: Count = Count(100_000_000)
+    sample_bytes: Count = Count(200_000_000)
+
+    def check(self) -> None:
+        """Raises:
+        RequestError: an option is out of range.
+        """
+        if not self.output:
+            raise RequestError("say with --output which folder to make")
+        if not 0 <= self.val_fraction < 1:
+            raise RequestError(f"--val_fraction {self.val_fraction} is not a share: from 0 to less than 1")
+        if self.workers is not None and self.workers < 1:
+            raise RequestError(f"--workers {self.workers}: at least 1")
+        if self.shard_tokens < 1 or self.sample_bytes < 1:
+            raise RequestError("--shard_tokens and --sample_bytes are at least 1")
+
+
+def prepare(options: PrepareOptions) -> dict[str, Any]:
+    """Make shards, or go on making them; a folder that is finished and fits the options is left as it is.
+
+    Returns:
+        The content of `manifest.json`.
+
+    Raises:
+        RequestError: an option or input is wrong, or the folder was made with other ones; says what differs.
+        RunError: a file cannot be read; names the file and line or row.
+        Interrupted: stopped by Ctrl-C; the same command goes on.
+    """
+    options.check()
+    output, parts = Path(options.output), Path(options.output) / ".parts"
+    files = find_files(options.input)
+    given = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token)
+    if given is None and any(file.kind == "flat" for file in files):
+        raise RequestError("a .bin holds token ids: give the tokenizer.json that they were made with (--tokenizer)")
+    plan = _plan(options, files, given)
+    manifest = _finished(output, plan)
+    if manifest is not None:
+        log.info("%s is finished with these options and files; nothing to do", output)
+        shutil.rmtree(parts, ignore_errors=True)
+        return manifest
+    _begin(output, parts, plan)
+    try:
+        manifest = _make(options, output, parts, files, given) | plan
+    except KeyboardInterrupt as error:
+        raise Interrupted("stopped; the same command goes on from here") from error
+    write_text(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    shutil.rmtree(parts)
+    return manifest
+
+
+def _make(
+    options: PrepareOptions, output: Path, parts: Path, files: list[TextFile], given: Tokenizer | None
+) -> dict[str, Any]:
+    """Everything but the manifest, whose content it returns."""
+    units = plan_units(files)
+    tokenizer = _tokenizer(options, parts, units, given)
+    known = tokenizer.sha256 + tokenizer.eos_token
+    recipe = Recipe(parts, known, options.text_key, options.val_fraction, options.shard_tokens)
+    left = [unit for unit in units if not record_path(parts, unit).exists()]
+    if len(left) < len(units):
+        log.info("going on: %d of %d units are done", len(units) - len(left), len(units))
+    with Workforce(options.workers, work=sum(unit.text_bytes for unit in left)) as workforce:
+        workforce.run(encode_unit, [(unit, recipe) for unit in left], [unit.text_bytes for unit in left], "encoding")
+        records = [json.loads(record_path(parts, unit).read_text()) for unit in units]
+        splits = divide(records, options.val_fraction, tokenizer, parts)
+        for name in ("train", "val"):
+            shutil.rmtree(output / name, ignore_errors=True)  # of a killed attempt
+        shards = [shard for split in splits for shard in _shards(output, split, options.shard_tokens)]
+        tokens = [sum(stop - start for _, start, stop in shard.slices) for shard in shards]
+        entries = workforce.run(write_shard, [(shard, parts) for shard in shards], tokens, "writing")
+    for name, text in tokenizer.files().items():
+        write_text(output / name, text)
+    return {
+        "layout": LAYOUT,
+        "column": COLUMN,
+        "dtype": id_type(tokenizer.vocab_size).name,
+        "tokenizer": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "splits": {
+            split.name: {
+                "documents": split.documents,
+                "tokens": split.tokens,
+                "bytes": split.bytes,
+                "shards": [entry for entry in entries if entry["file"].startswith(f"{split.name}/")],
+            }
+            for split in splits
+        },
+    }
+
+
+def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | None) -> dict[str, Any]:
+    """Everything that the result depends on."""
+    kept = asdict(options)
+    for name in ("input", "output", "workers"):
+        del kept[name]
+    kept["tokenizer"] = options.tokenizer if given is None else given.sha256
+    kept["eos_token"] = None if given is None else given.eos_token
+    for name in ("vocab_size", "sample_bytes") if given is not None else ():
+        del kept[name]
+    sources = [{"name": file.name, "size": file.size, "modified": file.modified} for file in files]
+    return {"sources": sources, "options": kept}
+
+
+def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a finished folder, if there is one."""
+    try:
+        manifest = json.loads((output / MANIFEST).read_text("utf-8"))
+        made = {name: manifest[name] for name in plan}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise RequestError(f"{output / MANIFEST} is damaged; remove {output} or give another --output") from error
+    if difference := _difference(made, plan):
+        raise RequestError(f"{output} was made otherwise: {difference}; remove it or give another --output")
+    return manifest
+
+
+def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
+    """Take an empty folder, or one where the same preparation was stopped."""
+    try:
+        begun = json.loads((parts / PLAN).read_text("utf-8"))
+    except FileNotFoundError:
+        if output.is_dir() and any(entry.name != ".parts" for entry in output.iterdir()):
+            raise RequestError(f"{output} is not empty and not a preparation to go on with; give another --output") from None
+        shutil.rmtree(parts, ignore_errors=True)
+        parts.mkdir(parents=True)
+        write_text(parts / PLAN, json.dumps(plan))
+        return
+    if difference := _difference(begun, plan):
+        raise RequestError(
+            f"{output} holds an unfinished preparation that was begun otherwise: {difference}; "
+            "remove it or give another --output"
+        )
+
+
+def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """What is not the same between two plans, in words; empty if nothing is."""
+    words = []
+    for name in {**old["options"], **new["options"]}:
+        before, after = old["options"].get(name), new["options"].get(name)
+        if before != after:
+            words.append(f"--{name} was {before}, is {after}")
+    before, after = ({entry["name"]: entry for entry in plan["sources"]} for plan in (old, new))
+    for name in sorted({**before, **after}):
+        if before.get(name) != after.get(name):
+            happened = "is new" if name not in before else "is missing" if name not in after else "has changed"
+            words.append(f"{name} {happened}")
+    return ", ".join(words[:4]) + (f" and {len(words) - 4} more differences" if len(words) > 4 else "")
+
+
+def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], given: Tokenizer | None) -> Tokenizer:
+    """The tokenizer of this preparation; one that was learned before it was stopped is not learned again."""
+    if (parts / "tokenizer_config.json").exists():
+        return Tokenizer.load(parts)
+    tokenizer = given
+    if tokenizer is None:
+        log.info("learning %s", LEARNED[options.tokenizer])
+        texts = _sample(options, units)
+        tokenizer = train_bpe(texts, options.vocab_size) if options.tokenizer == "bpe" else train_char(texts)
+        if options.tokenizer == "bpe" and tokenizer.vocab_size < options.vocab_size:
+            log.info("the text gives %d tokens, fewer than --vocab_size", tokenizer.vocab_size)
+    for name, text in tokenizer.files().items():  # tokenizer_config.json is the last
+        write_text(parts / name, text)
+    return tokenizer
+
+
+def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -> Iterator[str]:
+    """Training documents, or of more than `sample_bytes` the beginnings of units; all documents if there is no other."""
+    limit, nothing = options.sample_bytes, True
+    share = limit if sum(unit.text_bytes for unit in units) <= limit else max(limit // len(units), 2**20)
+    for unit in sorted(units, key=lambda unit: blake2b(str(unit.index).encode()).digest()):
+        left, wanted = min(limit, share), None
+        for piece in unit_pieces(unit, options.text_key, None):
+            if wanted is None:  # a document begins
+                wanted = not training or split_hash(piece.content) >= options.val_fraction
+            if wanted:
+                nothing = False
+                left -= len(piece.content)
+                limit -= len(piece.content)
+                yield piece.content
+            if piece.last:
+                wanted = None
+            if left <= 0:
+                break
+        if limit <= 0:
+            return
+    if nothing and training:
+        yield from _sample(options, units, training=False)
+
+
+def _shards(output: Path, split: Split, shard_tokens: int) -> list[Shard]:
+    """Gather the slices of a split until a shard is full; makes its folder."""
+    (output / split.name).mkdir()
+    groups: list[list[tuple[str, int, int]]] = []
+    held = 0
+    for piece in split.slices:
+        length = piece[2] - piece[1]
+        if not groups or held + length > shard_tokens:
+            groups.append([])
+            held = 0
+        groups[-1].append(piece)
+        held += length
+    return [Shard(output / split.name / f"{i:05d}.parquet", tuple(group)) for i, group in enumerate(groups)]
