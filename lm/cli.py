@@ -18,7 +18,7 @@ COMMANDS = {
     "data prepare": ("lm.commands.data:prepare", "tokenize texts into Parquet shards"),
     "data inspect": ("lm.commands.data:inspect", "what a data folder holds"),
     "data show": ("lm.commands.show:show", "the texts that a run saw at a step"),
-    "bench step": ("lm.commands.bench:step", "time of a training step, and what a checkpoint costs"),
+    "bench step": ("lm.commands.bench_step:step", "time of a training step, and what a checkpoint costs"),
     "bench loader": ("lm.commands.bench:loader", "tokens a second of the data path"),
 }
 

@@ -63,7 +63,8 @@ def describe(path: str, column: str = "input_ids") -> dict[str, Any]:
         opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in manifest["splits"]}
     else:
         opened = {"": Shards.open(path, column, **known)}
-    splits = {name: _counts(shards, (manifest or {"splits": {}})["splits"].get(name)) for name, shards in opened.items()}
+    told = {} if manifest is None else manifest["splits"]
+    splits = {name: _counts(shards, told.get(name)) for name, shards in opened.items()}
     first = opened.get("val") or next(iter(opened.values()))
     return {
         "path": path,
@@ -89,9 +90,11 @@ def _tokenizer_near(path: Path) -> Tokenizer | None:
 def _counts(shards: Shards, told: dict[str, Any] | None) -> dict[str, Any]:
     """Counts of one split; documents and bytes where the manifest tells."""
     files = shards.fingerprint()
-    counts: dict[str, Any] = {"tokens": shards.tokens, "shards": len(files), "file_bytes": sum(file.size for file in files)}
+    size = sum(file.size for file in files)
+    counts: dict[str, Any] = {"tokens": shards.tokens, "shards": len(files), "file_bytes": size}
     if told is not None:
-        counts |= {"documents": told["documents"], "bytes": told["bytes"], "bytes_per_token": told["bytes"] / shards.tokens}
+        per_token = told["bytes"] / shards.tokens
+        counts |= {"documents": told["documents"], "bytes": told["bytes"], "bytes_per_token": per_token}
     return counts
 
 

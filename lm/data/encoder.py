@@ -165,8 +165,10 @@ def translate(pattern: str) -> re.Pattern[str] | None:
             sign = f"[{_ranges(sign)}]"
         elif sign == r"\S" and not inside:
             sign = f"[^{_ranges(BLANK)}]"
-        elif (sign == "[") == inside and sign in "[]" or sign[0] == "\\" and sign[1:].isalnum() and sign[1:] not in "rnt":
-            return None  # sets of sets, or a class that is not known here
+        elif sign in "^$" and not inside or sign in "[]" and inside == (sign == "["):
+            return None  # other ends of lines, a set in a set
+        elif sign[0] == "\\" and sign[1:].isalnum() and sign[1:] not in "rnt":
+            return None  # a class that is not known here
         inside = inside + (sign == "[") - (sign == "]")
         parts.append(sign)
     try:

@@ -179,7 +179,8 @@ class _Part:
         self._stack, self._path = stack, path
         self._file = stack.enter_context(replacing(path))
         self._rows: list[int] = []
-        self.counts = {"file": path.name, "split": path.name.rpartition("-")[2], "tokens": 0, "documents": 0, "bytes": 0}
+        split = path.name.rpartition("-")[2]
+        self.counts = {"file": path.name, "split": split, "tokens": 0, "documents": 0, "bytes": 0}
 
     def write(self, ids: bytes, count: int, end: bytes) -> None:
         self._file.write(ids)

@@ -185,7 +185,9 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
         begun = json.loads((parts / PLAN).read_text("utf-8"))
     except FileNotFoundError:
         if output.is_dir() and any(entry.name != ".parts" for entry in output.iterdir()):
-            raise RequestError(f"{output} is not empty and not a preparation to go on with; give another --output") from None
+            raise RequestError(
+                f"{output} is not empty and not a preparation to go on with; give another --output"
+            ) from None
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
         write_text(parts / PLAN, json.dumps(plan))
@@ -229,7 +231,7 @@ def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], given: T
 
 
 def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -> Iterator[str]:
-    """Training documents, or of more than `sample_bytes` the beginnings of units; all documents if there is no other."""
+    """Training documents, of much text the beginnings of units; all documents where none is for training."""
     limit, nothing = options.sample_bytes, True
     share = limit if sum(unit.text_bytes for unit in units) <= limit else max(limit // len(units), 2**20)
     for unit in sorted(units, key=lambda unit: blake2b(str(unit.index).encode()).digest()):

@@ -213,7 +213,7 @@ def _is_text(value: pa.Scalar) -> bool:
 def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
     """Documents of a file of uint16 ids, as nanoGPT makes them: `train.bin` and `val.bin` are those splits."""
     if tokenizer is None:
-        raise RequestError(f"{file.name} holds token ids: give the tokenizer.json that they were made with (--tokenizer)")
+        raise RequestError(f"{file.name} holds token ids: give the tokenizer.json they were made with (--tokenizer)")
     stem = posixpath.basename(file.name).partition(".")[0]
     split = stem if stem in ("train", "val") else None
     position = 0  # tokens before the chunk

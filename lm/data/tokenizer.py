@@ -22,7 +22,10 @@ END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
 
 # How other people's tokenizers call the end of a document, the most telling first.
-END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>", "<|im_end|>")
+END_NAMES = (
+    END_OF_TEXT, "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>",
+    "<|im_end|>",
+)  # fmt: skip
 
 # Words with the sign or blank before them, up to three digits, runs of signs, line ends, blanks: the way of GPT-4.
 WORDS = (
@@ -154,14 +157,17 @@ class Tokenizer:
         Args:
             model_max_length: context of the model, in tokens.
         """
-        kept = {name: token for name in ("bos_token", "unk_token", "pad_token") if (token := _content(self.config.get(name)))}
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
+        for name in ("bos_token", "unk_token", "pad_token"):
+            if token := _content(self.config.get(name)):
+                config[name] = token
         if UNKNOWN in self.vocabulary:
-            kept["unk_token"] = UNKNOWN
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token, **kept}
+            config["unk_token"] = UNKNOWN
         config["clean_up_tokenization_spaces"] = False
         if model_max_length is not None:
             config["model_max_length"] = int(model_max_length)
-        return {"tokenizer.json": self.text, "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+        beside = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        return {"tokenizer.json": self.text, "tokenizer_config.json": beside}
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -84,7 +84,8 @@ class Workforce:
                 return [future.result() for future in size_of]
             except BrokenProcessPool as error:
                 raise RunError(
-                    "a worker process died, perhaps for want of memory; the same command goes on, fewer --workers need less"
+                    "a worker process died, perhaps for want of memory; the same command goes on from here, "
+                    "and fewer --workers need less"
                 ) from error
 
 
