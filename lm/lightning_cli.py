@@ -7,19 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ActionConfigFile, Namespace
-from lightning.pytorch.callbacks import EarlyStopping
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lm.arguments import OneLineErrors, spell_out
-from lm.callbacks.checkpoints import Checkpoints
-from lm.callbacks.interrupt import Interrupt
-from lm.callbacks.last_step import LastStep
-from lm.callbacks.predictions import Predictions
-from lm.callbacks.progress import ProgressBar
+from lm.arguments import spell_out
 from lm.callbacks.run_folder import RunFolder
-from lm.callbacks.run_log import RunLog
-from lm.callbacks.throughput import Throughput
+from lm.callbacks.standard import standard_callbacks
+from lm.config_file import ConfigFile, TrainingErrors, config_name, link_seq_len
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.module import LanguageModule
@@ -28,42 +22,10 @@ from lm.runs import ROOT, Run
 from lm.trainer import Trainer
 
 log = logging.getLogger(__name__)
-CONFIGS = (Path("configs"), Path(__file__).parent.parent / "configs")
 
 
-def find_config(name: str) -> str:
-    """A config as typed, else under `configs/`.
-
-    Raises:
-        RequestError: it is in neither.
-    """
-    for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
-        if path.is_file():
-            return str(path)
-    have = ", ".join(sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})) or "none"
-    raise RequestError(f"no config {name!r} here or in configs/; configs/ has: {have}")
-
-
-class ConfigFile(ActionConfigFile):
-    """`--config`, looked up in `configs/` too."""
-
-    @staticmethod
-    def apply_config(parser: Any, cfg: Any, dest: str, value: Any) -> None:
-        ActionConfigFile.apply_config(parser, cfg, dest, find_config(value))
-
-
-class Parser(OneLineErrors, LightningArgumentParser):
+class Parser(TrainingErrors, LightningArgumentParser):
     """LightningCLI's parser with errors of one line."""
-
-    elsewhere = {
-        "trainer.accumulate_grad_batches": "it follows from data.global_batch_tokens and data.micro_batch_size",
-        "trainer.val_check_interval": "give trainer.val_interval, in optimizer steps",
-        "trainer.limit_val_batches": "give data.val_tokens",
-        "trainer.max_epochs": "give trainer.max_steps or trainer.max_tokens",
-        "trainer.log_every_n_steps": "give trainer.log_interval",
-        "trainer.logger": "TensorBoard and metrics.jsonl are always written to the run folder",
-        "data.batch_size": "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step",
-    }
 
 
 class TrainingCLI(LightningCLI):
@@ -99,8 +61,8 @@ class TrainingCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         root = config.trainer.default_root_dir
-        _link_seq_len(config)
-        name = config.run or _name_of(config)
+        link_seq_len(config)
+        name = config.run or config_name(config)
         self.checkpoint, self.resumed_run = find_checkpoint(
             config.ckpt_path, name, root, named=config.run is not None, command=self.subcommand
         )
@@ -111,8 +73,11 @@ class TrainingCLI(LightningCLI):
             )
         config.run = self.resumed_run.name if self.resumed_run and self.subcommand == "fit" else name
         self.config_text = self._resolved_config(config)
+        self.stays_stopped = False
         if self.subcommand == "fit" and self.resumed_run and self.checkpoint:
-            compare(self.resumed_run, yaml.safe_load(self.config_text), force=config.force)
+            changed = compare(self.resumed_run, yaml.safe_load(self.config_text), force=config.force)
+            early = self.resumed_run.read("run.json").get("reason") == "early stopping"
+            self.stays_stopped = early and not any(key.startswith("trainer.early_stopping") for key in changed)
 
     def _resolved_config(self, config: Namespace) -> str:
         kept = config.clone()
@@ -122,22 +87,14 @@ class TrainingCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
-        early = trainer_config["early_stopping"]
-        callbacks = [
-            RunFolder(self.resumed_run, self.config[self.subcommand].run, self.config_text),
-            LastStep(),
-            RunLog(trainer_config["log_interval"]),
-            Throughput(),
-            ProgressBar(),
-            Checkpoints(trainer_config["checkpoint_interval"], early.min_delta, trainer_config["keep_checkpoints"]),
-            Interrupt(),
-            Predictions(),
-        ]
-        if early.patience is not None:
-            callbacks.insert(1, EarlyStopping(
-                "val/loss", min_delta=early.min_delta, patience=early.patience, check_on_train_epoch_end=False
-            ))
-        return self._instantiate_trainer(trainer_config, callbacks)
+        run_folder = RunFolder(self.resumed_run, self.config[self.subcommand].run, self.config_text)
+        return self._instantiate_trainer(trainer_config, standard_callbacks(trainer_config, run_folder))
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if self.stays_stopped:
+            log.info("the run has finished: it was stopped early; change trainer.early_stopping to go on")
+            return
+        super()._run_subcommand(subcommand)
 
     def after_validate(self) -> None:
         self._print_metrics()
@@ -159,17 +116,6 @@ class TrainingCLI(LightningCLI):
         return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": path}
 
 
-def _link_seq_len(config: Namespace) -> None:
-    """The context is the model's unless the data asks for less."""
-    most = config.model.decoder.max_position_embeddings
-    if config.data.seq_len is None:
-        config.data.seq_len = most
-    if config.data.seq_len > most:
-        raise RequestError(
-            f"data.seq_len {config.data.seq_len} is longer than model.decoder.max_position_embeddings {most}"
-        )
-
-
 def _chosen_run(arguments: list[str]) -> Run:
     """The run whose config a command without `--config` takes: `--run`, the one a checkpoint is in, or the newest."""
     options = dict(zip(arguments, arguments[1:] + [""], strict=True))
@@ -184,11 +130,6 @@ def _chosen_run(arguments: list[str]) -> Run:
     if run is None:
         raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or give --config")
     return run
-
-
-def _name_of(config: Namespace) -> str:
-    files = config.get("config") or []
-    return Path(str(files[-1])).stem if files else "run"
 
 
 def main(arguments: list[str]) -> None:

@@ -63,6 +63,7 @@ class LanguageModule(LightningModule):
         self._step_tokens = torch.zeros((), dtype=torch.int64)  # counted by the current optimizer step so far
         self._logged_nats = torch.zeros(())  # of all steps since they were last logged
         self._logged_tokens = torch.zeros((), dtype=torch.int64)
+        self._token_bytes: Tensor | None = None  # (V,) UTF-8 bytes of each token, on the device
         self._resumed: dict[str, Any] = {}  # what a checkpoint holds for this rank alone
 
     # ---- the model ----------------------------------------------------------------------------------------------
@@ -177,7 +178,9 @@ class LanguageModule(LightningModule):
     # ---- validating, testing, predicting ------------------------------------------------------------------------
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.validation.update(self.token_losses(batch), batch.labels, self.trainer.datamodule.token_bytes)
+        if self._token_bytes is None:
+            self._token_bytes = self.trainer.datamodule.token_bytes.to(self.device)
+        self.validation.update(self.token_losses(batch), batch.labels, self._token_bytes)
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val")

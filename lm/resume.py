@@ -71,8 +71,11 @@ def newest_whole(run: Run) -> Path | None:
     return None
 
 
-def compare(run: Run, config: dict[str, Any], force: bool) -> None:
+def compare(run: Run, config: dict[str, Any], force: bool) -> list[str]:
     """Show what a config changes against the one a run was started with.
+
+    Returns:
+        The changed keys.
 
     Raises:
         RequestError: it changes what the run is, and that was not forced.
@@ -89,6 +92,7 @@ def compare(run: Run, config: dict[str, Any], force: bool) -> None:
             + "; ".join(f"{key} was {before.get(key)}, now {after.get(key)}" for key in refused)
             + "; start a new run, or give --force"
         )
+    return changed
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from lm.checkpoint import FolderCheckpointIO
+from lm.checkpoint import FolderCheckpointIO, step_of
 from lm.hardware import cpu_half_precision
 from lm.quantities import Count
 from lm.runs import Run
@@ -136,6 +136,9 @@ class Trainer(lightning.Trainer):
             **self._wanted,
         )
         log.info(str(self.steps))
+        if step_of(ckpt_path) >= self.steps.max_steps:
+            log.info("the run has finished: all %d steps are done", self.steps.max_steps)
+            return
         datamodule.global_batch = self.steps.global_batch
         self.accumulate_grad_batches = self.steps.accumulate
         self.val_check_interval = self.val_interval * self.steps.accumulate

@@ -12,13 +12,15 @@ PACKAGE = Path(__file__).parent.parent / "lm"
 
 # The floor of a module is that of the longest prefix here. Imports go down, or stay inside one package of a floor.
 FLOORS = {
-    "lm": 0, "lm.errors": 0, "lm.quantities": 0, "lm.steps": 0, "lm.hardware": 0, "lm.kernels": 0,
+    "lm": 0, "lm.errors": 0, "lm.quantities": 0,
+    "lm.steps": 0.5, "lm.hardware": 0.5, "lm.plain": 0.5, "lm.kernels": 0.5,
     "lm.arguments": 1, "lm.model": 1, "lm.data": 1, "lm.optim": 1, "lm.checkpoint": 1, "lm.runs": 1, "lm.sharding": 1,
     "lm.metrics": 1.5,
     "lm.module": 2, "lm.trainer": 2, "lm.resume": 2, "lm.generation": 2,
+    "lm.config_file": 2,
     "lm.callbacks": 3,
     "lm.commands": 4,
-    "lm.lightning_cli": 5, "lm.cli": 5, "lm.__main__": 5,
+    "lm.lightning_cli": 5, "lm.cli": 6, "lm.__main__": 7,
 }  # fmt: skip
 
 

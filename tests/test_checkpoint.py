@@ -6,8 +6,9 @@ import os
 import pytest
 import torch
 
-from lm.checkpoint import FolderCheckpointIO, decode, encode, find_damage, point, read_folder, step_of, write_folder
+from lm.checkpoint import FolderCheckpointIO, find_damage, point, read_folder, step_of, write_folder
 from lm.errors import RequestError, RunError
+from lm.plain import decode, encode
 
 
 def content(step=3):

@@ -42,6 +42,9 @@ def test_each_epoch_and_each_seed_has_its_own_order():
     order, other = Order([50] * 8, seed=3), Order([50] * 8, seed=4)
     epochs = [pairs(order, epoch * 400, (epoch + 1) * 400) for epoch in range(4)] + [pairs(other, 0, 400)]
     assert all(a != b for i, a in enumerate(epochs) for b in epochs[:i])
+    for counts in ([400], [1] * 400):  # the windows inside a block, and the blocks: both anew
+        alone = Order(counts, seed=3)
+        assert pairs(alone, 0, 400) != pairs(alone, 400, 800)
     assert len({block for block, _ in epochs[0][:8]}) > 4, "neighbours come from many blocks"
 
 

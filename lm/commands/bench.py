@@ -58,12 +58,18 @@ def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = Fal
         found |= _speed(Path(folder), rounds)
     if json:
         print(jsonlib.dumps(found))
-        return
+    else:
+        _show(found, rounds)
+
+
+def _show(found: dict, rounds: int) -> None:
     table = Table("loader", "tokens/s", "to the memory map", title=f"batches of {ROWS} x {SEQ_LEN}, median of {rounds}")
-    rate = lambda name: format_count(found[f"{name}_tokens_per_s"])  # noqa: E731
-    table.add_row("memory map, as in nanoGPT, int64", rate("memory_map"), "1x")
-    table.add_row("lm stream, shuffled, as it goes to a device", rate("stream"), f"{found['ratio']:.1f}x")
-    table.add_row("lm stream, shuffled, inputs and labels int64", rate("stream_int64"), f"{found['ratio_int64']:.1f}x")
+    for name, what, ratio in (
+        ("memory_map", "memory map, as in nanoGPT, int64", 1.0),
+        ("stream", "lm stream, shuffled, as it goes to a device", found["ratio"]),
+        ("stream_int64", "lm stream, shuffled, inputs and labels int64", found["ratio_int64"]),
+    ):
+        table.add_row(what, format_count(found[f"{name}_tokens_per_s"]), f"{ratio:.1f}x")
     console = Console()
     console.print(table)
     console.print(

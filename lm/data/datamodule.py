@@ -3,6 +3,7 @@
 The stop after `data/batch` on a batch's way; `module.training_step` is next. It knows nothing of the model.
 """
 
+import json
 import logging
 from collections import deque
 from pathlib import Path
@@ -96,7 +97,10 @@ class DataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Make `path` when it is not there; on one rank of a node, before `setup`."""
-        if self.path is None or (self.path / "manifest.json").exists():
+        if self.path is None:
+            return
+        if (self.path / "manifest.json").exists():
+            self._refuse_other_preparation()
             return
         if self.prepare_options is None:
             raise RequestError(
@@ -106,6 +110,22 @@ class DataModule(LightningDataModule):
         log.info("preparing %s from %s", self.path, ", ".join(self.prepare_options.input))
         self.prepare_options.output = str(self.path)
         prepare(self.prepare_options)
+
+    def _refuse_other_preparation(self) -> None:
+        """Of a folder that is there, the options must be those of the config; the texts may be gone by now."""
+        if self.prepare_options is None:
+            return
+        made = json.loads((self.path / "manifest.json").read_text(encoding="utf-8")).get("options", {})
+        wanted = vars(self.prepare_options)
+        names = ["val_fraction", "text_key"]
+        if wanted["tokenizer"] in ("bpe", "char"):
+            names += ["tokenizer", "vocab_size"] if wanted["tokenizer"] == "bpe" else ["tokenizer"]
+        for name in names:
+            if name in made and made[name] != wanted[name]:
+                raise RequestError(
+                    f"{self.path} was made with {name} {made[name]}, and data.prepare.{name} is {wanted[name]}: "
+                    "choose another data.path, or remove the folder to have it made anew"
+                )
 
     def setup(self, stage: str) -> None:
         """Open the tokenizer and the shards that this stage needs; footers or the manifest only, no tokens."""

@@ -1,8 +1,9 @@
 """The work of `lm data prepare` that is shared out to processes: encode a unit of text, write a shard of tokens.
 
 Between `data/sources` and `data/writer`. The text is cut into *units* of similar size, whose borders depend on the
-files alone. A unit becomes *parts*: files of plain ids, and a record beside them that is written last, so a
-unit with a record is done. Shards are then copied together from parts. Nothing here depends on who does it when.
+files alone. A unit becomes *parts*: files of plain ids, and a record beside them that is written last, so a unit with
+a record is done. It is called by what it was made of and how, so a record that is there is one to use. Shards are then
+copied together from parts. Nothing here depends on who does it when.
 """
 
 import json
@@ -18,9 +19,11 @@ import numpy as np
 
 from lm.data.encoder import Encoder, id_type
 from lm.data.files import TextFile
+from lm.data.remote import is_remote, with_retries
 from lm.data.sources import Piece, read_pieces
 from lm.data.tokenizer import Tokenizer
 from lm.data.writer import ShardWriter, replacing, write_text
+from lm.errors import RunError
 
 UNIT_BYTES = 64 * 2**20  # of text, about; smaller for a small corpus, so that all processes have something to do
 SMALLEST_UNIT = 4 * 2**20
@@ -33,12 +36,10 @@ class Unit:
     """Text that one process encodes at once.
 
     Args:
-        index: place in the order of units, which is that of the documents.
         slices: (file, part, parts) as `read_pieces` takes them.
         text_bytes: about how much text it is.
     """
 
-    index: int
     slices: tuple[tuple[TextFile, int, int], ...]
     text_bytes: int
 
@@ -76,7 +77,7 @@ def plan_units(files: list[TextFile]) -> list[Unit]:
                 groups.append([])
                 held = 0
     slices = [tuple(group) for group in groups if group]
-    return [Unit(i, group, int(sum(f.text_bytes / n for f, _, n in group))) for i, group in enumerate(slices)]
+    return [Unit(group, int(sum(file.text_bytes / parts for file, _, parts in group))) for group in slices]
 
 
 def unit_pieces(unit: Unit, text_key: str, tokenizer: Tokenizer | None) -> Iterator[Piece]:
@@ -94,9 +95,10 @@ def split_hash(content: str | np.ndarray) -> float:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big") / 2**64
 
 
-def record_path(folder: Path, unit: Unit) -> Path:
-    """Where the record of a unit is, once the unit is done."""
-    return folder / f"{unit.index:06d}.json"
+def record_path(unit: Unit, recipe: Recipe) -> Path:
+    """Where the record of a unit is, once the unit is done: called by the files and all that was done with them."""
+    made_of = (unit.slices, recipe.tokenizer, recipe.text_key, recipe.val_fraction, recipe.shard_tokens)
+    return recipe.folder / f"{blake2b(repr(made_of).encode(), digest_size=16).hexdigest()}.json"
 
 
 def encode_unit(unit: Unit, recipe: Recipe) -> int:
@@ -108,6 +110,24 @@ def encode_unit(unit: Unit, recipe: Recipe) -> int:
     Raises:
         RunError: a file cannot be read; names the file and line or row.
     """
+    name = unit.slices[0][0].name
+    if is_remote(name):
+        with_retries(lambda: _encode_remote(unit, recipe), name)
+    else:
+        _encode(unit, recipe)
+    return unit.text_bytes
+
+
+def _encode_remote(unit: Unit, recipe: Recipe) -> None:
+    """A failed read is raised as what it was, which may be tried again."""
+    try:
+        _encode(unit, recipe)
+    except RunError as error:
+        raise error.__cause__ if isinstance(error.__cause__, OSError) else error
+
+
+def _encode(unit: Unit, recipe: Recipe) -> None:
+    path = record_path(unit, recipe)
     encoder, sizes = _tools(recipe)
     tokenizer = encoder.tokenizer
     eos = np.array([tokenizer.eos_id], encoder.dtype).tobytes()
@@ -120,7 +140,7 @@ def encode_unit(unit: Unit, recipe: Recipe) -> int:
                 value = split_hash(piece.content)
                 split = piece.split or ("val" if value < recipe.val_fraction else "train")
                 if split not in open_parts:
-                    name = f"{unit.index:06d}-{len(record['parts']):03d}-{split}"
+                    name = f"{path.stem}-{len(record['parts']):03d}-{split}"
                     open_parts[split] = _Part(stack.enter_context(ExitStack()), recipe.folder / name)
                     record["parts"].append(open_parts[split].counts)
                 part = open_parts[split]
@@ -137,8 +157,7 @@ def encode_unit(unit: Unit, recipe: Recipe) -> int:
                     open_parts.pop(split).close()
         for part in open_parts.values():
             part.close()
-    write_text(record_path(recipe.folder, unit), json.dumps(record))
-    return unit.text_bytes
+    write_text(path, json.dumps(record))
 
 
 def _encoded(pieces: Iterable[Piece], encoder: Encoder) -> Iterator[tuple[Piece, np.ndarray]]:

@@ -119,12 +119,12 @@ def _make(
     tokenizer = _tokenizer(options, parts, units, given)
     known = tokenizer.sha256 + tokenizer.eos_token
     recipe = Recipe(parts, known, options.text_key, options.val_fraction, options.shard_tokens)
-    left = [unit for unit in units if not record_path(parts, unit).exists()]
+    left = [unit for unit in units if not record_path(unit, recipe).exists()]
     if len(left) < len(units):
         log.info("going on: %d of %d units are done", len(units) - len(left), len(units))
     with Workforce(options.workers, work=sum(unit.text_bytes for unit in left)) as workforce:
         workforce.run(encode_unit, [(unit, recipe) for unit in left], [unit.text_bytes for unit in left], "encoding")
-        records = [json.loads(record_path(parts, unit).read_text()) for unit in units]
+        records = [json.loads(record_path(unit, recipe).read_text()) for unit in units]
         splits = divide(records, options.val_fraction, tokenizer, parts)
         for name in ("train", "val"):
             shutil.rmtree(output / name, ignore_errors=True)  # of a killed attempt
@@ -181,22 +181,27 @@ def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
     """Take an empty folder, or one where the same preparation was stopped."""
-    try:
-        begun = json.loads((parts / PLAN).read_text("utf-8"))
-    except FileNotFoundError:
+    if not (parts / PLAN).exists():
+        if output.exists() and not output.is_dir():
+            raise RequestError(f"{output} is a file; give another --output")
         if output.is_dir() and any(entry.name != ".parts" for entry in output.iterdir()):
             raise RequestError(
                 f"{output} is not empty and not a preparation to go on with; give another --output"
-            ) from None
+            )
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
         write_text(parts / PLAN, json.dumps(plan))
-        return
-    if difference := _difference(begun, plan):
+    begun = json.loads((parts / PLAN).read_text("utf-8"))
+    if difference := _difference(begun | {"sources": plan["sources"]}, plan):
         raise RequestError(
             f"{output} holds an unfinished preparation that was begun otherwise: {difference}; "
             "remove it or give another --output"
         )
+    if difference := _difference(begun, plan):
+        log.info("other files than when it was begun (%s): what they change is done again", difference)
+        for name in ("tokenizer_config.json", "tokenizer.json"):
+            (parts / name).unlink(missing_ok=True)
+        write_text(parts / PLAN, json.dumps(plan))
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -234,7 +239,7 @@ def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -
     """Training documents, of much text the beginnings of units; all documents where none is for training."""
     limit, nothing = options.sample_bytes, True
     share = limit if sum(unit.text_bytes for unit in units) <= limit else max(limit // len(units), 2**20)
-    for unit in sorted(units, key=lambda unit: blake2b(str(unit.index).encode()).digest()):
+    for unit in sorted(units, key=_scattered):
         left, wanted = min(limit, share), None
         for piece in unit_pieces(unit, options.text_key, None):
             if wanted is None:  # a document begins
@@ -252,6 +257,12 @@ def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -
             return
     if nothing and training:
         yield from _sample(options, units, training=False)
+
+
+def _scattered(unit: Unit) -> bytes:
+    """An order that has nothing to do with that of the files."""
+    names = [(file.name, part) for file, part, _ in unit.slices]
+    return blake2b(repr(names).encode()).digest()
 
 
 def _shards(output: Path, split: Split, shard_tokens: int) -> list[Shard]:

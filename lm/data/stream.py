@@ -152,6 +152,7 @@ class BlockBuffer:
         self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="lm-decode")
         self.blocks: OrderedDict[int, Future] = OrderedDict()  # the one that goes first stands first
         self.wanted: dict[int, int] = {}  # block -> the latest sample that wants it
+        self.decoded: dict[int, np.ndarray] = {}  # what `get` has seen; asking a Future for each row takes its lock
 
     def want(self, block: int, sample: int, taken: int) -> bool:
         """See to it that `block` is decoded for `sample`; False if there is no room while `taken` is being taken."""
@@ -163,7 +164,7 @@ class BlockBuffer:
                 oldest = next(iter(self.blocks))
                 if self.wanted[oldest] >= taken:
                     return False
-                del self.blocks[oldest], self.wanted[oldest]
+                del self.blocks[oldest], self.wanted[oldest], self.decoded[oldest]
                 self.held -= self.shards.blocks[oldest].tokens
             self.held += tokens
             self.blocks[block] = self.pool.submit(self.shards.read, block)
@@ -172,7 +173,10 @@ class BlockBuffer:
 
     def get(self, block: int) -> np.ndarray:
         """The tokens of a wanted block, as soon as they are decoded."""
-        return self.blocks[block].result()
+        tokens = self.decoded.get(block)
+        if tokens is None:
+            tokens = self.decoded[block] = self.blocks[block].result()
+        return tokens
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
