@@ -1,12 +1,12 @@
-"""Command lines from typed functions and classes: the types, the error line, the nearest name."""
+"""Command lines from typed functions and classes: the types, lists and flags as people type them, one-line errors."""
 
-import inspect
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, auto_cli
+from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from lm.errors import RequestError
@@ -36,7 +36,7 @@ class Parser(OneLineErrors, ArgumentParser):
 
 
 def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
-    """Call a typed function with what a command line says.
+    """Call a typed function with what a command line says; parameters without a default are positional.
 
     Returns:
         What the function returns.
@@ -44,20 +44,31 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
     Raises:
         RequestError: the command line does not fit the function.
     """
-    flags = {name for name, parameter in inspect.signature(function).parameters.items() if parameter.annotation is bool}
-    return auto_cli(
-        function, args=spell_out(arguments, flags), prog=prog, parser_class=Parser, allow_abbrev=False
-    )
+    parser = Parser(prog=prog, allow_abbrev=False, description=(function.__doc__ or "").partition("\n\n")[0])
+    parser.add_function_arguments(function, as_group=False, as_positional=True)
+    kinds = {name: str(getattr(action, "_typehint", "")) for action in parser._actions for name in [action.dest]}
+    flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
+    lists = [name for name, kind in kinds.items() if "list[" in kind]
+    return function(**parser.instantiate_classes(parser.parse_args(spell_out(arguments, flags, lists))).as_dict())
 
 
-def spell_out(arguments: list[str], flags: set[str]) -> list[str]:
-    """`--json` as `--json=true`, for options that are yes or no and stand without a value."""
-    values = ("true", "false", "yes", "no")
-    following = [*arguments[1:], ""]
-    return [
-        f"{argument}=true" if argument.removeprefix("--") in flags and value.lower() not in values else argument
-        for argument, value in zip(arguments, following, strict=True)
-    ]
+def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[str] = ()) -> list[str]:
+    """What people type as what jsonargparse reads: `--json` as `--json=true`, `--input a b` as `--input=["a", "b"]`."""
+    spelled: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name = argument.removeprefix("--")
+        if name in flags and argument != name and not (rest and rest[0].lower() in ("true", "false", "yes", "no")):
+            spelled.append(f"{argument}=true")
+        elif name in lists and argument != name and rest and not rest[0].startswith("["):
+            values = []
+            while rest and not rest[0].startswith("--"):
+                values.append(rest.pop(0))
+            spelled.append(f"{argument}={json.dumps(values)}")
+        else:
+            spelled.append(argument)
+    return spelled
 
 
 def known_names(parser: Any) -> list[str]:
@@ -69,7 +80,9 @@ def shorten(message: str, known: list[str], elsewhere: dict[str, str]) -> str:
     """jsonargparse's message in one line; for an unknown option the one to use instead, or the nearest name."""
     text = re.sub(r"\s*\n\s*", " ", message).strip()
     text = re.sub(r'^Parser key "([^"]+)": (?:Not of type Count: )?', r"\1: ", text)
-    unknown = re.search(r"(?:Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)|[Kk]ey '([^']+)' is not)", text)
+    unknown = re.search(
+        r"(?:Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)|[Kk]ey '([^']+)' is not)", text
+    )
     if not unknown:
         return text
     name = next(group for group in unknown.groups() if group)

@@ -84,6 +84,11 @@ def _dispatch(arguments: list[str]) -> int:
     if module == "lm.lightning_cli":
         function(arguments)
         return 0
+    from inspect import signature
+
+    if list(signature(function).parameters) == ["arguments"]:  # it parses a whole training config itself
+        function(arguments[len(name.split()) :])
+        return 0
     from lm.arguments import call
 
     return call(function, arguments[len(name.split()) :], prog=f"lm {name}") or 0

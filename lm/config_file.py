@@ -34,26 +34,10 @@ class ConfigFile(ActionConfigFile):
 
 
 class ConfigParser(TrainingErrors, Parser):
-    """Reads a training's config and overrides of it, for a command that is not `fit`.
-
-    Args:
-        prog: the command as it is typed.
-        trainer: class whose parameters stand under `trainer:`.
-        model: under `model:`.
-        data: under `data:`.
-    """
-
-    def __init__(self, prog: str, *, trainer: type, model: type, data: type) -> None:
-        super().__init__(prog=prog, allow_abbrev=False)
-        self.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; looked up in configs/ too.")
-        self.add_argument("--seed_everything", type=int, default=1337, help="Seed of the weights and of the order.")
-        for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
-            self.add_argument(f"--{name}", type=str | None, default=None, help=SUPPRESS)
-        for name, kind in (("trainer", trainer), ("model", model), ("data", data)):
-            self.add_class_arguments(kind, name)
+    """Reads a training's config, for a command that is not `fit`. `config_parser` makes one."""
 
     def read(self, arguments: list[str]) -> Namespace:
-        """The config that a command line gives.
+        """The config that a command line gives, its dataclasses built.
 
         Raises:
             RequestError: no config is named, or it does not fit.
@@ -62,7 +46,29 @@ class ConfigParser(TrainingErrors, Parser):
         if not config.config:
             raise RequestError("give a training's config with --config, such as --config tiny.yaml")
         link_seq_len(config)
-        return config
+        return self.instantiate_classes(config)
+
+
+def config_parser(prog: str, *, trainer: type, model: type, data: type) -> ConfigParser:
+    """A parser of a training's config and of overrides of it; a command adds its own options.
+
+    What stands under `trainer`, `model` and `data` comes back as keyword arguments of the three classes: nothing that
+    is large, or that opens a file, has been built by then.
+
+    Args:
+        prog: the command as it is typed.
+        trainer: class whose parameters stand under `trainer:`.
+        model: under `model:`.
+        data: under `data:`.
+    """
+    parser = ConfigParser(prog=prog, allow_abbrev=False)
+    parser.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; looked up in configs/ too.")
+    parser.add_argument("--seed_everything", type=int, default=1337, help="Seed of the weights and of the order.")
+    for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
+        parser.add_argument(f"--{name}", type=str | None, default=None, help=SUPPRESS)
+    for name, kind in (("trainer", trainer), ("model", model), ("data", data)):
+        parser.add_class_arguments(kind, name, instantiate=False)
+    return parser
 
 
 def find_config(name: str) -> str:

@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from lm.runs import ROOT, Run
 from lm.trainer import Trainer
 
 log = logging.getLogger(__name__)
+FLAGS = ("force",)
+LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input")
 
 
 class Parser(TrainingErrors, LightningArgumentParser):
@@ -118,7 +121,7 @@ class TrainingCLI(LightningCLI):
 
 def _chosen_run(arguments: list[str]) -> Run:
     """The run whose config a command without `--config` takes: `--run`, the one a checkpoint is in, or the newest."""
-    options = dict(zip(arguments, arguments[1:] + [""], strict=True))
+    options = dict(pairwise([*arguments, ""]))
     options |= dict(a.split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
     root = options.get("--trainer.default_root_dir", str(ROOT))
     if "--run" in options:
@@ -139,6 +142,7 @@ def main(arguments: list[str]) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     command, rest = arguments[0], arguments[1:]
     if command != "fit" and not any(a in ("-c", "--config", "-h", "--help") or a.startswith("--config=") for a in rest):
-        rest = ["--config", str(_chosen_run(rest).config), *rest]
+        run = _chosen_run(rest)
+        rest = ["--config", str(run.config), "--run", run.name, *rest]
     sys.argv = [sys.argv[0], *arguments]
-    TrainingCLI([command, *spell_out(rest, {"force"})])
+    TrainingCLI([command, *spell_out(rest, FLAGS, LISTS)])

@@ -44,7 +44,7 @@ class LanguageModule(LightningModule):
 
     def __init__(
         self,
-        decoder: DecoderConfig = DecoderConfig(),
+        decoder: DecoderConfig,  # no default: an instance would fix what follows from the other fields
         optimizer: OptimizerConfig = OptimizerConfig(),
         schedule: ScheduleConfig = ScheduleConfig(),
         document_mask: bool = False,
@@ -239,6 +239,9 @@ class LanguageModule(LightningModule):
             state["state"] = index_state(checkpoint.pop("optimizer"), groups)
             checkpoint["optimizer_states"] = [state]
         ranks, rank = checkpoint["ranks"], self.global_rank
+        if len(ranks) != self.trainer.world_size:  # what other ranks had summed up and not logged yet is rank zero's
+            sums = {name: sum(of_rank[name] for of_rank in ranks) for name in ("nats", "tokens")}
+            ranks = [{**ranks[0], **sums}]
         self._resumed = ranks[rank] if rank < len(ranks) else {}
         self.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"], micro=0)
         self.trainer.datamodule.consumed = self.cursor.end
@@ -260,6 +263,8 @@ class LanguageModule(LightningModule):
         self._logged_tokens = torch.tensor(self._resumed.get("tokens", 0), dtype=torch.int64, device=self.device)
         if self._resumed:
             _restore_rng(self._resumed["rng"])
+        elif self.global_rank:  # all ranks drew the same initial weights; from here on each drops out its own
+            torch.manual_seed(torch.initial_seed() + self.global_rank)
         self._resumed = {}
 
 

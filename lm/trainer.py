@@ -10,13 +10,13 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 
 from lm.checkpoint import FolderCheckpointIO, step_of
 from lm.hardware import cpu_half_precision
 from lm.quantities import Count
 from lm.runs import Run
-from lm.sharding import FullyShardedStrategy
+from lm.sharding import FullyShardedStrategy, ReplicatedStrategy
 from lm.steps import Steps, plan_steps
 
 log = logging.getLogger(__name__)
@@ -192,10 +192,7 @@ def _strategy(name: str, accelerator: str, devices: int | str | list[int], num_n
         count = torch.cuda.device_count() if on_gpu else 1
     if count * num_nodes == 1:
         return "auto"
-    if name == "fsdp2":
-        return FullyShardedStrategy(count * num_nodes)
-    # The buffers (rotary tables) are the same everywhere, and the gradients need no second copy.
-    return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return FullyShardedStrategy(count * num_nodes) if name == "fsdp2" else ReplicatedStrategy()
 
 
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")

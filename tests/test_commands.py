@@ -77,7 +77,7 @@ def test_test_takes_all_of_the_data(workplace):
 def test_predict_writes_log_probabilities_that_belong_to_the_tokens(workplace, run):
     text = CORPUS.split("\n")[3]
     (workplace / "mine.txt").write_text(text)
-    result = lm(workplace, "predict", "--data.texts", '["mine.txt"]')
+    result = lm(workplace, "predict", "--data.texts", "mine.txt")
     path = workplace / result.stdout.strip()
     rows = pq.read_table(path).to_pylist()
     assert "".join("".join(row["tokens"]) for row in rows) == text
@@ -123,6 +123,15 @@ def test_data_show_prints_the_texts_that_a_step_saw(workplace, run):
     assert "has taken steps 1 to 12" in refused.stderr
 
 
+def test_the_newest_run_is_the_one_that_is_taken(workplace):
+    """A second fit of the same config is `small-2`, and a validation without a name takes it."""
+    lm(workplace, "fit", "--config", "small.yaml", "--trainer.max_steps", "1")
+    assert "run small-2, checkpoint checkpoints/small-2/step-00000001" in lm(workplace, "validate").stderr
+    assert "run small, " in lm(workplace, "validate", "--run", "small").stderr
+    by_path = lm(workplace, "validate", "--ckpt_path", "checkpoints/small/last")
+    assert "run small, " in by_path.stderr and "step-00000012" in by_path.stderr
+
+
 def test_without_any_run_validate_says_what_to_do(tmp_path):
     refused = lm(tmp_path, "validate", "--ckpt_path", "best", expect=2)
     assert refused.stderr.strip().endswith("start one with `lm fit --config tiny.yaml`, or give --config")
@@ -140,8 +149,8 @@ BAD_REQUESTS = {
     "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: no trainer.json"),
     "two horizons": (["--trainer.max_tokens", "1M"], "one of trainer.max_steps and trainer.max_tokens; both are set"),
     "no data": (["--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json: make it with"),
-    "empty source": (["--data.path", "new", "--data.prepare.input", '["nothing/"]'], "nothing"),
-    "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small"),
+    "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
+    "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),
     "run name": (["--run", "../out"], "run name '../out'"),
     "config": (["--config", "smal.yaml"], "no config 'smal.yaml'"),
 }  # fmt: skip

@@ -284,12 +284,20 @@ def alive(session):
     return found
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Some text, and what a preparation makes of it that nothing stopped."""
+    folder = tmp_path_factory.mktemp("straight")
+    for i in range(12):
+        write_jsonl(folder / f"in/{i:02}.jsonl", make_texts(400, seed=i))
+    assert begin(folder / "in", folder / "out", 1).wait() == 0
+    return folder / "in", digests(folder / "out")
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("reached", [".parts/plan.json", ".parts/*-train", "train/*.parquet"])
-def test_a_killed_preparation_goes_on_to_the_same_bytes(reached, tmp_path):
-    source = tmp_path / "in"
-    for i in range(12):
-        write_jsonl(source / f"{i:02}.jsonl", make_texts(400, seed=i))
+def test_a_killed_preparation_goes_on_to_the_same_bytes(reached, straight, tmp_path):
+    source, expected = straight
     out = tmp_path / "out"
     process = begin(source, out, 2)
     wait_for(lambda: any(out.glob(reached)) or process.poll() is not None)
@@ -302,8 +310,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(reached, tmp_path):
     wait_for(lambda: any(out.glob("train/*.parquet")) or again.poll() is not None)
     assert again.poll() == 0 or {path: path.stat().st_mtime_ns for path in done} == done  # finished units are kept
     assert again.wait() == 0
-    assert begin(source, tmp_path / "straight", 1).wait() == 0
-    assert digests(out) == digests(tmp_path / "straight")
+    assert digests(out) == expected
 
 
 def test_interrupting_the_command_says_how_to_go_on(tmp_path):
@@ -419,6 +426,10 @@ def test_reads_that_fail_are_tried_again(tmp_path, monkeypatch):
         store: dict = {}
         pseudo_dirs = [""]
 
+        @classmethod
+        def _strip_protocol(cls, path):
+            return super()._strip_protocol(path.removeprefix("flaky:/"))
+
         def _open(self, path, mode="rb", **options):
             return Breaking(self, path, super()._open(path, mode, **options).getvalue())
 
@@ -448,14 +459,15 @@ def test_memory_does_not_grow_with_the_text(kind, tmp_path):
         (tmp_path / name).write_text(content)
     block = "\n".join(make_texts(2000, length=200)) + "\n"
     peaks = []
-    for name, megabytes in (("small", 25), ("large", 125)):
+    for name, megabytes in (("small", 15), ("large", 75)):
         file = tmp_path / f"{name}.{kind}"
         with open(file, "w", encoding="utf-8") as out:
             while out.tell() < megabytes * 10**6:
                 out.write(block if kind == "txt" else json.dumps({"text": block}) + "\n")
         command = [sys.executable, "-c", MEASURED, str(file), str(tmp_path / name), str(tmp_path)]
         peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    assert peaks[1] - peaks[0] < 50  # MiB, where the text grew by 100 MB
+        file.unlink()
+    assert peaks[1] - peaks[0] < 30  # MiB, where the text grew by 60 MB
 
 
 # ---- the commands -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import signal
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 
 from lm.errors import Interrupted
@@ -18,6 +20,7 @@ class Interrupt(Callback):
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._ranks: dist.ProcessGroup | None = None  # to agree on the CPU, where no GPU is waited for
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -28,6 +31,7 @@ class Interrupt(Callback):
         # broadcasts a flag every micro-batch for them, a synchronisation that nobody needs any more.
         self._install()
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        self._ranks = dist.new_group(backend="gloo") if trainer.world_size > 1 else None
 
     def _install(self) -> None:
         for number in SIGNALS:
@@ -50,14 +54,21 @@ class Interrupt(Callback):
             self._stop_if_asked(trainer)
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
-        if not trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
+        if not self._any_rank_asked():
             return
         if trainer.global_step >= trainer.max_steps:
             return  # the run is over anyway
         trainer.checkpoint_callback.save(trainer)
         trainer.checkpoint_io.drain()
+        trainer.strategy.barrier()  # whoever watches the processes may kill all when the first one ends
         name = signal.Signals(self.received).name if self.received else "a signal on another rank"
         raise Interrupted(
             f"{name}: stopped after step {trainer.global_step} with a checkpoint; "
             "the same command with `--ckpt_path auto` goes on"
         )
+
+    def _any_rank_asked(self) -> bool:
+        asked = torch.tensor(int(self.received is not None))
+        if self._ranks is not None:
+            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._ranks)
+        return bool(asked)

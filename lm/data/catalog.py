@@ -48,10 +48,10 @@ class Shard:
     row_groups: tuple[int, ...] = ()
 
     @contextmanager
-    def open(self, footer: pq.FileMetaData | None = None) -> Iterator[pq.ParquetFile]:
-        """The open file, with page checksums verified where its writer left them; a known footer is not read again."""
+    def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pa.NativeFile, pq.ParquetFile]]:
+        """The open file, and Arrow's reader of it, which verifies checksums; a known footer is not read again."""
         with self.filesystem.open_input_file(self.path) as handle:
-            yield pq.ParquetFile(
+            yield handle, pq.ParquetFile(
                 handle, metadata=footer, pre_buffer=is_remote(self.file), page_checksum_verification=True
             )
 
@@ -209,13 +209,13 @@ def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None) -> 
     """The shard with the token counts of its row groups."""
 
     def read() -> Shard:
-        with shard.open() as parquet:
+        with shard.open() as (handle, parquet):
             column.check_type(parquet.schema_arrow, shard.file)
             made_with = (parquet.metadata.metadata or {}).get(TOKENIZER_KEY)
             if made_with is not None:
                 _check_tokenizer(shard.file, made_with.decode(), tokenizer_sha256)
             try:
-                return replace(shard, row_groups=tuple(column.count(parquet, shard.file)))
+                return replace(shard, row_groups=tuple(column.count(handle, parquet, shard.file)))
             except RunError as error:  # bad rows that are found before any work are a wrong request
                 raise RequestError(str(error)) from error
 

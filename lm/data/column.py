@@ -1,7 +1,8 @@
 """The token column of one Parquet file: its type, its counts, its tokens, and who is to blame when it is bad.
 
-Beside the batch's way, under `data/shards`, which knows the files and calls this for each. The good path hands
-Arrow's value buffers to numpy; only a column that turned out bad is looked at row by row.
+Beside the batch's way, under `data/shards`, which knows the files and calls this for each. Pages
+in our own layout go straight to numpy (`data/pages`), others through Arrow's value buffers; only a column that turned
+out bad is looked at row by row.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from lm.data.pages import read_tokens
 from lm.errors import RequestError, RunError
 
 LARGEST_ID = 2**31  # without a vocabulary: what an int32 tensor can carry
@@ -54,7 +56,7 @@ class Column:
             text = "; tokenize it first with `lm data prepare`" if pa.types.is_string(kind) else ""
             raise RequestError(f"shard {file}: column {self.name!r} is {kind}, not a list of integers{text}")
 
-    def count(self, parquet: pq.ParquetFile, file: str) -> list[int]:
+    def count(self, handle: pa.NativeFile, parquet: pq.ParquetFile, file: str) -> list[int]:
         """Tokens of every row group, from the footer's statistics where it has them, else by decoding.
 
         An empty or null list is one null leaf value, so the tokens are the leaf's values less its nulls. Statistics
@@ -64,24 +66,29 @@ class Column:
             RunError: a row group that had to be decoded holds bad ids.
             pyarrow.ArrowException, OSError: it cannot be decoded.
         """
-        metadata = parquet.metadata
-        leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-        leaf = next(i for i, path in enumerate(leaves) if path.startswith(self.name + "."))
-        return [self._count_one(parquet, group, leaf, file) for group in range(metadata.num_row_groups)]
+        leaf = self._leaf(parquet.metadata)
 
-    def _count_one(self, parquet: pq.ParquetFile, group: int, leaf: int, file: str) -> int:
-        chunk = parquet.metadata.row_group(group).column(leaf)
-        facts = chunk.statistics
-        if facts is not None and facts.has_null_count:
-            if not facts.has_min_max or (facts.min >= 0 and facts.max < self.limit):
-                return chunk.num_values - facts.null_count
-        return len(self.decode(parquet, [group], file))
+        def count_one(group: int) -> int:
+            chunk = parquet.metadata.row_group(group).column(leaf)
+            facts = chunk.statistics
+            if facts is not None and facts.has_null_count:
+                if not facts.has_min_max or (facts.min >= 0 and facts.max < self.limit):
+                    return chunk.num_values - facts.null_count
+            return len(self.decode(handle, parquet, [group], file))
 
-    def decode(self, parquet: pq.ParquetFile, groups, file: str) -> np.ndarray:
+        return [count_one(group) for group in range(parquet.metadata.num_row_groups)]
+
+    def _leaf(self, footer: pq.FileMetaData) -> int:
+        """Where the column's values stand among all leaves of the schema."""
+        paths = (footer.schema.column(i).path for i in range(footer.num_columns))
+        return next(i for i, path in enumerate(paths) if path.startswith(self.name + "."))
+
+    def decode(self, handle: pa.NativeFile, parquet: pq.ParquetFile, groups, file: str) -> np.ndarray:
         """All tokens of some row groups, end to end.
 
         Args:
-            parquet: the open file.
+            handle: the open file.
+            parquet: Arrow's reader of it.
             groups: row groups, in order.
             file: its name, for the messages.
 
@@ -92,9 +99,14 @@ class Column:
             RunError: nulls, or ids outside the vocabulary; names row group and row.
             pyarrow.ArrowException, OSError: bytes that cannot be read or decoded.
         """
-        values = [_values(chunk) for chunk in self._chunks(parquet, groups)]
+        leaf = self._leaf(parquet.metadata)
+        values = [read_tokens(handle, parquet.metadata, group, leaf, self.dtype) for group in groups]
+        if any(part is None or not self.holds(part) for part in values):
+            values = [_values(chunk) for chunk in self._chunks(parquet, groups)]
         if any(part is None or not self.holds(part) for part in values):
             raise RunError(self._blame(parquet, groups, file))
+        if len(values) == 1 and values[0].dtype == self.dtype and values[0].flags.owndata:
+            return values[0]
         tokens = np.empty(sum(map(len, values)), dtype=self.dtype)
         return np.concatenate(values, out=tokens, casting="unsafe") if values else tokens
 

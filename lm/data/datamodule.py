@@ -65,7 +65,7 @@ class DataModule(LightningDataModule):
         num_workers: int = 0,
         cache_dir: str = "data/cache",
         cache_bytes: Count = Count(20 * 10**9),
-        texts: list[str] | None = None,
+        texts: str | list[str] | None = None,
     ) -> None:
         super().__init__()
         if (path is None) == (train is None):
@@ -84,7 +84,7 @@ class DataModule(LightningDataModule):
         self.shuffle_buffer = shuffle_buffer
         self.num_workers = num_workers
         self.cache = BlockCache(Path(cache_dir), cache_bytes)
-        self.texts = texts
+        self.texts = [texts] if isinstance(texts, str) else texts
         self.seed = 0  # of the order of samples; the CLI sets it to seed_everything
         self.global_batch = micro_batch_size  # samples of an optimizer step; the trainer sets it
         self.consumed = 0  # samples trained on so far; a resumed checkpoint sets it

@@ -22,7 +22,7 @@ from lm.data.files import TextFile
 from lm.data.remote import is_remote, with_retries
 from lm.data.sources import Piece, read_pieces
 from lm.data.tokenizer import Tokenizer
-from lm.data.writer import ShardWriter, replacing, write_text
+from lm.data.writer import ROW_GROUP_TOKENS, ShardWriter, replacing, write_text
 from lm.errors import RunError
 
 UNIT_BYTES = 64 * 2**20  # of text, about; smaller for a small corpus, so that all processes have something to do
@@ -252,8 +252,12 @@ def write_shard(shard: Shard, folder: Path) -> dict[str, Any]:
     writer = ShardWriter(shard.path, dtype, tokenizer.sha256)
     for file, start, stop in shard.slices:
         rows = np.load(_rows_path(folder / file))
-        edges = np.clip(np.concatenate([[0], np.cumsum(rows)]), start, stop)  # (rows + 1,)
-        lengths = np.diff(edges)
-        writer.write(part_ids(folder, file, dtype)[start:stop], lengths[lengths > 0])
+        edges = np.unique(np.clip(np.concatenate([[0], np.cumsum(rows)]), start, stop))  # where rows begin, and stop
+        first = 0
+        while first < len(edges) - 1:  # whole rows, about a row group of tokens at once
+            last = max(first + 1, int(np.searchsorted(edges, edges[first] + ROW_GROUP_TOKENS, side="right")) - 1)
+            count, before = int(edges[last] - edges[first]), int(edges[first]) * dtype.itemsize
+            writer.write(np.fromfile(folder / file, dtype, count, offset=before), np.diff(edges[first : last + 1]))
+            first = last
     size = writer.close()
     return {"file": f"{shard.path.parent.name}/{shard.path.name}", "size": size, "row_groups": writer.row_groups}

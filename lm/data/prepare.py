@@ -70,6 +70,8 @@ class PrepareOptions:
         """
         if not self.output:
             raise RequestError("say with --output which folder to make")
+        if Path(self.output).is_file():
+            raise RequestError(f"--output {self.output} is a file; give a folder")
         if not 0 <= self.val_fraction < 1:
             raise RequestError(f"--val_fraction {self.val_fraction} is not a share: from 0 to less than 1")
         if self.workers is not None and self.workers < 1:
@@ -182,8 +184,6 @@ def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
     """Take an empty folder, or one where the same preparation was stopped."""
     if not (parts / PLAN).exists():
-        if output.exists() and not output.is_dir():
-            raise RequestError(f"{output} is a file; give another --output")
         if output.is_dir() and any(entry.name != ".parts" for entry in output.iterdir()):
             raise RequestError(
                 f"{output} is not empty and not a preparation to go on with; give another --output"

@@ -155,11 +155,11 @@ class Shards:
     def _decode(self, block: Block) -> np.ndarray:
         shard = self._shards[block.file]
         try:
-            with shard.open(self._footers.get(shard.file)) as parquet:
+            with shard.open(self._footers.get(shard.file)) as (handle, parquet):
                 self._keep_footer(shard.file, parquet.metadata)
-                tokens = self.column.decode(parquet, block.row_groups, shard.file)
+                tokens = self.column.decode(handle, parquet, block.row_groups, shard.file)
                 if len(tokens) != block.tokens:
-                    raise RunError(self._miscounted(parquet, block))
+                    raise RunError(self._miscounted(handle, parquet, block))
                 return tokens
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and is_remote(shard.file):
@@ -174,10 +174,10 @@ class Shards:
             self._footers.clear()
         self._footers[file] = footer
 
-    def _miscounted(self, parquet: pq.ParquetFile, block: Block) -> str:
+    def _miscounted(self, handle: pa.NativeFile, parquet: pq.ParquetFile, block: Block) -> str:
         counts = self._shards[block.file].row_groups
         for group in block.row_groups:
-            held = len(self.column.decode(parquet, [group], block.file))
+            held = len(self.column.decode(handle, parquet, [group], block.file))
             if held != counts[group]:
                 break
         return (

@@ -1,0 +1,143 @@
+"""The pages of our own layout, straight into numpy: three times as fast as through Arrow's nested lists.
+
+Beside the batch's way, under `data/column`. In a shard that `lm data prepare` wrote, the ids of a row group are
+byte-stream-split pages without nulls or empty rows, so which row a token is in need not be known to lay all rows end
+to end. `read_tokens` reads just that; of anything else it says None, and `data/column` asks Arrow, which reads
+every layout and says what is wrong with damaged ones.
+
+The format: https://github.com/apache/parquet-format, `src/main/thrift/parquet.thrift` (PageHeader), `Encodings.md`
+(RLE hybrid, BYTE_STREAM_SPLIT); Thrift's compact protocol: `doc/specs/thrift-compact-protocol.md` of apache/thrift.
+"""
+
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+CODECS = {"UNCOMPRESSED": None, "LZ4": "lz4_raw", "ZSTD": "zstd", "SNAPPY": "snappy"}
+# Fields of a PageHeader, and of the DataPageHeader inside it
+TYPE, SIZE, COMPRESSED_SIZE, CHECKSUM, DATA_PAGE = 1, 2, 3, 4, 5
+VALUES, ENCODING = 1, 2
+BYTE_STREAM_SPLIT = 9
+
+
+def read_tokens(
+    handle: pa.NativeFile, footer: pq.FileMetaData, group: int, leaf: int, dtype: np.dtype
+) -> np.ndarray | None:
+    """Read the ids of one row group.
+
+    Args:
+        handle: the open file.
+        footer: of that file.
+        group: the row group.
+        leaf: index of the column among the leaves of the schema.
+        dtype: uint16 or uint32.
+
+    Returns:
+        (tokens,) of `dtype`; None if this is not our layout, has an id that `dtype` cannot hold, or is damaged.
+    """
+    chunk, levels = footer.row_group(group).column(leaf), footer.schema.column(leaf)
+    ours = set(chunk.encodings) <= {"RLE", "BYTE_STREAM_SPLIT"} and chunk.physical_type == "INT32"
+    if not ours or chunk.has_dictionary_page or chunk.compression not in CODECS or levels.max_repetition_level != 1:
+        return None
+    data = memoryview(handle.read_at(chunk.total_compressed_size, chunk.data_page_offset))
+    tokens = np.empty(chunk.num_values, dtype=dtype)
+    try:
+        return tokens if _decode(data, CODECS[chunk.compression], levels.max_definition_level, tokens) else None
+    except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, OSError, pa.ArrowException):
+        return None  # what damaged bytes lead to; the read itself stands outside, so a failing disk or network is heard
+
+
+def _decode(data: memoryview, codec: str | None, defined: int, tokens: np.ndarray) -> bool:
+    """Fill `tokens` from the pages of a column chunk; False if a page is not as expected."""
+    place = done = 0
+    while done < len(tokens):
+        header, place = _read_struct(data, place)
+        page = data[place : place + header[COMPRESSED_SIZE]]
+        place += header[COMPRESSED_SIZE]
+        about = header[DATA_PAGE]
+        if header[TYPE] != 0 or about[ENCODING] != BYTE_STREAM_SPLIT:
+            return False
+        if CHECKSUM in header and zlib.crc32(page) != header[CHECKSUM] % 2**32:
+            return False
+        if codec is not None:
+            page = memoryview(pa.Codec(codec).decompress(page, header[SIZE])).cast("B")
+        count = about[VALUES]
+        if count < 1:  # or a damaged header could turn in circles
+            return False
+        values = _skip_levels(page, count, defined)
+        if values is None or not _join_bytes(values, tokens[done : done + count]):
+            return False
+        done += count
+    return done == len(tokens)
+
+
+def _skip_levels(page: memoryview, count: int, defined: int) -> memoryview | None:
+    """The values of a page, if every definition level says that there is one (no nulls, no empty rows)."""
+    repetition, place = _read_length(page, 0)  # which row a token is in: not asked
+    definition, place = _read_length(page, place + repetition)
+    end = place + definition
+    while place < end:
+        run, place = _read_varint(page, place)
+        if run & 1 or page[place] != defined:  # bit-packed, so the levels are not all the same
+            return None
+        count -= run >> 1
+        place += 1  # a level takes one byte
+    return page[end:] if count == 0 else None
+
+
+def _join_bytes(values: memoryview, tokens: np.ndarray) -> bool:
+    """Put the ids together again: first the low bytes of all of them, then the next ones ..."""
+    streams = np.frombuffer(values, dtype=np.uint8).reshape(4, len(tokens))
+    size = tokens.dtype.itemsize
+    if streams[size:].any():
+        return False
+    tokens[:] = streams[size - 1]
+    for stream in streams[: size - 1][::-1]:
+        tokens <<= 8
+        tokens |= stream
+    return True
+
+
+def _read_length(data: memoryview, place: int) -> tuple[int, int]:
+    return int.from_bytes(data[place : place + 4], "little"), place + 4
+
+
+def _read_varint(data: memoryview, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[place]
+        value |= (byte & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 0x80:
+            return value, place
+
+
+def _read_zigzag(data: memoryview, place: int) -> tuple[int, int]:
+    value, place = _read_varint(data, place)
+    return (value >> 1) ^ -(value & 1), place
+
+
+def _read_struct(data: memoryview, place: int) -> tuple[dict, int]:
+    """A struct of Thrift's compact protocol as field id -> value, and where it ends."""
+    fields, field = {}, 0
+    while data[place]:
+        step, kind = data[place] >> 4, data[place] & 0x0F
+        place += 1
+        if step:
+            field += step
+        else:
+            field, place = _read_zigzag(data, place)
+        if kind in (1, 2):  # true, false
+            fields[field] = kind == 1
+        elif kind in (4, 5, 6):  # i16, i32, i64
+            fields[field], place = _read_zigzag(data, place)
+        elif kind == 8:  # bytes
+            size, place = _read_varint(data, place)
+            fields[field], place = bytes(data[place : place + size]), place + size
+        elif kind == 12:
+            fields[field], place = _read_struct(data, place)
+        else:
+            raise ValueError(f"field type {kind} is not one of a page header")
+    return fields, place + 1

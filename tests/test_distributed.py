@@ -1,0 +1,293 @@
+"""Two real processes train as one does: same samples, same losses, same checkpoints, and they end together."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from safetensors.torch import load_file
+from trainings import lm, make_workplace, start, write_config
+
+from lm.errors import RunError
+from lm.runs import Run
+
+DIVISIONS = {
+    "one": {"trainer.devices": 1, "data.micro_batch_size": 4},
+    "ddp": {"trainer.devices": 2, "trainer.strategy": "ddp", "data.micro_batch_size": 2},
+    "fsdp2": {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2},
+    "ddp-whole": {"trainer.devices": 2, "trainer.strategy": "ddp", "data.micro_batch_size": 4},
+    "fsdp2-whole": {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 4},
+}
+# The order of additions differs between divisions, and training widens the difference of 1e-7 with every step.
+TOLERANCE = 2e-5
+PLAIN = {
+    "model.decoder.dropout": 0.0, "model.optimizer.lr": 3e-3, "model.schedule.name": "constant",
+    "trainer.gradient_clip_val": 0.5, "trainer.max_steps": 14, "trainer.val_interval": 7,
+    "trainer.checkpoint_interval": 100,
+}  # fmt: skip
+
+
+# ---- what a config names ---------------------------------------------------------------------------------------------
+
+
+class Send(Callback):
+    """Sends a signal to one rank when it begins an optimizer step (the first is 0)."""
+
+    def __init__(self, name: str, rank: int, step: int) -> None:
+        self.number, self.rank, self.step = getattr(signal, name), rank, step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == self.rank and trainer.global_step == self.step and batch.cursor.micro == 0:
+            os.kill(os.getpid(), self.number)
+
+
+class Fail(Callback):
+    """One rank fails where the others do not; or all of them, or one waits for nobody."""
+
+    def __init__(self, rank: int, deaf: int | None = None) -> None:
+        self.rank, self.deaf = rank, deaf
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == self.rank and trainer.global_step == 1:
+            raise RunError("shard 7 is gone")
+        if trainer.global_rank == self.deaf and trainer.global_step == 1:
+            time.sleep(600)
+
+
+class Mask(Callback):
+    """Leaves out labels by their ids: another number of them in every micro-batch and on every rank."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        object.__setattr__(batch, "mask", batch.tokens[:, 1:].to(torch.int64) % 3 > 0)
+
+
+# ---- how it is looked at ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder where one process has trained `one` without a stop."""
+    folder = make_workplace(tmp_path_factory.mktemp("distributed"))
+    fit(folder, "one", "one")
+    return folder
+
+
+def config(folder: Path, run: str, division: str, *callbacks: dict, **changes) -> str:
+    named = [{"class_path": "recorder.Recorder"}, *callbacks]
+    return str(write_config(folder, run, **{**PLAIN, **DIVISIONS[division], "trainer.callbacks": named, **changes}))
+
+
+def fit(folder: Path, run: str, division: str, *callbacks: dict, expect: int = 0, **changes):
+    """Train `run`, or go on with it; the samples that its steps saw are left in `seen-<run>.json`."""
+    for old in folder.glob("trace*.jsonl"):
+        old.unlink()
+    done = lm(
+        folder, "fit", "--config", config(folder, run, division, *callbacks, **changes), "--ckpt_path", "auto",
+        expect=expect,
+    )  # fmt: skip
+    (folder / f"seen-{run}.json").write_text(json.dumps(seen(folder)))
+    return done
+
+
+def seen(folder: Path) -> dict[str, list[list[int]]]:
+    """Each step's rows of tokens, sorted: which rank had which, and when, is the division's affair."""
+    steps: dict[str, list[list[int]]] = {}
+    for path in folder.glob("trace*.jsonl"):
+        for entry in map(json.loads, path.read_text().splitlines()):
+            tokens = entry["tokens"]
+            steps.setdefault(str(entry["step"]), []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
+    return {step: sorted(rows) for step, rows in steps.items()}
+
+
+def curves(folder: Path, run: str) -> dict[tuple[int, str], float]:
+    """What the run logged that must not depend on the division."""
+    names = ("train/loss", "val/loss", "val/bpb", "optim/grad_norm", "optim/lr")
+    entries = Run(folder / "checkpoints" / run).metrics()
+    return {(entry["step"], name): entry[name] for entry in entries for name in names if name in entry}
+
+
+def assert_same_training(folder: Path, run: str, reference: str) -> None:
+    assert json.loads((folder / f"seen-{run}.json").read_text()) == json.loads((folder / f"seen-{reference}.json").read_text())
+    assert curves(folder, run) == pytest.approx(curves(folder, reference), rel=TOLERANCE)
+
+
+def complaints(text: str) -> list[str]:
+    """The lines of a program's standard error that are neither the run's log nor empty."""
+    log = r"step \d|run checkpoints|curves:|from another|preparing|learning|\d+ x \d+ tokens|changed since|passing over"
+    return [line for line in text.splitlines() if line.strip() and not re.match(log, line)]
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Live processes that were started in a folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cwd").resolve() == folder.resolve() and (entry / "stat").read_text().split(") ")[-1][0] != "Z":
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.1)
+
+
+# ---- the same training -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", ["ddp", "fsdp2"])
+def test_two_ranks_train_as_one_process_with_accumulation_and_clipping(workplace, division):
+    done = fit(workplace, division, division)
+    assert_same_training(workplace, division, "one")
+    assert complaints(done.stderr) == []  # each line once, and no warning from any rank
+    norms = [value for (_, name), value in curves(workplace, division).items() if name == "optim/grad_norm"]
+    assert max(norms) > 0.5  # clipping had something to do
+
+
+@pytest.mark.slow
+def test_masked_labels_and_documents_weigh_the_same_however_they_fall(workplace):
+    """Ranks and micro-batches hold different numbers of counted tokens; losses and gradients are per token all the same."""
+    mask = {"class_path": "test_distributed.Mask"}
+    changes = {"model.document_mask": True, "trainer.max_steps": 6, "trainer.val_interval": 6}
+    for division in ("one", "ddp-whole", "fsdp2-whole", "ddp"):
+        fit(workplace, f"masked-{division}", division, mask, **changes)
+        assert_same_training(workplace, f"masked-{division}", "masked-one")
+    unmasked, masked = curves(workplace, "one"), curves(workplace, "masked-one")
+    assert abs(unmasked[1, "optim/grad_norm"] - masked[1, "optim/grad_norm"]) > 1e-3  # the mask did leave labels out
+
+
+@pytest.mark.slow
+def test_every_checkpoint_goes_on_under_every_strategy(workplace):
+    """SIGTERM to one rank every second step, and on under another strategy: all six changes, and the curve of a run
+    that was never stopped, though losses that were not logged yet cross every stop."""
+    order = ["one", "ddp", "fsdp2", "one", "fsdp2", "ddp", "one"]
+    for index, division in enumerate(order):
+        step, rank = 2 * index + 1, index % 2 if division != "one" else 0
+        last = index == len(order) - 1
+        stop = [] if last else [{"class_path": "test_distributed.Send", "init_args": dict(name="SIGTERM", rank=rank, step=step)}]
+        keep = {"trainer.keep_checkpoints": 20, "trainer.log_interval": 7}
+        done = fit(workplace, "relay", division, *stop, expect=0 if last else 75, **keep)
+        if not last:
+            assert len(complaints(done.stderr)) == 1 and f"stopped after step {step + 1} " in done.stderr
+    run = Run(workplace / "checkpoints" / "relay")
+    reference = curves(workplace, "one")
+    logged = curves(workplace, "relay")
+    assert {step for step, _ in logged} == {7, 14} and not (workplace / "checkpoints" / "relay-2").exists()
+    for (step, name), value in logged.items():
+        steps = range(step - 6, step + 1)  # a log line averages over the steps since the last
+        want = sum(reference[s, name] for s in steps) / 7 if name == "train/loss" else reference[step, name]
+        assert value == pytest.approx(want, rel=TOLERANCE), (step, name)
+    folders = [run.path / f"step-{step:08d}" for step in (2, 4, 6, 14)]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in load_file(folder / name).items()} for folder in folders]
+        assert shapes[0] == shapes[1] == shapes[2] == shapes[3]
+    files = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert files[0] == files[1] == files[2] == files[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_validate_counts_every_window_once(workplace, strategy):
+    """As many windows as one process counts, though they do not divide evenly into ranks and batches."""
+    arguments = ("validate", "--run", "one", "--data.val_tokens", "416", "--data.micro_batch_size", "3")  # 13 windows
+    one = lm(workplace, *arguments).stdout
+    two = lm(workplace, *arguments, "--trainer.devices", "2", "--trainer.strategy", strategy).stdout
+    assert two == one and one.startswith("val/loss ")
+
+
+# ---- one start -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_torchrun_leaves_one_run_folder(workplace):
+    path = config(workplace, "torchrun", "ddp", **{"trainer.max_steps": 2})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lm"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "fit", "--config", path], cwd=workplace, env=env, text=True, capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (workplace / "checkpoints").glob("torchrun*")] == ["torchrun"]
+    run = Run(workplace / "checkpoints" / "torchrun")
+    assert run.read("run.json")["world_size"] == 2 and run.read("run.json")["status"] == "finished"
+    first = curves(workplace, "torchrun")[1, "train/loss"]
+    assert first == pytest.approx(curves(workplace, "one")[1, "train/loss"], rel=TOLERANCE)
+
+
+def test_ranks_drop_out_different_numbers(workplace):
+    """Same initial weights on every rank, other random numbers afterwards."""
+    fit(workplace, "dropout", "ddp", **{"model.decoder.dropout": 0.5, "trainer.max_steps": 1})
+    state = json.loads((workplace / "checkpoints/dropout/step-00000001/trainer.json").read_text())
+    zero, one = (json.dumps(rank["rng"]["cpu"]) for rank in state["ranks"])
+    assert zero != one
+
+
+# ---- one end ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.global_batch_tokens": 250}, "250 / 128 = 1.953"),  # before the other rank is started
+        ({"model.decoder.vocab_size": 3}, "smaller than the tokenizer's"),  # on both ranks
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(workplace, changes, message):
+    done = fit(workplace, "wrong", "ddp", expect=2, **changes)
+    lines = complaints(done.stderr)
+    assert len(lines) == 1 and lines[0].startswith("lm fit: ") and message in lines[0]
+    assert not (workplace / "checkpoints" / "wrong").exists() and processes_of(workplace) == []
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_process_group_stops_both_with_one_checkpoint(workplace):
+    path = config(workplace, "group", "ddp", **{"trainer.max_steps": 100_000, "trainer.val_interval": 100_000})
+    command = [sys.executable, "-m", "lm", "fit", "--config", path]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=workplace, env=env, text=True, stderr=subprocess.PIPE, start_new_session=True)
+    run = Run(workplace / "checkpoints" / "group")
+    wait_for(lambda: (run.path / "metrics.jsonl").exists())
+    os.killpg(process.pid, signal.SIGTERM)
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, err
+    assert len(complaints(err)) == 1 and "SIGTERM: stopped after step" in err
+    assert processes_of(workplace) == [] and len(run.steps()) == 1
+    assert run.read("run.json")["status"] == "interrupted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deaf", [None, 0])
+def test_a_rank_that_fails_alone_is_named_and_ends_the_training(workplace, deaf):
+    """Rank one has an error of its own; rank zero learns of it, also where it is busy and would never notice."""
+    fail = {"class_path": "test_distributed.Fail", "init_args": dict(rank=1, deaf=deaf)}
+    name = "broken" if deaf is None else "broken-deaf"
+    done = fit(workplace, name, "ddp", fail, expect=1)
+    assert "shard 7 is gone" in done.stderr and "local rank 1 failed with exit code 1" in done.stderr
+    assert "Traceback" not in done.stderr and processes_of(workplace) == []
+    assert Run(workplace / "checkpoints" / name).read("run.json")["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_nobody_outlives_a_process_that_was_killed(workplace):
+    """SIGKILL to the process that the user started, SIGKILL to the other one: either way all of them are gone."""
+    path = config(workplace, "killed", "fsdp2", **{"trainer.max_steps": 100_000, "trainer.val_interval": 100_000})
+    process = start(workplace, "fit", "--config", path)
+    wait_for(lambda: (workplace / "checkpoints" / "killed" / "metrics.jsonl").exists())
+    process.kill()
+    process.communicate()
+    wait_for(lambda: processes_of(workplace) == [], seconds=20)
+    kill = {"class_path": "test_distributed.Send", "init_args": dict(name="SIGKILL", rank=1, step=1)}
+    done = fit(workplace, "killed-other", "ddp", kill, expect=1)
+    assert "local rank 1 was killed by SIGKILL" in done.stderr and processes_of(workplace) == []
