@@ -191,6 +191,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
     # ---- checkpoints: full tensors, through the same CheckpointIO as every other strategy -----------------------
 
     @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False  # before `on_fit_start`, as everywhere else: a checkpoint that does not fit leaves no run folder
+
+    @property
     def lightning_restore_optimizer(self) -> bool:
         return True
 

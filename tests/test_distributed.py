@@ -189,6 +189,8 @@ def test_every_checkpoint_goes_on_under_every_strategy(workplace):
         steps = range(step - 6, step + 1)  # a log line averages over the steps since the last
         want = sum(reference[s, name] for s in steps) / 7 if name == "train/loss" else reference[step, name]
         assert value == pytest.approx(want, rel=TOLERANCE), (step, name)
+    stretches = [stretch["step"] for stretch in run.read("run.json")["stretches"]]
+    assert stretches == [0, 2, 4, 6, 8, 10, 12]  # each went on from where the one before it stopped, and says so
     folders = [run.path / f"step-{step:08d}" for step in (2, 4, 6, 14)]
     for name in ("model.safetensors", "optimizer.safetensors"):
         shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in load_file(folder / name).items()} for folder in folders]

@@ -106,6 +106,16 @@ def test_another_division_goes_on_with_the_same_samples(workplace, change):
     assert tokens_by_step(trace(workplace)) == tokens_by_step(straight)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision_goes_on_exactly_too(workplace, precision):
+    changes = {"trainer.precision": precision, "trainer.val_interval": 6}
+    (workplace / "trace.jsonl").unlink(missing_ok=True)
+    lm(workplace, "fit", "--config", str(write_config(workplace, precision, **changes)))
+    straight = losses(workplace)
+    train_and_kill(workplace, f"{precision}-killed", [dict(signal_name="SIGKILL", micro_batch=19)], **changes)
+    assert losses(workplace) == straight
+
+
 def test_a_second_interrupt_ends_it_at_once(workplace):
     config = write_config(workplace, "impatient", **{"trainer.max_steps": 100_000, "trainer.val_interval": 100_000})
     process = start(workplace, "fit", "--config", str(config))

@@ -4,7 +4,8 @@ Third stop of a batch (`data/shards -> data/order -> data/batch -> data/datamodu
 are stored, through pinned memory and over the bus, and become int64 on the device that needs them.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,9 +31,10 @@ class Cursor:
     micro: int
 
 
-@dataclass(frozen=True, eq=False)
 class Batch:
     """Rows of T + 1 consecutive tokens: the first T are inputs, the last T their targets.
+
+    No dataclass: Lightning takes those apart, field by field, for every micro-batch.
 
     Args:
         tokens: (B, T + 1) uint16 or int32, on any device.
@@ -40,9 +42,10 @@ class Batch:
         mask: (B, T) bool, False where a target does not count; None when all of them count.
     """
 
-    tokens: Tensor
-    cursor: Cursor | None = None
-    mask: Tensor | None = None
+    def __init__(self, tokens: Tensor, cursor: Cursor | None = None, mask: Tensor | None = None) -> None:
+        self.tokens = tokens
+        self.cursor = cursor
+        self.mask = mask
 
     @property
     def input_ids(self) -> Tensor:
@@ -62,7 +65,7 @@ class Batch:
             return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
         return int(self.mask.sum())
 
-    def to(self, device, non_blocking: bool = False) -> "Batch":
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """The same batch on another device; `non_blocking` from pinned memory overlaps the copy with compute."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
@@ -70,10 +73,8 @@ class Batch:
         """The same batch in page-locked memory, from which a GPU can copy by itself."""
         return self._each(Tensor.pin_memory)
 
-    def _each(self, function) -> "Batch":
-        return replace(
-            self, tokens=function(self.tokens), mask=None if self.mask is None else function(self.mask)
-        )
+    def _each(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        return Batch(function(self.tokens), self.cursor, None if self.mask is None else function(self.mask))
 
 
 def _widen(tokens: Tensor) -> Tensor:

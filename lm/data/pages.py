@@ -1,12 +1,12 @@
 """The pages of our own layout, straight into numpy: three times as fast as through Arrow's nested lists.
 
 Beside the batch's way, under `data/column`. In a shard that `lm data prepare` wrote, the ids of a row group are
-byte-stream-split pages without nulls or empty rows, so which row a token is in need not be known to lay all rows end
-to end. `read_tokens` reads just that; of anything else it says None, and `data/column` asks Arrow, which reads
-every layout and says what is wrong with damaged ones.
+byte-stream-split pages without nulls or empty rows, so all rows are laid end to end without knowing where one ends.
+`read_tokens` reads just that; of anything else it says None, and `data/column` asks Arrow, which reads every layout
+and says what is wrong with damaged ones.
 
-The format: https://github.com/apache/parquet-format, `src/main/thrift/parquet.thrift` (PageHeader), `Encodings.md`
-(RLE hybrid, BYTE_STREAM_SPLIT); Thrift's compact protocol: `doc/specs/thrift-compact-protocol.md` of apache/thrift.
+The format: https://github.com/apache/parquet-format, `src/main/thrift/parquet.thrift` (PageHeader) and `Encodings.md`
+(BYTE_STREAM_SPLIT); Thrift's compact protocol: `doc/specs/thrift-compact-protocol.md` of apache/thrift.
 """
 
 import zlib
@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 CODECS = {"UNCOMPRESSED": None, "LZ4": "lz4_raw", "ZSTD": "zstd", "SNAPPY": "snappy"}
 # Fields of a PageHeader, and of the DataPageHeader inside it
 TYPE, SIZE, COMPRESSED_SIZE, CHECKSUM, DATA_PAGE = 1, 2, 3, 4, 5
-VALUES, ENCODING = 1, 2
-BYTE_STREAM_SPLIT = 9
+VALUES = 1
 
 
 def read_tokens(
@@ -37,19 +36,21 @@ def read_tokens(
     Returns:
         (tokens,) of `dtype`; None if this is not our layout, has an id that `dtype` cannot hold, or is damaged.
     """
-    chunk, levels = footer.row_group(group).column(leaf), footer.schema.column(leaf)
-    ours = set(chunk.encodings) <= {"RLE", "BYTE_STREAM_SPLIT"} and chunk.physical_type == "INT32"
-    if not ours or chunk.has_dictionary_page or chunk.compression not in CODECS or levels.max_repetition_level != 1:
+    chunk = footer.row_group(group).column(leaf)
+    nested = footer.schema.column(leaf).max_repetition_level == 1
+    if not nested or chunk.physical_type != "INT32" or set(chunk.encodings) != {"RLE", "BYTE_STREAM_SPLIT"}:
+        return None
+    if chunk.compression not in CODECS:
         return None
     data = memoryview(handle.read_at(chunk.total_compressed_size, chunk.data_page_offset))
     tokens = np.empty(chunk.num_values, dtype=dtype)
     try:
-        return tokens if _decode(data, CODECS[chunk.compression], levels.max_definition_level, tokens) else None
+        return tokens if _decode(data, CODECS[chunk.compression], tokens) else None
     except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, OSError, pa.ArrowException):
         return None  # what damaged bytes lead to; the read itself stands outside, so a failing disk or network is heard
 
 
-def _decode(data: memoryview, codec: str | None, defined: int, tokens: np.ndarray) -> bool:
+def _decode(data: memoryview, codec: str | None, tokens: np.ndarray) -> bool:
     """Fill `tokens` from the pages of a column chunk; False if a page is not as expected."""
     place = done = 0
     while done < len(tokens):
@@ -57,34 +58,28 @@ def _decode(data: memoryview, codec: str | None, defined: int, tokens: np.ndarra
         page = data[place : place + header[COMPRESSED_SIZE]]
         place += header[COMPRESSED_SIZE]
         about = header[DATA_PAGE]
-        if header[TYPE] != 0 or about[ENCODING] != BYTE_STREAM_SPLIT:
-            return False
-        if CHECKSUM in header and zlib.crc32(page) != header[CHECKSUM] % 2**32:
+        if header[TYPE] != 0 or CHECKSUM in header and zlib.crc32(page) != header[CHECKSUM] % 2**32:
             return False
         if codec is not None:
             page = memoryview(pa.Codec(codec).decompress(page, header[SIZE])).cast("B")
         count = about[VALUES]
         if count < 1:  # or a damaged header could turn in circles
             return False
-        values = _skip_levels(page, count, defined)
-        if values is None or not _join_bytes(values, tokens[done : done + count]):
+        if not _join_bytes(_skip_levels(page), tokens[done : done + count]):
             return False
         done += count
     return done == len(tokens)
 
 
-def _skip_levels(page: memoryview, count: int, defined: int) -> memoryview | None:
-    """The values of a page, if every definition level says that there is one (no nulls, no empty rows)."""
-    repetition, place = _read_length(page, 0)  # which row a token is in: not asked
+def _skip_levels(page: memoryview) -> memoryview:
+    """The values of a page, without the levels before them.
+
+    Those tell rows apart, which is not asked, and say where a row is empty or null. Such a row has no value, so the
+    values are then fewer than the page's header counts, and `_join_bytes` fails.
+    """
+    repetition, place = _read_length(page, 0)
     definition, place = _read_length(page, place + repetition)
-    end = place + definition
-    while place < end:
-        run, place = _read_varint(page, place)
-        if run & 1 or page[place] != defined:  # bit-packed, so the levels are not all the same
-            return None
-        count -= run >> 1
-        place += 1  # a level takes one byte
-    return page[end:] if count == 0 else None
+    return page[place + definition :]
 
 
 def _join_bytes(values: memoryview, tokens: np.ndarray) -> bool:

@@ -26,7 +26,7 @@ from lm.data.order import BLOCKS_AHEAD, Order
 from lm.data.shards import BLOCK_TOKENS, Shards
 from lm.errors import RequestError
 
-DECODERS = 2  # threads; one reads 200-300 million tokens/s
+DECODERS = 2  # threads; one reads several hundred million tokens a second
 LOCATED = 1024  # samples that are located in one call of numpy
 MOST_AHEAD = 4096  # samples that blocks are decoded ahead for; less where BLOCKS_AHEAD blocks have fewer windows
 
