@@ -17,6 +17,7 @@ from lm.errors import RequestError
 TEXTS = [
     "It's the first of the fellow-citizens of the Senate; they'll see 1234567 ways.\n\n\tNext line of it\r\n",
     "Größe und Maß, naïve café, 東京の天気は晴れ。 Ελληνικά, русский язык, العربية ٣٤٥",
+    "𝒳𝒴𝒵abc 𐐀𐐁𐐂x 𝒳𝒴𝒵abc ١٢٣٤ 1234567 ",
     "def f(x):\n    return x ** 2  # squared\n\n\nclass A:\n\tpass\n" * 3,
 ]
 BPE = train_bpe(TEXTS * 3, 400)
@@ -149,12 +150,13 @@ def test_bytes_of_sentencepiece_tokens():
 FAST = {
     "ours": BPE,
     "gpt2": with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False)),
-    "possessive": with_pre_tokenizer(sequence(r"[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++|\s++")),
+    "possessive": with_pre_tokenizer(sequence(r"[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}++| ?[^\s\p{L}\p{N}]++|\s++")),
 }
 SLOW = {
     "normalized": with_pre_tokenizer(sequence(WORDS), normalizers.NFC()),
     "prefixed": with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "lines": with_pre_tokenizer(sequence(r"\s+$|\s|\S+")),
+    "other braces": with_pre_tokenizer(sequence(r"\p{N}{1,3}+|\p{L}+|[^\p{L}\p{N}]")),  # not possessive to Oniguruma
     "other class": with_pre_tokenizer(sequence(r"\w+|\W")),
     "digits": with_pre_tokenizer(
         pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])

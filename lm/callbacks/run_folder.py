@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lm.checkpoint import samples_of, step_of
+from lm.data.shards import describe_difference
 from lm.errors import Interrupted, LmError, RequestError
 from lm.hardware import device_name
 from lm.runs import Run, run_facts, write_atomically
@@ -80,7 +81,11 @@ class RunFolder(Callback):
     def _refuse_changed_shards(run: Run, shards: dict[str, Any]) -> None:
         before = run.read("data.json")
         if before and before != shards:
-            difference = describe_shard_changes(before, shards)
+            differences = {
+                split: describe_difference(before.get(split, []), shards.get(split, []))
+                for split in sorted(before.keys() | shards.keys())
+            }
+            difference = "; ".join(f"{split}: {text}" for split, text in differences.items() if text)
             raise RequestError(
                 f"the shards changed since {run.path} was started, so its order of samples is gone: {difference}; "
                 "put them back, or start a new run"
@@ -113,16 +118,3 @@ def _say_where(run: Run) -> None:
     log.info("run %s", run.path)
     log.info("curves: tensorboard --logdir %s", run.path.parent)
     log.info("from another machine: ssh -N -L 6006:localhost:6006 %s, then http://localhost:6006", here)
-
-
-def describe_shard_changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The differences between two `describe_shards`, the first few by name."""
-    changes = []
-    for split in sorted(before.keys() | after.keys()):
-        old = {name: rest for name, *rest in before.get(split) or []}
-        new = {name: rest for name, *rest in after.get(split) or []}
-        changes += [f"{split}: {name} is gone" for name in old if name not in new]
-        changes += [f"{split}: {name} is new" for name in new if name not in old]
-        changes += [f"{split}: {name} is not what it was" for name in old if name in new and old[name] != new[name]]
-    shown = ", ".join(changes[:3])
-    return shown + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lm.data.batch import Batch
 from lm.data.order import Order, lanes_for
 from lm.data.shards import BLOCK_TOKENS, Shards
 from lm.data.stream import Stream
@@ -29,7 +30,7 @@ from lm.quantities import Count, format_count
 
 VOCABULARY = 50257
 ROWS, SEQ_LEN = 16, 2048
-SHUFFLE_BUFFER = 96 * 2**20  # tokens
+SHUFFLE_BUFFER = 96 * 2**20  # tokens, at most
 MANY_SHARDS = 1000
 
 
@@ -116,13 +117,16 @@ def _shard(folder: Path, name: str, ids: np.ndarray) -> dict:
     return {"file": name, "size": size, "row_groups": writer.row_groups}
 
 
-def _stream(shards: Shards):
-    lanes = lanes_for(shards.largest.tokens, SHUFFLE_BUFFER)
-    order = Order(shards.windows(SEQ_LEN), seed=1, lanes=lanes)
+def _buffer(shards: Shards) -> int:
+    """Tokens of the shuffle buffer: never all of the data, or later epochs would be read from memory."""
+    return max(shards.largest.tokens, min(SHUFFLE_BUFFER, shards.tokens // 3))
+
+
+def _stream(shards: Shards) -> Iterator[Batch]:
+    buffer = _buffer(shards)
+    order = Order(shards.windows(SEQ_LEN), seed=1, lanes=lanes_for(shards.largest.tokens, buffer))
     return iter(
-        Stream(
-            shards, order, seq_len=SEQ_LEN, start=0, global_batch=ROWS, micro_batch=ROWS, shuffle_buffer=SHUFFLE_BUFFER
-        )
+        Stream(shards, order, seq_len=SEQ_LEN, start=0, global_batch=ROWS, micro_batch=ROWS, shuffle_buffer=buffer)
     )
 
 
@@ -131,12 +135,12 @@ def _memory(folder: Path) -> dict:
     shards = Shards.open(str(folder / "train"))
     gc.collect()
     before, most = _anonymous_memory(), 0
-    with_stream = _stream(shards)
-    for number, _ in enumerate(islice(with_stream, shards.require_windows(SEQ_LEN) // ROWS)):
+    batches = _stream(shards)
+    for number, _ in enumerate(islice(batches, shards.require_windows(SEQ_LEN) // ROWS)):
         if before is not None and number % 64 == 0:
             most = max(most, _anonymous_memory() - before)
-    with_stream.close()
-    held = min(SHUFFLE_BUFFER, shards.tokens) * shards.column.dtype.itemsize
+    batches.close()
+    held = _buffer(shards) * shards.column.dtype.itemsize
     return {"memory_growth_bytes": None if before is None else most, "shuffle_buffer_bytes": held}
 
 
@@ -179,8 +183,8 @@ def _speed(folder: Path, rounds: int) -> dict:
 
     loaders = {
         "memory_map": (lambda: _memory_map(folder / "flat.bin"), 300, 0),
-        "stream": (lambda: next(batches), 2000, 64),
-        "stream_int64": (widened, 2000, 64),
+        "stream": (lambda: next(batches), 2000, 128),
+        "stream_int64": (widened, 2000, 128),
     }
     rates = {name: [] for name in loaders}
     for _ in range(rounds):
@@ -195,8 +199,8 @@ def _speed(folder: Path, rounds: int) -> dict:
 
 
 def _rate(take: Callable[[], object], count: int, before: int) -> float:
-    """Tokens a second over `count` batches, when those that were ready before are used up."""
-    time.sleep(0.3)  # until the thread of the stream has filled its queue and leaves the machine to the one measured
+    """Tokens a second over `count` batches, once `before` batches have used up what was decoded in the pause."""
+    time.sleep(0.3)  # until the threads of the stream are done with reading ahead and leave the machine to the others
     for _ in range(before):
         take()
     begun = time.perf_counter()
@@ -208,7 +212,7 @@ def _rate(take: Callable[[], object], count: int, before: int) -> float:
 def _memory_map(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch as nanoGPT makes it: a fresh map each time, random places, int64 inputs and targets."""
     flat = np.memmap(path, dtype=np.uint16, mode="r")
-    places = torch.randint(len(flat) - SEQ_LEN, (ROWS,)).tolist()
+    places = torch.randint(len(flat) - SEQ_LEN, (ROWS,))
     inputs = torch.stack([torch.from_numpy(flat[at : at + SEQ_LEN].astype(np.int64)) for at in places])
     targets = torch.stack([torch.from_numpy(flat[at + 1 : at + 1 + SEQ_LEN].astype(np.int64)) for at in places])
     return inputs, targets

@@ -28,7 +28,7 @@ from lm.config_file import config_name, config_parser
 from lm.data.catalog import LAYOUT
 from lm.data.datamodule import DataModule
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
-from lm.data.writer import COLUMN, ShardWriter
+from lm.data.writer import COLUMN, ROW_GROUP_TOKENS, ShardWriter
 from lm.errors import Interrupted, RequestError, RunError
 from lm.hardware import device_name, peak_flops
 from lm.model.accounting import parameters
@@ -59,6 +59,7 @@ def step(arguments: list[str]) -> None:
         RunError: a signal came before the end.
     """
     parser = config_parser("lm bench step", trainer=Trainer, model=LanguageModule, data=DataModule)
+    parser.description = "Time a training step of a config on one device, with random tokens, and what a checkpoint costs."
     parser.add_argument("--steps", type=Count, default=Count(50), help="Optimizer steps of each loop that are timed, in "
                         "turns of trainer.log_interval steps, so that every turn writes one log line.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
@@ -151,7 +152,9 @@ def train(config: Namespace, turns: Turns, folder: Path) -> tuple[Trainer, Langu
         logging.getLogger(name).setLevel(logging.WARNING)
     lightning.seed_everything(config.seed_everything)
     sources = {"path": str(folder / "data"), "train": None, "val": None, "test": None, "tokenizer": None, "prepare": None}
-    data = DataModule(**vars(config.data) | sources)
+    # The random tokens are one row group, and that must fit.
+    buffer = {"shuffle_buffer": max(config.data.shuffle_buffer, ROW_GROUP_TOKENS)}
+    data = DataModule(**vars(config.data) | sources | buffer)
     module = LanguageModule(**vars(config.model))
     request = vars(config.trainer) | {
         "max_steps": turns.steps, "max_tokens": None, "devices": 1, "num_nodes": 1,

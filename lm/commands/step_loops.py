@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lm.callbacks.checkpoints import Checkpoints
+from lm.callbacks.throughput import Throughput
 from lm.module import LanguageModule
 from lm.trainer import Trainer
 
@@ -150,22 +151,29 @@ class Turns(Callback):
         step = trainer.step_taken(batch_idx)
         if step is None or step < self.warmup:
             return
-        if step > self.measured:
-            self.savings.append(_save(trainer, pl_module.device))
-        elif step == self.warmup:
-            self.peak_bytes = peak_memory(pl_module.device)
-            self.loop = PlainLoop(trainer, pl_module)
-            self.loop.run(self.warmup)
-            self._plain_turn()
-        elif (step - self.warmup) % self.stretch == 0:
+        saving = step > self.measured
+        if not saving and (step - self.warmup) % self.stretch:
+            return
+        if not saving and step > self.warmup:
             self.lightning.append(self._clock.read())
-            self._plain_turn()
-            if step == self.measured:
-                self.parts = self.loop.parts(self.stretch)
+        throughput = next(callback for callback in trainer.callbacks if isinstance(callback, Throughput))
+        throughput.pause()  # so that the log lines stay true
+        if saving:
+            self.savings.append(_save(trainer, pl_module.device))
+        else:
+            self._plain_turn(trainer, pl_module, step)
+        throughput.resume()
+        self._clock = Clock(pl_module.device)
 
-    def _plain_turn(self) -> None:
-        self.plain.append(self.loop.run(self.stretch))
-        self._clock = Clock(self.loop.device)
+    def _plain_turn(self, trainer: Trainer, module: LanguageModule, step: int) -> None:
+        if step == self.warmup:
+            self.peak_bytes = peak_memory(module.device)
+            self._loop = PlainLoop(trainer, module)
+            self._loop.run(self.warmup)
+        self.plain.append(self._loop.run(self.stretch))
+        if step == self.measured:
+            self.parts = self._loop.parts(self.stretch)
+            del self._loop  # and with it the thread that reads for it
 
 
 def _save(trainer: Trainer, device: torch.device) -> Saving:

@@ -61,7 +61,7 @@ class DataModule(LightningDataModule):
         micro_batch_size: Count = Count(8),
         global_batch_tokens: Count | None = None,
         val_tokens: Count | None = None,
-        shuffle_buffer: Count = Count(64 * 2**20),
+        shuffle_buffer: Count = Count(96 * 2**20),
         num_workers: int = 0,
         cache_dir: str = "data/cache",
         cache_bytes: Count = Count(20 * 10**9),

@@ -86,7 +86,7 @@ def _join_bytes(values: memoryview, tokens: np.ndarray) -> bool:
     """Put the ids together again: first the low bytes of all of them, then the next ones ..."""
     streams = np.frombuffer(values, dtype=np.uint8).reshape(4, len(tokens))
     size = tokens.dtype.itemsize
-    if streams[size:].any():
+    if streams[size:].max(initial=0):
         return False
     tokens[:] = streams[size - 1]
     for stream in streams[: size - 1][::-1]:
