@@ -90,7 +90,8 @@ class TrainingCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
-        run_folder = RunFolder(self.resumed_run, self.config[self.subcommand].run, self.config_text)
+        config = self.config[self.subcommand]
+        run_folder = RunFolder(self.resumed_run, config.run, self.config_text, config.force)
         return self._instantiate_trainer(trainer_config, standard_callbacks(trainer_config, run_folder))
 
     def _run_subcommand(self, subcommand: str) -> None:

@@ -33,12 +33,14 @@ class RunFolder(Callback):
         run: the run that is gone on with; or None for a new one
         name: of this name.
         config: text of the resolved config.
+        force: go on with a run though its shards changed.
     """
 
-    def __init__(self, run: Run | None, name: str, config: str) -> None:
+    def __init__(self, run: Run | None, name: str, config: str, force: bool = False) -> None:
         self._resumed = run
         self._name = name
         self._config = config
+        self._force = force
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = self._claim(trainer) if trainer.is_global_zero else None
@@ -77,10 +79,9 @@ class RunFolder(Callback):
         )
         return str(run.path)
 
-    @staticmethod
-    def _refuse_changed_shards(run: Run, shards: dict[str, Any]) -> None:
+    def _refuse_changed_shards(self, run: Run, shards: dict[str, Any]) -> None:
         before = run.read("data.json")
-        if before and before != shards:
+        if before and before != shards and not self._force:
             differences = {
                 split: describe_difference(before.get(split, []), shards.get(split, []))
                 for split in sorted(before.keys() | shards.keys())
@@ -88,7 +89,7 @@ class RunFolder(Callback):
             difference = "; ".join(f"{split}: {text}" for split, text in differences.items() if text)
             raise RequestError(
                 f"the shards changed since {run.path} was started, so its order of samples is gone: {difference}; "
-                "put them back, or start a new run"
+                "put them back, start a new run, or give --force"
             )
 
     # ---- how it ended -------------------------------------------------------------------------------------------
