@@ -5,6 +5,7 @@ Importing this imports no torch; functions that need it import it themselves.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -128,6 +129,20 @@ def cpu_half_precision(cpuinfo: str | None = None) -> str | None:
     flags = set(lines[0].split()) if lines else set()
     on_arm = {"sve", "bf16"} <= flags or "svebf16" in flags
     return "bf16" if flags & {"amx_bf16", "avx512_bf16"} or on_arm else None
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's allocator keep what is freed, for training on a CPU.
+
+    By default it returns large blocks to the system at once and gets them back page by page: every micro-batch's
+    logits cost tens of thousands of page faults. Elsewhere than on glibc this does nothing.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    no_mmap, trim_threshold = -4, -1  # M_MMAP_MAX and M_TRIM_THRESHOLD of malloc.h
+    libc.mallopt(no_mmap, 0)
+    libc.mallopt(trim_threshold, -1)
 
 
 def _read(path: str) -> str:

@@ -104,9 +104,9 @@ class LanguageModule(LightningModule):
         """
         losses = self.token_losses(batch)  # (B, T)
         nats = losses.sum()
-        self._step_tokens += batch.num_tokens
-        self._logged_nats += nats.detach()
-        self._logged_tokens += batch.num_tokens
+        self._step_tokens.add_(batch.num_tokens)
+        self._logged_nats.add_(nats.detach())
+        self._logged_tokens.add_(batch.num_tokens)
         self.cursor = batch.cursor
         return nats / losses.numel()
 

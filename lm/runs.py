@@ -21,13 +21,18 @@ ROOT = Path("checkpoints")
 STEP = re.compile(r"step-(\d{8,})")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader sees the old or the new text and never a part."""
+def write_atomically(path: Path, text: str, durable: bool = True) -> None:
+    """Replace a file so that a reader sees the old or the new text and never a part.
+
+    Args:
+        durable: wait until it would survive a power cut, too.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
@@ -136,7 +141,7 @@ class Run:
 
     def write_state(self, state: dict[str, Any]) -> None:
         """Replace `state.json`, the live state that `lm monitor` reads."""
-        write_atomically(self.path / "state.json", json.dumps(state) + "\n")
+        write_atomically(self.path / "state.json", json.dumps(state) + "\n", durable=False)
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Add one line to `metrics.jsonl`."""

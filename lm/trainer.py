@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
 
 from lm.checkpoint import FolderCheckpointIO, step_of
-from lm.hardware import cpu_half_precision
+from lm.hardware import cpu_half_precision, keep_freed_memory
 from lm.quantities import Count
 from lm.runs import Run
 from lm.sharding import FullyShardedStrategy, ReplicatedStrategy
@@ -139,6 +139,8 @@ class Trainer(lightning.Trainer):
         if step_of(ckpt_path) >= self.steps.max_steps:
             log.info("the run has finished: all %d steps are done", self.steps.max_steps)
             return
+        if self.strategy.root_device.type == "cpu":
+            keep_freed_memory()
         datamodule.global_batch = self.steps.global_batch
         self.accumulate_grad_batches = self.steps.accumulate
         self.val_check_interval = self.val_interval * self.steps.accumulate

@@ -98,6 +98,7 @@ def test_ids_are_those_of_the_tokenizer(tmp_path):
 
 def test_the_manifest_tells_what_the_files_are(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "ROW_GROUP_TOKENS", 1000)
+    monkeypatch.setattr(parts, "ROW_GROUP_TOKENS", 700)  # what is copied at once; it need not be the same
     texts = make_texts(300)
     manifest = run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), shard_tokens=Count(2500))
     assert (manifest["layout"], manifest["column"], manifest["dtype"]) == (1, "input_ids", "uint16")
@@ -116,6 +117,7 @@ def test_the_manifest_tells_what_the_files_are(tmp_path, monkeypatch):
             assert shard["size"] == path.stat().st_size
             assert sum(shard["row_groups"]) < 2500 + 1000  # a shard is about as long as was asked for
             assert set(shard["row_groups"][:-1]) <= {1000}
+    assert sorted(documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")) == sorted(texts)
 
 
 def test_a_row_that_passes_row_groups_goes_on_in_the_next(tmp_path, monkeypatch):

@@ -40,10 +40,10 @@ from lm.trainer import Trainer
 WARMUP = 3  # optimizer steps
 CHECKPOINTS = 3
 FORMULAS = {
-    "overhead.ratio": "median over Lightning's turns of: seconds / mean seconds of the plain turns before and after - 1",
+    "overhead.ratio": "median over Lightning's turns: seconds / mean seconds of the plain turns before and after - 1",
     "overhead.cpu_time_ratio": "the same of the CPU time of this process, which busy neighbours disturb less",
     "mfu": "flops_per_token x tokens_per_second / dense peak of the device in this precision",
-    "flops_per_token": "6 x parameters without the input embedding + 12 x layers x heads x head_dim x (seq_len + 1) / 2",
+    "flops_per_token": "6 x parameters without input embedding + 12 x layers x heads x head_dim x (seq_len + 1) / 2",
     "checkpoint.stall_share": "stall_ms / (interval_steps x lightning.ms_per_step)",
 }
 
@@ -59,9 +59,11 @@ def step(arguments: list[str]) -> None:
         RunError: a signal came before the end.
     """
     parser = config_parser("lm bench step", trainer=Trainer, model=LanguageModule, data=DataModule)
-    parser.description = "Time a training step of a config on one device, with random tokens, and what a checkpoint costs."
-    parser.add_argument("--steps", type=Count, default=Count(50), help="Optimizer steps of each loop that are timed, in "
-                        "turns of trainer.log_interval steps, so that every turn writes one log line.")
+    parser.description = "Time a training step of a config on one device, with random tokens, and its checkpoints."
+    parser.add_argument(
+        "--steps", type=Count, default=Count(50),
+        help="Optimizer steps of each loop that are timed, in turns of trainer.log_interval steps: one log line each.",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     parser.add_argument("--output", type=str | None, default=None, help="File to write the JSON object to.")
     config = parser.read(arguments)
@@ -151,7 +153,7 @@ def train(config: Namespace, turns: Turns, folder: Path) -> tuple[Trainer, Langu
     for name in ("lightning.pytorch", "lightning.fabric", "lm.callbacks.run_folder"):
         logging.getLogger(name).setLevel(logging.WARNING)
     lightning.seed_everything(config.seed_everything)
-    sources = {"path": str(folder / "data"), "train": None, "val": None, "test": None, "tokenizer": None, "prepare": None}
+    sources = dict.fromkeys(("train", "val", "test", "tokenizer", "prepare")) | {"path": str(folder / "data")}
     # The random tokens are one row group, and that must fit.
     buffer = {"shuffle_buffer": max(config.data.shuffle_buffer, ROW_GROUP_TOKENS)}
     data = DataModule(**vars(config.data) | sources | buffer)
