@@ -118,7 +118,7 @@ class Launcher(_SubprocessScriptLauncher):
                 code = process.poll()
                 if code not in (None, 0, Interrupted.exit_code, GuardStop.exit_code):
                     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-                    return RunError(f"local rank {rank} {how}; the newest checkpoint is whole, `--ckpt_path auto` goes on")
+                    return RunError(f"local rank {rank} {how}; `--ckpt_path auto` goes on from the newest checkpoint")
             if time.monotonic() >= until:
                 return None
             time.sleep(0.05)

@@ -186,6 +186,8 @@ def _available(precision: Precision, accelerator: str) -> Precision:
 
 def _strategy(name: str, accelerator: str, devices: int | str | list[int], num_nodes: int) -> Strategy | str:
     on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    if isinstance(devices, str) and "," in devices:
+        devices = [index for index in devices.split(",") if index.strip()]
     if isinstance(devices, list):
         count = len(devices)
     elif str(devices).isdigit():

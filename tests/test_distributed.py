@@ -145,7 +145,8 @@ def test_two_ranks_train_as_one_process(workplace, division):
     """With accumulation and without, with clipping, attention inside documents, and labels left out: ranks and
     micro-batches hold different numbers of counted tokens, and every token weighs the same all the same."""
     done = fit(workplace, division, division)
-    assert json.loads((workplace / f"seen-{division}.json").read_text()) == json.loads((workplace / "seen-one.json").read_text())
+    samples, expected = (json.loads((workplace / f"seen-{run}.json").read_text()) for run in (division, "one"))
+    assert samples == expected
     assert curves(workplace, division) == pytest.approx(curves(workplace, "one"), rel=TOLERANCE)
     assert complaints(done.stderr) == []  # each line once, and no warning from any rank
     norms = [value for (_, name), value in curves(workplace, division).items() if name == "optim/grad_norm"]
@@ -163,7 +164,8 @@ def test_every_checkpoint_goes_on_under_every_strategy(workplace):
     for index, division in enumerate(order):
         step, rank = 2 * index + 1, index % 2 if division != "one" else 0
         last = index == len(order) - 1
-        stop = [] if last else [{"class_path": "test_distributed.Send", "init_args": dict(name="SIGTERM", rank=rank, step=step)}]
+        send = {"class_path": "test_distributed.Send", "init_args": dict(name="SIGTERM", rank=rank, step=step)}
+        stop = [] if last else [send]
         keep = {"trainer.keep_checkpoints": 20, "trainer.log_interval": 7}
         done = fit(workplace, "relay", division, *stop, expect=0 if last else 75, **keep)
         if not last:
@@ -182,7 +184,8 @@ def test_every_checkpoint_goes_on_under_every_strategy(workplace):
     assert stretches == [0, 2, 4, 6, 8, 10, 12]  # each went on from where the one before it stopped, and says so
     folders = [run.path / f"step-{step:08d}" for step in (2, 4, 6, 14)]
     for name in ("model.safetensors", "optimizer.safetensors"):
-        shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in load_file(folder / name).items()} for folder in folders]
+        files = [load_file(folder / name) for folder in folders]
+        shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()} for tensors in files]
         assert shapes[0] == shapes[1] == shapes[2] == shapes[3]
     files = [sorted(path.name for path in folder.iterdir()) for folder in folders]
     assert files[0] == files[1] == files[2] == files[3]
@@ -239,7 +242,9 @@ def test_a_signal_to_the_process_group_stops_both_with_one_checkpoint(workplace)
     path = config(workplace, "group", "ddp", **{"trainer.max_steps": 100_000, "trainer.val_interval": 100_000})
     command = [sys.executable, "-m", "lm", "fit", "--config", path]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=workplace, env=env, text=True, stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=workplace, env=env, text=True, stderr=subprocess.PIPE, start_new_session=True
+    )
     run = Run(workplace / "checkpoints" / "group")
     wait_for(lambda: (run.path / "metrics.jsonl").exists())
     os.killpg(process.pid, signal.SIGTERM)

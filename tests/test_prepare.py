@@ -238,7 +238,7 @@ def test_a_tokenizer_is_learned_from_no_more_than_the_sample(tmp_path):
     assert 2000 <= sum(map(len, taken)) < 2000 + max(map(len, texts))
 
 
-# ---- whoever works, and however often it is stopped -------------------------------------------------------------------
+# ---- whoever works, and however often it is stopped -----------------------------------------------------------------
 
 
 def test_any_number_of_workers_makes_the_same_bytes(tmp_path, many_small_units):
@@ -395,7 +395,7 @@ def test_a_folder_with_other_things_is_not_touched(tmp_path):
     [
         ({"val_fraction": 1.0}, "val_fraction"), ({"workers": 0}, "workers"), ({"output": ""}, "--output"),
         ({"vocab_size": Count(100)}, "at least 257"), ({"tokenizer": "gpt2"}, "gpt2 is not there"),
-        ({"shard_tokens": Count(0)}, "shard_tokens"),
+        ({"shard_tokens": Count(0)}, "shard_tokens"), ({"eos_token": "</s>"}, "--eos_token"),
     ],
 )  # fmt: skip
 def test_a_wrong_request_is_refused(options, message, tmp_path):
@@ -461,7 +461,7 @@ def test_memory_does_not_grow_with_the_text(kind, tmp_path):
         (tmp_path / name).write_text(content)
     block = "\n".join(make_texts(2000, length=200)) + "\n"
     peaks = []
-    for name, megabytes in (("small", 15), ("large", 75)):
+    for name, megabytes in (("small", 30), ("large", 90)):
         file = tmp_path / f"{name}.{kind}"
         with open(file, "w", encoding="utf-8") as out:
             while out.tell() < megabytes * 10**6:
@@ -472,7 +472,7 @@ def test_memory_does_not_grow_with_the_text(kind, tmp_path):
     assert peaks[1] - peaks[0] < 30  # MiB, where the text grew by 60 MB
 
 
-# ---- the commands -----------------------------------------------------------------------------------------------------
+# ---- the commands ---------------------------------------------------------------------------------------------------
 
 
 def test_inspect_prints_one_json_object_that_agrees_with_the_manifest(tmp_path, capsys):

@@ -3,8 +3,8 @@
 Where `data/prepare` spends its time. A byte-level BPE cuts a text into words by a regular expression and then treats
 each word alone, so a word needs to be tokenized only once: the words are found by Python's `re`, and their ids kept in
 a table. Python does not know Unicode's categories as `tokenizers` does, so the categories are asked of `tokenizers`
-when an encoder is made, and both are compared on all short texts over signs of every kind and on many longer ones. A tokenizer of characters
-is one table from code points to ids. Whatever is not surely equal goes through `tokenizers` itself.
+when an encoder is made, and both are compared on all short texts over signs of every kind and on many longer ones. A
+tokenizer of characters is one table from code points to ids. Whatever is not surely equal goes through `tokenizers`.
 """
 
 import random

@@ -76,6 +76,8 @@ class PrepareOptions:
             raise RequestError(f"--val_fraction {self.val_fraction} is not a share: from 0 to less than 1")
         if self.workers is not None and self.workers < 1:
             raise RequestError(f"--workers {self.workers}: at least 1")
+        if self.eos_token is not None and self.tokenizer in LEARNED:
+            raise RequestError(f"--eos_token is for a tokenizer.json; a learned {self.tokenizer!r} has its own")
         if self.shard_tokens < 1 or self.sample_bytes < 1:
             raise RequestError("--shard_tokens and --sample_bytes are at least 1")
 
