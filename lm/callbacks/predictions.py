@@ -1,7 +1,6 @@
 """`lm predict`: per-token log-probabilities to a Parquet file in the run folder."""
 
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq

@@ -18,6 +18,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from lm.data.column import TOKENIZER_KEY, Column
+from lm.data.glob import glob_expression, split_glob
 from lm.data.remote import first_line, is_remote, open_filesystem, with_retries
 from lm.errors import RequestError, RunError
 
@@ -76,7 +77,7 @@ def find_shards(source: str, column: Column, tokenizer_sha256: str | None = None
         RequestError: nothing there, or it is not what it should be; names the file.
         RunError: a remote file system failed again and again.
     """
-    base, pattern = _split_glob(source)
+    base, pattern = split_glob(source)
     filesystem, path, prefix = open_filesystem(base)
     path = path.rstrip("/") or path
 
@@ -97,28 +98,6 @@ def find_shards(source: str, column: Column, tokenizer_sha256: str | None = None
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def _split_glob(source: str) -> tuple[str, str | None]:
-    """Cut a glob before its first wildcard: `a/b/*.parquet` -> (`a/b`, `*.parquet`). A URL keeps its query."""
-    url, mark, query = source.partition("?") if is_remote(source) else (source, "", "")
-    wildcard = re.search(r"[*?\[]", url)
-    if wildcard is None:
-        return source, None
-    base, _, pattern = url[: wildcard.start()].rpartition("/")
-    return (base or ("/" if source.startswith("/") else ".")) + mark + query, pattern + url[wildcard.start() :]
-
-
-def _glob_expression(pattern: str) -> re.Pattern:
-    """`*` and `?` stay inside a folder, `**/` crosses any number of them, `[a-c]` is a choice."""
-    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-
-    def translate(part: str) -> str:
-        if part.startswith("[") and len(part) > 1:
-            return part.replace("[!", "[^")
-        return wildcards.get(part) or re.escape(part)
-
-    return re.compile("".join(map(translate, re.findall(r"\*\*/|\*\*|\[!?[^]]+\]|.", pattern))) + r"\Z")
-
-
 def _list(source: str, filesystem: pafs.FileSystem, path: str, prefix: str, pattern: str | None) -> list[Shard]:
     info = filesystem.get_file_info(path)
     if info.type == pafs.FileType.NotFound:
@@ -130,8 +109,8 @@ def _list(source: str, filesystem: pafs.FileSystem, path: str, prefix: str, patt
         files, root = filesystem.get_file_info(pafs.FileSelector(path, recursive=recursive)), path
     name = {file.path: posixpath.relpath(file.path, root or ".") for file in files}
     if pattern is not None:
-        matching = _glob_expression(pattern)
-        files = [file for file in files if matching.match(name[file.path])]
+        matching = glob_expression(pattern)
+        files = [file for file in files if matching.fullmatch(name[file.path])]
     elif info.type != pafs.FileType.File:
         files = [f for f in files if f.extension == "parquet" and not re.search(r"(^|/)[._]", name[f.path])]
     shards = [

@@ -16,6 +16,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from lm.data.glob import glob_expression, split_glob
 from lm.data.remote import first_line, is_remote, open_filesystem, with_retries
 from lm.errors import RequestError
 
@@ -94,7 +95,7 @@ def find_files(inputs: Sequence[str]) -> list[TextFile]:
 
 
 def _find(source: str) -> Iterator[TextFile]:
-    base, pattern = _split_glob(source)
+    base, pattern = split_glob(source)
     filesystem, path, prefix = _locate(base)
     path = posixpath.normpath(path)
 
@@ -115,7 +116,7 @@ def _find(source: str) -> Iterator[TextFile]:
     files = [file for file in files if file.type == pafs.FileType.File]
     names = {file.path: posixpath.relpath(file.path, path) for file in files}
     if pattern is not None:
-        matches = _glob_expression(pattern)
+        matches = glob_expression(pattern)
         chosen = [file for file in files if matches.fullmatch(names[file.path])]
     else:
         visible = [file for file in files if not re.search(r"(^|/)\.", names[file.path])]
@@ -157,22 +158,3 @@ def _text_file(name: str, info: pafs.FileInfo) -> TextFile:
     embedded = name.startswith(EMBEDDED)  # when it was installed does not matter
     modified = None if embedded else info.mtime_ns
     return TextFile(name, KINDS.get(suffix, "text"), COMPRESSIONS.get(packed), info.size, modified)
-
-
-def _split_glob(source: str) -> tuple[str, str | None]:
-    """`a/b*/c.txt` -> (`a`, `b*/c.txt`); in a URL `?` begins the query, which stays with the folder."""
-    url, mark, query = source.partition("?") if is_remote(source) else (source, "", "")
-    wildcard = re.search(r"[*?\[]", url)
-    if wildcard is None or (not is_remote(source) and Path(source).exists()):
-        return source, None
-    folder, slash, _ = url[: wildcard.start()].rpartition("/")
-    return (folder or slash or ".") + mark + query, url[len(folder + slash) :]
-
-
-def _glob_expression(pattern: str) -> re.Pattern[str]:
-    """As a shell reads it: `*` and `?` stay in a folder, `**/` is any folders, `[!ab]` any sign but these."""
-    meanings = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.findall(r"\*\*/|\*\*|\[!?[^\]]+\]|.", pattern)
-    return re.compile(
-        "".join(meanings.get(part) or (part.replace("[!", "[^") if part[1:] else re.escape(part)) for part in parts)
-    )
