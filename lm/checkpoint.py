@@ -82,7 +82,9 @@ def write_folder(folder: Path, content: dict[str, Any]) -> None:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise RunError(f"could not write the checkpoint {folder}: {reason}; the ones before it are untouched") from error
+        raise RunError(
+            f"could not write the checkpoint {folder}: {reason}; the ones before it are untouched"
+        ) from error
 
 
 def read_folder(folder: Path, optimizer: bool = True) -> dict[str, Any]:
@@ -93,15 +95,16 @@ def read_folder(folder: Path, optimizer: bool = True) -> dict[str, Any]:
     """
     problem = find_damage(folder)
     if problem:
-        raise RequestError(f"checkpoint {folder}: {problem}; choose another with --ckpt_path, or `auto` for the newest whole one")
+        raise RequestError(
+            f"checkpoint {folder}: {problem}; choose another with --ckpt_path, or `auto` for the newest whole one"
+        )
     document = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
     content = {key: decode(value) for key, value in document.items() if key not in ("format", "digests")}
     for key, name in TENSORS.items():
         if name in document["digests"] and (key != "optimizer" or optimizer):
             content[key] = load_file(folder / name)
-    content["files"] = {
-        name: (folder / name).read_text(encoding="utf-8") for name in document["digests"] if name not in TENSORS.values()
-    }
+    texts = document["digests"].keys() - set(TENSORS.values())
+    content["files"] = {name: (folder / name).read_text(encoding="utf-8") for name in sorted(texts)}
     return content
 
 
@@ -188,7 +191,10 @@ class FolderCheckpointIO(CheckpointIO):
         self._pending: list[Future[None]] = []
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Callable[[], None] | None = None
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: Callable[[], None] | None = None,
     ) -> None:
         """Snapshot now, write behind; `storage_options` is called after the write (links, pruning).
 

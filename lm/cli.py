@@ -47,9 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     arguments = [argument for argument in arguments if argument != "--debug"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
-        print(HELP.format(
-            version=__version__, commands="\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())
-        ), end="")
+        commands = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())
+        print(HELP.format(version=__version__, commands=commands), end="")
         return 0
     if arguments[0] == "--version":
         print(__version__)

@@ -54,7 +54,7 @@ class TrainingCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--run", type=str | None, default=None, help="Name of the run; the config's if not given.")
-        parser.add_argument("--force", type=bool, default=False, help="Resume though the config changed what the run is.")
+        parser.add_argument("--force", type=bool, default=False, help="Go on though it is another run by now.")
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: a checkpoint here is a folder and never overrides the command line."""

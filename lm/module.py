@@ -253,7 +253,7 @@ class LanguageModule(LightningModule):
             have, want = (tuple(side[name].shape) if name in side else "absent" for side in (weights, expected))
             if have != want:
                 raise RequestError(
-                    f"this is a checkpoint of another architecture: its {name} is {have}, and the config makes it {want}"
+                    f"this is a checkpoint of another architecture: its {name} is {have}, the config makes it {want}"
                 )
 
     def on_train_start(self) -> None:

@@ -17,7 +17,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous()
         raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
-        return {"__tensor__": [str(data.dtype).removeprefix("torch."), list(data.shape), base64.b64encode(raw).decode()]}
+        dtype = str(data.dtype).removeprefix("torch.")
+        return {"__tensor__": [dtype, list(data.shape), base64.b64encode(raw).decode()]}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("__") for key in value):
             return {key: encode(item) for key, item in value.items()}

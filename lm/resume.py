@@ -53,7 +53,8 @@ def find_checkpoint(
     if run is None and reference == "auto" and command == "fit":
         return None, None
     if run is None:
-        raise RequestError(f"no run {name!r} under {root}, so there is no checkpoint {reference or 'best'!r}; start one with `lm fit`")
+        wanted = reference or "best"
+        raise RequestError(f"no run {name!r} under {root}, so no checkpoint {wanted!r}; start one with `lm fit`")
     if reference == "auto":
         return newest_whole(run), run
     if reference is None:
@@ -82,7 +83,8 @@ def compare(run: Run, config: dict[str, Any], force: bool) -> list[str]:
     """
     before = flatten(yaml.safe_load(run.config.read_text(encoding="utf-8")) or {}) if run.config.exists() else {}
     after = flatten(config)
-    changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key) and key != "run"]
+    keys = sorted((before.keys() | after.keys()) - {"run"})
+    changed = [key for key in keys if before.get(key) != after.get(key)]
     for key in changed:
         log.info("changed since the run was started: %s: %s -> %s", key, before.get(key), after.get(key))
     refused = [key for key in changed if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED)]

@@ -176,7 +176,8 @@ def run_facts() -> dict[str, Any]:
     from importlib.metadata import version
 
     try:
-        revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5).stdout.strip()
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        revision = git.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         revision = ""
     packages = ("torch", "lightning", "torchmetrics", "safetensors", "tokenizers", "pyarrow", "numpy")

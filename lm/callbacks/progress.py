@@ -20,8 +20,10 @@ class ProgressBar(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not (trainer.is_global_zero and sys.stderr.isatty()):
             return
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._progress = Progress(
+            BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            TextColumn("{task.description}"), console=Console(stderr=True),
+        )  # fmt: skip
         self._task = self._progress.add_task("", total=trainer.max_steps, completed=trainer.global_step)
         self._progress.start()
 
@@ -30,13 +32,14 @@ class ProgressBar(Callback):
     ) -> None:
         step = trainer.step_taken(batch_idx)
         if self._progress is not None and step is not None:
-            newest = {k: v for k, v in self._metrics(trainer).items() if k in ("train/loss", "perf/tokens_per_second", "perf/mfu")}
+            shown = ("train/loss", "perf/tokens_per_second", "perf/mfu")
+            newest = {name: value for name, value in self._metrics(trainer).items() if name in shown}
             text = line(step, trainer.max_steps, newest).partition("  ")[2]
             self._progress.update(self._task, completed=step, description=text)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._progress is not None:
-            newest = {k: v for k, v in self._metrics(trainer).items() if k.startswith("val/")}
+            newest = {name: value for name, value in self._metrics(trainer).items() if name.startswith("val/")}
             self._progress.console.print(line(trainer.global_step, trainer.max_steps, newest), highlight=False)
 
     def _metrics(self, trainer: Trainer) -> dict[str, Any]:

@@ -49,7 +49,8 @@ class RunFolder(Callback):
             # One event file a process; points from after the checkpoint that is resumed from are purged by TensorBoard.
             purge = None if self._resumed is None else step_of(trainer.ckpt_path) + 1
             logger = Curves(
-                str(trainer.run.path.parent), name=trainer.run.name, version="", default_hp_metric=False, purge_step=purge
+                str(trainer.run.path.parent), name=trainer.run.name, version="", default_hp_metric=False,
+                purge_step=purge,
             )
             trainer.loggers = [logger]
             _say_where(trainer.run)

@@ -20,7 +20,15 @@ from lm.data.catalog import LAYOUT
 from lm.data.encoder import id_type
 from lm.data.files import TextFile, find_files
 from lm.data.parts import (
-    Recipe, Shard, Unit, encode_unit, plan_units, record_path, split_hash, unit_pieces, write_shard,
+    Recipe,
+    Shard,
+    Unit,
+    encode_unit,
+    plan_units,
+    record_path,
+    split_hash,
+    unit_pieces,
+    write_shard,
 )  # fmt: skip
 from lm.data.splits import Split, divide
 from lm.data.tokenizer import Tokenizer, train_bpe, train_char

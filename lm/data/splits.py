@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from lm.data.encoder import id_type
 from lm.data.parts import part_ids
 from lm.data.tokenizer import Tokenizer
