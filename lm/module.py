@@ -243,6 +243,7 @@ class LanguageModule(LightningModule):
             sums = {name: sum(of_rank[name] for of_rank in ranks) for name in ("nats", "tokens")}
             ranks = [{**ranks[0], **sums}]
         self._resumed = ranks[rank] if rank < len(ranks) else {}
+        self.trainer.recount(checkpoint)
         self.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"], micro=0)
         self.trainer.datamodule.consumed = self.cursor.end
 

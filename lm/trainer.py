@@ -147,6 +147,15 @@ class Trainer(lightning.Trainer):
         self.fit_loop.epoch_loop.max_steps = self.steps.max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
+    def recount(self, checkpoint: dict[str, Any]) -> None:
+        """Make the micro-batches that a checkpoint counted those of this run's steps, which may be divided otherwise."""
+        if not self.fitting:
+            return
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for span in ("total", "current"):
+            shift = checkpoint["global_step"] * self.accumulate_grad_batches - progress[span]["ready"]
+            progress[span] = {name: count + shift for name, count in progress[span].items()}
+
     # ---- where the training stands, for callbacks ----------------------------------------------------------------
 
     @property

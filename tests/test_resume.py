@@ -88,13 +88,17 @@ def test_epochs_do_not_matter(workplace):
     assert max(starts) * 33 > os.path.getsize(workplace / "data/small/train/00000.parquet")  # well past one epoch
 
 
-@pytest.mark.parametrize("change", [{"data.micro_batch_size": 2}, {"data.micro_batch_size": 8}, {"data.num_workers": 2}])
+@pytest.mark.parametrize(
+    "change",
+    [{"data.micro_batch_size": 1}, {"data.micro_batch_size": 2}, {"data.micro_batch_size": 8}, {"data.num_workers": 2}],
+)
 def test_another_division_goes_on_with_the_same_samples(workplace, change):
     """Stop, change the micro-batch or the loader processes, go on: each step still sees the same tokens."""
     name = "divided-" + "-".join(f"{key.split('.')[1]}-{value}" for key, value in change.items())
     (workplace / "trace.jsonl").unlink(missing_ok=True)
-    lm(workplace, "fit", "--config", str(write_config(workplace, name, **{"trainer.max_steps": 6})))
+    lm(workplace, "fit", "--config", str(write_config(workplace, name, **{"trainer.max_steps": 5})))
     lm(workplace, "fit", "--config", str(write_config(workplace, name, **change)), "--ckpt_path", "auto")
+    assert list(validations(workplace, name)) == [4, 5, 8, 12]
 
     def tokens_by_step(entries):
         steps = {}
