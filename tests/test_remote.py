@@ -97,7 +97,7 @@ def test_any_fsspec_scheme_is_read(tmp_path):
 
     tokens = write_folder(tmp_path, [300, 400])
     memory = fsspec.filesystem("memory")
-    memory.put(str(tmp_path) + "/", "/corpus/", recursive=True)
+    memory.put(str(tmp_path) + "/", "/shards/", recursive=True)
     shards = Shards.open("memory://shards", vocab_size=1000)
     assert np.array_equal(all_tokens(shards), tokens) and shards.blocks[0].file.startswith("memory://")
     with pytest.raises(RequestError, match="nowhere://x: cannot be opened"):
