@@ -63,8 +63,15 @@ def find_checkpoint(
 
 
 def newest_whole(run: Run) -> Path | None:
-    """The newest checkpoint of a run that is not damaged; says which ones it passed over."""
-    for path in reversed(run.steps().values()):
+    """The newest checkpoint of a run that is not damaged; says which ones it passed over.
+
+    The newest is `last`. Steps beyond it are from before the run was gone on with from an earlier step; they come
+    after all others.
+    """
+    steps, last = run.steps(), run.link("last")
+    newest = next((step for step, path in steps.items() if path == last), max(steps, default=0))
+    for step in sorted(steps, key=lambda step: (step > newest, -step)):
+        path = steps[step]
         damage = find_damage(path)
         if damage is None:
             return path

@@ -110,6 +110,28 @@ def test_another_division_goes_on_with_the_same_samples(workplace, change):
     assert tokens_by_step(trace(workplace)) == tokens_by_step(straight)
 
 
+def test_any_kept_step_is_one_to_go_on_from(workplace):
+    """`--trainer.keep_checkpoints` keeps more, and from each the losses are those that followed it."""
+    config = str(write_config(workplace, "kept", **{"trainer.keep_checkpoints": 9}))
+    lm(workplace, "fit", "--config", config)
+    run = Run(workplace / "checkpoints" / "kept")
+    assert {3, 6, 9, 12} <= run.steps().keys()
+    (workplace / "trace.jsonl").unlink()
+    killed = write_config(workplace, "kept", **{
+        "trainer.keep_checkpoints": 9,
+        "trainer.callbacks": [
+            {"class_path": "recorder.Recorder"},
+            {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=15)},
+        ],
+    })  # fmt: skip
+    lm(workplace, "fit", "--config", str(killed), "--ckpt_path", "checkpoints/kept/step-00000003", expect=-signal.SIGKILL)
+    config = str(write_config(workplace, "kept", **{"trainer.keep_checkpoints": 9}))
+    lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
+    steps = {entry["step"] for entry in trace(workplace)}
+    assert min(steps) == 4 and losses(workplace).items() <= expected(workplace).items() and max(steps) == 12
+    assert not (workplace / "checkpoints" / "kept-2").exists()
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_half_precision_goes_on_exactly_too(workplace, precision):
     changes = {"trainer.precision": precision, "trainer.val_interval": 6}

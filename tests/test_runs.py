@@ -6,6 +6,7 @@ import os
 import pytest
 
 from lm.checkpoint import point, write_folder
+from lm.commands.show import samples_at
 from lm.errors import RequestError
 from lm.resume import compare, find_checkpoint
 from lm.runs import Run
@@ -99,6 +100,25 @@ def test_auto_starts_fresh_where_there_is_nothing_and_passes_over_damage(tmp_pat
     (run.path / ".tmp-step-00000003-1").mkdir()  # what a kill in a write leaves
     (run.path / "step-00000004").mkdir()
     assert find("auto", tmp_path)[0] == whole
+
+
+def test_auto_follows_a_run_that_went_on_from_an_earlier_step(tmp_path):
+    run = make(tmp_path, "a")
+    for step in (3, 9, 12):
+        save(run, step)
+    current = save(run, 6, ["last"])
+    assert find("auto", tmp_path)[0] == current
+    (current / "trainer.json").write_text("{")
+    assert find("auto", tmp_path)[0] == run.steps()[3]
+
+
+def test_the_samples_of_a_step_are_known_after_the_global_batch_changed(tmp_path):
+    run = make(tmp_path, "a")
+    stretches = [{"step": 0, "sample": 0, "global_batch": 8}, {"step": 5, "sample": 40, "global_batch": 4}]
+    run.describe(step=9, stretches=stretches)
+    assert [samples_at(run, step) for step in (1, 5, 6, 9)] == [(0, 8), (32, 8), (40, 4), (52, 4)]
+    with pytest.raises(RequestError, match="has taken steps 1 to 9"):
+        samples_at(run, 10)
 
 
 def test_best_and_last_that_are_not_there_are_errors(tmp_path):

@@ -81,15 +81,17 @@ class Checkpoints(ModelCheckpoint):
         path = trainer.run.path / self._name(trainer)
         self.last_model_path = str(path)
         best = self.best_name
-        trainer.save_checkpoint(str(path), storage_options=lambda: self._move_links(trainer.run, path.name, best))
+        step = trainer.global_step
+        trainer.save_checkpoint(str(path), storage_options=lambda: self._move_links(trainer.run, step, path.name, best))
 
-    def _move_links(self, run: Run, last: str, best: str | None) -> None:
-        """After the write: point at what is whole now and drop what nothing needs."""
+    def _move_links(self, run: Run, step: int, last: str, best: str | None) -> None:
+        """After the write: point at what is whole now and drop what nothing needs, also what lies beyond this step
+        because the run was gone on with from an earlier one."""
         point(run.path / "last", last)
         if best is not None and (run.path / best).exists():
             point(run.path / "best", best)
         steps = run.steps()
-        newest = {path.name for path in list(steps.values())[-self.keep :]}
+        newest = {path.name for path in [path for at, path in steps.items() if at <= step][-self.keep :]}
         for path in steps.values():
             if path.name not in newest | {last, best}:
                 remove(path)
