@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
 
 from lm.checkpoint import FolderCheckpointIO, step_of
+from lm.errors import RequestError
 from lm.hardware import cpu_half_precision, keep_freed_memory
 from lm.quantities import Count
 from lm.runs import Run
@@ -81,6 +82,13 @@ class Trainer(lightning.Trainer):
         callbacks: list[Callback] | None = None,
         default_root_dir: str = "checkpoints",
     ) -> None:
+        at_least_one = {
+            "val_interval": val_interval, "checkpoint_interval": checkpoint_interval, "log_interval": log_interval,
+            "keep_checkpoints": keep_checkpoints, "early_stopping.patience": early_stopping.patience,
+        }  # fmt: skip
+        for name, value in at_least_one.items():
+            if value is not None and value < 1:
+                raise RequestError(f"trainer.{name} {value} must be at least 1")
         self._wanted = {"max_steps": max_steps, "max_tokens": max_tokens}
         self.val_interval = val_interval
         self.checkpoint_interval = checkpoint_interval
@@ -148,7 +156,7 @@ class Trainer(lightning.Trainer):
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
     def recount(self, checkpoint: dict[str, Any]) -> None:
-        """Make the micro-batches that a checkpoint counted those of this run's steps, which may be divided otherwise."""
+        """Count the steps of a checkpoint in this run's micro-batches, which may be of another size."""
         if not self.fitting:
             return
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]

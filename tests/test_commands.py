@@ -151,6 +151,7 @@ BAD_REQUESTS = {
     "no data": (["--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json: make it with"),
     "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
     "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),
+    "an interval of none": (["--trainer.val_interval", "0"], "trainer.val_interval 0 must be at least 1"),
     "run name": (["--run", "../out"], "run name '../out'"),
     "config": (["--config", "smal.yaml"], "no config 'smal.yaml'"),
 }  # fmt: skip

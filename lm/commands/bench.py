@@ -51,7 +51,8 @@ def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = Fal
         _write(Path(folder), int(tokens))
         found = {
             "date": time.strftime("%Y-%m-%d"), "tokens": int(tokens), "rows": ROWS, "seq_len": SEQ_LEN,
-            "rounds": rounds, "cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "pyarrow": pa.__version__,
+            "rounds": rounds, "cpus": os.cpu_count(), "python": platform.python_version(),
+            "torch": torch.__version__, "pyarrow": pa.__version__,
             "bytes_per_token": sum(path.stat().st_size for path in Path(folder, "train").iterdir()) / tokens,
         }  # fmt: skip
         found |= _memory(Path(folder))
