@@ -1,6 +1,6 @@
 """The decoder: token ids in, logits or losses out. Here a batch leaves `module.training_step` and meets the weights.
 
-Read `config`, `layers`, `attention`, then this. The losses go to `kernels/cross_entropy`, the gradients to `optim`.
+Read `config`, `layers`, `attention`, then this. The losses go back to `module`, the gradients to `optim`.
 """
 
 import math
