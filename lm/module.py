@@ -5,31 +5,29 @@ On the way of a batch this is the stop after `data/datamodule`: `training_step` 
 data, so what a checkpoint holds is put together here.
 """
 
-import json
+import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lm import snapshot
 from lm.data.batch import Batch, Cursor
 from lm.errors import RequestError
+from lm.kernels.attention import describe
+from lm.kernels.operations import choose
 from lm.metrics import TokenLoss
+from lm.micro_step import MicroStep
 from lm.model.accounting import flops_per_token
+from lm.model.compiled import Compile, compile_blocks
 from lm.model.config import DecoderConfig
-from lm.model.decoder import Decoder, document_ids_from
-from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
-from lm.optim import (
-    OptimizerConfig,
-    ScheduleConfig,
-    build_optimizer,
-    index_state,
-    name_state,
-    parameter_groups,
-    schedule,
-)
+from lm.model.decoder import Decoder, Losses, document_ids_from
+from lm.optim import OptimizerConfig, ScheduleConfig, build_optimizer, schedule
+
+log = logging.getLogger(__name__)
 
 
 class LanguageModule(LightningModule):
@@ -40,6 +38,11 @@ class LanguageModule(LightningModule):
         optimizer: AdamW's settings.
         schedule: Learning-rate schedule over optimizer steps.
         document_mask: Keep attention inside a document and restart positions at its beginning.
+        z_loss: Weight of the squared log of the partition function in the training loss; keeps logits from drifting.
+        kernels: Our CUDA kernels: `on`, `off`, or `auto`, where they can run.
+        compile: What runs a block: `none` is eager mode, `inductor` generates code, `triton_free` traces forward and
+            backward pass together and generates none.
+        cuda_graphs: Record a micro-batch's forward and backward pass once and replay it; for small models.
     """
 
     def __init__(
@@ -48,21 +51,31 @@ class LanguageModule(LightningModule):
         optimizer: OptimizerConfig = OptimizerConfig(),
         schedule: ScheduleConfig = ScheduleConfig(),
         document_mask: bool = False,
+        z_loss: float = 0.0,
+        kernels: Literal["auto", "on", "off"] | bool = "auto",
+        compile: Compile = "none",
+        cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
         self.config = decoder
         self.optimizer_config = optimizer
         self.schedule_config = schedule
         self.document_mask = document_mask
+        self.z_loss = z_loss
+        self.kernels = {True: "on", False: "off"}.get(kernels, kernels)  # YAML takes a bare `on` for true
+        self.compile_mode = compile
+        self.cuda_graphs = cuda_graphs
+        self.micro_step: MicroStep | None = None  # while training with CUDA graphs
         self.decoder: Decoder | None = None
+        self.attention = "not chosen yet"  # which library kernels do it, in words
         self.validation = TokenLoss()
         self.cursor: Cursor | None = None  # of the newest micro-batch that was trained on
         self.grad_norm: Tensor | None = None  # of the newest optimizer step, before clipping, on the device
         # Sums that stay on the device, so that nothing waits for it; plain attributes, because DDP would overwrite
         # buffers with those of rank zero.
         self._step_tokens = torch.zeros((), dtype=torch.int64)  # counted by the current optimizer step so far
-        self._logged_nats = torch.zeros(())  # of all steps since they were last logged
-        self._logged_tokens = torch.zeros((), dtype=torch.int64)
+        self.logged_nats = torch.zeros(())  # of all steps since they were last logged
+        self.logged_tokens = torch.zeros((), dtype=torch.int64)
         self._token_bytes: Tensor | None = None  # (V,) UTF-8 bytes of each token, on the device
         self._resumed: dict[str, Any] = {}  # what a checkpoint holds for this rank alone
 
@@ -81,17 +94,37 @@ class LanguageModule(LightningModule):
             )
         self.config = replace(self.config, vocab_size=vocab_size)
         self.decoder = Decoder(self.config)
+        device = self.trainer.strategy.root_device
+        self._refuse_graphs(device)
+        self.decoder.operations, taken = choose(self.kernels, device)
+        dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # or fp16, which is the same
+        self.attention = describe(device, dtype, self.config.windows, self.document_mask, self.config.dropout)
+        log.info("kernels: %s; attention: %s; compile: %s", taken, self.attention, self.compile_mode)
+        compile_blocks(self.decoder, self.compile_mode)
         shard = getattr(self.trainer.strategy, "shard", None)
         if shard is not None:
             shard(self.decoder)
 
-    def token_losses(self, batch: Batch) -> Tensor:
-        """Loss of every token of a batch, in nats: (B, T) fp32, 0 where a label is ignored."""
+    def _refuse_graphs(self, device: torch.device) -> None:
+        if not self.cuda_graphs:
+            return
+        reasons = {
+            f"a CUDA device, and this is a {device.type}": device.type != "cuda",
+            f"one device, and these are {self.trainer.world_size}": self.trainer.world_size > 1,
+            "model.document_mask off: how many documents there are differs from batch to batch": self.document_mask,
+        }
+        for need, missing in reasons.items():
+            if missing:
+                raise RequestError(f"model.cuda_graphs needs {need}")
+
+    def losses(self, batch: Batch) -> Losses:
+        """What a batch costs: the total in nats, which is differentiable, and each token's loss, which is not."""
         input_ids = batch.input_ids  # (B, T)
         documents = None
         if self.document_mask:
             documents = document_ids_from(input_ids, self.trainer.datamodule.tokenizer.eos_id)
-        return self.decoder(input_ids, labels=batch.labels, document_ids=documents)
+        z_loss = self.z_loss if self.training else 0.0
+        return self.decoder(input_ids, labels=batch.labels, document_ids=documents, z_loss=z_loss)
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -102,18 +135,38 @@ class LanguageModule(LightningModule):
         and DDP by the ranks, so the gradient is that of the mean over the whole global batch; where labels are
         masked, `configure_gradient_clipping` makes up the difference with the tokens that really counted.
         """
-        losses = self.token_losses(batch)  # (B, T)
-        nats = losses.sum()
+        total, each = self.losses(batch) if self.micro_step is None else self.micro_step(batch.tokens)  # (), (B, T)
         self._step_tokens.add_(batch.num_tokens)
-        self._logged_nats.add_(nats.detach())
-        self._logged_tokens.add_(batch.num_tokens)
+        self.logged_nats.add_(each.sum())
+        self.logged_tokens.add_(batch.num_tokens)
         self.cursor = batch.cursor
-        return nats / losses.numel()
+        return total / each.numel()
+
+    def _forward_backward(self, tokens: Tensor) -> Losses:
+        """A micro-batch with its backward pass, and all that Lightning would do to the loss in between."""
+        total, each = self.losses(Batch(tokens))
+        loss = total / each.numel() / self.trainer.accumulate_grad_batches
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        with torch.autocast(tokens.device.type, enabled=False):
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        return Losses(total.detach(), each)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass, unless `training_step` has replayed it already."""
+        if self.micro_step is None:
+            super().backward(loss, *args, **kwargs)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Forget old gradients; those in the buffers of a CUDA graph are new here, and are cleared after the step."""
+        if self.micro_step is None:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Forget the token count of a step once it is taken."""
         if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
             self._step_tokens.zero_()
+            if self.micro_step is not None:
+                self.micro_step.zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW; the learning rate is set before each step, so there is no scheduler to save."""
@@ -154,11 +207,11 @@ class LanguageModule(LightningModule):
 
     def logged_metrics(self) -> dict[str, float]:
         """What a log line says of the steps since the last one. Called on every rank; waits for the device."""
-        sums = torch.stack([self._logged_nats, self._logged_tokens.float()])
+        sums = torch.stack([self.logged_nats, self.logged_tokens.float()])
         if self.trainer.world_size > 1:
             dist.all_reduce(sums)
-        self._logged_nats.zero_()
-        self._logged_tokens.zero_()
+        self.logged_nats.zero_()
+        self.logged_tokens.zero_()
         loss = sums[0] / sums[1]
         norm = torch.nn.utils.get_total_norm([p.detach() for p in self.decoder.parameters()], foreach=True)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -180,7 +233,7 @@ class LanguageModule(LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         if self._token_bytes is None:
             self._token_bytes = self.trainer.datamodule.token_bytes.to(self.device)
-        self.validation.update(self.token_losses(batch), batch.labels, self._token_bytes)
+        self.validation.update(self.losses(batch).each, batch.labels, self._token_bytes)
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val")
@@ -199,93 +252,29 @@ class LanguageModule(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log-probability of every label of a batch given what is before it: (B, T) fp32, 0 where it is ignored."""
-        return -self.token_losses(batch)
+        return -self.losses(batch).each
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Make Lightning's checkpoint a Hugging Face model, named optimizer state, and the rest of an exact resume."""
-        groups = parameter_groups(self.decoder.named_parameters(), 0.0)
-        names = [name for group in groups for name in group["names"]]
-        weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
-        checkpoint["state_dict"] = to_huggingface(weights, self.config) if weights else {}
-        states = checkpoint.pop("optimizer_states", [])
-        checkpoint["optimizer"] = name_state(states[0], names) if states and states[0] else {}
-        checkpoint["lr_schedulers"] = []
-        checkpoint["cursor"] = {"consumed": self.cursor.end} if self.cursor else {"consumed": 0}
-        checkpoint["ranks"] = _gather(
-            {"rng": _rng_state(), "nats": self._logged_nats.item(), "tokens": self._logged_tokens.item()}
-        )
-        tokenizer = self.trainer.datamodule.tokenizer
-        dtype = str(next(self.decoder.parameters()).dtype).removeprefix("torch.")
-        documents = {
-            "config.json": config_json(self.config, eos_id=tokenizer.eos_id, dtype=dtype),
-            "generation_config.json": generation_config_json(eos_id=tokenizer.eos_id),
-        }
-        checkpoint["files"] = {
-            **{name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()},
-            **tokenizer.files(),
-        }
+        snapshot.complete(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The inverse; the config decides every hyper-parameter, so a changed learning rate is the one that is used."""
-        weights = checkpoint["state_dict"]
-        self._refuse_other_shapes(weights)
-        weights = from_huggingface(weights, self.config)
-        checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
-        if "optimizer" in checkpoint:
-            groups = parameter_groups(self.decoder.named_parameters(), 0.0)
-            state = build_optimizer(self.decoder, self.optimizer_config).state_dict()
-            state["state"] = index_state(checkpoint.pop("optimizer"), groups)
-            checkpoint["optimizer_states"] = [state]
-        ranks, rank = checkpoint["ranks"], self.global_rank
-        if len(ranks) != self.trainer.world_size:  # what other ranks had summed up and not logged yet is rank zero's
-            sums = {name: sum(of_rank[name] for of_rank in ranks) for name in ("nats", "tokens")}
-            ranks = [{**ranks[0], **sums}]
-        self._resumed = ranks[rank] if rank < len(ranks) else {}
-        self.trainer.recount(checkpoint)
-        self.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"], micro=0)
-        self.trainer.datamodule.consumed = self.cursor.end
-
-    def _refuse_other_shapes(self, weights: dict[str, Tensor]) -> None:
-        with torch.device("meta"):
-            expected = to_huggingface(Decoder(self.config).state_dict(), self.config)
-        for name in sorted(expected.keys() | weights.keys()):
-            have, want = (tuple(side[name].shape) if name in side else "absent" for side in (weights, expected))
-            if have != want:
-                raise RequestError(
-                    f"this is a checkpoint of another architecture: its {name} is {have}, the config makes it {want}"
-                )
+        self._resumed = snapshot.restore(self, checkpoint)
 
     def on_train_start(self) -> None:
         """Put the sums on the device and this rank's generators where the checkpoint left them."""
         self._step_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._logged_nats = torch.tensor(self._resumed.get("nats", 0.0), device=self.device)
-        self._logged_tokens = torch.tensor(self._resumed.get("tokens", 0), dtype=torch.int64, device=self.device)
+        self.logged_nats = torch.tensor(self._resumed.get("nats", 0.0), device=self.device)
+        self.logged_tokens = torch.tensor(self._resumed.get("tokens", 0), dtype=torch.int64, device=self.device)
         if self._resumed:
-            _restore_rng(self._resumed["rng"])
+            snapshot.restore_generators(self._resumed["rng"])
         elif self.global_rank:  # all ranks drew the same initial weights; from here on each drops out its own
             torch.manual_seed(torch.initial_seed() + self.global_rank)
         self._resumed = {}
+        if self.cuda_graphs:
+            self.micro_step = MicroStep(self.decoder.parameters(), self._forward_backward, self.device.type == "cuda")
 
+    def on_train_end(self) -> None:
+        self.micro_step = None
 
-def _rng_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_rng(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _gather(value: Any) -> list[Any]:
-    """`value` of every rank, in the order of the ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -59,7 +59,7 @@ def test_flops_are_those_that_torch_counts_in_a_training_step(config):
         model = Decoder(replace(config, max_position_embeddings=length))
         ids = torch.zeros(2, length, dtype=torch.long)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            model(ids, labels=ids).sum().backward()
+            model(ids, labels=ids).total.backward()
     square = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
     half = square * (length + 1) / 2 / length
     ours = flops_per_token(config, length) - half + square - 6 * parameters(config)["norms"]
@@ -71,6 +71,15 @@ def test_the_formula_on_paper():
     weights = 64 * 1000 + 4 * 64 * 16 + 3 * 64 * 96 + 3 * 64
     assert flops_per_token(config, 7) == 6 * weights + 12 * 16 * 4
     assert flops_per_token(replace(config, tie_word_embeddings=False), 7) == flops_per_token(config, 7)
+
+
+def test_windows_count_what_their_tokens_see():
+    config = replace(BASE, num_hidden_layers=3, window_pattern="SSL", sliding_window=3)
+    full = replace(BASE, num_hidden_layers=3)
+    seen = sum(min(t + 1, 3) for t in range(10)) / 10  # by a token, on average
+    heads = 12 * config.num_attention_heads * config.head_dim
+    assert flops_per_token(full, 10) - flops_per_token(config, 10) == pytest.approx(heads * 2 * (5.5 - seen))
+    assert flops_per_token(config, 2) == pytest.approx(flops_per_token(full, 2))
 
 
 def test_an_open_vocabulary_is_refused():

@@ -16,7 +16,7 @@ FLOORS = {
     "lm.steps": 0.5, "lm.hardware": 0.5, "lm.plain": 0.5, "lm.kernels": 0.5,
     "lm.arguments": 1, "lm.model": 1, "lm.data": 1, "lm.optim": 1, "lm.checkpoint": 1, "lm.runs": 1, "lm.launcher": 1,
     "lm.sharding": 1.5,
-    "lm.metrics": 1.5,
+    "lm.metrics": 1.5, "lm.snapshot": 1.5, "lm.micro_step": 1,
     "lm.module": 2, "lm.trainer": 2, "lm.resume": 2, "lm.generation": 2,
     "lm.config_file": 2,
     "lm.callbacks": 3,

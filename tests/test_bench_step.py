@@ -6,7 +6,7 @@ import math
 import pytest
 from trainings import lm, write_config
 
-from lm.commands.bench_step import FORMULAS, overhead
+from lm.commands.step_report import FORMULAS, overhead
 from lm.commands.step_loops import Stretch
 
 SMALL = ("bench", "step", "--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")

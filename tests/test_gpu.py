@@ -1,10 +1,25 @@
 """What only a CUDA device can say: `pytest -m gpu`. Everything here is skipped without one."""
 
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 from trainings import lm, losses, make_workplace, trace, write_config
 
 from lm.data.batch import Batch
+from lm.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
+from lm.kernels.operations import FUSED, PLAIN
+from lm.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_plain
+from lm.kernels.rms_norm import norm_linear, norm_linear_plain, rms_norm, rms_norm_plain
+from lm.kernels.swiglu import swiglu_linear, swiglu_linear_plain
+from lm.micro_step import MicroStep
+from lm.model.compiled import compile_blocks
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
+from lm.model.layers import rotary_table
 from lm.runs import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -33,3 +48,173 @@ def test_every_precision_learns_clips_and_goes_on_exactly(tmp_path, precision):
     lm(folder, "fit", "--config", str(killed), expect=75)
     lm(folder, "fit", "--config", str(write_config(folder, "stopped", **changes)), "--ckpt_path", "auto")
     assert losses(folder) == straight and len(trace(folder)) == 24
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the norm of the exact values
+
+
+def tensors(dtype, *shapes):
+    return [torch.randn(shape, device="cuda").to(dtype).requires_grad_() for shape in shapes]
+
+
+def rotary(length, head_dim):
+    return rotary_table(length, head_dim, 10000.0, "cuda")
+
+
+def op(name, dtype, rows, width):
+    """Two functions, ours and the plain one, and inputs for both."""
+    heads, kv_heads, head_dim = 4, 2, max(2, width // 8 * 2)
+    if name == "rms_norm":
+        return rms_norm, rms_norm_plain, (*tensors(dtype, (rows, width), (rows, width), (width,)), 1e-5)
+    if name == "first rms_norm":
+        x, weight = tensors(dtype, (rows, width), (width,))
+        return rms_norm, rms_norm_plain, (x, None, weight, 1e-5)
+    if name == "norm_linear":
+        x, residual, weight, matrix = tensors(dtype, (rows, width), (rows, width), (width,), (24, width))
+        return norm_linear, norm_linear_plain, (x, residual, weight, 1e-5, matrix)
+    if name == "swiglu_linear":
+        return swiglu_linear, swiglu_linear_plain, tuple(tensors(dtype, (rows, 2 * width), (24, width)))
+    if name.endswith("qk_norm_rope"):
+        (qkv,) = tensors(dtype, (1, rows, (heads + 2 * kv_heads) * head_dim))
+        norms = tensors(dtype, (head_dim,), (head_dim,)) if name == "qk_norm_rope" else (None, None)
+        tail = (*rotary(rows, head_dim), None, heads, kv_heads, 1e-5)
+        return qk_norm_rope, qk_norm_rope_plain, (qkv, *norms, *tail)
+    x, weight = tensors(dtype, (rows, 16), (width, 16))
+    labels = torch.randint(width, (rows,), device="cuda")
+    labels[::3] = -100
+    return linear_cross_entropy, linear_cross_entropy_plain, (x, weight, labels)
+
+
+OPS = ["rms_norm", "first rms_norm", "norm_linear", "swiglu_linear", "qk_norm_rope", "bare qk_norm_rope",
+       "linear_cross_entropy"]  # fmt: skip
+
+
+def results(function, inputs, dtype=None):
+    """Outputs and gradients; in another precision if one is given."""
+    inputs = [t.detach().to(dtype).requires_grad_() if dtype and isinstance(t, torch.Tensor) and t.is_floating_point()
+              and t.requires_grad else t for t in inputs]
+    outputs = [t for t in function(*inputs) if t.requires_grad] if function is not swiglu_linear and \
+        function is not swiglu_linear_plain else [function(*inputs)]
+    torch.manual_seed(0)
+    loss = sum((t * torch.randn(t.shape, device="cuda", dtype=torch.float32).to(t.dtype)).sum() for t in outputs)
+    wanted = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    return [*(t.detach() for t in outputs), *torch.autograd.grad(loss, wanted)]
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, width", [(1, 8), (7, 97), (33, 1024), (1023, 768), (5, 50257)])
+def test_kernels_equal_plain_float64_and_repeat_to_the_bit(name, dtype, rows, width):
+    torch.manual_seed(1)
+    if "rope" in name:
+        width = min(width, 1024)
+    ours, plain, inputs = op(name, dtype, rows, width)
+    got, again, exact = results(ours, inputs), results(ours, inputs), results(plain, inputs, torch.float64)
+    for mine, repeated, true in zip(got, again, exact, strict=True):
+        assert torch.equal(mine, repeated)
+        error = (mine.double() - true.double()).norm() / true.double().norm().clamp(min=1e-12)
+        assert error < TOLERANCE[dtype], (name, error)
+
+
+SMALL = DecoderConfig(vocab_size=1000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+                      num_key_value_heads=2, intermediate_size=512, max_position_embeddings=256)  # fmt: skip
+VARIANTS = {
+    "plain": SMALL,
+    "qk_norm": replace(SMALL, qk_norm=True),
+    "windows": replace(SMALL, window_pattern="SL", sliding_window=64),
+    "wide heads": replace(SMALL, head_dim=128),
+}
+
+
+def built(config, operations=FUSED):
+    torch.manual_seed(0)
+    model = Decoder(config).cuda()
+    model.operations = operations
+    return model
+
+
+def gradients(model, documents=None):
+    torch.manual_seed(1)
+    ids = torch.randint(1000, (2, 257), device="cuda")
+    model.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16):
+        total, each = model(ids[:, :-1], labels=ids[:, 1:], document_ids=documents)
+    total.backward()
+    return [each, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_whole_decoder_agrees_with_plain_pytorch(config, documents):
+    number = (torch.arange(256, device="cuda") // 50).expand(2, -1) if documents else None
+    for ours, plain in zip(gradients(built(config), number), gradients(built(config, PLAIN), number), strict=True):
+        assert (ours - plain).norm() / plain.norm() < 3e-2
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+def test_triton_free_is_eager_to_the_bit(config):
+    model = built(config)
+    eager = [t.clone() for t in gradients(model)]
+    compile_blocks(model, "triton_free")
+    for mine, before in zip(gradients(model), eager, strict=True):
+        assert torch.equal(mine, before)
+
+
+@pytest.mark.parametrize("mode", ["none", "triton_free", "inductor"])
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_micro_step_is_recorded_and_replayed_to_the_bit(config, mode):
+    model = built(config)
+    compile_blocks(model, mode)
+    torch.manual_seed(1)
+    tokens = [torch.randint(1000, (2, 257), device="cuda") for _ in range(6)]
+
+    def step(ids):
+        with torch.autocast("cuda", torch.bfloat16):
+            total, each = model(ids[:, :-1], labels=ids[:, 1:])
+        total.backward()
+        return total.detach(), each
+
+    totals = []
+    for capture in (False, True):
+        model.zero_grad()
+        micro = MicroStep(model.parameters(), step, capture)
+        totals.append([*(micro(ids)[0].clone() for ids in tokens), *(g.clone() for g in micro.gradients)])
+        assert (micro.graph is not None) == capture
+    for usual, replayed in zip(*totals, strict=True):
+        assert torch.equal(usual, replayed)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_cuda_graphs_train_as_without_them(tmp_path, precision):
+    """Accumulation, clipping, loss scaling, the schedule and a resume, under Lightning."""
+    folder = make_workplace(tmp_path)
+    changes = {"trainer.accelerator": "gpu", "trainer.devices": 1, "trainer.precision": precision,
+               "model.decoder.dropout": 0.0}
+    lm(folder, "fit", "--config", str(write_config(folder, "usual", **changes)))
+    usual = losses(folder)
+    (folder / "trace.jsonl").unlink()
+    changes["model.cuda_graphs"] = True
+    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
+    killed = write_config(folder, "graphs", **changes,
+                          **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, kill]})
+    lm(folder, "fit", "--config", str(killed), expect=75)
+    lm(folder, "fit", "--config", str(write_config(folder, "graphs", **changes)), "--ckpt_path", "auto")
+    assert losses(folder) == usual
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(tool):
+    program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if program is None:
+        pytest.skip("compute-sanitizer is not installed")
+    selected = "test_kernels_equal_plain_float64 and (7-97 or 33-1024) and bfloat16"
+    ended = subprocess.run(
+        [program, "--tool", tool, "--error-exitcode", "99", "--kernel-regex", "kns=rms_norm", "--kernel-regex",
+         "kns=swiglu", "--kernel-regex", "kns=qk_norm_rope", "--kernel-regex", "kns=cross_entropy",
+         sys.executable, "-m", "pytest", __file__, "-q", "-k", selected],
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-3000:]

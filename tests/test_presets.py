@@ -9,7 +9,7 @@ import yaml
 
 from lm.arguments import Parser
 from lm.data.datamodule import DataModule
-from lm.model.accounting import parameters
+from lm.model.accounting import flops_per_token, parameters
 from lm.model.decoder import Decoder
 from lm.module import LanguageModule
 from lm.optim import schedule
@@ -24,6 +24,7 @@ SIZES = {
     "pretrain-50m": (50.3, 50_257, 524_288, 19_074),
     "pretrain-300m": (251.7, 50_257, 131_072, 100_000),
     "pretrain-350m": (364.9, 32_768, 524_288, 14_306),
+    "pretrain-350m-wide-heads": (364.9, 32_768, 524_288, 14_306),
 }
 
 
@@ -82,3 +83,12 @@ def test_what_follows_from_a_preset_is_not_fixed_by_a_default(path):
 def test_every_number_has_a_comment(path):
     bare = [line for line in path.read_text().splitlines() if re.match(r"\s*\w+: \[?[\d.]", line) and " # " not in line]
     assert bare == []
+
+
+def test_wide_heads_change_nothing_but_the_heads():
+    """The two 350M presets cost the same parameters and operations, so their speeds compare heads alone."""
+    narrow, wide = (parse_instance(CONFIGS[0].parent / f"pretrain-350m{suffix}.yaml").model.decoder
+                    for suffix in ("", "-wide-heads"))
+    assert (narrow.head_dim, wide.head_dim) == (64, 128)
+    assert parameters(narrow) == parameters(wide)
+    assert flops_per_token(narrow, 1_024) == flops_per_token(wide, 1_024)

@@ -1,55 +1,45 @@
 """`lm bench step`: what a training step of a config takes on this machine, and what the loop around it adds.
 
-`step_loops` does the timing; here a config becomes a training on random tokens, and its times become a report.
+Here a config becomes a training on random tokens; `step_loops` does the timing, `step_report` says what was found, and
+`step_modes` has it done for each way to run a step.
 """
 
 import json
 import logging
-import statistics
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning
 import numpy as np
-import torch
 from jsonargparse import Namespace
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
+from lm.arguments import spell_out
 from lm.callbacks.run_folder import RunFolder
 from lm.callbacks.standard import standard_callbacks
-from lm.commands.step_loops import Stretch, Turns
-from lm.config_file import config_name, config_parser
+from lm.commands.step_loops import Turns
+from lm.commands.step_modes import measure_modes, parse_modes, show_modes
+from lm.commands.step_report import report, show
+from lm.config_file import config_parser
 from lm.data.catalog import LAYOUT
 from lm.data.datamodule import DataModule
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.data.writer import COLUMN, ROW_GROUP_TOKENS, ShardWriter
 from lm.errors import Interrupted, RequestError, RunError
-from lm.hardware import device_name, peak_flops
-from lm.model.accounting import parameters
 from lm.module import LanguageModule
-from lm.quantities import Count, format_count
-from lm.runs import run_facts, write_atomically
+from lm.quantities import Count
+from lm.runs import write_atomically
 from lm.trainer import Trainer
 
-WARMUP = 3  # optimizer steps
+WARMUP = 5  # optimizer steps: more than the micro-batches after which a CUDA graph is recorded
 CHECKPOINTS = 3
-FORMULAS = {
-    "overhead.ratio": "median over Lightning's turns: seconds / mean seconds of the plain turns before and after - 1",
-    "overhead.cpu_time_ratio": "the same of the CPU time of this process, which busy neighbours disturb less",
-    "mfu": "flops_per_token x tokens_per_second / dense peak of the device in this precision",
-    "flops_per_token": "6 x parameters without input embedding + 12 x layers x heads x head_dim x (seq_len + 1) / 2",
-    "checkpoint.stall_share": "stall_ms / (interval_steps x lightning.ms_per_step)",
-}
 
 
 def step(arguments: list[str]) -> None:
-    """Time a training step of a config: `lm bench step --config X [--steps N] [--json] [--output FILE]`.
+    """Time a training step: `lm bench step --config X [--steps N] [--modes M ...] [--json] [--output FILE]`.
 
     Args:
         arguments: what stands after `lm bench step`.
@@ -64,19 +54,26 @@ def step(arguments: list[str]) -> None:
         "--steps", type=Count, default=Count(50),
         help="Optimizer steps of each loop that are timed, in turns of trainer.log_interval steps: one log line each.",
     )  # fmt: skip
+    parser.add_argument(
+        "--modes", type=list[str], default=[],
+        help="Ways to run a step, to be compared: none, inductor, triton_free, each also +graphs, each also /on or "
+        "/off for our kernels; or all. Not given: as the config has it.",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     parser.add_argument("--output", type=str | None, default=None, help="File to write the JSON object to.")
+    arguments = spell_out(arguments, lists=("modes",))
     config = parser.read(arguments)
     if config.steps < 1:
         raise RequestError(f"--steps {config.steps} must be at least 1")
     vocab_size = find_vocab_size(config)
-    found = measure(config, vocab_size)
+    modes = parse_modes(config.modes)
+    found = measure_modes(modes, [*arguments, "--modes=[]"]) if modes else measure(config, vocab_size)
     if config.output:
         write_atomically(Path(config.output), json.dumps(found, indent=2) + "\n")
     if config.json:
         print(json.dumps(found))
     else:
-        show(found)
+        (show_modes if modes else show)(found)
 
 
 def find_vocab_size(config: Namespace) -> int:
@@ -171,120 +168,3 @@ def train(config: Namespace, turns: Turns, folder: Path) -> tuple[Trainer, Langu
     except Interrupted as error:
         raise RunError("stopped by a signal before the measurement was done") from error
     return trainer, module
-
-
-# ---- what was found --------------------------------------------------------------------------------------------------
-
-
-def report(
-    config: Namespace, turns: Turns, trainer: Trainer, module: LanguageModule, checkpoint_interval: int
-) -> dict[str, Any]:
-    """The JSON object: times in milliseconds, medians all."""
-    steps = trainer.steps
-    device = device_name(trainer.strategy.root_device)
-    peak = peak_flops(device, str(trainer.precision))
-    micro_batches = turns.stretch * steps.accumulate
-
-    def speed(turns: list[Stretch]) -> dict[str, Any]:
-        micro_batch = statistics.median(turn.seconds for turn in turns) / micro_batches
-        rate = steps.micro_batch_size * steps.seq_len / micro_batch
-        return {
-            "ms_per_micro_batch": micro_batch * 1e3,
-            "ms_per_step": micro_batch * steps.accumulate * 1e3,
-            "cpu_ms_per_micro_batch": statistics.median(turn.cpu_seconds for turn in turns) / micro_batches * 1e3,
-            "tokens_per_second": rate,
-            "mfu": rate * module.flops_per_token / peak if peak else None,
-        }
-
-    loops = {"lightning": speed(turns.lightning), "plain": speed(turns.plain)}
-    ratio, cpu_ratio = overhead(turns.lightning, turns.plain)
-    median = {part: statistics.median(seconds) * 1e3 for part, seconds in turns.parts.items()}
-    stall = statistics.median(saving.stall_seconds for saving in turns.savings) * 1e3
-    facts = run_facts()
-    return {
-        "config": config.run or config_name(config),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "precision": str(trainer.precision),
-        "python": facts["python"],
-        "versions": facts["versions"],
-        "parameters": parameters(module.config)["total"],
-        "vocab_size": module.config.vocab_size,
-        "seq_len": steps.seq_len,
-        "micro_batch_size": steps.micro_batch_size,
-        "accumulate": steps.accumulate,
-        "tokens_per_step": steps.tokens_per_step,
-        "turns": len(turns.lightning),
-        "steps_per_turn": turns.stretch,
-        **loops,
-        "overhead": {
-            "ratio": ratio, "ms_per_micro_batch": ratio * loops["plain"]["ms_per_micro_batch"],
-            "cpu_time_ratio": cpu_ratio,
-        },
-        "parts": {
-            "data_ms_per_micro_batch": median["data"],
-            "forward_ms_per_micro_batch": median["forward"],
-            "backward_ms_per_micro_batch": median["backward"],
-            "optimizer_ms_per_step": median["optimizer"],
-        },
-        "peak_memory_bytes": turns.peak_bytes,
-        "checkpoint": {
-            "stall_ms": stall,
-            "total_ms": statistics.median(saving.total_seconds for saving in turns.savings) * 1e3,
-            "bytes": turns.savings[-1].bytes,
-            "interval_steps": checkpoint_interval,
-            "stall_share": stall / (checkpoint_interval * loops["lightning"]["ms_per_step"]),
-        },
-        "flops_per_token": module.flops_per_token,
-        "formulas": FORMULAS,
-    }  # fmt: skip
-
-
-def overhead(lightning: list[Stretch], plain: list[Stretch]) -> tuple[float, float]:
-    """How much longer Lightning's turns took, by the clock and in CPU time, as `FORMULAS` says.
-
-    Args:
-        lightning: its turns, n.
-        plain: the turns before and after each, n + 1.
-    """
-    around = list(zip(plain, plain[1:], strict=False))
-    ratios = (
-        [turn[i] / ((before[i] + after[i]) / 2) - 1 for turn, (before, after) in zip(lightning, around, strict=True)]
-        for i in range(len(Stretch._fields))
-    )
-    return tuple(statistics.median(ratio) for ratio in ratios)
-
-
-def show(found: dict[str, Any]) -> None:
-    """The report as tables on standard output."""
-    console = Console(highlight=False)
-    console.print(
-        f"{found['config']}: {format_count(found['parameters'])} parameters, {found['micro_batch_size']} x "
-        f"{found['seq_len']} tokens x {found['accumulate']} micro-batches, {found['precision']}; {found['device']}, "
-        f"{found['threads']} threads, torch {found['versions']['torch']}"
-    )
-    table = Table("loop", "ms a micro-batch", "ms a step", "tokens/s", "MFU")
-    for name, title in (("lightning", "lm fit"), ("plain", "plain loop")):
-        loop = found[name]
-        mfu = "unknown" if loop["mfu"] is None else f"{loop['mfu']:.1%}"
-        table.add_row(title, f"{loop['ms_per_micro_batch']:.2f}", f"{loop['ms_per_step']:.2f}",
-                      format_count(loop["tokens_per_second"]), mfu)
-    console.print(table)
-    overhead, parts, checkpoint = found["overhead"], found["parts"], found["checkpoint"]
-    memory = found["peak_memory_bytes"]
-    console.print(
-        f"overhead of the loop: {overhead['ratio']:+.1%}, {overhead['ms_per_micro_batch']:+.2f} ms a micro-batch "
-        f"({overhead['cpu_time_ratio']:+.1%} in CPU time)"
-    )
-    console.print(
-        f"a micro-batch: data {parts['data_ms_per_micro_batch']:.2f} ms, forward "
-        f"{parts['forward_ms_per_micro_batch']:.2f}, backward {parts['backward_ms_per_micro_batch']:.2f}; a step: "
-        f"clipping and optimizer {parts['optimizer_ms_per_step']:.2f}"
-    )
-    console.print(f"peak memory: {'unknown' if memory is None else f'{memory / 2**20:,.0f} MiB'}")
-    console.print(
-        f"a checkpoint of {checkpoint['bytes'] / 2**20:,.1f} MiB: training waits {checkpoint['stall_ms']:.1f} ms "
-        f"({checkpoint['stall_share']:.2%} of the time, every {checkpoint['interval_steps']} steps); on the disk after "
-        f"{checkpoint['total_ms']:.0f} ms"
-    )

@@ -3,12 +3,14 @@
 The whole of a batch's way is in both: stream, decoder, loss, backward pass, clipping, optimizer.
 """
 
+import os
 import resource
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from lightning.pytorch import Callback
 
 from lm.callbacks.checkpoints import Checkpoints
 from lm.callbacks.throughput import Throughput
+from lm.data.batch import Batch
 from lm.module import LanguageModule
 from lm.trainer import Trainer
 
@@ -37,6 +40,13 @@ class Saving(NamedTuple):
     bytes: int
 
 
+class FirstStep(NamedTuple):
+    """How long a training lets one wait for its first optimizer step."""
+
+    seconds: float | None  # from the start of the process to the end of the step; None where the start is not known
+    step_seconds: float  # of the step alone, with what is compiled and loaded in it
+
+
 class Clock:
     """Starts when it is made, with the device caught up."""
 
@@ -53,11 +63,12 @@ class Clock:
 
 
 class PlainLoop:
-    """A training loop as one writes it by hand. It shares the decoder and the optimizer with Lightning's loop, so both
-    do the same work in the same memory; the batches come from a stream of its own."""
+    """A training loop as one writes it by hand. It shares the decoder, the optimizer and what CUDA graph there is with
+    Lightning's loop, so both do the same work in the same memory; the batches come from a stream of its own."""
 
     def __init__(self, trainer: Trainer, module: LanguageModule) -> None:
         self.module = module
+        self.micro_step = module.micro_step
         self.device = module.device
         self.optimizer = trainer.optimizers[0]
         self.parameters = list(module.parameters())
@@ -65,10 +76,13 @@ class PlainLoop:
         self.accumulate = trainer.accumulate_grad_batches
         self.largest_norm = trainer.gradient_clip_val
         self.half = AUTOCAST.get(trainer.precision)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half is torch.float16)
+        # A CUDA graph has Lightning's in it.
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.scaler = scaler or torch.amp.GradScaler(self.device.type, enabled=False)
 
     def run(self, steps: int) -> Stretch:
         """Take optimizer steps, and say how long they took."""
+        self._zero_grad()  # of what Lightning's last step has left
         clock = Clock(self.device)
         for _ in range(steps):
             self.step()
@@ -76,7 +90,7 @@ class PlainLoop:
 
     def parts(self, steps: int) -> dict[str, list[float]]:
         """Take optimizer steps, waiting for the device after each part: `data`, `forward` and `backward` of a
-        micro-batch and `optimizer` of a step, in seconds."""
+        micro-batch, or `replay` where a CUDA graph does these two, and `optimizer` of a step, in seconds."""
         seconds: dict[str, list[float]] = defaultdict(list)
         clock = Clock(self.device)
 
@@ -97,19 +111,29 @@ class PlainLoop:
                 batch = batch.pin_memory()
             batch = batch.to(self.device, non_blocking=True)
             mark("data")
-            with self._autocast():
-                losses = self.module.token_losses(batch)  # (B, T)
-            loss = losses.mean() / self.accumulate
-            mark("forward")
-            self.scaler.scale(loss).backward()
-            mark("backward")
+            if self.micro_step is None:
+                self._forward_backward(batch, mark)
+            else:
+                self.micro_step(batch.tokens)
+                mark("replay")
         if self.largest_norm:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.parameters, self.largest_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        self._zero_grad()
         mark("optimizer")
+
+    def _forward_backward(self, batch: Batch, mark: Callable[[str], None]) -> None:
+        with self._autocast():
+            total, each = self.module.losses(batch)  # (), (B, T)
+        loss = total / each.numel() / self.accumulate
+        mark("forward")
+        self.scaler.scale(loss).backward()
+        mark("backward")
+
+    def _zero_grad(self) -> None:
+        (self.micro_step or self.optimizer).zero_grad()
 
     def _autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, self.half) if self.half else nullcontext()
@@ -132,6 +156,7 @@ class Turns(Callback):
         plain: one more, before and after each of those.
         parts: seconds of the parts of a step in the plain loop.
         savings: of the checkpoints.
+        first_step: how long it took to come.
         peak_bytes: most memory in use when the warm-up was over; None where it cannot be told.
     """
 
@@ -143,12 +168,19 @@ class Turns(Callback):
         self.plain: list[Stretch] = []
         self.parts: dict[str, list[float]] = {}
         self.savings: list[Saving] = []
+        self.first_step: FirstStep | None = None
         self.peak_bytes: int | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        self._clock = Clock(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LanguageModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.step_taken(batch_idx)
+        if step == 1:
+            alone = self._clock.read().seconds  # waits for the device, so that the age is that of the end, too
+            self.first_step = FirstStep(process_age(), alone)
         if step is None or step < self.warmup:
             return
         saving = step > self.measured
@@ -200,3 +232,12 @@ def peak_memory(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def process_age() -> float | None:
+    """Seconds since this process was started; None where the system does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return None

@@ -44,12 +44,13 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
     matrix is multiplied, so it does, tied or not.
     `12 x layers x heads x head_dim x mean attended length`: queries with keys and weights with values, 2 operations
     each, times 3 for forward and backward (Chowdhery et al., 2022, arXiv:2204.02311, appendix B), but with the
-    positions a causal token really attends to, `(seq_len + 1) / 2` on average, in place of all `seq_len`.
+    positions a causal token really attends to in place of all `seq_len`: `(seq_len + 1) / 2` on average, and with a
+    window of `w` tokens `w - w * (w - 1) / (2 * seq_len)`.
 
     A document mask is not accounted for: the positions that it hides count as attended.
     """
     counts = parameters(config)
     output = config.vocab_size * config.hidden_size
-    attended = (seq_len + 1) / 2
-    return 6 * (counts["non_embedding"] + output) + 12 * config.num_hidden_layers * (
-        config.num_attention_heads * config.head_dim) * attended
+    windows = [min(window or seq_len, seq_len) for window in config.windows]
+    attended = sum(window - window * (window - 1) / (2 * seq_len) for window in windows)  # over all layers
+    return 6 * (counts["non_embedding"] + output) + 12 * config.num_attention_heads * config.head_dim * attended

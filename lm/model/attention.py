@@ -1,14 +1,15 @@
 """Attention: the only place where tokens of a sequence see each other. `model/decoder` stacks it with the MLP.
 
-Heads are laid out `(B, heads, T, head_dim)`, as `scaled_dot_product_attention` wants them.
+Which library's kernel does it is decided in `kernels/attention`; heads are laid out `(B, T, heads, head_dim)`.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.kernels.attention import Reach, attend
+from lm.kernels.operations import Operations
 from lm.model.config import DecoderConfig
-from lm.model.layers import RMSNorm, rotate
+from lm.model.layers import RMSNorm, Rotary
 
 
 class SelfAttention(nn.Module):
@@ -21,59 +22,34 @@ class SelfAttention(nn.Module):
         self.dropout = config.dropout
         self.qkv_proj = nn.Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.eps = config.rms_norm_eps
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of tokens, ready to attend: normalised where asked for, and rotated.
+    def split(self, qkv: Tensor, rotary: Rotary, operations: Operations) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, ready to attend: normalised where asked for, and rotated.
 
         Args:
-            x: `(B, T, C)`.
-            rotary: `rotary_table` of the tokens' positions, `(T, head_dim)` or `(B, 1, T, head_dim)`.
+            qkv: `(B, T, (H + 2 KV) * head_dim)`, what `qkv_proj` gives.
+            rotary: of the tokens' positions.
+            operations: who does the arithmetic.
 
         Returns:
-            `(B, H, T, head_dim)`, and twice `(B, KV, T, head_dim)`.
+            `(B, T, H, head_dim)`, and twice `(B, T, KV, head_dim)`.
         """
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2 KV, T, D)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        if self.q_norm is not None:
-            # Under autocast the fp32 norm weights would widen the heads; attention wants all three alike.
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        cos, sin = (table.to(v.dtype) for table in rotary)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        q_weight, k_weight = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        return operations.qk_norm_rope(qkv, q_weight, k_weight, *rotary, self.heads, self.kv_heads, self.eps)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+    def forward(self, qkv: Tensor, rotary: Rotary, reach: Reach, operations: Operations) -> Tensor:
         """Mix tokens with those before them.
 
         Args:
-            x: `(B, T, C)`.
-            rotary: as for `project`.
-            mask: `(B, 1, T, T)`, true where the row's token sees the column's; None is causal, the whole sequence.
+            qkv, rotary, operations: as for `split`.
+            reach: who sees whom.
 
         Returns:
             `(B, T, C)`.
         """
-        q, k, v = self.project(x, rotary)
-        dropout = self.dropout if self.training else 0.0
-        if mask is None:
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=self.kv_heads != self.heads)
-        else:
-            # No fused CUDA kernel takes a mask together with grouped heads, so the groups are spelled out.
-            k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))  # (B, H, T, D)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, H * D) -> (B, T, C)
-
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Who sees whom when a token sees only its own document and the past.
-
-    Args:
-        document_ids: `(B, T)`.
-
-    Returns:
-        `(B, 1, T, T)` booleans.
-    """
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]  # (B, 1, T, T)
-    time = torch.arange(document_ids.shape[1], device=document_ids.device)
-    return same & (time[:, None] >= time)
+        q, k, v = self.split(qkv, rotary, operations)
+        out = attend(q, k, v, reach, self.dropout if self.training else 0.0)  # (B, T, H, D)
+        return F.linear(out.flatten(2), self.o_proj.weight.to(out.dtype))  # (B, T, H * D) -> (B, T, C)

@@ -23,7 +23,11 @@ class DecoderConfig:
         rms_norm_eps: Added to the mean square in every RMSNorm.
         rope_theta: Base of the rotary wavelengths.
         tie_word_embeddings: Use the embedding also as the output matrix.
-        qk_norm: RMSNorm on each query and key head before the rotation; exported as Qwen3, else as Llama.
+        window_pattern: Which layers see all before a token (L) and which only a window (S), such as SSSL; repeated over
+            the layers. All of them see all if not given.
+        sliding_window: How many tokens a token sees in an S layer, itself included.
+        qk_norm: RMSNorm on each query and key head before the rotation; exported as Qwen3, else as Llama, or with
+            windows as Ministral.
         initializer_range: Standard deviation of the initial weights.
         dropout: Probability of dropping, while training, embeddings, attention weights and residual branches.
 
@@ -42,6 +46,8 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = True
+    window_pattern: str | None = None
+    sliding_window: Count | None = None
     qk_norm: bool = False
     initializer_range: float = 0.02
     dropout: float = 0.0
@@ -49,12 +55,13 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                      "head_dim", "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta",
-                     "initializer_range"):
+                     "initializer_range", "sliding_window"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise RequestError(f"{name} {value} must be above 0")
         if not 0 <= self.dropout < 1:
             raise RequestError(f"dropout {self.dropout} must lie in [0, 1)")
+        self._check_windows()
         if self.hidden_size % self.num_attention_heads:
             raise RequestError(
                 f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}: "
@@ -73,3 +80,22 @@ class DecoderConfig:
                 f"head_dim {self.head_dim} is odd and the rotary embedding turns pairs; change hidden_size "
                 f"{self.hidden_size} or num_attention_heads {self.num_attention_heads}, or set an even head_dim"
             )
+
+    def _check_windows(self) -> None:
+        pattern = self.window_pattern
+        if pattern is not None and (not pattern or set(pattern) - {"S", "L"}):
+            raise RequestError(f"window_pattern {pattern!r} must be made of S (a window) and L (all), such as SSSL")
+        slides = "S" in (pattern or "")
+        if slides and self.sliding_window is None:
+            raise RequestError(f"window_pattern {pattern} has windows: say with sliding_window how many tokens they show")
+        if not slides and self.sliding_window is not None:
+            raise RequestError(f"sliding_window {self.sliding_window} needs a window_pattern with an S, such as SSSL")
+
+    @property
+    def windows(self) -> list[int | None]:
+        """For each layer how many tokens a token sees, itself included; None: all before it."""
+        pattern = self.window_pattern or "L"
+        return [
+            int(self.sliding_window) if pattern[layer % len(pattern)] == "S" else None
+            for layer in range(self.num_hidden_layers)
+        ]

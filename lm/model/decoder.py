@@ -4,21 +4,34 @@ Read `config`, `layers`, `attention`, then this. The losses go back to `module`,
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.errors import RequestError
-from lm.model.attention import SelfAttention, document_mask
+from lm.kernels.attention import Reach, chosen_kernels, documents_from, reach
+from lm.kernels.operations import PLAIN, Operations
+from lm.model.attention import SelfAttention
 from lm.model.config import DecoderConfig
-from lm.model.layers import MLP, RMSNorm, rotary_table
+from lm.model.layers import MLP, RMSNorm, Rotary, rotary_table
 
 IGNORED = -100  # the label of a position that has no loss, as in PyTorch
 
 
+class Losses(NamedTuple):
+    """What a batch costs."""
+
+    total: Tensor  # scalar fp32, the sum in nats and whatever is added to it: what to differentiate
+    each: Tensor  # (B, T) fp32, the cross-entropy of every token in nats, 0 where it is ignored; not differentiable
+
+
 class Block(nn.Module):
-    """Attention and MLP, each normalised at its entrance and added to the residual stream."""
+    """Attention and MLP, each normalised at its entrance and added to the residual stream.
+
+    What a branch gives is added by the normalisation that comes next, so that the stream is read and written once.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -28,9 +41,17 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), rotary, mask))  # (B, T, C)
-        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))  # (B, T, C)
+    def forward(
+        self, branch: Tensor, stream: Tensor | None, rotary: Rotary, reach: Reach, operations: Operations
+    ) -> tuple[Tensor, Tensor]:
+        """The next block's `branch` and `stream`, `(B, T, C)` each; their sum is the residual stream."""
+        norm, attention = self.input_layernorm, self.self_attn
+        stream, qkv = operations.norm_linear(branch, stream, norm.weight, norm.eps, attention.qkv_proj.weight)
+        branch = self.dropout(attention(qkv, rotary, reach, operations))  # (B, T, C)
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        stream, gate_up = operations.norm_linear(branch, stream, norm.weight, norm.eps, mlp.gate_up_proj.weight)
+        branch = self.dropout(operations.swiglu_linear(gate_up, mlp.down_proj.weight))  # (B, T, 2 I) -> (B, T, C)
+        return branch, stream
 
 
 class Decoder(nn.Module):
@@ -38,6 +59,9 @@ class Decoder(nn.Module):
 
     Args:
         config: its shape.
+
+    Attributes:
+        operations: who does the arithmetic; plain PyTorch unless it is set to something else.
 
     Raises:
         RequestError: where the vocabulary is still open.
@@ -48,6 +72,7 @@ class Decoder(nn.Module):
         if config.vocab_size is None:
             raise RequestError("vocab_size is not known: set it, or take it from a tokenizer before building the model")
         self.config = config
+        self.operations = PLAIN
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
@@ -69,20 +94,29 @@ class Decoder(nn.Module):
                 f"a sequence of {length} tokens is longer than max_position_embeddings "
                 f"{self.config.max_position_embeddings}; shorten it or build the model with a longer context"
             )
-        x = self.dropout(self.embed_tokens(input_ids))  # (B, T, C)
-        if document_ids is None:
-            positions, mask = torch.arange(length, device=input_ids.device), None  # (T)
-        else:
-            positions, mask = document_positions(document_ids)[:, None], document_mask(document_ids)  # (B, 1, T)
-        rotary = rotary_table(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
-        for layer in self.layers:
-            x = layer(x, rotary, mask)
-        return self.norm(x)
+        branch, stream = self.dropout(self.embed_tokens(input_ids)), None  # (B, T, C)
+        device = branch.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            branch = branch.to(torch.get_autocast_dtype(device))  # the stream travels in the computation's precision
+        documents = None if document_ids is None else documents_from(document_ids)
+        table = rotary_table(length, self.config.head_dim, self.config.rope_theta, branch.device)
+        rotary = Rotary(*table, None if documents is None else documents.positions)
+        dropout = self.config.dropout if self.training else 0.0
+        windows = self.config.windows
+        reaches = {window: reach(branch, window, documents, dropout) for window in set(windows)}
+        with chosen_kernels(branch.device, reaches.values()):
+            for layer, window in zip(self.layers, windows, strict=True):
+                branch, stream = layer(branch, stream, rotary, reaches[window], self.operations)
+        return self.operations.rms_norm(branch, stream, self.norm.weight, self.norm.eps)[1]
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, document_ids: Tensor | None = None
-    ) -> Tensor:
-        """Logits, or with labels the loss of every token.
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        z_loss: float = 0.0,
+    ) -> Tensor | Losses:
+        """Logits, or with labels the losses.
 
         Args:
             input_ids: `(B, T)`, T at most max_position_embeddings.
@@ -90,20 +124,21 @@ class Decoder(nn.Module):
                 where nothing is to be predicted.
             document_ids: `(B, T)`, not decreasing along a row. Tokens then see only their own document, and
                 positions count from its start.
+            z_loss: added to the total, times the squared log of each token's partition function (Chowdhery et al.,
+                2022, arXiv:2204.02311, section 5).
 
         Returns:
-            Logits `(B, T, V)` in the precision of the computation; with labels the cross-entropy of each token in
-            nats, `(B, T)` fp32, 0 where the label is -100.
+            Logits `(B, T, V)` in the precision of the computation; with labels `Losses`.
 
         Raises:
             RequestError: for a sequence longer than the context.
         """
-        logits = F.linear(self.hidden_states(input_ids, document_ids), self.output_weight)  # (B, T, V)
+        hidden = self.hidden_states(input_ids, document_ids)  # (B, T, C)
+        weight = self.output_weight.to(hidden.dtype)  # (V, C)
         if labels is None:
-            return logits
-        losses = F.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")  # (B * T)
-        return losses.view(labels.shape)
+            return F.linear(hidden, weight)  # (B, T, V)
+        return Losses(*self.operations.linear_cross_entropy(
+            hidden, weight, labels, ignore_index=IGNORED, z_loss=z_loss))  # fmt: skip
 
 
 def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:
@@ -118,13 +153,6 @@ def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:
     """
     ends = (input_ids == eos_id).long()  # (B, T)
     return ends.cumsum(1) - ends
-
-
-def document_positions(document_ids: Tensor) -> Tensor:
-    """The position of each token in its document: `(B, T)` document ids to `(B, T)` whole numbers from 0."""
-    time = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)  # (B, T)
-    starts = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)  # (B, T)
-    return time - torch.where(starts, time, 0).cummax(1).values
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Between the decoder's fused weights and Hugging Face's files: pure functions, both ways.
 
-A checkpoint folder is a Llama (Qwen3 with `qk_norm`), so `AutoModelForCausalLM.from_pretrained` reads it as it is.
+A checkpoint folder is a Llama (Qwen3 with `qk_norm`, Ministral with windows and without it), so
+`AutoModelForCausalLM.from_pretrained` reads it as it is.
 """
 
 from typing import Any
@@ -15,7 +16,10 @@ from lm.model.config import DecoderConfig
 LEFT_OUT = {
     "LlamaForCausalLM": {"num_key_value_heads": None, "head_dim": None},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+    "MinistralForCausalLM": {"num_key_value_heads": 8, "head_dim": None},
 }
+LAYERS = {"S": "sliding_attention", "L": "full_attention"}
+SLIDING_WINDOW = 4096  # where a config.json asks for windows and does not say how wide
 LEFT_OUT_OF_BOTH = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
                     "initializer_range": 0.02}
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
@@ -51,7 +55,7 @@ def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[st
     """The inverse of `to_huggingface`: what `Decoder.load_state_dict` takes.
 
     Args:
-        state: weights of a `LlamaForCausalLM` or `Qwen3ForCausalLM`.
+        state: weights of a `LlamaForCausalLM`, `Qwen3ForCausalLM` or `MinistralForCausalLM`.
         config: the shape they belong to.
 
     Raises:
@@ -88,19 +92,30 @@ def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[st
 def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[str, Any]:
     """The `config.json` of a decoder.
 
-    Dropout is not in it: it belongs to the training, and Hugging Face's applies to attention alone.
+    Dropout is not in it: it belongs to the training, and Hugging Face's applies to attention alone. Which layers have
+    windows is in `layer_types`; a Qwen3's `max_window_layers`, the full layers before the first window, says it to
+    readers that know only that, if all layers after it have windows.
 
     Args:
         config: the decoder's shape, with its vocabulary.
         eos_id: the token that ends a document, if there is one.
         dtype: of the stored weights: "float32", "bfloat16" or "float16".
     """
-    architecture = (
-        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False,
-         "sliding_window": None}
-        if config.qk_norm
-        else {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
-    )
+    windows = config.windows
+    sliding = {
+        "sliding_window": max((window for window in windows if window), default=None),
+        "layer_types": [LAYERS["S" if window else "L"] for window in windows],
+    }
+    if config.qk_norm:
+        architecture = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
+                        "use_sliding_window": any(windows),
+                        "max_window_layers": next((i for i, window in enumerate(windows) if window), len(windows)),
+                        **sliding}
+    elif any(windows):
+        architecture = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", **sliding}
+    else:
+        architecture = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
+                        "mlp_bias": False}
     return {
         **architecture,
         "vocab_size": config.vocab_size,
@@ -116,7 +131,6 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
         "hidden_act": "silu",
-        "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": None,
         "eos_token_id": eos_id,
@@ -134,7 +148,7 @@ def config_from_json(document: dict[str, Any]) -> DecoderConfig:
     """The shape that a Hugging Face `config.json` describes.
 
     Args:
-        document: its content, of a Llama or a Qwen3.
+        document: its content, of a Llama, a Qwen3 or a Ministral.
 
     Raises:
         RequestError: for another architecture, a missing shape, or a feature that this decoder does not have, by name.
@@ -152,7 +166,30 @@ def config_from_json(document: dict[str, Any]) -> DecoderConfig:
     if "rope_theta" in rope:
         given["rope_theta"] = rope["rope_theta"]
     names = (*REQUIRED, *LEFT_OUT_OF_BOTH, *LEFT_OUT[architecture])
-    return DecoderConfig(**{name: given[name] for name in names}, qk_norm=architecture == "Qwen3ForCausalLM")
+    pattern, window = _windows(document, architecture)
+    return DecoderConfig(
+        **{name: given[name] for name in names},
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        window_pattern=pattern,
+        sliding_window=window,
+    )
+
+
+def _windows(document: dict[str, Any], architecture: str) -> tuple[str | None, int | None]:
+    """The shortest pattern that gives a file's kinds of layers, and the window; None twice where all are full."""
+    qwen = architecture == "Qwen3ForCausalLM"
+    asked = document.get("use_sliding_window", False) if qwen else architecture == "MinistralForCausalLM"
+    window = document.get("sliding_window", SLIDING_WINDOW) if asked else None
+    first = document.get("max_window_layers", 28) if qwen else 0
+    layers = document["num_hidden_layers"]
+    kinds = document.get("layer_types") or [LAYERS["S" if window and i >= first else "L"] for i in range(layers)]
+    unknown = set(kinds) - set(LAYERS.values())
+    if unknown:
+        raise RequestError(f"config.json: layer_types has {min(unknown)}, which this decoder does not have")
+    letters = "".join("S" if kind == LAYERS["S"] else "L" for kind in kinds)
+    if "S" not in letters or window is None:
+        return None, None
+    return next(letters[:n] for n in range(1, layers + 1) if (letters[:n] * layers)[:layers] == letters), window
 
 
 def _refuse_features(document: dict[str, Any], rope: dict[str, Any]) -> None:
@@ -160,8 +197,6 @@ def _refuse_features(document: dict[str, Any], rope: dict[str, Any]) -> None:
         "hidden_act": document.get("hidden_act", "silu") != "silu",
         "attention_bias": document.get("attention_bias"),
         "mlp_bias": document.get("mlp_bias"),
-        "use_sliding_window": document.get("use_sliding_window"),
-        "layer_types": set(document.get("layer_types") or ()) - {"full_attention"},
         "quantization_config": document.get("quantization_config"),
         "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
         "partial_rotary_factor": {document.get("partial_rotary_factor"), rope.get("partial_rotary_factor")} - {None, 1},

@@ -1,0 +1,200 @@
+"""The output matrix and the loss in one, in chunks of tokens: the logits of all tokens are never there at once.
+
+Last stop of a batch inside the model; the gradients go to `optim`. Each chunk's logits are overwritten by their
+gradient, which two matrix products turn into those of the hidden states and of the matrix, so the backward pass has
+nothing left to do but to scale them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.kernels import launch
+from lm.kernels.library import define
+
+CHUNK_BYTES = 256 * 2**20  # of logits
+Results = tuple[Tensor, Tensor, Tensor, Tensor]  # costs (N), losses (N), dx (N, C), dweight (V, C)
+
+# ---- chunk by chunk --------------------------------------------------------------------------------------------------
+
+
+def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None,
+             gradient: bool) -> Results:  # fmt: skip
+    """What the op computes; `overwrite(logits, labels, token_weights, losses, costs)` does a chunk's softmax.
+
+    `logits` is a view `(chunk, V)` of rows that start at 16 bytes. With `gradient` it has to hold theirs afterwards.
+    """
+    x, weight = x.contiguous(), weight.contiguous()
+    tokens, vocab = x.shape[0], weight.shape[0]
+    stride = -(-vocab * x.element_size() // 16) * 16 // x.element_size()
+    rows = max(1, min(tokens, CHUNK_BYTES // (stride * x.element_size())))
+    rows = rows // 128 * 128 if 128 <= rows < tokens else rows  # whole tiles of a matrix product
+    logits = x.new_empty((rows, stride))
+    losses, costs = (x.new_empty(tokens, dtype=torch.float32) for _ in range(2))
+    dx = torch.empty_like(x) if gradient else x.new_empty(0)
+    dweight = weight.new_zeros(weight.shape if gradient else 0, dtype=torch.float32)
+    for start in range(0, tokens, rows):
+        part = slice(start, min(start + rows, tokens))
+        chunk = logits[: part.stop - start, :vocab]  # (chunk, V)
+        torch.mm(x[part], weight.t(), out=chunk)
+        weights = None if token_weights is None else token_weights[part]
+        overwrite(chunk, labels[part], weights, losses[part], costs[part])
+        if gradient:
+            torch.mm(chunk, weight, out=dx[part])  # (chunk, C)
+            _accumulate(dweight, chunk, x[part])
+    return costs, losses, dx, dweight
+
+
+def _accumulate(dweight: Tensor, dlogits: Tensor, x: Tensor) -> None:
+    """`dweight += dlogits.T @ x` in fp32, whatever the factors' precision."""
+    if x.dtype == torch.float32:
+        dweight.addmm_(dlogits.t(), x)
+    elif not x.is_cuda:
+        dweight.addmm_(dlogits.t().float(), x.float())
+    elif _adds_in_place(x.dtype, x.device):
+        torch.addmm(dweight, dlogits.t(), x, out_dtype=torch.float32, out=dweight)
+    else:
+        dweight += torch.mm(dlogits.t(), x, out_dtype=torch.float32)
+
+
+@functools.cache
+def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch's matrix product adds half-precision factors to an fp32 sum; some versions refuse."""
+    total, ones = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
+
+
+# ---- in plain PyTorch ------------------------------------------------------------------------------------------------
+
+
+def _reference(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None, ignore_index: int,
+               z_loss: float, softcap: float, gradient: bool) -> Results:  # fmt: skip
+    def overwrite(logits: Tensor, labels: Tensor, weights: Tensor | None, losses: Tensor, costs: Tensor) -> None:
+        v = logits.float()  # (chunk, V)
+        v = softcap * torch.tanh(v / softcap) if softcap else v
+        counted = labels != ignore_index  # (chunk,)
+        weights = counted.float() if weights is None else weights * counted
+        target = labels.where(counted, 0)[:, None]  # (chunk, 1)
+        lse = v.logsumexp(-1)  # (chunk,)
+        losses.copy_((lse - v.gather(-1, target)[:, 0]).where(counted, 0.0))
+        costs.copy_(weights * (losses + z_loss * lse.square()))
+        if gradient:
+            d = (v - lse[:, None]).exp() * (weights * (1 + 2 * z_loss * lse))[:, None]
+            d.scatter_add_(-1, target, -weights[:, None])
+            logits.copy_(d * (1 - (v / softcap).square()) if softcap else d)
+
+    return _chunked(overwrite, x, weight, labels, token_weights, gradient)
+
+
+# ---- by a kernel -----------------------------------------------------------------------------------------------------
+
+
+def _cuda(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None, ignore_index: int, z_loss: float,
+          softcap: float, gradient: bool) -> Results:  # fmt: skip
+    def overwrite(logits: Tensor, labels: Tensor, weights: Tensor | None, losses: Tensor, costs: Tensor) -> None:
+        rows, vocab = logits.shape
+        stride, vec = logits.stride(0), 16 // logits.element_size()
+        warps = 1
+        while warps < 16 and stride > vec * warps * 32 * 4:  # few enough for two rows a multiprocessor
+            warps *= 2
+        run = launch.program(
+            "cross_entropy", logits.device, T=logits.dtype, VOCAB=vocab, STRIDE=stride, VEC=vec, WARPS=warps,
+            GRADIENT=int(gradient), SOFTCAPPED=int(softcap != 0),
+        )  # fmt: skip
+        run("cross_entropy", rows, warps * 32, logits, labels, weights, losses, costs, ignore_index, z_loss, softcap)
+
+    weights = None if token_weights is None else token_weights.contiguous()
+    return _chunked(overwrite, x, weight, labels.contiguous(), weights, gradient)
+
+
+# ---- known to torch --------------------------------------------------------------------------------------------------
+
+FORWARD = define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor labels, Tensor? token_weights, int ignore_index, "
+    "float z_loss, float softcap, bool gradient) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=_reference,
+    cuda=_cuda,
+    fake=lambda x, weight, labels, token_weights, ignore_index, z_loss, softcap, gradient: (
+        x.new_empty(x.shape[0], dtype=torch.float32),
+        x.new_empty(x.shape[0], dtype=torch.float32),
+        x.new_empty(x.shape if gradient else 0),
+        weight.new_empty(weight.shape if gradient else 0, dtype=torch.float32),
+    ),
+)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None, ignore_index: int,
+                z_loss: float, softcap: float, gradient: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+        costs, losses, dx, dweight = FORWARD(
+            x, weight.to(x.dtype), labels, token_weights, ignore_index, z_loss, softcap, gradient)  # fmt: skip
+        ctx.save_for_backward(dx, dweight)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(losses)
+        return costs.sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor, dlosses: Tensor) -> tuple:
+        dx, dweight = ctx.saved_tensors
+        scale = dtotal.view(1)  # one element of one dimension: a scalar would be rounded to the precision of dx first
+        nothing = (None,) * 6
+        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), *nothing
+
+
+# ---- to be called ----------------------------------------------------------------------------------------------------
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None = None, *, ignore_index: int = -100,
+    z_loss: float = 0.0, softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The cross-entropy of `x @ weight.T` against labels, without ever holding all logits.
+
+    The gradients are computed with the loss, unscaled, so that fp16 does not lose them; the gradient of `weight` is
+    summed in fp32.
+
+    Args:
+        x: hidden states, `(..., C)` in bf16, fp16 or fp32.
+        weight: the output matrix, `(V, C)`; converted to the precision of `x`, its gradient is in its own.
+        labels: `(...)` int64, each below V or `ignore_index`.
+        token_weights: `(...)` fp32, what each token counts in the total; 1 if not given. Not differentiable.
+        ignore_index: the label of tokens that have no loss.
+        z_loss: weight of the squared logarithm of the partition function (Chowdhery et al., 2022, arXiv:2204.02311,
+            section 5).
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma team, 2024, arXiv:2408.00118); 0: they stay.
+
+    Returns:
+        `total`, a scalar in fp32 and differentiable: the sum over tokens of
+        `token_weight * (loss + z_loss * lse ** 2)`; and `losses`, `(...)` in fp32 and not differentiable: each
+        token's cross-entropy in nats, 0 where it is ignored.
+    """
+    gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    weights = None if token_weights is None else token_weights.flatten()
+    total, losses = _LinearCrossEntropy.apply(
+        x.flatten(0, -2), weight, labels.flatten(), weights, ignore_index, z_loss, softcap, gradient)  # fmt: skip
+    return total, losses.view(labels.shape)
+
+
+def linear_cross_entropy_plain(
+    x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None = None, *, ignore_index: int = -100,
+    z_loss: float = 0.0, softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`linear_cross_entropy` in plain PyTorch, with all logits at once, for any device and precision."""
+    logits = F.linear(x, weight.to(x.dtype)).flatten(0, -2)  # (N, V)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    losses = F.cross_entropy(logits, labels.flatten(), ignore_index=ignore_index, reduction="none")  # (N)
+    costs = losses
+    if z_loss:
+        costs = costs + z_loss * logits.logsumexp(-1).square() * (labels.flatten() != ignore_index)
+    total = (costs if token_weights is None else costs * token_weights.flatten()).sum()
+    return total, losses.detach().view(labels.shape)

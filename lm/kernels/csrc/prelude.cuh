@@ -1,0 +1,95 @@
+// What every kernel here starts from: number formats, 16-byte vectors, sums over a warp and over a block.
+//
+// No header of CUDA is included, so nothing but NVRTC itself has to be installed, and a file compiles in a few hundredths
+// of a second. The conversions are single instructions of the hardware. All arithmetic is fp32; T is only how numbers lie
+// in memory. Rows are described by compile-time constants, because a loop of known length is unrolled and its values stay
+// in registers.
+#pragma once
+
+typedef long long i64;
+
+#ifdef EMULATED
+#include "cuda_on_cpu.h"  // test equipment: the same kernels on a CPU
+#else
+struct bf16 { unsigned short bits; };
+struct fp16 { unsigned short bits; };
+__device__ __forceinline__ float widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float widen(fp16 x) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x.bits));
+  return f;
+}
+__device__ __forceinline__ void narrow(float f, bf16& x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x.bits) : "f"(f)); }
+__device__ __forceinline__ void narrow(float f, fp16& x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x.bits) : "f"(f)); }
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
+#define CHECK_ALIGNED(p, bytes)
+#endif
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ void narrow(float f, float& x) { x = f; }
+
+// f rounded to S and back: what a value is once it has been stored.
+template <typename S> __device__ __forceinline__ float rounded(float f) {
+  S x;
+  narrow(f, x);
+  return widen(x);
+}
+
+// N neighbours that are loaded and stored at once, 16 bytes an instruction where alignment allows, else N is 1.
+template <typename S, int N> struct alignas(sizeof(S) * N < 16 ? sizeof(S) * N : 16) Vec { S v[N]; };
+template <int N, typename S> __device__ __forceinline__ Vec<S, N> load(const S* p) {
+  CHECK_ALIGNED(p, alignof(Vec<S, N>));
+  return *reinterpret_cast<const Vec<S, N>*>(p);
+}
+template <int N, typename S> __device__ __forceinline__ void store(S* p, const Vec<S, N>& x) {
+  CHECK_ALIGNED(p, alignof(Vec<S, N>));
+  *reinterpret_cast<Vec<S, N>*>(p) = x;
+}
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+
+// The sum over a warp, in every lane. The order of additions is fixed, so results repeat to the bit.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane >>= 1) x += __shfl_xor_sync(ALL_LANES, x, lane);
+  return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, lane));
+  return x;
+}
+
+// What `of_warp_all` makes of the values of a block of Warps warps, in every thread; `none` changes nothing.
+template <int Warps, float of_warp_all(float)> __device__ __forceinline__ float block_all(float x, float none) {
+  x = of_warp_all(x);
+  if (Warps == 1) return x;
+  __shared__ float of_warp[Warps];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  __syncthreads();  // the values of the call before this one have been read
+  if (lane == 0) of_warp[warp] = x;
+  __syncthreads();  // every warp's value is there
+  return of_warp_all(lane < Warps ? of_warp[lane] : none);
+}
+
+template <int Warps> __device__ __forceinline__ float block_sum(float x) { return block_all<Warps, warp_sum>(x, 0.f); }
+template <int Warps> __device__ __forceinline__ float block_max(float x) {
+  return block_all<Warps, warp_max>(x, NEGATIVE_INFINITY);
+}
+
+// out[c] = sum over blocks of partial[block][c], in fixed order. For blocks of 256 threads, which take 32 columns each.
+template <typename S>
+__device__ __forceinline__ void sum_columns(const float* __restrict__ partial, S* __restrict__ out, int width, i64 blocks) {
+  __shared__ float sums[8][32];
+  const int lane = threadIdx.x & 31, part = threadIdx.x >> 5, column = blockIdx.x * 32 + lane;
+  float sum = 0.f;
+  if (column < width)
+    for (i64 block = part; block < blocks; block += 8) sum += partial[block * width + column];
+  sums[part][lane] = sum;
+  __syncthreads();  // all eight parts of a column are there
+  if (part || column >= width) return;
+#pragma unroll
+  for (int i = 1; i < 8; ++i) sum += sums[i][lane];
+  narrow(sum, out[column]);
+}

@@ -1,0 +1,108 @@
+// RMSNorm over rows of WIDTH, with the residual stream's addition in front of it.
+//
+//   stream = x + residual;  y = stream / rms(stream) * weight
+//
+// What is not stored: the normalised row. The backward pass makes it again from `stream` and one number a row, and hands
+// `y` out once more for the gradient of the matrix that follows, so that nobody keeps `y` from the forward pass.
+//
+// -DT, -DW: number formats of activations and of the weight. -DWIDTH. -DVEC: neighbours loaded at once; divides WIDTH.
+// -DFORWARD_WARPS, -DBACKWARD_WARPS: of a block, at most 32.
+#include "prelude.cuh"
+
+constexpr int PIECES = WIDTH / VEC;  // of a row
+constexpr int FORWARD_ITEMS = (PIECES + FORWARD_WARPS * 32 - 1) / (FORWARD_WARPS * 32);
+constexpr int BACKWARD_ITEMS = (PIECES + BACKWARD_WARPS * 32 - 1) / (BACKWARD_WARPS * 32);
+
+// One block a row. residual and stream may be null, together: then x is the stream.
+extern "C" __global__ void __launch_bounds__(FORWARD_WARPS * 32, 1)
+rms_norm_forward(const T* __restrict__ x, const T* __restrict__ residual, const W* __restrict__ weight,
+                 T* __restrict__ stream, T* __restrict__ y, float* __restrict__ rstd, float eps) {
+  const i64 row = blockIdx.x, base = row * WIDTH;
+  float h[FORWARD_ITEMS][VEC];
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < FORWARD_ITEMS; ++i) {
+    const int piece = i * FORWARD_WARPS * 32 + threadIdx.x;
+    if (piece >= PIECES) continue;
+    Vec<T, VEC> a = load<VEC>(x + base + piece * VEC);
+    if (residual) {
+      const Vec<T, VEC> b = load<VEC>(residual + base + piece * VEC);
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) narrow(widen(a.v[j]) + widen(b.v[j]), a.v[j]);
+      store<VEC>(stream + base + piece * VEC, a);
+    }
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+      h[i][j] = widen(a.v[j]);
+      squares += h[i][j] * h[i][j];
+    }
+  }
+  const float scale = rsqrtf(block_sum<FORWARD_WARPS>(squares) * (1.f / WIDTH) + eps);
+  if (threadIdx.x == 0) rstd[row] = scale;
+#pragma unroll
+  for (int i = 0; i < FORWARD_ITEMS; ++i) {
+    const int piece = i * FORWARD_WARPS * 32 + threadIdx.x;
+    if (piece >= PIECES) continue;
+    const Vec<W, VEC> w = load<VEC>(weight + piece * VEC);
+    Vec<T, VEC> out;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) narrow(h[i][j] * scale * widen(w.v[j]), out.v[j]);
+    store<VEC>(y + base + piece * VEC, out);
+  }
+}
+
+// With n = stream * rstd and g = dy * weight:  dx = rstd * (g - n * mean(g * n)) + dstream.
+// A block walks over rows and keeps its share of the weight's gradient, sum of dy * n, in registers; they are summed
+// afterwards in a fixed order. dstream may be null; y too.
+extern "C" __global__ void __launch_bounds__(BACKWARD_WARPS * 32, 1)
+rms_norm_backward(const T* __restrict__ dy, const T* __restrict__ dstream, const T* __restrict__ stream,
+                  const W* __restrict__ weight, const float* __restrict__ rstd, T* __restrict__ dx, T* __restrict__ y,
+                  float* __restrict__ partial, i64 rows) {
+  float dweight[BACKWARD_ITEMS][VEC] = {};
+  for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+    const i64 base = row * WIDTH;
+    const float scale = rstd[row];
+    float n[BACKWARD_ITEMS][VEC], g[BACKWARD_ITEMS][VEC];
+    float dot = 0.f;
+#pragma unroll
+    for (int i = 0; i < BACKWARD_ITEMS; ++i) {
+      const int piece = i * BACKWARD_WARPS * 32 + threadIdx.x;
+      if (piece >= PIECES) continue;
+      const Vec<T, VEC> h = load<VEC>(stream + base + piece * VEC), d = load<VEC>(dy + base + piece * VEC);
+      const Vec<W, VEC> w = load<VEC>(weight + piece * VEC);
+      Vec<T, VEC> again;
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        n[i][j] = widen(h.v[j]) * scale;
+        g[i][j] = widen(d.v[j]) * widen(w.v[j]);
+        dweight[i][j] += widen(d.v[j]) * n[i][j];
+        dot += g[i][j] * n[i][j];
+        narrow(n[i][j] * widen(w.v[j]), again.v[j]);
+      }
+      if (y) store<VEC>(y + base + piece * VEC, again);
+    }
+    dot = block_sum<BACKWARD_WARPS>(dot) * (1.f / WIDTH);
+#pragma unroll
+    for (int i = 0; i < BACKWARD_ITEMS; ++i) {
+      const int piece = i * BACKWARD_WARPS * 32 + threadIdx.x;
+      if (piece >= PIECES) continue;
+      Vec<T, VEC> past = {}, out;
+      if (dstream) past = load<VEC>(dstream + base + piece * VEC);
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) narrow(scale * (g[i][j] - n[i][j] * dot) + (dstream ? widen(past.v[j]) : 0.f), out.v[j]);
+      store<VEC>(dx + base + piece * VEC, out);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < BACKWARD_ITEMS; ++i) {
+    const int piece = i * BACKWARD_WARPS * 32 + threadIdx.x;
+    if (piece >= PIECES) continue;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) partial[(i64)blockIdx.x * WIDTH + piece * VEC + j] = dweight[i][j];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+rms_norm_weight(const float* __restrict__ partial, W* __restrict__ dweight, i64 blocks) {
+  sum_columns(partial, dweight, WIDTH, blocks);
+}

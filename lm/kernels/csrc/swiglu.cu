@@ -1,0 +1,48 @@
+// SwiGLU on packed rows: gate and up side by side, (rows, 2 * WIDTH) -> (rows, WIDTH).
+//
+//   z = silu(gate) * up,  silu(a) = a / (1 + exp(-a))
+//
+// What is not stored: z. The backward pass reads gate and up anyway, so it hands z out once more for the gradient of the
+// matrix that follows.
+//
+// -DT: number format. -DWIDTH. -DVEC: neighbours loaded at once; divides WIDTH. One thread a vector.
+#include "prelude.cuh"
+
+constexpr int PIECES = WIDTH / VEC;  // of a row of z
+
+extern "C" __global__ void __launch_bounds__(256)
+swiglu_forward(const T* __restrict__ gate_up, T* __restrict__ z, i64 pieces) {
+  const i64 piece = blockIdx.x * 256ll + threadIdx.x;
+  if (piece >= pieces) return;
+  const T* gate = gate_up + piece / PIECES * 2 * WIDTH + piece % PIECES * VEC;
+  const Vec<T, VEC> g = load<VEC>(gate), u = load<VEC>(gate + WIDTH);
+  Vec<T, VEC> out;
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) {
+    const float a = widen(g.v[j]), s = 1.f / (1.f + __expf(-a));
+    narrow(a * s * widen(u.v[j]), out.v[j]);
+  }
+  store<VEC>(z + piece * VEC, out);
+}
+
+// dgate = dz * up * s * (1 + gate * (1 - s)) and dup = dz * gate * s, with s = 1 / (1 + exp(-gate)). z may be null.
+extern "C" __global__ void __launch_bounds__(256)
+swiglu_backward(const T* __restrict__ dz, const T* __restrict__ gate_up, T* __restrict__ dgate_up, T* __restrict__ z,
+                i64 pieces) {
+  const i64 piece = blockIdx.x * 256ll + threadIdx.x;
+  if (piece >= pieces) return;
+  const i64 at = piece / PIECES * 2 * WIDTH + piece % PIECES * VEC;
+  const Vec<T, VEC> g = load<VEC>(gate_up + at), u = load<VEC>(gate_up + at + WIDTH), d = load<VEC>(dz + piece * VEC);
+  Vec<T, VEC> dg, du, out;
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) {
+    const float a = widen(g.v[j]), b = widen(u.v[j]), e = widen(d.v[j]);
+    const float s = 1.f / (1.f + __expf(-a)), silu = a * s;
+    narrow(e * b * (s + silu * (1.f - s)), dg.v[j]);
+    narrow(e * silu, du.v[j]);
+    narrow(silu * b, out.v[j]);
+  }
+  store<VEC>(dgate_up + at, dg);
+  store<VEC>(dgate_up + at + WIDTH, du);
+  if (z) store<VEC>(z + piece * VEC, out);
+}

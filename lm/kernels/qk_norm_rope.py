@@ -1,0 +1,199 @@
+"""Queries, keys and values out of the packed projection: normalised where asked for, rotated, ready to attend."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm.kernels import launch
+from lm.kernels.library import define
+
+BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass with weights, each of which leaves a partial sum
+Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, H, D), k (B, T, KV, D), v (B, T, KV, D)
+
+# ---- in plain PyTorch ------------------------------------------------------------------------------------------------
+
+
+def qk_norm_rope_plain(
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
+    heads: int, kv_heads: int, eps: float,
+) -> Heads:  # fmt: skip
+    """`qk_norm_rope` in plain PyTorch, for any device and precision."""
+    packed = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))  # (B, T, H + 2 KV, D)
+    q, k, v = packed.split((heads, kv_heads, kv_heads), dim=2)
+    return (
+        _turn(_normalise(q, q_weight, eps), cos, sin, positions).to(qkv.dtype),
+        _turn(_normalise(k, k_weight, eps), cos, sin, positions).to(qkv.dtype),
+        v.contiguous(),
+    )
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _normalise(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:  # (B, T, heads, D), wide
+    x = _wide(x)
+    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+    if positions is None:
+        cos, sin = (table[: x.shape[1], None] for table in (cos, sin))  # (T, 1, D / 2)
+    else:
+        cos, sin = (table[positions][:, :, None] for table in (cos, sin))  # (B, T, 1, D / 2)
+    left, right = x.chunk(2, dim=-1)  # (B, T, heads, D / 2)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+def _forward(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+             positions: Tensor | None, heads: int, kv_heads: int, eps: float) -> Heads:  # fmt: skip
+    q, k, v = qk_norm_rope_plain(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps)
+    return q.contiguous(), k.contiguous(), v.clone(memory_format=torch.contiguous_format)
+
+
+def _backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
+              cos: Tensor, sin: Tensor, positions: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    heads, kv_heads = dq.shape[2], dk.shape[2]
+    back = [_turn(_wide(d), cos, -sin, positions) for d in (dq, dk)]
+    dweights = dq.new_empty(0)
+    if q_weight is not None:
+        packed = _wide(qkv).unflatten(-1, (heads + 2 * kv_heads, -1))
+        sums = []
+        for i, (x, weight) in enumerate(zip(packed.split((heads, kv_heads, kv_heads), dim=2), (q_weight, k_weight))):
+            scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+            n, g = x * scale, back[i] * weight.to(x.dtype)
+            sums.append((back[i] * n).sum((0, 1, 2)))
+            back[i] = scale * (g - n * (g * n).mean(-1, keepdim=True))
+        dweights = torch.stack(sums).to(q_weight.dtype)  # (2, D)
+    return torch.cat((*back, _wide(dv)), dim=2).flatten(2).to(dq.dtype), dweights
+
+
+# ---- by kernels ------------------------------------------------------------------------------------------------------
+
+
+def _program(like: Tensor, weight: Tensor | None, heads: int, kv_heads: int, dim: int,
+             *tensors: Tensor | None) -> tuple[launch.Program, int]:  # fmt: skip
+    """The kernels for these heads, and how many heads a block of 256 threads works on at once."""
+    vec, lanes = launch.vector(dim // 2, like, weight, *tensors), 1
+    while lanes < 32 and lanes < dim // 2 // vec:
+        lanes *= 2
+    run = launch.program(
+        "qk_norm_rope", like.device, T=like.dtype, W=torch.float32 if weight is None else weight.dtype, DIM=dim,
+        HEADS=heads, KV_HEADS=kv_heads, VEC=vec, LANES=lanes, NORM=int(weight is not None),
+    )  # fmt: skip
+    return run, 256 // lanes
+
+
+def _cuda_forward(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+                  positions: Tensor | None, heads: int, kv_heads: int, eps: float) -> Heads:  # fmt: skip
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    positions = None if positions is None else positions.contiguous()
+    batch, length, total = qkv.shape
+    dim = total // (heads + 2 * kv_heads)
+    q, k, v = (qkv.new_empty((batch, length, n, dim)) for n in (heads, kv_heads, kv_heads))
+    run, groups = _program(qkv, q_weight, heads, kv_heads, dim, cos, sin, k_weight)
+    tokens = batch * length
+    blocks = -(-tokens * (heads + 2 * kv_heads) // groups)
+    run("qk_norm_rope_forward", blocks, 256, qkv, q_weight, k_weight, cos, sin, positions, q, k, v, tokens, length, eps)
+    return q, k, v
+
+
+def _cuda_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
+    cos: Tensor, sin: Tensor, positions: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    cos, sin = cos.contiguous(), sin.contiguous()
+    positions = None if positions is None else positions.contiguous()
+    gradients = [_rows(d) for d in (dq, dk, dv)]
+    batch, length, heads, dim = dq.shape
+    kv_heads = dk.shape[2]
+    dqkv = dq.new_empty((batch, length, (heads + 2 * kv_heads) * dim))
+    run, groups = _program(gradients[0], q_weight, heads, kv_heads, dim, *gradients, qkv, cos, sin, k_weight)
+    tokens = batch * length
+    blocks = -(-tokens * (heads + 2 * kv_heads) // groups)
+    dweights, partial = dq.new_empty(0), None
+    if q_weight is not None:
+        blocks = min(blocks, BLOCKS_PER_MULTIPROCESSOR * launch.multiprocessors(dq.device))
+        dweights = q_weight.new_empty((2, dim))
+        partial = dq.new_empty((blocks, 2, dim), dtype=torch.float32)
+    strided = [argument for d in gradients for argument in (d, *d.stride()[:3])]
+    run("qk_norm_rope_backward", blocks, 256, *strided, qkv, q_weight, k_weight, cos, sin, positions, dqkv, partial,
+        tokens, length, eps)
+    if q_weight is not None:
+        run("qk_norm_rope_weights", -(-2 * dim // 32), 256, partial, dweights, blocks)
+    return dqkv, dweights
+
+
+def _rows(gradient: Tensor) -> Tensor:
+    """A gradient as it lies, if its heads are rows of neighbours that start where vectors do; else a copy."""
+    count = 16 // gradient.element_size()
+    neat = gradient.stride(-1) == 1 and all(stride % count == 0 for stride in gradient.stride()[:-1])
+    return gradient if neat else gradient.contiguous()
+
+
+# ---- known to torch --------------------------------------------------------------------------------------------------
+
+FORWARD = define(
+    "qk_norm_rope(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? positions, "
+    "int heads, int kv_heads, float eps) -> (Tensor, Tensor, Tensor)",
+    reference=_forward,
+    cuda=_cuda_forward,
+    fake=lambda qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps: tuple(
+        qkv.new_empty((*qkv.shape[:2], n, qkv.shape[2] // (heads + 2 * kv_heads)))
+        for n in (heads, kv_heads, kv_heads)
+    ),
+)
+BACKWARD = define(
+    "qk_norm_rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor? qkv, Tensor? q_weight, Tensor? k_weight, "
+    "Tensor cos, Tensor sin, Tensor? positions, float eps) -> (Tensor, Tensor)",
+    reference=_backward,
+    cuda=_cuda_backward,
+    fake=lambda dq, dk, dv, qkv, q_weight, k_weight, cos, sin, positions, eps: (
+        dq.new_empty((*dq.shape[:2], (dq.shape[2] + 2 * dk.shape[2]) * dq.shape[3])),
+        dq.new_empty(0) if q_weight is None else q_weight.new_empty((2, dq.shape[3])),
+    ),
+)
+
+
+class _QkNormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+                positions: Tensor | None, heads: int, kv_heads: int, eps: float) -> Heads:  # fmt: skip
+        ctx.save_for_backward(qkv if q_weight is not None else None, q_weight, k_weight, cos, sin, positions)
+        ctx.eps = eps
+        return FORWARD(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:
+        dqkv, dweights = BACKWARD(dq, dk, dv, *ctx.saved_tensors, ctx.eps)
+        norms = (None, None) if ctx.saved_tensors[1] is None else dweights.unbind(0)
+        return dqkv, *norms, *(None,) * 6
+
+
+# ---- to be called ----------------------------------------------------------------------------------------------------
+
+
+def qk_norm_rope(
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
+    heads: int, kv_heads: int, eps: float,
+) -> Heads:  # fmt: skip
+    """RMSNorm over each query and key head (Henry et al., 2020, arXiv:2010.04245, use another norm in this place), then
+    the rotary embedding (Su et al., 2021, arXiv:2104.09864) in the half-split layout of Hugging Face's weights: pairs
+    `(i, i + D / 2)` turn together. All in fp32, with one rounding at the end.
+
+    Args:
+        qkv: the projection, `(B, T, (H + 2 KV) * D)`: queries, keys, values; in bf16, fp16 or fp32.
+        q_weight: `(D)` of the queries' norm, of any of these precisions; None: no norm.
+        k_weight: the keys', in the same precision; None together with `q_weight`.
+        cos: `(P, D / 2)` fp32, a row a position.
+        sin: the same.
+        positions: `(B, T)` int32, which row a token takes; None: token t takes row t.
+        heads: H.
+        kv_heads: KV.
+        eps: added to the mean square.
+
+    Returns:
+        q `(B, T, H, D)`, k and v `(B, T, KV, D)`. The values are copied, so that the projection need not be kept.
+    """
+    return _QkNormRope.apply(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps)

@@ -1,0 +1,217 @@
+"""RMSNorm with the residual addition in front of it, alone or joined with the matrix that follows.
+
+Joined, the normalised activations are not kept for the backward pass: it makes them again while it reads the stream
+anyway. `swiglu` does the same for the MLP's second matrix.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.kernels import launch
+from lm.kernels.library import define
+
+BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide its loads, few enough for short partial sums
+
+
+# ---- in plain PyTorch ------------------------------------------------------------------------------------------------
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.contiguous().float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * rstd * weight.float()).to(x.dtype), rstd.squeeze(-1)
+
+
+def _add_normalise(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    stream = x.contiguous() + residual.contiguous()
+    return stream, *_normalise(stream, weight, eps)
+
+
+def _backward(
+    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, again: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = rstd[..., None]  # (..., 1)
+    n, d, w = stream.float() * scale, dy.contiguous().float(), weight.float()
+    g = d * w
+    dx = scale * (g - n * (g * n).mean(-1, keepdim=True))
+    if dstream is not None:
+        dx = dx + dstream.float()
+    y = (n * w).to(stream.dtype) if again else stream.new_empty(0)
+    dweight = (d * n).flatten(0, -2).sum(0)
+    return dx.to(stream.dtype), y, dweight.to(weight.dtype)
+
+
+# ---- by kernels ------------------------------------------------------------------------------------------------------
+
+
+def _warps(pieces: int, held: int) -> int:
+    """How many warps share a row of `pieces` vectors, so that a lane holds about `held` of them."""
+    warps = 1
+    while warps < 32 and pieces > warps * 32 * held:
+        warps *= 2
+    return warps
+
+
+def _program(width: int, *tensors: Tensor | None) -> tuple[launch.Program, int, int]:
+    """The kernels for rows of this width, and the threads of a forward and of a backward block."""
+    x, weight = tensors[:2]
+    vec = launch.vector(width, *tensors)
+    pieces = width // vec
+    forward, backward = _warps(pieces, max(1, 16 // vec)), _warps(pieces, max(1, 8 // vec))
+    run = launch.program("rms_norm", x.device, T=x.dtype, W=weight.dtype, WIDTH=width, VEC=vec,
+                         FORWARD_WARPS=forward, BACKWARD_WARPS=backward)  # fmt: skip
+    return run, forward * 32, backward * 32
+
+
+def _cuda_normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    run, threads, _ = _program(x.shape[-1], x, weight)
+    run("rms_norm_forward", rstd.numel(), threads, x, None, weight, None, y, rstd, eps)
+    return y, rstd
+
+
+def _cuda_add_normalise(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    x, residual = x.contiguous(), residual.contiguous()
+    stream, y, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    run, threads, _ = _program(x.shape[-1], x, weight, residual)
+    run("rms_norm_forward", rstd.numel(), threads, x, residual, weight, stream, y, rstd, eps)
+    return stream, y, rstd
+
+
+def _cuda_backward(
+    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, again: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dy = dy.contiguous()
+    dstream = None if dstream is None else dstream.contiguous()
+    width, rows = stream.shape[-1], rstd.numel()
+    dx, dweight = torch.empty_like(stream), torch.empty_like(weight)
+    y = torch.empty_like(stream) if again else stream.new_empty(0)
+    run, _, threads = _program(width, stream, weight, dy, dstream)
+    blocks = min(rows, BLOCKS_PER_MULTIPROCESSOR * launch.multiprocessors(stream.device))
+    partial = weight.new_empty((blocks, width), dtype=torch.float32)
+    run("rms_norm_backward", blocks, threads, dy, dstream, stream, weight, rstd, dx, y if again else None, partial,
+        rows)
+    run("rms_norm_weight", -(-width // 32), 256, partial, dweight, blocks)
+    return dx, y, dweight
+
+
+# ---- known to torch --------------------------------------------------------------------------------------------------
+
+NORMALISE = define(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    reference=_normalise,
+    cuda=_cuda_normalise,
+    fake=lambda x, weight, eps: (_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
+)
+ADD_NORMALISE = define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    reference=_add_normalise,
+    cuda=_cuda_add_normalise,
+    fake=lambda x, residual, weight, eps: (_like(x), _like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
+)
+BACKWARD = define(
+    "rms_norm_backward(Tensor dy, Tensor? dstream, Tensor stream, Tensor weight, Tensor rstd, bool again)"
+    " -> (Tensor, Tensor, Tensor)",
+    reference=_backward,
+    cuda=_cuda_backward,
+    fake=lambda dy, dstream, stream, weight, rstd, again: (
+        _like(stream), _like(stream) if again else stream.new_empty(0), torch.empty_like(weight)),
+)  # fmt: skip
+
+
+def _like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor | None, Tensor, Tensor]:
+    return (None, *NORMALISE(x, weight, eps)) if residual is None else ADD_NORMALISE(x, residual, weight, eps)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple:
+        stream, y, rstd = _forward(x, residual, weight, eps)
+        ctx.save_for_backward(x if stream is None else stream, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.adds = residual is not None
+        return stream, y
+
+    @staticmethod
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor) -> tuple:
+        stream, weight, rstd = ctx.saved_tensors
+        dx, _, dweight = BACKWARD(dy, dstream, stream, weight, rstd, False)
+        return dx, dx if ctx.adds else None, dweight, None
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
+    ) -> tuple:
+        stream, y, rstd = _forward(x, residual, norm_weight, eps)
+        ctx.save_for_backward(x if stream is None else stream, norm_weight, rstd, weight)
+        ctx.set_materialize_grads(False)
+        ctx.adds = residual is not None
+        return stream, F.linear(y, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor) -> tuple:
+        stream, norm_weight, rstd, weight = ctx.saved_tensors
+        dx, y, dnorm = BACKWARD(dout @ weight, dstream, stream, norm_weight, rstd, True)
+        dweight = dout.flatten(0, -2).t() @ y.flatten(0, -2)  # (out, C)
+        return dx, dx if ctx.adds else None, dnorm, None, dweight
+
+
+# ---- to be called ----------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`stream = x + residual` and `y = stream / rms(stream) * weight` (Zhang and Sennrich, 2019, arXiv:1910.07467).
+
+    Args:
+        x: what a branch adds to the stream, `(..., C)` in bf16, fp16 or fp32.
+        residual: the stream so far, alike; None: `x` is the stream.
+        weight: `(C)`, of any of these precisions.
+        eps: added to the mean square.
+
+    Returns:
+        `(stream, y)`, like `x`. The statistics are fp32, and taken of the stream as it is stored.
+    """
+    stream, y = _Norm.apply(x, residual, weight, eps)
+    return x if stream is None else stream, y
+
+
+def norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm`, then a matrix; the normalised rows are made again for the backward pass instead of being kept.
+
+    Args:
+        x, residual, norm_weight, eps: as for `rms_norm`.
+        weight: `(out, C)`; converted to the precision of `x`.
+
+    Returns:
+        `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
+    """
+    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, weight.to(x.dtype))
+    return x if stream is None else stream, out
+
+
+def rms_norm_plain(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm` in plain PyTorch, for any device and precision."""
+    stream = x if residual is None else x + residual
+    wide = stream if stream.dtype == torch.float64 else stream.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return stream, (wide * scale * weight.to(wide.dtype)).to(stream.dtype)
+
+
+def norm_linear_plain(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear` in plain PyTorch."""
+    stream, y = rms_norm_plain(x, residual, norm_weight, eps)
+    return stream, F.linear(y, weight.to(y.dtype))

@@ -1,0 +1,134 @@
+"""SwiGLU on the packed gate and up projection, alone or joined with the matrix that follows.
+
+Joined, its result is not kept for the backward pass, which makes it again while it reads gate and up anyway.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.kernels import launch
+from lm.kernels.library import define
+
+# ---- in plain PyTorch ------------------------------------------------------------------------------------------------
+
+
+def _forward(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.contiguous().float().chunk(2, -1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def _backward(dz: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+    gate, up = gate_up.contiguous().float().chunk(2, -1)
+    d, s = dz.contiguous().float(), torch.sigmoid(gate)
+    silu = gate * s
+    dgate_up = torch.cat((d * up * (s + silu * (1 - s)), d * silu), -1).to(gate_up.dtype)
+    return dgate_up, (silu * up).to(gate_up.dtype) if again else gate_up.new_empty(0)
+
+
+# ---- by kernels ------------------------------------------------------------------------------------------------------
+
+
+def _cuda_forward(gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    z = _half(gate_up)
+    run, pieces = _program(gate_up)
+    run("swiglu_forward", -(-pieces // 256), 256, gate_up, z, pieces)
+    return z
+
+
+def _cuda_backward(dz: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+    dz, gate_up = dz.contiguous(), gate_up.contiguous()
+    dgate_up, z = torch.empty_like(gate_up), torch.empty_like(dz) if again else dz.new_empty(0)
+    run, pieces = _program(gate_up, dz)
+    run("swiglu_backward", -(-pieces // 256), 256, dz, gate_up, dgate_up, z if again else None, pieces)
+    return dgate_up, z
+
+
+def _program(gate_up: Tensor, *others: Tensor) -> tuple[launch.Program, int]:
+    width = gate_up.shape[-1] // 2
+    vec = launch.vector(width, gate_up, *others)
+    run = launch.program("swiglu", gate_up.device, T=gate_up.dtype, WIDTH=width, VEC=vec)
+    return run, gate_up.numel() // 2 // vec
+
+
+# ---- known to torch --------------------------------------------------------------------------------------------------
+
+
+def _half(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+FORWARD = define("swiglu(Tensor gate_up) -> Tensor", reference=_forward, cuda=_cuda_forward, fake=_half)
+BACKWARD = define(
+    "swiglu_backward(Tensor dz, Tensor gate_up, bool again) -> (Tensor, Tensor)",
+    reference=_backward,
+    cuda=_cuda_backward,
+    fake=lambda dz, gate_up, again: (
+        gate_up.new_empty(gate_up.shape), _half(gate_up) if again else gate_up.new_empty(0)),
+)  # fmt: skip
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return FORWARD(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> Tensor:
+        return BACKWARD(dz, *ctx.saved_tensors, False)[0]
+
+
+class _SwigluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        return F.linear(FORWARD(gate_up), weight)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, weight = ctx.saved_tensors
+        dgate_up, z = BACKWARD(dout @ weight, gate_up, True)
+        return dgate_up, dout.flatten(0, -2).t() @ z.flatten(0, -2)  # (..., 2 I), (out, I)
+
+
+# ---- to be called ----------------------------------------------------------------------------------------------------
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202), in fp32 with one rounding at the end.
+
+    Args:
+        gate_up: gate and up side by side, `(..., 2 I)` in bf16, fp16 or fp32.
+
+    Returns:
+        `(..., I)`.
+    """
+    return _Swiglu.apply(gate_up)
+
+
+def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """`swiglu`, then a matrix; what lies between is made again for the backward pass instead of being kept.
+
+    Args:
+        gate_up: as for `swiglu`.
+        weight: `(out, I)`; converted to the precision of `gate_up`.
+
+    Returns:
+        `(..., out)`.
+    """
+    return _SwigluLinear.apply(gate_up, weight.to(gate_up.dtype))
+
+
+def swiglu_plain(gate_up: Tensor) -> Tensor:
+    """`swiglu` in plain PyTorch, for any device and precision."""
+    gate, up = gate_up.chunk(2, -1)  # (..., I) each
+    return F.silu(gate) * up
+
+
+def swiglu_linear_plain(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """`swiglu_linear` in plain PyTorch."""
+    return F.linear(swiglu_plain(gate_up), weight.to(gate_up.dtype))

@@ -1,0 +1,112 @@
+"""What a checkpoint holds of a training: put together from the module when saving, taken apart when going on.
+
+Lightning gathers weights, optimizer state and loops; here they become a Hugging Face model, named optimizer state, and
+the rest of an exact resume. `checkpoint` writes and reads the folder.
+"""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lm.data.batch import Cursor
+from lm.errors import RequestError
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
+from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
+from lm.optim import build_optimizer, index_state, name_state, parameter_groups
+
+
+def complete(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Turn what Lightning gathered into what the folder is to hold, in place.
+
+    Args:
+        module: the LanguageModule that is saved.
+        checkpoint: Lightning's.
+    """
+    groups = parameter_groups(module.decoder.named_parameters(), 0.0)
+    names = [name for group in groups for name in group["names"]]
+    weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
+    checkpoint["state_dict"] = to_huggingface(weights, module.config) if weights else {}
+    states = checkpoint.pop("optimizer_states", [])
+    checkpoint["optimizer"] = name_state(states[0], names) if states and states[0] else {}
+    checkpoint["lr_schedulers"] = []
+    checkpoint["cursor"] = {"consumed": module.cursor.end} if module.cursor else {"consumed": 0}
+    checkpoint["ranks"] = _gather(
+        {"rng": _rng_state(), "nats": module.logged_nats.item(), "tokens": module.logged_tokens.item()}
+    )
+    tokenizer = module.trainer.datamodule.tokenizer
+    dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
+    documents = {
+        "config.json": config_json(module.config, eos_id=tokenizer.eos_id, dtype=dtype),
+        "generation_config.json": generation_config_json(eos_id=tokenizer.eos_id),
+    }
+    checkpoint["files"] = {
+        **{name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()},
+        **tokenizer.files(),
+    }
+
+
+def restore(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `complete`; the config decides every hyper-parameter, so a changed learning rate is what is used.
+
+    Returns:
+        What the checkpoint holds for this rank alone: `rng`, `nats` and `tokens`.
+
+    Raises:
+        RequestError: the weights are of another architecture.
+    """
+    weights = checkpoint["state_dict"]
+    _refuse_other_shapes(weights, module.config)
+    weights = from_huggingface(weights, module.config)
+    checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
+    if "optimizer" in checkpoint:
+        groups = parameter_groups(module.decoder.named_parameters(), 0.0)
+        state = build_optimizer(module.decoder, module.optimizer_config).state_dict()
+        state["state"] = index_state(checkpoint.pop("optimizer"), groups)
+        checkpoint["optimizer_states"] = [state]
+    ranks, rank = checkpoint["ranks"], module.global_rank
+    if len(ranks) != module.trainer.world_size:  # what other ranks had summed up and not logged yet is rank zero's
+        sums = {name: sum(of_rank[name] for of_rank in ranks) for name in ("nats", "tokens")}
+        ranks = [{**ranks[0], **sums}]
+    module.trainer.recount(checkpoint)
+    module.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"], micro=0)
+    module.trainer.datamodule.consumed = module.cursor.end
+    return ranks[rank] if rank < len(ranks) else {}
+
+
+def _refuse_other_shapes(weights: dict[str, Tensor], config: DecoderConfig) -> None:
+    with torch.device("meta"):
+        expected = to_huggingface(Decoder(config).state_dict(), config)
+    for name in sorted(expected.keys() | weights.keys()):
+        have, want = (tuple(side[name].shape) if name in side else "absent" for side in (weights, expected))
+        if have != want:
+            raise RequestError(
+                f"this is a checkpoint of another architecture: its {name} is {have}, the config makes it {want}"
+            )
+
+
+def _rng_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_generators(state: dict[str, Tensor]) -> None:
+    """Put this rank's random number generators where a checkpoint left them."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _gather(value: Any) -> list[Any]:
+    """`value` of every rank, in the order of the ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

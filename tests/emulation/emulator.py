@@ -1,0 +1,93 @@
+"""Test equipment: our kernels on a CPU, compiled by g++ through `cuda_on_cpu.h`.
+
+`emulated` is a fixture that puts this in the place of `lm.kernels.launch`, so that an op's CUDA entry (its grid, its
+constants, its arguments) runs as it is, on CPU tensors.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from lm.kernels import launch, nvrtc
+
+HEADER = Path(__file__).parent / "cuda_on_cpu.h"
+FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden")
+CACHE = Path(tempfile.gettempdir()) / f"lm-emulated-kernels-{os.getuid()}"
+KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(')
+
+
+class Program:
+    """The kernels of one source, called as `launch.Program` is, on CPU tensors.
+
+    Args:
+        source: a `.cu` file.
+        defines: its constants.
+        reversed: run the last warp of a block first.
+    """
+
+    def __init__(self, source: Path, defines: dict[str, object], reversed: bool) -> None:
+        self.library = ctypes.CDLL(str(_compile(source, defines)))
+        self.reversed = reversed
+
+    def __call__(self, name: str, blocks: int, threads: int, *arguments: Tensor | int | float | None,
+                 shared: int = 0) -> None:
+        values = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                assert argument.is_contiguous() or argument.stride(-1) == 1, "a kernel takes rows of neighbours"
+                values.append(ctypes.c_void_p(argument.data_ptr()))
+            elif isinstance(argument, int):
+                values.append(ctypes.c_longlong(argument))
+            else:
+                values.append(ctypes.c_void_p(0) if argument is None else ctypes.c_float(argument))
+        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        kernel = getattr(self.library, f"emulated_{name}")
+        kernel.restype = ctypes.c_char_p
+        error = kernel(blocks, threads, ctypes.c_size_t(shared), int(self.reversed), len(values), addresses)
+        if error:
+            raise RuntimeError(f"{name}: {error.decode()}")
+
+
+def _compile(source: Path, defines: dict[str, object]) -> Path:
+    """The shared object of a source, compiled once for all tests."""
+    constants = "".join(f"#define {key} {value}\n" for key, value in defines.items())
+    text = source.read_text()
+    whole = f'#include "{HEADER}"\n{constants}#define EMULATED\n#include "{source}"\n'
+    whole += "".join(f"EMULATE({name})\n" for name in KERNEL.findall(text))
+    parts = (whole, text, (nvrtc.SOURCES / nvrtc.PRELUDE).read_text(), HEADER.read_text(), repr(FLAGS))
+    path = CACHE / f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
+    if not path.exists():
+        CACHE.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "unit.cpp").write_text(whole)
+            command = ["g++", *FLAGS, f"-I{HEADER.parent}", f"-I{nvrtc.SOURCES}", "-w", "-o", f"{folder}/unit.so",
+                       f"{folder}/unit.cpp"]  # fmt: skip
+            subprocess.run(command, check=True)
+            finished = tempfile.NamedTemporaryFile(dir=CACHE, delete=False).name
+            shutil.copy(f"{folder}/unit.so", finished)
+            os.replace(finished, path)
+    return path
+
+
+@pytest.fixture(params=[False, True], ids=["forward", "reversed"])
+def emulated(request, monkeypatch):
+    """The kernels run here, with the warps of a block in this order, as on a GPU of three multiprocessors."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the emulation with")
+
+    def program(name, device, **defines):
+        named = {key: launch.TYPES.get(value, value) for key, value in defines.items()}
+        return Program(nvrtc.SOURCES / f"{name}.cu", named, request.param)
+
+    monkeypatch.setattr(launch, "program", program)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(launch, "shared_bytes", lambda device: 227 * 1024)
+    return request.param
