@@ -19,6 +19,7 @@ COMMANDS = {
     "data inspect": ("lm.commands.data:inspect", "what a data folder holds"),
     "data show": ("lm.commands.show:show", "the texts that a run saw at a step"),
     "bench step": ("lm.commands.bench_step:step", "time of a training step, and what a checkpoint costs"),
+    "bench kernels": ("lm.commands.bench_kernels:kernels", "bandwidth of every op, beside eager, inductor and a copy"),
     "bench loader": ("lm.commands.bench:loader", "tokens a second of the data path"),
 }
 

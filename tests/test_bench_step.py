@@ -6,8 +6,9 @@ import math
 import pytest
 from trainings import lm, write_config
 
-from lm.commands.step_report import FORMULAS, overhead
 from lm.commands.step_loops import Stretch
+from lm.commands.step_modes import ALL, Mode, parse_modes
+from lm.commands.step_report import FORMULAS, overhead
 
 SMALL = ("bench", "step", "--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")
 
@@ -72,3 +73,31 @@ def test_overhead_compares_each_turn_with_its_neighbours():
     lightning = [Stretch(1.1 * (2 + i), 1.0) for i in range(3)]
     plain = [Stretch(1.5 + i, 1.0) for i in range(4)]
     assert overhead(lightning, plain) == pytest.approx((0.1, 0.0))
+
+
+def test_modes_are_measured_side_by_side(tmp_path):
+    """Each in a process of its own; what cannot run here is said, with the reason, and the others are measured."""
+    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
+    modes = ("--modes", "none", "triton_free", "triton_free+graphs", "none/on")
+    ended = lm(tmp_path, *SMALL, *modes, "--json")
+    found = json.loads(ended.stdout)["modes"]
+    assert list(found) == list(modes[1:])
+    assert found["none"]["compile"] == "none" and found["triton_free"]["compile"] == "triton_free"
+    assert "cuda_graphs" in found["triton_free+graphs"]["unavailable"]
+    assert "no CUDA device" in found["none/on"]["unavailable"]
+    shown = lm(tmp_path, *SMALL, "--modes", "none", "none+graphs").stdout
+    assert "1.000x" in shown and "none+graphs is unavailable" in shown
+
+
+def test_modes_that_cannot_run_at_all_are_a_wrong_request(tmp_path):
+    write_config(tmp_path, **{"trainer.callbacks": None})
+    ended = lm(tmp_path, *SMALL, "--modes", "none+graphs", expect=2)
+    assert "cuda_graphs" in ended.stderr and ended.stderr.count("\n") == 1
+    ended = lm(tmp_path, *SMALL, "--modes", "fast", expect=2)
+    assert "no mode 'fast'" in ended.stderr and "triton_free" in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_a_mode_is_read_as_it_is_written():
+    for mode in ALL:
+        assert Mode.parse(str(mode)) == mode
+    assert parse_modes(["all", "inductor", "none/off"]) == ALL  # each once

@@ -11,7 +11,8 @@ from lm.kernels import cross_entropy, nvrtc
 from lm.kernels.cross_entropy import FORWARD, linear_cross_entropy, linear_cross_entropy_plain
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}  # of the norm of the exact values
+# Of the norm of the exact values; in fp32 it is the matrix product's long sum over the vocabulary, in the CPU's order.
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 IGNORED = -100
 
 
@@ -202,12 +203,9 @@ def test_all_logits_are_never_there_at_once(monkeypatch):
 
 @pytest.mark.skipif(not nvrtc.available(), reason="NVRTC is not installed")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "float"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_architecture_compiles_without_spills(arch, dtype):
-    size = 4 if dtype == "float" else 2
-    for vocab, softcapped in ((32768, 0), (50257, 1), (262144, 0), (64, 0)):
-        stride = -(-vocab * size // 16) * 16 // size
-        warps = 2 if vocab == 64 else 16
-        _, usage = nvrtc.compile_source("cross_entropy", arch, T=dtype, VOCAB=vocab, STRIDE=stride, VEC=16 // size,
-                                        WARPS=warps, GRADIENT=1, SOFTCAPPED=softcapped)  # fmt: skip
+    for vocab, softcapped in ((32768, False), (50257, True), (262144, False), (64, False)):
+        constants = cross_entropy.constants(dtype, vocab, True, softcapped)
+        _, usage = nvrtc.compile_source("cross_entropy", arch, **constants)
         assert all(use.spilled_bytes == 0 for use in usage.values()), (vocab, usage)

@@ -193,14 +193,13 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason="NVRTC is not ins
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "float"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [768, 1024, 4096, 997])
 def test_every_architecture_compiles_without_spills(arch, dtype, width):
-    vec = 1 if width % 8 else 4 if dtype == "float" else 8
-    warps = dict(FORWARD_WARPS=rms_norm._warps(width // vec, max(1, 16 // vec)),
-                 BACKWARD_WARPS=rms_norm._warps(width // vec, max(1, 8 // vec)))
-    for name, defines in (("rms_norm", dict(W="float", **warps)), ("swiglu", {})):
-        code, usage = nvrtc.compile_source(name, arch, T=dtype, WIDTH=width, VEC=vec, **defines)
+    vec = 1 if width % 8 else 16 // dtype.itemsize
+    for name, constants in (("rms_norm", rms_norm.constants(dtype, torch.float32, width, vec)),
+                            ("swiglu", swiglu.constants(dtype, width, vec))):
+        code, usage = nvrtc.compile_source(name, arch, **constants)
         assert code[:4] == b"\x7fELF" and len(usage) >= 2
         assert all(use.spilled_bytes == 0 and use.registers <= 96 for use in usage.values()), usage
 

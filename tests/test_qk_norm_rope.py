@@ -156,26 +156,23 @@ def test_values_do_not_keep_the_projection():
 
 @pytest.mark.skipif(not nvrtc.available(), reason="NVRTC is not installed")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "float"])
-@pytest.mark.parametrize("norm", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", [False, True])
 def test_every_architecture_compiles_without_spills(arch, dtype, norm):
     compiled(arch, dtype, norm, (64, 80, 128))
 
 
 @pytest.mark.skipif(not nvrtc.available(), reason="NVRTC is not installed")
-@pytest.mark.parametrize("dtype", ["bf16", "float"])
-@pytest.mark.parametrize("norm", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", [False, True])
 def test_unusual_heads_compile_without_spills(dtype, norm):
     compiled("sm_90", dtype, norm, (2, 32, 72, 96, 250, 256))
 
 
-def compiled(arch, dtype, norm, widths):
+def compiled(arch: str, dtype, norm: bool, widths):
     for dim in widths:
-        vec = 4 if dtype == "float" else 8
+        vec = 16 // dtype.itemsize
         vec = vec if dim // 2 % vec == 0 else 1
-        lanes = 1
-        while lanes < 32 and lanes < dim // 2 // vec:
-            lanes *= 2
-        _, usage = nvrtc.compile_source("qk_norm_rope", arch, T=dtype, W="float", DIM=dim, HEADS=16, KV_HEADS=4,
-                                        VEC=vec, LANES=lanes, NORM=norm)  # fmt: skip
+        constants = qk_norm_rope.constants(dtype, torch.float32 if norm else None, 16, 4, dim, vec)
+        _, usage = nvrtc.compile_source("qk_norm_rope", arch, **constants)
         assert all(use.spilled_bytes == 0 for use in usage.values()), (dim, usage)

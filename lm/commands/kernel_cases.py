@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.kernels import cross_entropy, qk_norm_rope, rms_norm, swiglu
+from lm.kernels import attention, cross_entropy, qk_norm_rope, rms_norm, swiglu
 from lm.model.layers import rotary_table
 
 EPS = 1e-5
@@ -85,8 +85,21 @@ class Cases:
 
     def all(self) -> list[Case]:
         """One of each op, in the order of a block."""
+        quarter = self.sizes.seq_len // 4
         return [self.rms_norm(), self.norm_linear(), self.qk_rope(normed=False), self.qk_rope(normed=True),
+                self.attention(), self.attention(window=quarter), self.attention(document=quarter),
                 self.swiglu(), self.swiglu_linear(), self.cross_entropy()]  # fmt: skip
+
+    def programs(self) -> dict[str, dict[str, object]]:
+        """The sources that these cases use, each with what it is compiled for."""
+        sizes, dtype, vec, wide = self.sizes, self.dtype, 16 // self.item, torch.float32
+        heads = (sizes.heads, sizes.kv_heads, sizes.head_dim, vec)
+        return {
+            "rms_norm": rms_norm.constants(dtype, wide, sizes.hidden, vec),
+            "qk_norm_rope": qk_norm_rope.constants(dtype, wide, *heads),
+            "swiglu": swiglu.constants(dtype, sizes.intermediate, vec),
+            "cross_entropy": cross_entropy.constants(dtype, sizes.vocab, True, False),
+        }
 
     def random(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """Normally distributed numbers, of which a gradient can be taken."""
@@ -139,6 +152,42 @@ class Cases:
             backward=Traffic(
                 {"dq, dk, dv": rows, "tables": tables, **weights, **({"q, k of qkv": turned} if normed else {})},
                 {"dqkv": rows, **{f"d{name}": size for name, size in weights.items()}}),
+        )  # fmt: skip
+
+    def attention(self, window: int | None = None, document: int | None = None) -> Case:
+        """With a window, or with documents of this many tokens; what is compared is a mask, or torch's own choice."""
+        sizes = self.sizes
+        batch, length = sizes.tokens // sizes.seq_len, sizes.seq_len
+        span = window or length
+        attended = (document + 1) / 2 if document else span - span * (span - 1) / (2 * length)  # tokens, on average
+        documents = None
+        if document:
+            ids = torch.arange(length, device=self.device) // document
+            documents = attention.documents_from(ids.expand(batch, -1))
+
+        def inputs() -> tuple[Tensor, ...]:
+            heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+            return tuple(self.random(batch, length, n, sizes.head_dim) for n in heads)
+
+        # As in training, who sees whom is found once and not in every layer.
+        x = torch.empty(batch, length, 1, dtype=self.dtype, device=self.device)
+        reach, masked = attention.reach(x, window, documents), attention.Reach(None, None, None)
+        if window or document:
+            masked = attention.masked_reach(length, window, documents, self.device)
+
+        def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with attention.chosen_kernels(q.device, [reach]):
+                return attention.attend(q, k, v, reach)
+
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention.attend(q, k, v, masked)
+
+        return Case(
+            f"attention{f', window {window}' * bool(window)}{f', documents of {document}' * bool(document)}",
+            chosen, plain, inputs,
+            {"tokens": sizes.tokens, "seq_len": length, "heads": sizes.heads, "kv_heads": sizes.kv_heads,
+             "head_dim": sizes.head_dim},
+            operations=round(12 * sizes.heads * sizes.head_dim * attended * sizes.tokens),
         )  # fmt: skip
 
     def swiglu(self) -> Case:

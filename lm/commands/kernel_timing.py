@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lm.kernels import launch
+from lm.kernels import launch, swiglu
 
 COPY_BYTES = 2**30  # of the copy whose rate is the yardstick; less where a sixteenth of the memory is less
 TURN_SECONDS = 0.02  # what a contender's turn should last, so that the clock's grain does not count
@@ -57,9 +57,14 @@ class Stopwatch:
         self._copy_seconds = self.median({"copy": [self._copy]}, 7)["copy"].seconds
 
     @property
+    def copy_bytes(self) -> int:
+        """Bytes that the copy reads and writes."""
+        return 2 * self._source.nbytes
+
+    @property
     def copy_rate(self) -> float:
         """Bytes a second of a large copy on the device, read and written ones counted."""
-        return 2 * self._source.nbytes / self._copy_seconds
+        return self.copy_bytes / self._copy_seconds
 
     def sets(self, moved: int) -> int:
         """How many sets of inputs to go round, so that none is still in the cache when it comes again.
@@ -99,7 +104,7 @@ class Stopwatch:
     def launch_seconds(self, rounds: int) -> float:
         """What the host needs to start one of our kernels, with next to nothing to do for it. On a GPU only."""
         x, z = (torch.randn(1, width, device=self.device) for width in (16, 8))
-        run = launch.program("swiglu", self.device, T=x.dtype, WIDTH=8, VEC=1)
+        run = launch.program("swiglu", self.device, **swiglu.constants(x.dtype, width=8, vec=1))
         count = 200
         found = []
         for _ in range(rounds + 1):  # the first warms up

@@ -98,7 +98,12 @@ def reach(x: Tensor, window: int | None, documents: Documents | None, dropout: f
         if documents is None:
             return Reach(window, torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=x.device), None)
         return Reach(window, torch.cat((_begins(documents.ids).flatten().nonzero()[:, 0].int(), end)), None)
-    time = torch.arange(length, device=x.device)
+    return masked_reach(length, window, documents, x.device)
+
+
+def masked_reach(length: int, window: int | None, documents: Documents | None, device: torch.device) -> Reach:
+    """The reference for all: who sees whom as a mask. Arguments as for `reach`, `length` being T."""
+    time = torch.arange(length, device=device)
     mask = (time[:, None] >= time)[None, None]  # (1, 1, T, T)
     if window is not None:
         mask = mask & (time[:, None] - time < window)

@@ -30,7 +30,7 @@ def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: 
     """
     x, weight = x.contiguous(), weight.contiguous()
     tokens, vocab = x.shape[0], weight.shape[0]
-    stride = -(-vocab * x.element_size() // 16) * 16 // x.element_size()
+    stride = _stride(vocab, x.dtype)
     rows = max(1, min(tokens, CHUNK_BYTES // (stride * x.element_size())))
     rows = rows // 128 * 128 if 128 <= rows < tokens else rows  # whole tiles of a matrix product
     logits = x.new_empty((rows, stride))
@@ -47,6 +47,11 @@ def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: 
             torch.mm(chunk, weight, out=dx[part])  # (chunk, C)
             _accumulate(dweight, chunk, x[part])
     return costs, losses, dx, dweight
+
+
+def _stride(vocab: int, dtype: torch.dtype) -> int:
+    """Elements from one row of logits to the next: the first multiple of 16 bytes that holds a row."""
+    return -(-vocab * dtype.itemsize // 16) * 16 // dtype.itemsize
 
 
 def _accumulate(dweight: Tensor, dlogits: Tensor, x: Tensor) -> None:
@@ -97,19 +102,23 @@ def _reference(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor 
 # ---- by a kernel -----------------------------------------------------------------------------------------------------
 
 
+def constants(dtype: torch.dtype, vocab: int, gradient: bool, softcapped: bool) -> dict[str, object]:
+    """What the kernel is compiled for: rows of this vocabulary, with or without their gradient and a soft cap."""
+    vec, stride, warps = 16 // dtype.itemsize, _stride(vocab, dtype), 1
+    while warps < 16 and stride > vec * warps * 32 * 4:  # few enough for two rows a multiprocessor
+        warps *= 2
+    return dict(T=launch.TYPES[dtype], VOCAB=vocab, STRIDE=stride, VEC=vec, WARPS=warps, GRADIENT=int(gradient),
+                SOFTCAPPED=int(softcapped))  # fmt: skip
+
+
 def _cuda(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None, ignore_index: int, z_loss: float,
           softcap: float, gradient: bool) -> Results:  # fmt: skip
     def overwrite(logits: Tensor, labels: Tensor, weights: Tensor | None, losses: Tensor, costs: Tensor) -> None:
         rows, vocab = logits.shape
-        stride, vec = logits.stride(0), 16 // logits.element_size()
-        warps = 1
-        while warps < 16 and stride > vec * warps * 32 * 4:  # few enough for two rows a multiprocessor
-            warps *= 2
-        run = launch.program(
-            "cross_entropy", logits.device, T=logits.dtype, VOCAB=vocab, STRIDE=stride, VEC=vec, WARPS=warps,
-            GRADIENT=int(gradient), SOFTCAPPED=int(softcap != 0),
-        )  # fmt: skip
-        run("cross_entropy", rows, warps * 32, logits, labels, weights, losses, costs, ignore_index, z_loss, softcap)
+        chosen = constants(logits.dtype, vocab, gradient, softcap != 0)
+        run = launch.program("cross_entropy", logits.device, **chosen)
+        run("cross_entropy", rows, chosen["WARPS"] * 32, logits, labels, weights, losses, costs, ignore_index, z_loss,
+            softcap)
 
     weights = None if token_weights is None else token_weights.contiguous()
     return _chunked(overwrite, x, weight, labels.contiguous(), weights, gradient)

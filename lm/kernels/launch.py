@@ -95,10 +95,10 @@ def program(name: str, device: torch.device, **defines: object) -> Program:
     Args:
         name: of a file in `csrc/`, without its ending.
         device: where the tensors are.
-        defines: preprocessor constants; a torch dtype becomes the sources' name of it.
+        defines: preprocessor constants.
     """
-    constants = tuple((key, TYPES.get(value, value)) for key, value in defines.items())
-    return _program(name, device.index if device.index is not None else torch.cuda.current_device(), constants)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _program(name, index, tuple(defines.items()))
 
 
 @functools.cache

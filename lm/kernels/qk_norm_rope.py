@@ -72,17 +72,22 @@ def _backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, q_weight: 
 # ---- by kernels ------------------------------------------------------------------------------------------------------
 
 
+def constants(dtype: torch.dtype, weight_dtype: torch.dtype | None, heads: int, kv_heads: int, dim: int,
+              vec: int) -> dict[str, object]:  # fmt: skip
+    """What the kernels are compiled for: these heads, half a head loaded in vectors of `vec`; no norm without weight."""
+    lanes = 1
+    while lanes < 32 and lanes < dim // 2 // vec:
+        lanes *= 2
+    return dict(T=launch.TYPES[dtype], W=launch.TYPES[weight_dtype or torch.float32], DIM=dim, HEADS=heads,
+                KV_HEADS=kv_heads, VEC=vec, LANES=lanes, NORM=int(weight_dtype is not None))  # fmt: skip
+
+
 def _program(like: Tensor, weight: Tensor | None, heads: int, kv_heads: int, dim: int,
              *tensors: Tensor | None) -> tuple[launch.Program, int]:  # fmt: skip
     """The kernels for these heads, and how many heads a block of 256 threads works on at once."""
-    vec, lanes = launch.vector(dim // 2, like, weight, *tensors), 1
-    while lanes < 32 and lanes < dim // 2 // vec:
-        lanes *= 2
-    run = launch.program(
-        "qk_norm_rope", like.device, T=like.dtype, W=torch.float32 if weight is None else weight.dtype, DIM=dim,
-        HEADS=heads, KV_HEADS=kv_heads, VEC=vec, LANES=lanes, NORM=int(weight is not None),
-    )  # fmt: skip
-    return run, 256 // lanes
+    vec = launch.vector(dim // 2, like, weight, *tensors)
+    chosen = constants(like.dtype, None if weight is None else weight.dtype, heads, kv_heads, dim, vec)
+    return launch.program("qk_norm_rope", like.device, **chosen), 256 // chosen["LANES"]
 
 
 def _cuda_forward(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,

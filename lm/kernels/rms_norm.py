@@ -55,15 +55,19 @@ def _warps(pieces: int, held: int) -> int:
     return warps
 
 
+def constants(dtype: torch.dtype, weight_dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
+    """What the kernels are compiled for: rows of this width, loaded in vectors of `vec`."""
+    warps = [_warps(width // vec, max(1, held // vec)) for held in (16, 8)]
+    return dict(T=launch.TYPES[dtype], W=launch.TYPES[weight_dtype], WIDTH=width, VEC=vec, FORWARD_WARPS=warps[0],
+                BACKWARD_WARPS=warps[1])  # fmt: skip
+
+
 def _program(width: int, *tensors: Tensor | None) -> tuple[launch.Program, int, int]:
     """The kernels for rows of this width, and the threads of a forward and of a backward block."""
     x, weight = tensors[:2]
-    vec = launch.vector(width, *tensors)
-    pieces = width // vec
-    forward, backward = _warps(pieces, max(1, 16 // vec)), _warps(pieces, max(1, 8 // vec))
-    run = launch.program("rms_norm", x.device, T=x.dtype, W=weight.dtype, WIDTH=width, VEC=vec,
-                         FORWARD_WARPS=forward, BACKWARD_WARPS=backward)  # fmt: skip
-    return run, forward * 32, backward * 32
+    chosen = constants(x.dtype, weight.dtype, width, launch.vector(width, *tensors))
+    run = launch.program("rms_norm", x.device, **chosen)
+    return run, chosen["FORWARD_WARPS"] * 32, chosen["BACKWARD_WARPS"] * 32
 
 
 def _cuda_normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

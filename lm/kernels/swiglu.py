@@ -47,10 +47,15 @@ def _cuda_backward(dz: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Te
     return dgate_up, z
 
 
+def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
+    """What the kernels are compiled for: results of this width, loaded in vectors of `vec`."""
+    return dict(T=launch.TYPES[dtype], WIDTH=width, VEC=vec)
+
+
 def _program(gate_up: Tensor, *others: Tensor) -> tuple[launch.Program, int]:
     width = gate_up.shape[-1] // 2
     vec = launch.vector(width, gate_up, *others)
-    run = launch.program("swiglu", gate_up.device, T=gate_up.dtype, WIDTH=width, VEC=vec)
+    run = launch.program("swiglu", gate_up.device, **constants(gate_up.dtype, width, vec))
     return run, gate_up.numel() // 2 // vec
 
 

@@ -84,8 +84,7 @@ def emulated(request, monkeypatch):
         pytest.skip("no g++ to compile the emulation with")
 
     def program(name, device, **defines):
-        named = {key: launch.TYPES.get(value, value) for key, value in defines.items()}
-        return Program(nvrtc.SOURCES / f"{name}.cu", named, request.param)
+        return Program(nvrtc.SOURCES / f"{name}.cu", defines, request.param)
 
     monkeypatch.setattr(launch, "program", program)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)

@@ -1,0 +1,167 @@
+"""The same decoder as different projects build it, each with its own loss; `peers` times them.
+
+Weights are fp32 and computation is under autocast, as all of them are trained. A project is imported only when its
+model is asked for.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.commands.step_modes import Mode
+from lm.kernels.operations import choose
+from lm.micro_step import MicroStep
+from lm.model.compiled import compile_blocks
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
+from lm.model.huggingface import config_json
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # input ids and labels (B, T) -> mean cross-entropy
+
+
+class Contender(NamedTuple):
+    """A model with its loss, on its device."""
+
+    model: nn.Module
+    loss: Loss
+    same: bool = True  # the very architecture of the config; False: as near as the project has one
+    graphs: bool = False  # forward and backward pass are to be one CUDA graph
+
+
+def build(name: str, config: DecoderConfig, seq_len: int, device: torch.device) -> Contender:
+    """Build a contender.
+
+    Args:
+        name: `lm:MODE` with a mode of `lm bench step`, or `transformers`, `liger`, `litgpt`, `nanogpt`, each also with
+            `+inductor`, which compiles the whole model with torch.compile.
+        config: the decoder.
+        seq_len: of its batches.
+        device: where it is to train.
+    """
+    if name.startswith("lm:"):
+        return ours(Mode.parse(name.removeprefix("lm:")), config, device)
+    project, _, compiler = name.partition("+")
+    with device:
+        contender = BUILDERS[project](config, seq_len)
+    if compiler == "inductor":
+        compiled = torch.compile(contender.loss, dynamic=False)
+        return contender._replace(loss=compiled)
+    return contender
+
+
+def ours(mode: Mode, config: DecoderConfig, device: torch.device) -> Contender:
+    """This project's, as `LanguageModule` sets it up."""
+    with device:
+        model = Decoder(config)
+    model.operations, _ = choose(mode.kernels or "auto", device)
+    compile_blocks(model, mode.compile)
+
+    def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
+        return model(input_ids, labels=labels).total / labels.numel()
+
+    return Contender(model, loss, graphs=mode.cuda_graphs)
+
+
+def transformers(config: DecoderConfig, seq_len: int) -> Contender:
+    """Hugging Face's, whose own loss is used."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    document = config_json(config, None, "float32")
+    settings = AutoConfig.for_model(**{**document, "use_cache": False})
+    model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
+
+    def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
+        return model(input_ids=input_ids, labels=labels, shift_labels=labels).loss
+
+    return Contender(model.train(), loss)
+
+
+def liger(config: DecoderConfig, seq_len: int) -> Contender:
+    """Hugging Face's with Liger's kernels in place of its modules, loss included. It changes transformers for good."""
+    from liger_kernel.transformers import monkey_patch
+
+    kind = config_json(config, None, "float32")["model_type"]
+    getattr(monkey_patch, f"apply_liger_kernel_to_{kind}")()
+    return transformers(config, seq_len)
+
+
+def litgpt(config: DecoderConfig, seq_len: int) -> Contender:
+    """litgpt's, with the whole batch's logits and cross-entropy, as its `pretrain` has it."""
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    if any(config.windows):
+        raise ValueError("windows are not set up for litgpt here")
+    model = GPT(Config(
+        block_size=seq_len, n_layer=config.num_hidden_layers, n_embd=config.hidden_size,
+        vocab_size=config.vocab_size, padded_vocab_size=config.vocab_size, norm_class_name="RMSNorm",
+        norm_eps=config.rms_norm_eps, norm_qk=config.qk_norm, n_head=config.num_attention_heads,
+        head_size=config.head_dim, n_query_groups=config.num_key_value_heads, rope_base=int(config.rope_theta),
+        rotary_percentage=1.0, intermediate_size=config.intermediate_size, bias=False, parallel_residual=False,
+        mlp_class_name="LLaMAMLP",
+    ))  # fmt: skip
+    if config.tie_word_embeddings:
+        model.transformer.wte.weight = model.lm_head.weight
+
+    def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(input_ids).flatten(0, 1), labels.flatten())
+
+    return Contender(model, loss)
+
+
+def nanogpt(config: DecoderConfig, seq_len: int) -> Contender:
+    """nanoGPT's GPT-2 of the same depth and width: other norms, positions and MLP, and no grouped heads."""
+    from model import GPT, GPTConfig  # the name of its file
+
+    model = GPT(GPTConfig(
+        block_size=seq_len, vocab_size=config.vocab_size, n_layer=config.num_hidden_layers,
+        n_head=config.num_attention_heads, n_embd=config.hidden_size, dropout=0.0, bias=False,
+    ))  # fmt: skip
+    return Contender(model, lambda input_ids, labels: model(input_ids, labels)[1], same=False)
+
+
+BUILDERS = {"transformers": transformers, "liger": liger, "litgpt": litgpt, "nanogpt": nanogpt}
+
+
+class Training:
+    """Optimizer steps of a contender, in a plain loop that is the same for all.
+
+    Args:
+        contender: what is trained.
+        batches: input ids and labels, `(micro-batches, B, T)` each, gone through in every step.
+        half: precision of the computation; None: as the weights are.
+    """
+
+    def __init__(self, contender: Contender, batches: tuple[Tensor, Tensor], half: torch.dtype | None) -> None:
+        self.contender, self.batches, self.half = contender, batches, half
+        self.device = batches[0].device
+        self.parameters = list(contender.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.replay = None
+        if contender.graphs:
+            def step(batch: Tensor) -> tuple[Tensor]:
+                return (self._micro_batch(*batch),)
+
+            self.replay = MicroStep(self.parameters, step, self.device.type == "cuda")
+
+    def step(self) -> float | Tensor:
+        """One optimizer step; the sum of its losses."""
+        total = 0.0
+        for input_ids, labels in zip(*self.batches, strict=True):
+            if self.replay is None:
+                total += self._micro_batch(input_ids, labels)
+            else:
+                total += self.replay(torch.stack((input_ids, labels)))[0]
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        (self.replay or self.optimizer).zero_grad()
+        return total
+
+    def _micro_batch(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, self.half, enabled=self.half is not None):
+            loss = self.contender.loss(input_ids, labels) / len(self.batches[0])
+        loss.backward()
+        return loss.detach()

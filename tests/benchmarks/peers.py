@@ -1,0 +1,249 @@
+"""The same decoder and batch in other projects, step by step beside ours.
+
+    python tests/benchmarks/peers.py --config pretrain-350m.yaml [--litgpt PATH] [--nanogpt PATH] [--liger PATH]
+
+Each contender lives in a process of its own, because some change the library they build on, and one that breaks takes
+nobody with it. All are set up first, one after the other; then they take turns, one at a time, and the median counts.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PROJECTS = ("transformers", "liger", "litgpt", "nanogpt")
+MODES = ("none", "triton_free", "inductor", "none+graphs", "triton_free+graphs", "inductor+graphs")
+WARMUP = 5  # optimizer steps before anything is timed: more than what comes before a CUDA graph
+FORMULAS = {
+    "tokens_per_second": "tokens of an optimizer step / median over the turns of seconds a step",
+    "mfu": "flops_per_token x tokens_per_second / dense peak of the device in this precision, with our decoder's "
+    "flops_per_token; only where the architecture is the same",
+    "ratios": "median over the rounds of: seconds of the other's turn / seconds of ours in the same round",
+    "peak_bytes": "most bytes that tensors held, or on a CPU the process, from the start to the end of the warm-up",
+    "first_step_s": "from the start of the process to the end of the first optimizer step",
+}
+
+
+def main(arguments: list[str]) -> None:
+    from lm.arguments import spell_out
+    from lm.commands.bench_step import find_vocab_size
+    from lm.config_file import config_name, config_parser
+    from lm.data.datamodule import DataModule
+    from lm.errors import RequestError
+    from lm.module import LanguageModule
+    from lm.runs import write_atomically
+    from lm.trainer import Trainer
+
+    parser = config_parser("peers.py", trainer=Trainer, model=LanguageModule, data=DataModule)
+    parser.description = "Time a training step of a config's decoder here and in other projects, in turns."
+    parser.add_argument("--contenders", type=list[str], default=[], help="Some of them only: lm:MODE, PROJECT[+inductor].")
+    for project in PROJECTS[1:]:
+        parser.add_argument(f"--{project}", type=Path | None, default=None, help="Where its sources are.")
+    parser.add_argument("--accumulate", type=int, default=1, help="Micro-batches of an optimizer step.")
+    parser.add_argument("--steps", type=int, default=5, help="Optimizer steps of a turn.")
+    parser.add_argument("--rounds", type=int, default=5, help="Turns of each contender.")
+    parser.add_argument("--output", type=Path | None, default=None, help="File to write the JSON object to.")
+    try:
+        config = parser.read(spell_out(arguments, lists=("contenders",)))
+        decoder = vars(config.model.decoder) | {"vocab_size": find_vocab_size(config)}
+    except RequestError as error:
+        sys.exit(f"peers.py: {error}")
+    task = {
+        "config": config_name(config), "decoder": decoder, "seq_len": config.data.seq_len,
+        "micro_batch_size": config.data.micro_batch_size, "accumulate": config.accumulate,
+        "precision": str(config.trainer.precision), "steps": config.steps,
+        "paths": {name: str(config[name].resolve()) for name in PROJECTS[1:] if config[name]},
+    }  # fmt: skip
+    found = compare(task, config.contenders or everyone(), config.rounds)
+    if config.output:
+        write_atomically(config.output, json.dumps(found, indent=2) + "\n")
+    show(found)
+
+
+def everyone() -> list[str]:
+    """All contenders, in the order of their turns."""
+    import torch
+
+    modes = MODES if torch.cuda.is_available() else MODES[:3]
+    return [f"lm:{mode}" for mode in modes] + [f"{p}{c}" for p in PROJECTS for c in ("", "+inductor")]
+
+
+def compare(task: dict[str, Any], names: list[str], rounds: int) -> dict[str, Any]:
+    """Let the contenders take turns, and report."""
+    from lm.runs import run_facts
+
+    contenders, unavailable = {}, {}
+    for name in names:
+        process = Process(name, task)
+        started = process.read()
+        if "unavailable" in started:
+            unavailable[name] = started["unavailable"]
+        else:
+            contenders[name] = (process, started)
+    turns: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, (process, _) in contenders.items():
+            turns[name].append(process.turn())
+    for process, _ in contenders.values():
+        process.end()
+    facts = run_facts()
+    tokens = task["micro_batch_size"] * task["seq_len"] * task["accumulate"]
+    figures = {}
+    for name, (_, started) in contenders.items():
+        seconds = statistics.median(turns[name])
+        flops, peak = started.pop("flops_per_token"), started.pop("peak_flops")
+        rate = tokens / seconds
+        figures[name] = {
+            "ms_per_step": seconds * 1e3, "tokens_per_second": rate,
+            "mfu": rate * flops / peak if peak and flops else None, **started,
+        }  # fmt: skip
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        **{key: value for key, value in task.items() if key != "paths"},
+        "tokens_per_step": tokens, "rounds": rounds, "python": facts["python"], "versions": facts["versions"],
+        "contenders": figures, "unavailable": unavailable, **ranking(turns, figures), "formulas": FORMULAS,
+    }  # fmt: skip
+
+
+def ranking(turns: dict[str, list[float]], figures: dict[str, Any]) -> dict[str, Any]:
+    """Our fastest mode beside each peer, and beside the fastest of those with the same architecture."""
+    mine = {name: figure for name, figure in figures.items() if name.startswith("lm:")}
+    peers = {name: figure for name, figure in figures.items() if name not in mine}
+    if not mine or not peers:
+        return {}
+    best = min(mine, key=lambda name: mine[name]["ms_per_step"])
+    ratios = {
+        name: statistics.median(theirs / ours for ours, theirs in zip(turns[best], turns[name], strict=True))
+        for name in peers
+    }
+    same = [name for name in peers if peers[name]["same_architecture"]] or list(peers)
+    rival = min(same, key=lambda name: peers[name]["ms_per_step"])
+    return {
+        "ours": best,
+        "ratios": ratios,
+        "best_peer": rival,
+        "speed_to_best_peer": ratios[rival],
+        "memory_to_best_peer": mine[best]["peak_bytes"] / peers[rival]["peak_bytes"],
+    }
+
+
+class Process:
+    """A contender at work in its own process; a line of JSON is a request or an answer."""
+
+    def __init__(self, name: str, task: dict[str, Any]) -> None:
+        self.name = name
+        request = json.dumps(task | {"contender": name})
+        self._errors = tempfile.TemporaryFile("w+")  # a pipe would fill up
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--as-contender", request], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._errors, text=True,
+        )  # fmt: skip
+
+    def read(self) -> dict[str, Any]:
+        """The next answer; `unavailable` where the process is gone."""
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines() or [f"exit code {self._process.returncode}"]
+        return {"unavailable": lines[-1]}
+
+    def turn(self) -> float:
+        """Seconds a step."""
+        self._process.stdin.write("turn\n")
+        self._process.stdin.flush()
+        answer = self.read()
+        if "unavailable" in answer:
+            sys.exit(f"peers.py: {self.name} ended in the middle: {answer['unavailable']}")
+        return answer["seconds"]
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+def contend(task: dict[str, Any]) -> None:
+    """What a contender's process does: set up, then a turn for each line it gets."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is not an answer
+    sys.path[:0] = [str(Path(__file__).parent), *task["paths"].values()]
+
+    import torch
+    from peer_models import Training, build
+
+    from lm.commands.step_loops import peak_memory, process_age, synchronize
+    from lm.hardware import device_name, peak_flops
+    from lm.model.accounting import flops_per_token
+    from lm.model.config import DecoderConfig
+
+    half = {"bf16-mixed": torch.bfloat16, "32-true": None}
+    if task["precision"] not in half:
+        raise ValueError(f"peers are compared in bf16-mixed or 32-true, not {task['precision']}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    config = DecoderConfig(**task["decoder"])
+    shape = (task["accumulate"], task["micro_batch_size"], task["seq_len"] + 1)
+    tokens = torch.randint(config.vocab_size, shape, device=device)
+    contender = build(task["contender"], config, task["seq_len"], device)
+    training = Training(contender, (tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()), half[task["precision"]])
+    first = float(training.step())
+    age = process_age()
+    for _ in range(WARMUP - 1):
+        training.step()
+    synchronize(device)
+    name = device_name(device)
+    answers.write(json.dumps({
+        "device": name, "first_step_s": age, "first_loss": first, "peak_bytes": peak_memory(device),
+        "same_architecture": contender.same, "parameters": sum(p.numel() for p in contender.model.parameters()),
+        "flops_per_token": flops_per_token(config, task["seq_len"]) if contender.same else None,
+        "peak_flops": peak_flops(name, task["precision"]),
+    }) + "\n")  # fmt: skip
+    for _ in sys.stdin:
+        synchronize(device)
+        begun = time.perf_counter()
+        for _ in range(task["steps"]):
+            training.step()
+        synchronize(device)
+        answers.write(json.dumps({"seconds": (time.perf_counter() - begun) / task["steps"]}) + "\n")
+
+
+def show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from lm.quantities import format_count
+
+    title = f"{found['config']}, {found['micro_batch_size']} x {found['seq_len']} tokens, {found['precision']}"
+    table = Table(title=title)
+    for column in ("contender", "ms a step", "tokens/s", "MFU", "peak MiB", "first step s", "parameters"):
+        table.add_column(column, no_wrap=column == "contender")
+    for name, figure in found["contenders"].items():
+        mfu = "unknown" if figure["mfu"] is None else f"{figure['mfu']:.1%}"
+        age = figure["first_step_s"]
+        table.add_row(
+            name, f"{figure['ms_per_step']:.1f}", format_count(figure["tokens_per_second"]), mfu,
+            f"{figure['peak_bytes'] / 2**20:,.0f}", "unknown" if age is None else f"{age:.1f}",
+            format_count(figure["parameters"]) + ", others" * (not figure["same_architecture"]),
+        )  # fmt: skip
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    for name, reason in found["unavailable"].items():
+        console.print(f"{name} is unavailable: {reason}")
+    if "best_peer" in found:
+        console.print(
+            f"{found['ours']} is {found['speed_to_best_peer']:.2f}x as fast as {found['best_peer']}, with "
+            f"{found['memory_to_best_peer']:.2f}x of its peak memory"
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as-contender"]:
+        contend(json.loads(sys.argv[2]))
+    else:
+        main(sys.argv[1:])
