@@ -92,7 +92,8 @@ def hugging_face(run):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = str(run.path / "best")
-    return AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+    return model, AutoTokenizer.from_pretrained(folder)
 
 
 def test_a_checkpoint_is_a_hugging_face_model_with_our_logits_and_our_tokenizer(workplace, run):
@@ -116,7 +117,8 @@ def test_a_checkpoint_is_a_hugging_face_model_with_our_logits_and_our_tokenizer(
 def test_data_show_prints_the_texts_that_a_step_saw(workplace, run):
     shown = json.loads(lm(workplace, "data", "show", "--run", "small", "--step", "7", "--limit", "0", "--json").stdout)
     seen = [entry["tokens"] for entry in trace(workplace) if entry["step"] == 7]
-    assert [token for entry in shown["samples"] for token in entry["token_ids"]] == [t for tokens in seen for t in tokens]
+    printed = [token for entry in shown["samples"] for token in entry["token_ids"]]
+    assert printed == [token for tokens in seen for token in tokens]
     assert all("".join(entry["documents"]).replace("<|endoftext|>", "\n") for entry in shown["samples"])
     assert any(len(entry["documents"]) > 1 for entry in shown["samples"])
     refused = lm(workplace, "data", "show", "--run", "small", "--step", "13", expect=2)
@@ -148,7 +150,7 @@ BAD_REQUESTS = {
     "no such run": (["--ckpt_path", "last", "--run", "none"], "no run 'none'"),
     "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: no trainer.json"),
     "two horizons": (["--trainer.max_tokens", "1M"], "one of trainer.max_steps and trainer.max_tokens; both are set"),
-    "no data": (["--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json: make it with"),
+    "no data": (["--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json: make it"),
     "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
     "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),
     "an interval of none": (["--trainer.val_interval", "0"], "trainer.val_interval 0 must be at least 1"),

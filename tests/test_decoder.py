@@ -387,7 +387,8 @@ def test_what_is_left_open_follows_from_the_rest():
     ({"sliding_window": 4}, "sliding_window 4 needs a window_pattern"),
     *(({name: 0}, f"{name} 0 must be above 0") for name in (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "initializer_range", "sliding_window")),
+        "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "initializer_range",
+        "sliding_window")),
 ])
 def test_contradictions_are_refused(given, words):
     with pytest.raises(RequestError, match=words):

@@ -144,7 +144,8 @@ def test_torch_accepts_every_op(dtype):
 
 
 PAIRS = {
-    "rms_norm": (lambda x, r, w, m: rms_norm.rms_norm(x, r, w, EPS), lambda x, r, w, m: rms_norm.rms_norm_plain(x, r, w, EPS)),
+    "rms_norm": (lambda x, r, w, m: rms_norm.rms_norm(x, r, w, EPS),
+                 lambda x, r, w, m: rms_norm.rms_norm_plain(x, r, w, EPS)),
     "first rms_norm": (lambda x, r, w, m: rms_norm.rms_norm(x, None, w, EPS)[1],
                        lambda x, r, w, m: rms_norm.rms_norm_plain(x, None, w, EPS)[1]),
     "norm_linear": (lambda x, r, w, m: rms_norm.norm_linear(x, r, w, EPS, m),

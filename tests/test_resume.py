@@ -28,7 +28,8 @@ def expected(folder):
 
 
 def validations(folder, run):
-    return {entry["step"]: entry["val/loss"] for entry in Run(folder / "checkpoints" / run).metrics() if "val/loss" in entry}
+    entries = Run(folder / "checkpoints" / run).metrics()
+    return {entry["step"]: entry["val/loss"] for entry in entries if "val/loss" in entry}
 
 
 def train_and_kill(folder, name, kills, **changes):
@@ -43,7 +44,8 @@ def train_and_kill(folder, name, kills, **changes):
         lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=code)
 
 
-# Micro-batches are counted from 0, two a step; checkpoints follow steps 3, 6, 9, 12 and new best validations (4, 8, 12).
+# Micro-batches are counted from 0, two a step; checkpoints follow steps 3, 6, 9, 12 and new best validations (4, 8,
+# 12).
 KILLS = {
     "before-any-checkpoint": [dict(signal_name="SIGKILL", micro_batch=2)],
     "between-steps": [dict(signal_name="SIGKILL", micro_batch=14)],
@@ -77,7 +79,7 @@ def test_nothing_is_trained_on_twice_after_a_graceful_stop(workplace):
 
 
 def test_epochs_do_not_matter(workplace):
-    """The corpus has fewer samples than this run takes, so the kill is in a later epoch; every step's samples are new."""
+    """The corpus has fewer samples than this run takes, so the kill is in a later epoch; a step's samples are new."""
     long = {"trainer.max_steps": 60, "trainer.val_interval": 60, "trainer.checkpoint_interval": 20}
     (workplace / "trace.jsonl").unlink(missing_ok=True)
     lm(workplace, "fit", "--config", str(write_config(workplace, "long", **long)))
@@ -124,7 +126,8 @@ def test_any_kept_step_is_one_to_go_on_from(workplace):
             {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=15)},
         ],
     })  # fmt: skip
-    lm(workplace, "fit", "--config", str(killed), "--ckpt_path", "checkpoints/kept/step-00000003", expect=-signal.SIGKILL)
+    step = "checkpoints/kept/step-00000003"
+    lm(workplace, "fit", "--config", str(killed), "--ckpt_path", step, expect=-signal.SIGKILL)
     config = str(write_config(workplace, "kept", **{"trainer.keep_checkpoints": 9}))
     lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
     steps = {entry["step"] for entry in trace(workplace)}
@@ -174,7 +177,8 @@ def test_a_changed_config_is_shown_and_a_lie_refused(workplace):
     assert "model.optimizer.lr: 0.01 -> 0.02" in shown.stderr
     entry = Run(workplace / "checkpoints" / "small").metrics()[-2]
     assert entry["step"] == 13 and entry["optim/lr"] > 0.0012  # the new learning rate is the one that is used
-    refused = lm(workplace, "fit", "--config", config, "--ckpt_path", "last", "--model.decoder.hidden_size", "64", expect=2)
+    another = ("--model.decoder.hidden_size", "64")
+    refused = lm(workplace, "fit", "--config", config, "--ckpt_path", "last", *another, expect=2)
     assert "cannot go on with another model.decoder.hidden_size" in refused.stderr
 
 

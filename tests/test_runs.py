@@ -141,13 +141,15 @@ def test_a_folder_belongs_to_its_run_unless_another_name_is_given(tmp_path):
 
 def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path):
     run = make(tmp_path, "a")
-    config = {"seed_everything": 1, "model": {"decoder": {"hidden_size": 8}, "optimizer": {"lr": 0.1}}, "data": {"path": "x"}}
+    model = {"decoder": {"hidden_size": 8}, "optimizer": {"lr": 0.1}}
+    config = {"seed_everything": 1, "model": model, "data": {"path": "x"}}
     run.config.write_text(json.dumps(config))
     harmless = json.loads(json.dumps(config))
     harmless["model"]["optimizer"]["lr"] = 0.2
     harmless["data"]["micro_batch_size"] = 4
     compare(run, harmless, force=False)
-    for path, value in ((("model", "decoder"), {"hidden_size": 16}), (("seed_everything",), 2), (("data", "path"), "y")):
+    changes = ((("model", "decoder"), {"hidden_size": 16}), (("seed_everything",), 2), (("data", "path"), "y"))
+    for path, value in changes:
         changed = json.loads(json.dumps(config))
         place = changed
         for key in path[:-1]:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from lm.errors import RequestError
 from lm.steps import plan_steps
 
-REQUEST = dict(seq_len=1024, micro_batch_size=16, global_batch_tokens=524_288, world_size=1, max_steps=10, max_tokens=None)
+REQUEST = dict(seq_len=1024, micro_batch_size=16, global_batch_tokens=524_288, world_size=1, max_steps=10,
+               max_tokens=None)  # fmt: skip
 
 
 def test_accumulation_is_what_is_left_of_the_global_batch():

@@ -132,17 +132,17 @@ def prepare(name: str, function: Callable[..., Any], inputs: tuple[Any, ...]) ->
     if name == "forward":
         return partial(function, *inputs)
     wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
-
-    def differentiable() -> list[Tensor]:
-        results = function(*inputs)
-        return [result for result in (results if isinstance(results, tuple) else [results]) if result.requires_grad]
-
-    results = differentiable()
+    results = differentiable(function, inputs)
     gradients = [torch.randn_like(result) for result in results]
     if name == "backward":
         return lambda: torch.autograd.grad(results, wanted, gradients, retain_graph=True)
-    del results
-    return lambda: torch.autograd.grad(differentiable(), wanted, gradients)
+    return lambda: torch.autograd.grad(differentiable(function, inputs), wanted, gradients)
+
+
+def differentiable(function: Callable[..., Any], inputs: tuple[Any, ...]) -> list[Tensor]:
+    """The results that gradients can be taken of."""
+    results = function(*inputs)
+    return [result for result in (results if isinstance(results, tuple) else [results]) if result.requires_grad]
 
 
 def figures(turn: Turn, traffic: Traffic | None, case: Case, stopwatch: Stopwatch) -> dict[str, Any]:

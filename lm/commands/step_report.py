@@ -26,8 +26,8 @@ FORMULAS = {
     "overhead.ratio": "median over Lightning's turns: seconds / mean seconds of the plain turns before and after - 1",
     "overhead.cpu_time_ratio": "the same of the CPU time of this process, which busy neighbours disturb less",
     "mfu": "flops_per_token x tokens_per_second / dense peak of the device in this precision",
-    "flops_per_token": "6 x parameters without input embedding + 12 x heads x head_dim x mean attended length, summed over "
-    "the layers",
+    "flops_per_token": "6 x parameters without input embedding + 12 x heads x head_dim x mean attended length, summed "
+    "over the layers",
     "checkpoint.stall_share": "stall_ms / (interval_steps x lightning.ms_per_step)",
     "first_step_s": "from the start of the process to the end of the first optimizer step",
     "first_step.warm_up_s": "the first step less a later one: compiling, loading kernels, first allocations",
@@ -156,7 +156,7 @@ def show(found: dict[str, Any]) -> None:
     since_start = found["first_step_s"]
     console.print(
         f"first step: {'unknown' if since_start is None else f'{since_start:.1f} s'} after the start of the process; "
-        f"it took {found['first_step']['step_s']:.2f} s, {found['first_step']['warm_up_s']:.2f} s longer than a later one"
+        f"it took {found['first_step']['step_s']:.2f} s, {found['first_step']['warm_up_s']:.2f} s more than a later one"
     )
     console.print(f"peak memory: {'unknown' if memory is None else f'{memory / 2**20:,.0f} MiB'}")
     console.print(

@@ -74,7 +74,7 @@ def _backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, q_weight: 
 
 def constants(dtype: torch.dtype, weight_dtype: torch.dtype | None, heads: int, kv_heads: int, dim: int,
               vec: int) -> dict[str, object]:  # fmt: skip
-    """What the kernels are compiled for: these heads, half a head loaded in vectors of `vec`; no norm without weight."""
+    """What the kernels are compiled for: these heads, halves of them loaded in vectors of `vec`; no weight, no norm."""
     lanes = 1
     while lanes < 32 and lanes < dim // 2 // vec:
         lanes *= 2

@@ -87,7 +87,7 @@ class DecoderConfig:
             raise RequestError(f"window_pattern {pattern!r} must be made of S (a window) and L (all), such as SSSL")
         slides = "S" in (pattern or "")
         if slides and self.sliding_window is None:
-            raise RequestError(f"window_pattern {pattern} has windows: say with sliding_window how many tokens they show")
+            raise RequestError(f"window_pattern {pattern} has windows: give sliding_window, their tokens")
         if not slides and self.sliding_window is not None:
             raise RequestError(f"sliding_window {self.sliding_window} needs a window_pattern with an S, such as SSSL")
 

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
 
     parser = config_parser("peers.py", trainer=Trainer, model=LanguageModule, data=DataModule)
     parser.description = "Time a training step of a config's decoder here and in other projects, in turns."
-    parser.add_argument("--contenders", type=list[str], default=[], help="Some of them only: lm:MODE, PROJECT[+inductor].")
+    parser.add_argument("--contenders", type=list[str], default=[], help="Some only: lm:MODE, PROJECT[+inductor].")
     for project in PROJECTS[1:]:
         parser.add_argument(f"--{project}", type=Path | None, default=None, help="Where its sources are.")
     parser.add_argument("--accumulate", type=int, default=1, help="Micro-batches of an optimizer step.")
@@ -191,7 +191,8 @@ def contend(task: dict[str, Any]) -> None:
     shape = (task["accumulate"], task["micro_batch_size"], task["seq_len"] + 1)
     tokens = torch.randint(config.vocab_size, shape, device=device)
     contender = build(task["contender"], config, task["seq_len"], device)
-    training = Training(contender, (tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()), half[task["precision"]])
+    batches = (tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
+    training = Training(contender, batches, half[task["precision"]])
     first = float(training.step())
     age = process_age()
     for _ in range(WARMUP - 1):
