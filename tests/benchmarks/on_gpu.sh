@@ -46,7 +46,7 @@ device=${device:-cpu}
 stamp=$(date -u +%F)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-summary=()
+summary=() failed=0
 
 # run LIMIT NAME COMMAND...: output to a log, one line of verdict
 run() {
@@ -57,6 +57,7 @@ run() {
     code=$?
     tail -n 25 "$out/$name.log"
     summary+=("$name: exit code $code after $((SECONDS - begun)) s")
+    [ $code -eq 0 ] || failed=1
     return $code
 }
 
@@ -105,7 +106,7 @@ peers() {
 # A real training on the corpus of the package, once whole, and once killed without warning and told to go on.
 fit() {
     local small=() data=$work/data
-    [ -n "$gpu" ] || small=(--config tiny.yaml --data.prepare null --data.global_batch_tokens 1Ki)
+    [ -n "$gpu" ] || small=(--config tiny.yaml --data.prepare null --data.global_batch_tokens 4Ki)
     run 120 fit-data "$python" -m lm data prepare --input embedded:sotu --output "$data" --tokenizer bpe \
         --vocab_size 4096 --val_fraction 0.05 || return
     local common=(--config pretrain-350m.yaml "${small[@]}" --data.path "$data" --trainer.max_tokens null
@@ -152,3 +153,4 @@ done
 echo "== summary"
 printf '%s\n' "${summary[@]}"
 ls "$out"/"$stamp"-*-"$device".json 2> /dev/null
+exit $failed
