@@ -22,7 +22,7 @@ from lm.kernels.operations import choose
 from lm.metrics import TokenLoss
 from lm.micro_step import MicroStep
 from lm.model.accounting import flops_per_token
-from lm.model.compiled import Compile, compile_blocks
+from lm.model.compiled import Compile, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.optim import OptimizerConfig, ScheduleConfig, build_optimizer, schedule
@@ -100,7 +100,7 @@ class LanguageModule(LightningModule):
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # or fp16, which is the same
         self.attention = describe(device, dtype, self.config.windows, self.document_mask, self.config.dropout)
         log.info("kernels: %s; attention: %s; compile: %s", taken, self.attention, self.compile_mode)
-        compile_blocks(self.decoder, self.compile_mode)
+        compile_decoder(self.decoder, self.compile_mode)
         shard = getattr(self.trainer.strategy, "shard", None)
         if shard is not None:
             shard(self.decoder)

@@ -14,7 +14,7 @@ from lm.kernels.attention import Reach, documents_from
 from lm.kernels.operations import FUSED, PLAIN
 from lm.kernels.qk_norm_rope import qk_norm_rope_plain
 from lm.kernels.rms_norm import rms_norm_plain
-from lm.model.compiled import compile_blocks, triton_free
+from lm.model.compiled import compile_decoder, triton_free
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, document_ids_from, initialize
 from lm.model.layers import Rotary, rotary_table
@@ -309,14 +309,14 @@ def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(config):
     ids, labels = batch()
     results, names = [], list(model.state_dict())
     for mode in ("none", "triton_free"):
-        compile_blocks(model, mode)
+        compile_decoder(model, mode)
         model.zero_grad()
         counters.clear()
         model(ids, labels=labels).total.backward()
         results.append([parameter.grad for parameter in model.parameters()])
     assert list(model.state_dict()) == names
-    # the first block, which has no stream yet, and all others with the same window
-    assert counters["stats"]["unique_graphs"] == 1 + len(set(model.config.windows))
+    # the first block, which has no stream yet; all others with the same window; the loss
+    assert counters["stats"]["unique_graphs"] == 2 + len(set(model.config.windows))
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
 
@@ -382,7 +382,7 @@ def test_what_is_left_open_follows_from_the_rest():
     ({"dropout": -0.1}, "dropout"),
     ({"window_pattern": "SSX"}, "window_pattern 'SSX' must be made of S"),
     ({"window_pattern": ""}, "window_pattern '' must be made of S"),
-    ({"window_pattern": "SL"}, "say with sliding_window how many"),
+    ({"window_pattern": "SL"}, "give sliding_window"),
     ({"window_pattern": "LL", "sliding_window": 4}, "sliding_window 4 needs a window_pattern with an S"),
     ({"sliding_window": 4}, "sliding_window 4 needs a window_pattern"),
     *(({name: 0}, f"{name} 0 must be above 0") for name in (

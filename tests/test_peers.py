@@ -1,4 +1,4 @@
-"""The comparison with other projects: the same decoder, the same arithmetic, and a report that says who could not run."""
+"""The comparison with other projects: the same decoder and arithmetic, and a report that says who could not run."""
 
 import json
 import subprocess

@@ -1,4 +1,5 @@
-"""torch.compile for a decoder, block by block: all blocks share one graph, so it takes seconds and not minutes.
+"""torch.compile for a decoder, block by block and then the loss: all blocks share one graph, so it takes seconds and
+not minutes.
 
 `triton_free` is a backend of a few lines. It traces forward and backward pass together and decides what is kept
 between them, then runs torch's own and our kernels in that order: no code is generated, so no Triton and no C++
@@ -15,14 +16,14 @@ from torch.fx import GraphModule
 Compile = Literal["none", "inductor", "triton_free"]
 
 
-def compile_blocks(decoder: nn.Module, mode: Compile) -> None:
-    """Compile every block of a decoder in place.
+def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
+    """Compile every block of a decoder and its loss in place.
 
     What is compiled is a block's `forward` and not the call of the block: names of parameters stay as they are, and
     hooks around a block (sharding has some) stay outside.
 
     Args:
-        decoder: has `layers`.
+        decoder: has `layers` and `losses`.
         mode: `none` leaves it as it is.
     """
     if mode == "none":
@@ -30,6 +31,7 @@ def compile_blocks(decoder: nn.Module, mode: Compile) -> None:
     backend = triton_free if mode == "triton_free" else "inductor"
     for layer in decoder.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
+    decoder.losses = torch.compile(decoder.losses, backend=backend, fullgraph=True)
 
 
 def triton_free(graph: GraphModule, inputs: list[Tensor], **options: Any) -> Callable:

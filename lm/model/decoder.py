@@ -134,11 +134,16 @@ class Decoder(nn.Module):
             RequestError: for a sequence longer than the context.
         """
         hidden = self.hidden_states(input_ids, document_ids)  # (B, T, C)
-        weight = self.output_weight.to(hidden.dtype)  # (V, C)
         if labels is None:
-            return F.linear(hidden, weight)  # (B, T, V)
-        return Losses(*self.operations.linear_cross_entropy(
-            hidden, weight, labels, ignore_index=IGNORED, z_loss=z_loss))  # fmt: skip
+            return F.linear(hidden, self.output_weight.to(hidden.dtype))  # (B, T, V)
+        return Losses(*self.losses(hidden, self.output_weight, labels, z_loss, self.operations))
+
+    def losses(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, operations: Operations
+    ) -> tuple[Tensor, Tensor]:
+        """The content of `Losses` for normalised states `(B, T, C)` and the output matrix `(V, C)`."""
+        return operations.linear_cross_entropy(
+            hidden, weight.to(hidden.dtype), labels, ignore_index=IGNORED, z_loss=z_loss)  # fmt: skip
 
 
 def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:

@@ -80,8 +80,8 @@ kernels() {
 step() {
     local name=$1
     shift
-    run 580 "step-$name" "$python" -m lm bench step --modes all --trainer.log_interval 5 --steps 20 "$@" \
-        --output "$out/$stamp-step-$name-$device.json"
+    run 580 "step-modes-$name" "$python" -m lm bench step --modes all --trainer.log_interval 5 --steps 20 "$@" \
+        --output "$out/$stamp-step-modes-$name-$device.json"
 }
 
 steps() {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lm.commands.step_modes import Mode
 from lm.kernels.operations import choose
 from lm.micro_step import MicroStep
-from lm.model.compiled import compile_blocks
+from lm.model.compiled import compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_json
@@ -57,7 +57,7 @@ def ours(mode: Mode, config: DecoderConfig, device: torch.device) -> Contender:
     with device:
         model = Decoder(config)
     model.operations, _ = choose(mode.kernels or "auto", device)
-    compile_blocks(model, mode.compile)
+    compile_decoder(model, mode.compile)
 
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
         return model(input_ids, labels=labels).total / labels.numel()

@@ -177,7 +177,7 @@ def contend(task: dict[str, Any]) -> None:
     from peer_models import Training, build
 
     from lm.commands.step_loops import peak_memory, process_age, synchronize
-    from lm.hardware import device_name, peak_flops
+    from lm.hardware import device_name, keep_freed_memory, peak_flops
     from lm.model.accounting import flops_per_token
     from lm.model.config import DecoderConfig
 
@@ -185,6 +185,8 @@ def contend(task: dict[str, Any]) -> None:
     if task["precision"] not in half:
         raise ValueError(f"peers are compared in bf16-mixed or 32-true, not {task['precision']}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        keep_freed_memory()  # for all of them: `lm fit` does so, and it is not the model's merit
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     config = DecoderConfig(**task["decoder"])
