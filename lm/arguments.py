@@ -72,20 +72,32 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
 
 
 def known_names(parser: Any) -> list[str]:
-    """Every option that a parser takes, without the dashes."""
-    return [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+    """Every option that a parser and its subcommands take, without the dashes."""
+    names = {option.lstrip("-") for action in parser._actions for option in action.option_strings}
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            names.update(name for subparser in action.choices.values() for name in known_names(subparser))
+    return sorted(names)
 
 
 def shorten(message: str, known: list[str], elsewhere: dict[str, str]) -> str:
     """jsonargparse's message in one line; for an unknown option the one to use instead, or the nearest name."""
     text = re.sub(r"\s*\n\s*", " ", message).strip()
     text = re.sub(r'^Parser key "([^"]+)": (?:Not of type Count: )?', r"\1: ", text)
+    optional = re.search(r"any of the Union subtypes .* Errors: - (.*?) - Expected a <class 'NoneType'>.*: (\S+)$", text)
+    if optional:  # it may also be null, and nobody asks why it is not
+        wrong = re.sub(r"^Not of type \w+: |Expected a <class '(\w+)'>", r"\1", optional[1])
+        text = text.split(": ")[0] + ": " + (wrong if optional[2] in wrong else f"expected {wrong}, got {optional[2]}")
     unknown = re.search(
-        r"(?:Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)|[Kk]ey '([^']+)' is not)", text
-    )
+        r"(?:Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)|[Kk]ey '([^']+)' is not"
+        r"|(?P<kind>Group|Subcommand) '(?P<place>[^']+)' does not accept option '(?P<option>[^']+)')", text
+    )  # fmt: skip
     if not unknown:
         return text
-    name = next(group for group in unknown.groups() if group)
+    if unknown["kind"]:
+        name = f"{unknown['place']}.{unknown['option']}" if unknown["kind"] == "Group" else unknown["option"]
+    else:
+        name = next(group for group in unknown.groups() if group)
     if name in elsewhere:
         return f"there is no option {name!r}: {elsewhere[name]}"
     close = get_close_matches(name, known, 1, cutoff=0.5)

@@ -15,6 +15,8 @@ COMMANDS = {
     "validate": ("lm.lightning_cli:main", "loss, perplexity and bits per byte of a checkpoint on the validation data"),
     "test": ("lm.lightning_cli:main", "the same on all of the test data"),
     "predict": ("lm.lightning_cli:main", "per-token log-probabilities of texts, to Parquet"),
+    "plan": ("lm.commands.plan:plan", "what a config means before it is run, and what is wrong with it"),
+    "scale": ("lm.commands.scale:scale", "a whole config from a depth, by published scaling rules"),
     "data prepare": ("lm.commands.data:prepare", "tokenize texts into Parquet shards"),
     "data inspect": ("lm.commands.data:inspect", "what a data folder holds"),
     "data show": ("lm.commands.show:show", "the texts that a run saw at a step"),

@@ -25,7 +25,9 @@ from lm.model.accounting import flops_per_token
 from lm.model.compiled import Compile, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Losses, document_ids_from
-from lm.optim import OptimizerConfig, ScheduleConfig, build_optimizer, schedule
+from lm.model.fused import fused_rows
+from lm.optim import OptimizerConfig, build_optimizer
+from lm.schedule import ScheduleConfig, schedule
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class LanguageModule(LightningModule):
 
     Args:
         decoder: Shape of the decoder, in Hugging Face's names.
-        optimizer: AdamW's settings.
+        optimizer: Which optimizer, and its settings.
         schedule: Learning-rate schedule over optimizer steps.
         document_mask: Keep attention inside a document and restart positions at its beginning.
         z_loss: Weight of the squared log of the partition function in the training loss; keeps logits from drifting.
@@ -169,17 +171,18 @@ class LanguageModule(LightningModule):
                 self.micro_step.zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW; the learning rate is set before each step, so there is no scheduler to save."""
-        return build_optimizer(self.decoder, self.optimizer_config)
+        """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""
+        return build_optimizer(self.decoder, self.optimizer_config, fused_rows(self.config))
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of optimizer step `step` (0 is the first)."""
+        """The learning rate of optimizer step `step` (0 is the first), where a group has none of its own."""
         return self.optimizer_config.lr * schedule(step, self.trainer.max_steps, self.schedule_config)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Set the learning rate of this step and take it."""
+        """Set the learning rate of every group for this step and take it."""
+        share = schedule(self.global_step, self.trainer.max_steps, self.schedule_config)
         for group in optimizer.param_groups:
-            group["lr"] = self.learning_rate(self.global_step)
+            group["lr"] = group["peak_lr"] * share
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     def configure_gradient_clipping(

@@ -1,111 +1,165 @@
-"""Parameter groups, AdamW and the learning-rate schedules: the last stop of a batch.
+"""Which optimizer takes the step, and with which settings for which parameters: the last stop of a batch.
 
-Schedules are pure functions of the optimizer step, so nothing of them is saved and a resume cannot disagree with them.
+The step itself is torch's AdamW or `muon`. How the learning rate moves over the run is in `schedule`.
 """
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lm.errors import RequestError
-from lm.quantities import Count
+from lm.muon import ADAMW_SLOTS, MUON_SLOTS, Muon
+
+
+@dataclass
+class GroupConfig:
+    """What one group of parameters takes in place of the optimizer's own settings.
+
+    Args:
+        lr: Its peak learning rate.
+        weight_decay: Its decay.
+    """
+
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass
+class GroupsConfig:
+    """Settings for groups of parameters; what is not given is the optimizer's own.
+
+    Args:
+        matrices: The matrices inside the blocks.
+        embedding: The embedding; where it is tied, also the output matrix.
+        output: The output matrix, where it is not the embedding.
+        norms: All vectors; they are not decayed unless a decay is given here.
+    """
+
+    matrices: GroupConfig = field(default_factory=GroupConfig)
+    embedding: GroupConfig = field(default_factory=GroupConfig)
+    output: GroupConfig = field(default_factory=GroupConfig)
+    norms: GroupConfig = field(default_factory=GroupConfig)
 
 
 @dataclass
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101).
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) for all parameters, or Muon for the matrices in the blocks.
 
     Args:
+        name: `adamw`; or `muon`: Muon for the matrices inside the blocks and AdamW for the rest, with updates of one
+            size, so that they share learning rate and decay.
         lr: Peak learning rate.
-        betas: Decay rates of the running means of the gradient and of its square.
-        eps: Added to the denominator.
-        weight_decay: Decoupled decay, on matrices only; vectors (norms) are never decayed.
+        betas: AdamW: decay rates of the running means of the gradient and of its square.
+        eps: AdamW: added to the denominator.
+        momentum: Muon: decay rate of the running mean of the gradient.
+        weight_decay: Decoupled decay, on matrices only.
+        groups: A learning rate and a decay for a group of parameters: matrices, embedding, output, norms.
+
+    Raises:
+        RequestError: a number outside its range.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    momentum: float = 0.95
     weight_decay: float = 0.1
+    groups: GroupsConfig = field(default_factory=GroupsConfig)
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise RequestError(f"model.optimizer.lr {self.lr} must be above 0")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise RequestError(f"model.optimizer.betas {self.betas} must lie in [0, 1)")
+        if not 0 <= self.momentum < 1:
+            raise RequestError(f"model.optimizer.momentum {self.momentum} must lie in [0, 1)")
+        places = {"": self, **{f"groups.{name}.": group for name, group in vars(self.groups).items()}}
+        for place, settings in places.items():
+            if settings.lr is not None and not settings.lr > 0:
+                raise RequestError(f"model.optimizer.{place}lr {settings.lr} must be above 0")
+            if settings.weight_decay is not None and not settings.weight_decay >= 0:
+                raise RequestError(f"model.optimizer.{place}weight_decay {settings.weight_decay} must not be below 0")
 
 
-@dataclass
-class ScheduleConfig:
-    """How the learning rate moves over the optimizer steps.
-
-    Args:
-        name: Shape after the warm-up; `wsd` is warm-up, stable, decay: constant, then linear down over `decay_steps`.
-        warmup_steps: Steps of linear rise from 0.
-        final_fraction: Share of the peak that is left at the end (unused by `constant`).
-        decay_steps: `wsd`: length of the fall at the end. `cosine`, `linear`: step at which the fall ends,
-            the whole run if not given.
-    """
-
-    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: Count = Count(0)
-    final_fraction: float = 0.1
-    decay_steps: Count | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.final_fraction <= 1:
-            raise RequestError(f"model.schedule.final_fraction {self.final_fraction} must lie in [0, 1]")
+def group_of(name: str, parameter: Tensor) -> str:
+    """The group of `GroupsConfig` that a parameter belongs to."""
+    if parameter.ndim < 2:
+        return "norms"
+    return {"embed_tokens.weight": "embedding", "lm_head.weight": "output"}.get(name, "matrices")
 
 
-def schedule(step: int, max_steps: int, config: ScheduleConfig) -> float:
-    """The share of the peak learning rate at an optimizer step.
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    fused_rows: Mapping[str, tuple[int, ...]],
+) -> list[dict[str, Any]]:
+    """Parameters with the settings that their group has; those with equal settings are together.
 
     Args:
-        step: 0 for the first optimizer step.
-        max_steps: optimizer steps of the whole run.
+        named_parameters: of the decoder.
+        config: the settings.
+        fused_rows: the end of a fused weight's name -> the rows of each matrix in it.
 
     Returns:
-        A factor in [0, 1]: `(step + 1) / warmup` while warming up, 1 at its end, then by the schedule's name
-        (cosine as in Loshchilov and Hutter, 2017, arXiv:1608.03983; wsd as in Hu et al., 2024, arXiv:2404.06395).
+        For each group `params`, `lr`, `weight_decay` and `peak_lr`, which the schedule starts from; for matrices that
+        Muon updates also `rows`, and then all of a group have one shape.
+
+    Raises:
+        RequestError: settings for a group that this model does not have.
     """
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    if config.name == "constant":
-        return 1.0
-    if config.name == "wsd":
-        end, start = max_steps, max_steps - (config.decay_steps or 0)
-    else:
-        end, start = config.decay_steps or max_steps, config.warmup_steps
-    progress = min(1.0, max(0.0, (step - start) / max(1, end - start)))  # 0 at the start of the fall, 1 at its end
-    if config.name == "wsd" and not config.decay_steps:
-        progress = 0.0
-    fall = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1 - progress
-    return config.final_fraction + (1 - config.final_fraction) * fall
-
-
-def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices with decay, vectors without; each group knows the names of its parameters, in order."""
-    groups = [
-        {"names": [], "params": [], "weight_decay": weight_decay},
-        {"names": [], "params": [], "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    met = set()
     for name, parameter in named_parameters:
-        if parameter.requires_grad:
-            group = groups[0 if parameter.ndim >= 2 else 1]
-            group["names"].append(name)
-            group["params"].append(parameter)
-    return [group for group in groups if group["params"]]
+        if not parameter.requires_grad:
+            continue
+        kind = group_of(name, parameter)
+        met.add(kind)
+        own = getattr(config.groups, kind)
+        lr = config.lr if own.lr is None else own.lr
+        decay = (0.0 if kind == "norms" else config.weight_decay) if own.weight_decay is None else own.weight_decay
+        settings: dict[str, Any] = {"lr": lr, "peak_lr": lr, "weight_decay": decay}
+        alike: tuple[Any, ...] = (lr, decay)
+        if config.name == "muon" and kind == "matrices":
+            whole = (parameter.shape[0],)
+            settings["rows"] = next((rows for end, rows in fused_rows.items() if name.endswith(end)), whole)
+            alike = (lr, decay, settings["rows"], parameter.shape)
+        groups.setdefault(alike, {"params": [], **settings})["params"].append(parameter)
+    _refuse_settings_for_nothing(config.groups, met)
+    return list(groups.values())
 
 
-def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over a module's parameters, fused where their device has the fused step."""
-    groups = [{k: v for k, v in group.items() if k != "names"}
-              for group in parameter_groups(module.named_parameters(), config.weight_decay)]
+def _refuse_settings_for_nothing(groups: GroupsConfig, met: set[str]) -> None:
+    for kind in vars(groups).keys() - met:
+        if getattr(groups, kind) != GroupConfig():
+            tied = "; its output matrix is the embedding: set groups.embedding" if kind == "output" else ""
+            raise RequestError(f"model.optimizer.groups.{kind} is for parameters that this model does not have{tied}")
+
+
+def build_optimizer(
+    module: nn.Module, config: OptimizerConfig, fused_rows: Mapping[str, tuple[int, ...]]
+) -> torch.optim.Optimizer:
+    """The optimizer of a decoder's parameters, AdamW's part fused where their device has that; see `parameter_groups`.
+
+    Raises:
+        RequestError: settings for a group that this model does not have.
+    """
+    groups = parameter_groups(module.named_parameters(), config, fused_rows)
+    common = dict(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+    if config.name == "muon":
+        return Muon(groups, momentum=config.momentum, **common)
     fused = all(p.device.type in ("cuda", "cpu") for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    return torch.optim.AdamW(groups, fused=fused, **common)
+
+
+# ---- state by name ---------------------------------------------------------------------------------------------------
+
+
+def parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of an optimizer's parameters, in the order in which its state counts them."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def name_state(state: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
@@ -113,7 +167,7 @@ def name_state(state: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
 
     Args:
         state: `{"state": {index or name: {slot: tensor}}, "param_groups": ...}`.
-        names: parameter names in the order of the groups; index `i` belongs to `names[i]`.
+        names: of `parameter_names`; index `i` belongs to `names[i]`.
     """
     return {
         f"{names[key] if isinstance(key, int) else key.removeprefix('decoder.')}/{slot}": value
@@ -122,11 +176,25 @@ def name_state(state: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
     }
 
 
-def index_state(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> dict[int, dict[str, Tensor]]:
-    """The inverse of `name_state` for the order of `groups` (of `parameter_groups`): `{index: {slot: tensor}}`."""
-    names = [name for group in groups for name in group["names"]]
-    slots: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+def index_state(
+    tensors: dict[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[int, dict[str, Tensor]]:
+    """The inverse of `name_state` for the parameters of `optimizer`, which are `module`'s: `{index: {slot: tensor}}`.
+
+    Raises:
+        RequestError: the tensors are of another optimizer.
+    """
+    names = parameter_names(module, optimizer)
+    groups = optimizer.param_groups
+    wanted = [MUON_SLOTS if group.get("rows") else ADAMW_SLOTS for group in groups for _ in group["params"]]
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in names}
     for key, tensor in tensors.items():
         name, _, slot = key.rpartition("/")
-        slots[name][slot] = tensor
-    return {index: slots[name] for index, name in enumerate(names) if slots[name]}
+        states[name][slot] = tensor
+    for name, slots in zip(names, wanted, strict=True):
+        if states[name] and set(states[name]) != set(slots):
+            raise RequestError(
+                f"this is a checkpoint of another optimizer: it has {', '.join(sorted(states[name]))} of {name}, and "
+                f"{type(optimizer).__name__} needs {', '.join(sorted(slots))}; set model.optimizer.name back"
+            )
+    return {index: states[name] for index, name in enumerate(names) if states[name]}

@@ -37,3 +37,11 @@ def format_count(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.3g}{suffix}"
     return f"{number:.3g}" if isinstance(number, float) else str(number)
+
+
+def format_bytes(number: float) -> str:
+    """Bytes for people, in powers of 1024: 1_610_612_736 -> '1.5 GiB'."""
+    for suffix, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(number) >= size:
+            return f"{number / size:,.{1 if number < 100 * size else 0}f} {suffix}"
+    return f"{number:.0f} bytes"

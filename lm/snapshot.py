@@ -17,7 +17,7 @@ from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
-from lm.optim import build_optimizer, index_state, name_state, parameter_groups
+from lm.optim import index_state, name_state, parameter_names
 
 
 def complete(module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -27,12 +27,13 @@ def complete(module: LightningModule, checkpoint: dict[str, Any]) -> None:
         module: the LanguageModule that is saved.
         checkpoint: Lightning's.
     """
-    groups = parameter_groups(module.decoder.named_parameters(), 0.0)
-    names = [name for group in groups for name in group["names"]]
     weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
     checkpoint["state_dict"] = to_huggingface(weights, module.config) if weights else {}
     states = checkpoint.pop("optimizer_states", [])
-    checkpoint["optimizer"] = name_state(states[0], names) if states and states[0] else {}
+    checkpoint["optimizer"] = {}
+    if states and states[0]:
+        names = parameter_names(module.decoder, module.optimizers(use_pl_optimizer=False))
+        checkpoint["optimizer"] = name_state(states[0], names)
     checkpoint["lr_schedulers"] = []
     checkpoint["cursor"] = {"consumed": module.cursor.end} if module.cursor else {"consumed": 0}
     checkpoint["ranks"] = _gather(
@@ -57,16 +58,16 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, An
         What the checkpoint holds for this rank alone: `rng`, `nats` and `tokens`.
 
     Raises:
-        RequestError: the weights are of another architecture.
+        RequestError: the weights are of another architecture, or the state is of another optimizer.
     """
     weights = checkpoint["state_dict"]
     _refuse_other_shapes(weights, module.config)
     weights = from_huggingface(weights, module.config)
     checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
     if "optimizer" in checkpoint:
-        groups = parameter_groups(module.decoder.named_parameters(), 0.0)
-        state = build_optimizer(module.decoder, module.optimizer_config).state_dict()
-        state["state"] = index_state(checkpoint.pop("optimizer"), groups)
+        optimizer = module.configure_optimizers()
+        state = optimizer.state_dict()
+        state["state"] = index_state(checkpoint.pop("optimizer"), module.decoder, optimizer)
         checkpoint["optimizer_states"] = [state]
     ranks, rank = checkpoint["ranks"], module.global_rank
     if len(ranks) != module.trainer.world_size:  # what other ranks had summed up and not logged yet is rank zero's

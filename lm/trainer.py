@@ -14,14 +14,14 @@ from lightning.pytorch.strategies import Strategy
 
 from lm.checkpoint import FolderCheckpointIO, step_of
 from lm.errors import RequestError
-from lm.hardware import cpu_half_precision, keep_freed_memory
+from lm.hardware import keep_freed_memory
+from lm.precision import Float8Precision, Precision, choose
 from lm.quantities import Count
 from lm.runs import Run
 from lm.sharding import FullyShardedStrategy, ReplicatedStrategy
 from lm.steps import Steps, plan_steps
 
 log = logging.getLogger(__name__)
-Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 
 
 @dataclass
@@ -49,7 +49,11 @@ class Trainer(lightning.Trainer):
         log_interval: Optimizer steps between log lines.
         early_stopping: When to stop before the steps are done; off unless a patience is given.
         gradient_clip_val: Largest global norm of the gradient; none: no clipping.
-        precision: Number format. A half precision that a CPU does not do well becomes one that it does.
+        precision: Number format. A half precision that a CPU does not do well becomes one that it does. The FP8 ones
+            multiply the blocks' matrices in FP8 and do the rest as bf16-mixed does, with a scale for each matrix
+            (tensorwise) or for each of its rows (rowwise); Ada, Hopper and later.
+        fp8_keep: Matrices that FP8 leaves in bf16, as patterns of their names, such as `layers.0.*` or `*.down_proj`;
+            those of the last block if not given.
         accelerator: Where to train: `auto`, `cpu`, `gpu`, `mps`.
         devices: How many devices of a node, or which.
         num_nodes: How many nodes.
@@ -72,6 +76,7 @@ class Trainer(lightning.Trainer):
         early_stopping: EarlyStoppingConfig = EarlyStoppingConfig(),
         gradient_clip_val: float | None = 1.0,
         precision: Precision = "32-true",
+        fp8_keep: list[str] | None = None,
         accelerator: str = "auto",
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
@@ -101,6 +106,9 @@ class Trainer(lightning.Trainer):
         plugins: list[Any] = [self.checkpoint_io]
         if SLURMEnvironment.detect():
             plugins.append(SLURMEnvironment(auto_requeue=False))  # ours saves and exits 75; the queue decides the rest
+        chosen = choose(precision, fp8_keep, accelerator)
+        if isinstance(chosen, Float8Precision):
+            plugins.append(chosen)
         super().__init__(
             max_steps=1,  # set anew when a fit starts
             max_epochs=-1,
@@ -111,7 +119,7 @@ class Trainer(lightning.Trainer):
             enable_progress_bar=False,
             enable_model_summary=False,
             gradient_clip_val=gradient_clip_val,
-            precision=_available(precision, accelerator),
+            precision=chosen if isinstance(chosen, str) else None,
             accelerator=accelerator,
             devices=devices,
             num_nodes=num_nodes,
@@ -123,6 +131,8 @@ class Trainer(lightning.Trainer):
             default_root_dir=default_root_dir,
             plugins=plugins,
         )
+        if isinstance(chosen, Float8Precision):
+            chosen.refuse(self.strategy.root_device)
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
         """Train, from scratch or from a checkpoint.
@@ -185,20 +195,6 @@ class Trainer(lightning.Trainer):
         """Tokens that were trained on, over all ranks and since the beginning of the run."""
         cursor = self.lightning_module.cursor
         return cursor.end * self.datamodule.seq_len if cursor else 0
-
-
-def _available(precision: Precision, accelerator: str) -> Precision:
-    """The precision that was asked for, or on a CPU what it does well instead; says so."""
-    on_cpu = accelerator == "cpu" or (
-        accelerator == "auto" and not torch.cuda.is_available() and not torch.backends.mps.is_available()
-    )
-    if not on_cpu or precision == "32-true":
-        return precision
-    half = cpu_half_precision()
-    instead = "32-true" if half is None else "bf16-true" if precision == "bf16-true" else "bf16-mixed"
-    if instead != precision:
-        log.info(f"precision {precision} -> {instead}: this CPU has no fast {precision} arithmetic")
-    return instead
 
 
 def _strategy(name: str, accelerator: str, devices: int | str | list[int], num_nodes: int) -> Strategy | str:

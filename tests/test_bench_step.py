@@ -48,6 +48,7 @@ def test_times_agree_with_each_other(found):
     assert all(math.isfinite(value) for value in result["overhead"].values())
     assert all(value > 0 for value in result["parts"].values())
     assert result["peak_memory_bytes"] > 2**20
+    assert 3 * 4 * result["parameters"] < result["predicted_memory_bytes"] < result["peak_memory_bytes"]
 
 
 def test_a_checkpoint_is_timed_until_it_is_on_the_disk(found):

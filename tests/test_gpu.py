@@ -11,6 +11,8 @@ import torch
 from trainings import lm, losses, make_workplace, trace, write_config
 
 from lm.data.batch import Batch
+from lm.hardware import has_fp8
+from lm.kernels import fp8
 from lm.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
 from lm.kernels.operations import FUSED, PLAIN
 from lm.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_plain
@@ -20,7 +22,7 @@ from lm.micro_step import MicroStep
 from lm.model.compiled import compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
-from lm.model.layers import rotary_table
+from lm.model.layers import Linear, rotary_table
 from lm.runs import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -176,7 +178,10 @@ def test_triton_free_is_eager_to_the_bit(config, deterministic):
 @pytest.mark.parametrize("mode", ["none", "triton_free", "inductor"])
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 def test_a_micro_step_is_recorded_and_replayed_to_the_bit(config, mode, deterministic):
-    model = built(config)
+    replays_to_the_bit(built(config), mode)
+
+
+def replays_to_the_bit(model, mode):
     compile_decoder(model, mode)
     torch.manual_seed(1)
     tokens = [torch.randint(1000, (2, 257), device="cuda") for _ in range(6)]
@@ -213,6 +218,89 @@ def test_cuda_graphs_train_as_without_them(tmp_path, precision):
     lm(folder, "fit", "--config", str(killed), expect=75)
     lm(folder, "fit", "--config", str(write_config(folder, "graphs", **changes)), "--ckpt_path", "auto")
     assert losses(folder) == usual
+
+
+# ---- FP8 ------------------------------------------------------------------------------------------------------------
+
+needs_fp8 = pytest.mark.skipif(not (torch.cuda.is_available() and has_fp8(torch.device("cuda"))),
+                               reason="no FP8 below compute capability 8.9")  # fmt: skip
+scalings = pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+
+
+@needs_fp8
+@scalings
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 64, 32), (48, 96, 80), (1024, 4096, 1024), (4096, 1024, 2816)], ids=str)
+def test_fp8_products_are_those_of_the_emulation(scaling, gradient, transposed, sizes):
+    """Values and scales to the bit; their products as far as the device's sum goes."""
+    rows, columns, inner = sizes
+    if transposed and rows == 1:
+        pytest.skip("a gradient is never of one row")
+    torch.manual_seed(1)
+    a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((rows, inner), (columns, inner)))
+    a[0, 3] = 900.0
+    a, b = (t.t().contiguous().t() if transposed else t for t in (a, b))
+    for here, there in zip(fp8.scaled(a, torch.float8_e4m3fn, scaling),
+                           fp8.scaled(a.cpu(), torch.float8_e4m3fn, scaling), strict=True):
+        assert torch.equal(here.float().cpu(), there.float())
+    got, again = (fp8.product(a, b, scaling, gradient=gradient) for _ in range(2))
+    emulated = fp8.product(a.cpu(), b.cpu(), scaling, gradient=gradient).cuda().float()
+    assert got.dtype == torch.bfloat16 and torch.equal(got, again)
+    assert (got.float() - emulated).norm() < 6e-3 * emulated.norm()
+
+
+def in_fp8(model, scaling):
+    for layer in model.layers[:-1]:
+        for part in layer.modules():
+            if isinstance(part, Linear):
+                part.scaling = scaling
+    return model
+
+
+@needs_fp8
+@scalings
+@pytest.mark.parametrize("operations", [FUSED, PLAIN], ids=["fused", "plain"])
+def test_an_fp8_decoder_is_near_bf16_and_compiled_the_same_to_the_bit(scaling, operations, deterministic):
+    bf16 = gradients(built(SMALL, operations))
+    model = in_fp8(built(SMALL, operations), scaling)
+    eager = [t.clone() for t in gradients(model)]
+    for mine, exact in zip(eager, bf16, strict=True):
+        assert 0 < (mine - exact).norm() / exact.norm() < 0.3
+    compile_decoder(model, "triton_free")
+    for mine, before in zip(gradients(model), eager, strict=True):
+        assert torch.equal(mine, before)
+
+
+@needs_fp8
+@scalings
+@pytest.mark.parametrize("mode", ["none", "triton_free", "inductor"])
+def test_an_fp8_micro_step_is_recorded_and_replayed_to_the_bit(scaling, mode, deterministic):
+    replays_to_the_bit(in_fp8(built(SMALL), scaling), mode)
+
+
+@needs_fp8
+@scalings
+@pytest.mark.parametrize("graphs", [False, True])
+def test_fp8_learns_and_goes_on_exactly(tmp_path, scaling, graphs):
+    """Stopped and gone on with, as every other precision; what it trains to is near what bf16 does."""
+    folder = make_workplace(tmp_path)
+    changes = {"trainer.accelerator": "gpu", "trainer.devices": 1, "model.decoder.dropout": 0.0}
+    lm(folder, "fit", "--config", str(write_config(folder, "bf16", **changes, **{"trainer.precision": "bf16-mixed"})))
+    (folder / "trace.jsonl").unlink()
+    changes |= {"trainer.precision": f"fp8-{scaling}", "model.cuda_graphs": graphs}
+    said = lm(folder, "fit", "--config", str(write_config(folder, "straight", **changes))).stderr
+    assert f"precision: fp8-{scaling} in 4 of the blocks' 8 matrices" in said
+    straight = losses(folder)
+    ours, bf16 = (Run(folder / "checkpoints" / run).metrics()[-1]["val/loss"] for run in ("straight", "bf16"))
+    assert ours == pytest.approx(bf16, rel=0.03)
+    (folder / "trace.jsonl").unlink()
+    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
+    killed = write_config(folder, "stopped", **changes,
+                          **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, kill]})
+    lm(folder, "fit", "--config", str(killed), expect=75)
+    lm(folder, "fit", "--config", str(write_config(folder, "stopped", **changes)), "--ckpt_path", "auto")
+    assert losses(folder) == straight
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

@@ -12,6 +12,9 @@ from lm.hardware import PEAKS, cpu_half_precision, device_name, memory_bytes, pe
 @pytest.mark.parametrize("name, precision, teraflops", [
     ("NVIDIA H200", "bf16-mixed", 989),
     ("NVIDIA H200", "bf16-true", 989),
+    ("NVIDIA H200", "fp8-rowwise", 1979),
+    ("NVIDIA H100 80GB HBM3", "fp8-tensorwise", 1978.9),
+    ("NVIDIA L40S", "fp8", 733),
     ("NVIDIA H100 80GB HBM3", "16-mixed", 989.4),
     ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
     ("NVIDIA H100 PCIe", "bf16", 756),
@@ -50,6 +53,7 @@ def test_peaks_are_the_data_sheets_dense_figures(name, precision, teraflops):
     ("cpu", "32-true"),
     ("", "bf16"),
     ("Tesla T4", "bf16"),  # emulated there
+    ("NVIDIA A100-SXM4-80GB", "fp8-rowwise"),
     ("Tesla V100-SXM2-16GB", "tf32"),
     ("NVIDIA H200", "transformer-engine"),
     ("NVIDIA H200", "64-true"),
@@ -59,8 +63,9 @@ def test_the_unknown_is_none(name, precision):
 
 
 def test_wider_precisions_are_never_faster():
-    for bf16, fp16, tf32, fp32 in PEAKS.values():
+    for bf16, fp16, tf32, fp32, fp8 in PEAKS.values():
         assert bf16 in (None, fp16) and fp16 >= (tf32 or fp32) >= fp32
+        assert fp8 is None or fp8 == pytest.approx(2 * bf16, rel=0.02)
 
 
 def test_this_cpu_has_a_name_memory_and_no_peak():

@@ -22,7 +22,8 @@ from lm.data.batch import Batch
 from lm.module import LanguageModule
 from lm.trainer import Trainer
 
-AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "fp8-tensorwise": torch.bfloat16,
+            "fp8-rowwise": torch.bfloat16}
 
 
 class Stretch(NamedTuple):

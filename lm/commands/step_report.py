@@ -15,10 +15,11 @@ from rich.table import Table
 from lm.commands.step_loops import Stretch, Turns
 from lm.config_file import config_name
 from lm.hardware import device_name, peak_flops
-from lm.kernels.operations import choose
+from lm.kernels.operations import FUSED, choose
 from lm.model.accounting import parameters
+from lm.model.memory import Step, training_memory
 from lm.module import LanguageModule
-from lm.quantities import format_count
+from lm.quantities import format_bytes, format_count
 from lm.runs import run_facts
 from lm.trainer import Trainer
 
@@ -94,6 +95,7 @@ def report(
             "warm_up_s": turns.first_step.step_seconds - loops["lightning"]["ms_per_step"] / 1e3,
         },
         "peak_memory_bytes": turns.peak_bytes,
+        "predicted_memory_bytes": predicted_memory(trainer, module),
         "checkpoint": {
             "stall_ms": stall,
             "total_ms": statistics.median(saving.total_seconds for saving in turns.savings) * 1e3,
@@ -104,6 +106,16 @@ def report(
         "flops_per_token": module.flops_per_token,
         "formulas": FORMULAS,
     }  # fmt: skip
+
+
+def predicted_memory(trainer: Trainer, module: LanguageModule) -> int:
+    """What `lm plan` expects of the peak; it counts tensors, so on a CPU the process itself comes on top."""
+    steps = trainer.steps
+    step = Step(
+        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.operations is FUSED,
+        module.compile_mode, steps.accumulate, module.cuda_graphs,
+    )  # fmt: skip
+    return training_memory(module.config, step, module.optimizer_config.name == "muon")["peak"]
 
 
 def overhead(lightning: list[Stretch], plain: list[Stretch]) -> tuple[float, float]:
@@ -158,7 +170,9 @@ def show(found: dict[str, Any]) -> None:
         f"first step: {'unknown' if since_start is None else f'{since_start:.1f} s'} after the start of the process; "
         f"it took {found['first_step']['step_s']:.2f} s, {found['first_step']['warm_up_s']:.2f} s more than a later one"
     )
-    console.print(f"peak memory: {'unknown' if memory is None else f'{memory / 2**20:,.0f} MiB'}")
+    predicted = format_bytes(found["predicted_memory_bytes"])
+    measured = "unknown" if memory is None else format_bytes(memory)
+    console.print(f"peak memory: {measured}; `lm plan` expects {predicted} of tensors")
     console.print(
         f"a checkpoint of {checkpoint['bytes'] / 2**20:,.1f} MiB: training waits {checkpoint['stall_ms']:.1f} ms "
         f"({checkpoint['stall_share']:.2%} of the time, every {checkpoint['interval_steps']} steps); on the disk after "

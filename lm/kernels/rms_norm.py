@@ -7,10 +7,10 @@ anyway. `swiglu` does the same for the MLP's second matrix.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lm.kernels import launch
+from lm.kernels import launch, linear
+from lm.kernels.fp8 import Scaling
 from lm.kernels.library import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide its loads, few enough for short partial sums
@@ -154,20 +154,22 @@ class _Norm(torch.autograd.Function):
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
-    ) -> tuple:
+        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
+        scaling: Scaling | None,
+    ) -> tuple:  # fmt: skip
         stream, y, rstd = _forward(x, residual, norm_weight, eps)
         ctx.save_for_backward(x if stream is None else stream, norm_weight, rstd, weight)
         ctx.set_materialize_grads(False)
-        ctx.adds = residual is not None
-        return stream, F.linear(y, weight)
+        ctx.adds, ctx.scaling = residual is not None, scaling
+        return stream, linear.forward(y, weight, scaling)
 
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor) -> tuple:
         stream, norm_weight, rstd, weight = ctx.saved_tensors
-        dx, y, dnorm = BACKWARD(dout @ weight, dstream, stream, norm_weight, rstd, True)
-        dweight = dout.flatten(0, -2).t() @ y.flatten(0, -2)  # (out, C)
-        return dx, dx if ctx.adds else None, dnorm, None, dweight
+        dy = linear.dx(dout, weight, ctx.scaling)  # (..., C)
+        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, True)
+        dweight = linear.dweight(dout, y, ctx.scaling)  # (out, C)
+        return dx, dx if ctx.adds else None, dnorm, None, dweight, None
 
 
 # ---- to be called ----------------------------------------------------------------------------------------------------
@@ -190,18 +192,20 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
+    scaling: Scaling | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`rms_norm`, then a matrix; the normalised rows are made again for the backward pass instead of being kept.
 
     Args:
         x, residual, norm_weight, eps: as for `rms_norm`.
         weight: `(out, C)`; converted to the precision of `x`.
+        scaling: how the matrix's products are scaled in FP8; None: they are in the precision of `x`.
 
     Returns:
         `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
     """
-    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, weight.to(x.dtype))
+    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, weight.to(x.dtype), scaling)
     return x if stream is None else stream, out
 
 
@@ -214,8 +218,9 @@ def rms_norm_plain(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
 
 
 def norm_linear_plain(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
+    scaling: Scaling | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`norm_linear` in plain PyTorch."""
     stream, y = rms_norm_plain(x, residual, norm_weight, eps)
-    return stream, F.linear(y, weight.to(y.dtype))
+    return stream, linear.linear(y, weight, scaling)

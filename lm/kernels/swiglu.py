@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.kernels import launch
+from lm.kernels import launch, linear
+from lm.kernels.fp8 import Scaling
 from lm.kernels.library import define
 
 # ---- in plain PyTorch ------------------------------------------------------------------------------------------------
@@ -89,15 +90,16 @@ class _Swiglu(torch.autograd.Function):
 
 class _SwigluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, scaling: Scaling | None) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
-        return F.linear(FORWARD(gate_up), weight)
+        ctx.scaling = scaling
+        return linear.forward(FORWARD(gate_up), weight, scaling)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
         gate_up, weight = ctx.saved_tensors
-        dgate_up, z = BACKWARD(dout @ weight, gate_up, True)
-        return dgate_up, dout.flatten(0, -2).t() @ z.flatten(0, -2)  # (..., 2 I), (out, I)
+        dgate_up, z = BACKWARD(linear.dx(dout, weight, ctx.scaling), gate_up, True)
+        return dgate_up, linear.dweight(dout, z, ctx.scaling), None  # (..., 2 I), (out, I)
 
 
 # ---- to be called ----------------------------------------------------------------------------------------------------
@@ -115,17 +117,18 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _Swiglu.apply(gate_up)
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
+def swiglu_linear(gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None) -> Tensor:
     """`swiglu`, then a matrix; what lies between is made again for the backward pass instead of being kept.
 
     Args:
         gate_up: as for `swiglu`.
         weight: `(out, I)`; converted to the precision of `gate_up`.
+        scaling: how the matrix's products are scaled in FP8; None: they are in the precision of `gate_up`.
 
     Returns:
         `(..., out)`.
     """
-    return _SwigluLinear.apply(gate_up, weight.to(gate_up.dtype))
+    return _SwigluLinear.apply(gate_up, weight.to(gate_up.dtype), scaling)
 
 
 def swiglu_plain(gate_up: Tensor) -> Tensor:
@@ -134,6 +137,6 @@ def swiglu_plain(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def swiglu_linear_plain(gate_up: Tensor, weight: Tensor) -> Tensor:
+def swiglu_linear_plain(gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None) -> Tensor:
     """`swiglu_linear` in plain PyTorch."""
-    return F.linear(swiglu_plain(gate_up), weight.to(gate_up.dtype))
+    return linear.linear(swiglu_plain(gate_up), weight, scaling)

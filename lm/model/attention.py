@@ -3,13 +3,13 @@
 Which library's kernel does it is decided in `kernels/attention`; heads are laid out `(B, T, heads, head_dim)`.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.kernels.attention import Reach, attend
+from lm.kernels.linear import linear
 from lm.kernels.operations import Operations
 from lm.model.config import DecoderConfig
-from lm.model.layers import RMSNorm, Rotary
+from lm.model.layers import Linear, RMSNorm, Rotary
 
 
 class SelfAttention(nn.Module):
@@ -20,8 +20,8 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = (
             config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.dropout = config.dropout
-        self.qkv_proj = nn.Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.qkv_proj = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
         self.eps = config.rms_norm_eps
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -52,4 +52,4 @@ class SelfAttention(nn.Module):
         """
         q, k, v = self.split(qkv, rotary, operations)
         out = attend(q, k, v, reach, self.dropout if self.training else 0.0)  # (B, T, H, D)
-        return F.linear(out.flatten(2), self.o_proj.weight.to(out.dtype))  # (B, T, H * D) -> (B, T, C)
+        return linear(out.flatten(2), self.o_proj.weight, self.o_proj.scaling)  # (B, T, H * D) -> (B, T, C)

@@ -45,12 +45,13 @@ class Block(nn.Module):
         self, branch: Tensor, stream: Tensor | None, rotary: Rotary, reach: Reach, operations: Operations
     ) -> tuple[Tensor, Tensor]:
         """The next block's `branch` and `stream`, `(B, T, C)` each; their sum is the residual stream."""
-        norm, attention = self.input_layernorm, self.self_attn
-        stream, qkv = operations.norm_linear(branch, stream, norm.weight, norm.eps, attention.qkv_proj.weight)
-        branch = self.dropout(attention(qkv, rotary, reach, operations))  # (B, T, C)
-        norm, mlp = self.post_attention_layernorm, self.mlp
-        stream, gate_up = operations.norm_linear(branch, stream, norm.weight, norm.eps, mlp.gate_up_proj.weight)
-        branch = self.dropout(operations.swiglu_linear(gate_up, mlp.down_proj.weight))  # (B, T, 2 I) -> (B, T, C)
+        norm, proj = self.input_layernorm, self.self_attn.qkv_proj
+        stream, qkv = operations.norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling)
+        branch = self.dropout(self.self_attn(qkv, rotary, reach, operations))  # (B, T, C)
+        norm, proj = self.post_attention_layernorm, self.mlp.gate_up_proj
+        stream, gate_up = operations.norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling)
+        proj = self.mlp.down_proj
+        branch = self.dropout(operations.swiglu_linear(gate_up, proj.weight, proj.scaling))  # (B, T, 2 I) -> (B, T, C)
         return branch, stream
 
 
@@ -96,7 +97,7 @@ class Decoder(nn.Module):
             )
         branch, stream = self.dropout(self.embed_tokens(input_ids)), None  # (B, T, C)
         device = branch.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             branch = branch.to(torch.get_autocast_dtype(device))  # the stream travels in the computation's precision
         documents = None if document_ids is None else documents_from(document_ids)
         table = rotary_table(length, self.config.head_dim, self.config.rope_theta, branch.device)

@@ -1,4 +1,4 @@
-"""The parts of a block that look at one token at a time: the weights of RMSNorm and MLP, and the rotary angles.
+"""The parts of a block that look at one token at a time: its matrices, the weights of RMSNorm, and the rotary angles.
 
 Their arithmetic is in `kernels/rms_norm`, `kernels/swiglu` and `kernels/qk_norm_rope`, because it is joined there with
 what stands before and after. `model/attention`, where tokens meet, is next; `model/decoder` joins all.
@@ -9,7 +9,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lm.kernels.fp8 import Scaling
 from lm.model.config import DecoderConfig
+
+
+class Linear(nn.Linear):
+    """A block's matrix, without a bias.
+
+    Attributes:
+        scaling: how its products are scaled in FP8; None: they are in the precision of the activations.
+    """
+
+    scaling: Scaling | None = None
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
 
 
 class RMSNorm(nn.Module):
@@ -29,8 +43,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
 
 class Rotary(NamedTuple):

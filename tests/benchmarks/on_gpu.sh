@@ -6,7 +6,7 @@
 #   -p  the Python to use; without it .venv/bin/python, made where it is not there
 #   -w  a folder of wheels to install what is missing from, for machines without a network
 #   -o  where the dated JSON files and logs go; without it the folder results/ beside this file
-#   PART: some of tests kernels steps peers sanitizer fit; without one, all of them
+#   PART: some of tests kernels steps memory peers sanitizer fit; without one, all of them
 #
 # Sources of other projects are found through LITGPT, NANOGPT and LIGER. A part that fails or takes longer than its
 # limit does not keep the next ones from running; the script ends with what each said. On a machine without a GPU
@@ -24,7 +24,7 @@ while getopts p:w:o: option; do
     esac
 done
 shift $((OPTIND - 1))
-parts=${*:-tests kernels steps peers sanitizer fit}
+parts=${*:-tests kernels steps memory peers sanitizer fit}
 
 mkdir -p "$out"
 [ -x "$(command -v "$python")" ] || python3 -m venv .venv
@@ -93,6 +93,26 @@ steps() {
     step pretrain-350m-2048 --config pretrain-350m.yaml --model.decoder.max_position_embeddings 2048 \
         --data.micro_batch_size 8 --data.global_batch_tokens 64Ki
     step pretrain-350m-wide-heads --config pretrain-350m-wide-heads.yaml --data.global_batch_tokens 64Ki
+    # Wide matrices are what FP8 is for.
+    for precision in bf16-mixed fp8-tensorwise fp8-rowwise; do
+        run 200 "step-1b-$precision" "$python" -m lm bench step --config pretrain-350m-wide-heads.yaml --steps 10 \
+            --trainer.log_interval 5 --trainer.precision $precision --model.compile inductor \
+            --model.decoder.hidden_size 2048 --model.decoder.intermediate_size 8192 --data.micro_batch_size 8 \
+            --data.global_batch_tokens 32Ki --output "$out/$stamp-step-1b-$precision-$device.json"
+    done
+}
+
+# What `lm plan` expects of a step's memory beside what it takes, at three micro-batches.
+memory() {
+    local config size presets=tiny
+    [ -n "$gpu" ] && presets='pretrain-50m pretrain-350m'
+    for config in $presets; do
+        for size in 4 8 16; do
+            run 200 "memory-$config-$size" "$python" -m lm bench step --config "$config.yaml" --steps 4 \
+                --trainer.log_interval 2 --data.micro_batch_size $size --data.global_batch_tokens \
+                "$([ -n "$gpu" ] && echo 64Ki || echo 8Ki)" --output "$out/$stamp-memory-$config-$size-$device.json"
+        done
+    done
 }
 
 peers() {
@@ -146,8 +166,8 @@ nvidia-smi 2> /dev/null | head -n 15
 "$python" -c 'import sys, torch; print(sys.version, torch.__version__, torch.version.cuda)'
 for part in $parts; do
     case $part in
-        tests | kernels | steps | peers | sanitizer | fit) "$part" ;;
-        *) echo "on_gpu.sh: no part $part: tests kernels steps peers sanitizer fit" >&2; exit 2 ;;
+        tests | kernels | steps | memory | peers | sanitizer | fit) "$part" ;;
+        *) echo "on_gpu.sh: no part $part: tests kernels steps memory peers sanitizer fit" >&2; exit 2 ;;
     esac
 done
 echo "== summary"

@@ -1,0 +1,223 @@
+"""`lm plan`: what a config means before anybody pays for it, on one page, in seconds, with nothing built or written.
+
+`plan_facts` has the numbers, `plan_findings` what is wrong with them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from rich.console import Console
+
+from lm.commands import plan_facts as facts
+from lm.commands import plan_findings as findings
+from lm.commands.plan_findings import Finding
+from lm.config_file import config_name, config_parser
+from lm.data.datamodule import DataModule
+from lm.devices import Device, find_device
+from lm.errors import LmError, RequestError
+from lm.module import LanguageModule
+from lm.precision import for_cpu
+from lm.quantities import format_bytes, format_count
+from lm.steps import plan_steps
+from lm.trainer import Trainer
+
+
+def plan(arguments: list[str]) -> None:
+    """Check a config and say what it asks for: `lm plan --config X [--strict] [--device D] [--fit] [--json]`.
+
+    Args:
+        arguments: what stands after `lm plan`.
+
+    Raises:
+        RequestError: the config has errors; they are on the page.
+    """
+    parser = config_parser("lm plan", trainer=Trainer, model=LanguageModule, data=DataModule)
+    parser.description = "What a config means before it is run, and what is wrong with it."
+    parser.add_argument("--strict", action="store_true", help="Schema and algebra alone: no data, no device.")
+    parser.add_argument("--device", type=str, default="auto", help="To plan for: h200, a100, 4090, ..., cpu, or auto.")
+    parser.add_argument("--mfu", type=float | None, default=None, help="Share of the device's peak to reckon with.")
+    parser.add_argument("--bench", type=Path | None, default=None, help="A result of `lm bench step --output` instead.")
+    parser.add_argument("--rate_usd_per_hr", type=float | None, default=None, help="Price of the machine.")
+    parser.add_argument("--fit", action="store_true", help="Print the largest micro-batch that fits, and nothing else.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a page.")
+    config = parser.read(arguments)
+    if config.mfu is not None and not 0 < config.mfu <= 1:
+        raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
+    found, noted = examine(config)
+    errors = [finding for finding in noted if finding.level == "error"]
+    if config.json:
+        print(json.dumps({**found, "findings": [finding._asdict() for finding in noted], "ready": not errors}))
+    elif config.fit:
+        best = found.get("memory", {}).get("largest_micro_batch")
+        if best is None:
+            raise RequestError("no micro-batch fits" if "memory" in found else f"--fit: {errors[0].what}")
+        print(f"--data.micro_batch_size {best}")
+        return
+    else:
+        show(found, noted)
+    if errors:
+        raise RequestError(f"{config_name(config)}: {len(errors)} error{'s' * (len(errors) > 1)}: {errors[0].what}")
+
+
+# ---- looking ---------------------------------------------------------------------------------------------------------
+
+
+def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
+    """The facts of a config, as far as they can be known, and what is wrong with it."""
+    found: dict[str, Any] = {"config": config.run or config_name(config)}
+    noted: list[Finding] = []
+    device, here = (Device("", None, None), 1) if config.strict else find_device(config.device)
+    world_size = ranks(config.trainer.devices, here) * config.trainer.num_nodes
+    try:
+        steps = plan_steps(
+            seq_len=config.data.seq_len, micro_batch_size=config.data.micro_batch_size,
+            global_batch_tokens=config.data.global_batch_tokens, world_size=world_size,
+            max_steps=config.trainer.max_steps, max_tokens=config.trainer.max_tokens,
+        )  # fmt: skip
+    except RequestError as error:
+        return found, [Finding("error", str(error), "")]
+    data, tokenizer = {"prepared": False, "from": []}, None
+    if not config.strict:
+        try:
+            tokenizer = facts.find_tokenizer(config.data)
+            data = facts.data_facts(config.data, tokenizer)
+        except (LmError, OSError) as error:
+            noted.append(Finding("error", str(error), ""))
+            data = {"unknown": True}
+    decoder = with_vocabulary(config, tokenizer)
+    found["steps"] = facts.step_facts(steps, config, data)
+    noted += findings.of_steps(found["steps"], config)
+    if not config.strict and "unknown" not in data:
+        found["data"] = data
+        noted += findings.of_data(data, found["steps"], config)
+        if tokenizer and decoder:
+            noted += findings.of_vocabulary(tokenizer.vocab_size, decoder.vocab_size)
+    if decoder is None:
+        noted.append(Finding("advice", "the model's size is not known before the tokenizer is made",
+                             "--model.decoder.vocab_size N"))  # fmt: skip
+        return found, noted
+    found["model"] = facts.model_facts(decoder, config.data.seq_len)
+    noted += findings.of_model(found["model"], found["steps"])
+    if config.strict:
+        return found, noted
+    precision = for_cpu(config.trainer.precision) if device.capability is None else config.trainer.precision
+    step = facts.computation(steps, config, device, precision)
+    found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
+    found["memory"] = facts.memory_facts(decoder, step, config.model.optimizer, device)
+    found["time"] = facts.time_facts(
+        found["steps"], found["model"]["flops_per_token"], device, precision, config.mfu, config.bench,
+        found["model"]["parameters"]["total"], config.rate_usd_per_hr,
+    )  # fmt: skip
+    found["disk"] = facts.disk_facts(decoder, step, config)
+    noted += findings.of_device(found["memory"], found["disk"], found["steps"], device, config, precision)
+    order = ("error", "warning", "advice")
+    return found, sorted(noted, key=lambda finding: order.index(finding.level))
+
+
+def ranks(devices: int | str | list[int], here: int) -> int:
+    """Devices of a node; `auto` is those that are here."""
+    if isinstance(devices, list):
+        return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len([index for index in devices.split(",") if index.strip()])
+    return int(devices) if str(devices).isdigit() and int(devices) > 0 else here
+
+
+def with_vocabulary(config: Namespace, tokenizer: Any) -> Any:
+    """The decoder's config with its vocabulary; None where that is still open."""
+    from dataclasses import replace
+
+    decoder, prepare = config.model.decoder, config.data.prepare
+    if decoder.vocab_size:
+        return decoder
+    if tokenizer is not None:
+        return replace(decoder, vocab_size=tokenizer.vocab_size)
+    return replace(decoder, vocab_size=prepare.vocab_size) if prepare and prepare.tokenizer == "bpe" else None
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any], noted: list[Finding]) -> None:
+    """The page on standard output."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{found['config']}[/bold]")
+    for name, part in (("model", _model), ("data", _data), ("steps", _steps), ("memory", _memory), ("time", _time),
+                       ("disk", _disk)):  # fmt: skip
+        if name in found:
+            for number, line in enumerate(part(found[name], found)):
+                console.print(f"{name if not number else '':8}{line}")
+    colours = {"error": "red", "warning": "yellow", "advice": "cyan"}
+    for finding in noted:
+        console.print(f"[{colours[finding.level]}]{finding.level:8}[/]{finding.what}")
+        if finding.cure:
+            console.print(f"{'':8}{finding.cure}")
+    counts = {level: sum(finding.level == level for finding in noted) for level in colours}
+    state = "not ready" if counts["error"] else "ready"
+    said = [f"{count} {level}{'s' * (count > 1 and level != 'advice')}" for level, count in counts.items() if count]
+    console.print(f"[bold]{state}[/bold]{': ' * bool(said)}{', '.join(said)}")
+
+
+def _model(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    parts = [name for name in ("embedding", "attention", "mlp", "norms", "lm_head") if model["parameters"][name]]
+    shown = ", ".join(f"{name} {format_count(model['parameters'][name])}" for name in parts)
+    return [
+        f"{format_count(model['parameters']['total'])} parameters: {shown}{' (the output too)' * model['tied']}",
+        f"{model['flops_per_token'] / 1e9:.3g} GFLOPs a token, both passes; vocabulary {model['vocab_size']:,}",
+    ]
+
+
+def _data(data: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    return [
+        f"{split}: {format_count(data[split]['tokens'])} tokens in {data[split]['shards']:,} shards, "
+        f"{data[split]['bytes_per_token']:.2f} bytes of text a token"
+        for split in ("train", "val") if split in data
+    ] or ["not there yet"]  # fmt: skip
+
+
+def _steps(steps: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    epochs = f", {steps['epochs']:.2f} epochs" if "epochs" in steps else ""
+    return [
+        f"{steps['micro_batch_size']:,} x {steps['seq_len']:,} tokens x {steps['accumulate']:,} micro-batches x "
+        f"{steps['world_size']:,} ranks = {steps['tokens_per_step']:,} tokens a step",
+        f"{steps['max_steps']:,} steps = {format_count(steps['tokens'])} tokens{epochs}; warm-up "
+        f"{steps['warmup_steps']:,} ({steps['warmup_share']:.1%}), {steps['validations']:,} validations, "
+        f"{steps['checkpoints']:,} checkpoints",
+    ]
+
+
+def _memory(memory: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    device = found["device"]
+    parts = ("weights", "gradients", "optimizer", "casts", "activations", "working", "reserve")
+    shown = ", ".join(f"{name} {format_bytes(memory[name])}" for name in parts if memory[name])
+    whole, best = memory["device"], memory.get("largest_micro_batch")
+    of_device = f" of {format_bytes(whole)} ({memory['total'] / whole:.0%})" if whole else ""
+    return [
+        f"{format_bytes(memory['total'])}{of_device} on {device['count']} x {device['name']}, {device['precision']}, "
+        f"kernels {'on' if device['kernels'] else 'off'}",
+        shown,
+        *([f"the largest micro-batch that fits is {best:,}"] if best else []),
+    ]
+
+
+def _time(time: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    if time["seconds"] is None:
+        return [f"unknown: {time['basis']}"]
+    cost = "" if time["usd"] is None else f", {time['usd']:,.2f} USD"
+    rate = format_count(time["tokens_per_second"])
+    return [f"{_duration(time['seconds'])} at {rate} tokens/s{cost} ({time['basis']})"]
+
+
+def _disk(disk: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    one, all_of_them, free = (format_bytes(disk[name]) for name in ("checkpoint", "at_once", "free"))
+    return [f"{one} a checkpoint, {all_of_them} at once; {free} free"]
+
+
+def _duration(seconds: float) -> str:
+    """As people say it: 45 min, 3.2 h, 4.5 days."""
+    for size, unit in ((86400 * 2, "days"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / (86400 if unit == 'days' else size):.1f} {unit}"
+    return f"{seconds:.0f} s"

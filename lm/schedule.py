@@ -1,0 +1,86 @@
+"""How the learning rate moves over a run: pure functions of the optimizer step.
+
+So nothing of it is saved, and a resume cannot disagree with it. `module` asks before every step of `optim`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lm.errors import RequestError
+from lm.quantities import Count
+
+
+@dataclass
+class ScheduleConfig:
+    """How the learning rate moves over the optimizer steps.
+
+    Args:
+        name: Shape after the warm-up; `wsd` is warm-up, stable, decay: constant, then linear down at the end.
+        warmup_steps: Steps of linear rise from 0.
+        warmup_ratio: In place of warmup_steps: the same as a share of the run.
+        final_fraction: Share of the peak that is left at the end (unused by `constant`).
+        decay_steps: `wsd`: length of the fall at the end. `cosine`, `linear`: step at which the fall ends,
+            the whole run if not given.
+        decay_ratio: In place of decay_steps: the same as a share of the run.
+
+    Raises:
+        RequestError: a share outside [0, 1], or a length that is given twice.
+    """
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup_steps: Count = Count(0)
+    warmup_ratio: float | None = None
+    final_fraction: float = 0.1
+    decay_steps: Count | None = None
+    decay_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("final_fraction", "warmup_ratio", "decay_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise RequestError(f"model.schedule.{name} {value} must lie in [0, 1]")
+        for name in ("warmup", "decay"):
+            steps, ratio = getattr(self, f"{name}_steps"), getattr(self, f"{name}_ratio")
+            if steps and ratio is not None:
+                raise RequestError(
+                    f"model.schedule.{name}_steps {steps} and model.schedule.{name}_ratio {ratio} are two lengths for "
+                    f"one thing: leave one out, or set {name}_steps to 0 or {name}_ratio to null"
+                )
+        if self.name == "wsd" and (self.warmup_ratio or 0) + (self.decay_ratio or 0) > 1:
+            raise RequestError(
+                f"model.schedule.warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} together are more "
+                "than the whole run"
+            )
+
+
+def lengths(max_steps: int, config: ScheduleConfig) -> tuple[int, int]:
+    """`warmup_steps` and `decay_steps` of a run of `max_steps` optimizer steps; 0 where there is none."""
+    warmup, decay = config.warmup_steps, config.decay_steps or 0
+    if config.warmup_ratio is not None:
+        warmup = round(config.warmup_ratio * max_steps)
+    if config.decay_ratio is not None:
+        decay = round(config.decay_ratio * max_steps)
+    return warmup, decay
+
+
+def schedule(step: int, max_steps: int, config: ScheduleConfig) -> float:
+    """The share of the peak learning rate at an optimizer step.
+
+    Args:
+        step: 0 for the first optimizer step.
+        max_steps: optimizer steps of the whole run.
+
+    Returns:
+        A factor in [0, 1]: `(step + 1) / warmup` while warming up, 1 at its end, then by the schedule's name
+        (cosine as in Loshchilov and Hutter, 2017, arXiv:1608.03983; wsd as in Hu et al., 2024, arXiv:2404.06395).
+    """
+    warmup, decay = lengths(max_steps, config)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.name == "constant" or (config.name == "wsd" and not decay):
+        return 1.0
+    start, end = (max_steps - decay, max_steps) if config.name == "wsd" else (warmup, decay or max_steps)
+    progress = min(1.0, max(0.0, (step - start) / max(1, end - start)))  # 0 at the start of the fall, 1 at its end
+    fall = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1 - progress
+    return config.final_fraction + (1 - config.final_fraction) * fall
