@@ -84,7 +84,7 @@ def shorten(message: str, known: list[str], elsewhere: dict[str, str]) -> str:
     """jsonargparse's message in one line; for an unknown option the one to use instead, or the nearest name."""
     text = re.sub(r"\s*\n\s*", " ", message).strip()
     text = re.sub(r'^Parser key "([^"]+)": (?:Not of type Count: )?', r"\1: ", text)
-    optional = re.search(r"any of the Union subtypes .* Errors: - (.*?) - Expected a <class 'NoneType'>.*: (\S+)$", text)
+    optional = re.search(r"any of the Union subtypes .* Errors: - (.*?) - Expected a <class 'NoneType.*: (\S+)$", text)
     if optional:  # it may also be null, and nobody asks why it is not
         wrong = re.sub(r"^Not of type \w+: |Expected a <class '(\w+)'>", r"\1", optional[1])
         text = text.split(": ")[0] + ": " + (wrong if optional[2] in wrong else f"expected {wrong}, got {optional[2]}")
