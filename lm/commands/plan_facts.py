@@ -25,6 +25,7 @@ from lm.steps import Steps
 
 KERNELS_FROM = (8, 0)  # compute capability, as in `kernels/operations`
 ASSUMED_MFU = 0.4  # what published trainings of this size reach on one GPU: nanochat 41 to 50 %, OLMo-core 52 to 57 %
+SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters, and tokens of a micro-batch, under which the host decides
 RESERVE_BYTES = 2**30  # CUDA context and library workspaces; on a CPU Python and its libraries
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
 
@@ -149,6 +150,8 @@ def time_facts(
     elif peak is not None:
         share = mfu or ASSUMED_MFU
         rate, basis = share * peak / flops, f"{share:.0%} MFU, {'given' if mfu else 'assumed'}"
+        if not mfu and (model_parameters < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH):
+            basis += ", and more than so little work a kernel can reach"
     else:
         return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give --bench FILE"}
     rate *= steps["world_size"]
