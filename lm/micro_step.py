@@ -55,7 +55,6 @@ class MicroStep:
     def _record(self, tokens: Tensor) -> None:
         self.tokens = tokens.clone()
         self.graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
         # Other threads, which pin memory for the next batches, may do what they like meanwhile.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.results = self.step(self.tokens)

@@ -25,6 +25,7 @@ from lm.model.decoder import Decoder
 from lm.model.layers import Linear, rotary_table
 from lm.runs import Run
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product of the process
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
@@ -132,10 +133,15 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """What one test compiled does not count for the next."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture
-def deterministic(monkeypatch):
+def deterministic():
     """Attention's backward pass otherwise adds in the order in which its blocks happen to end."""
-    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -313,6 +319,6 @@ def test_compute_sanitizer_finds_nothing(tool):
         [program, "--tool", tool, "--error-exitcode", "99", "--kernel-regex", "kns=rms_norm", "--kernel-regex",
          "kns=swiglu", "--kernel-regex", "kns=qk_norm_rope", "--kernel-regex", "kns=cross_entropy",
          sys.executable, "-m", "pytest", __file__, "-q", "-k", selected],
-        capture_output=True, text=True, timeout=900,
+        capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-3000:]

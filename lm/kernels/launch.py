@@ -52,6 +52,9 @@ class Program:
         """
         if not blocks:
             return
+        if torch.cuda.current_device() != self._device:  # its context must be the one of this thread
+            with torch.cuda.device(self._device):
+                return self(name, blocks, threads, *arguments, shared=shared)
         function = self._functions.get(name) or self._find(name)
         if shared > self._shared.get(name, STATIC_SHARED_BYTES):
             self._allow(name, function, shared)

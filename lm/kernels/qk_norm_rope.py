@@ -110,6 +110,7 @@ def _cuda_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     cos, sin = cos.contiguous(), sin.contiguous()
     positions = None if positions is None else positions.contiguous()
+    qkv = None if qkv is None else qkv.contiguous()
     gradients = [_rows(d) for d in (dq, dk, dv)]
     batch, length, heads, dim = dq.shape
     kv_heads = dk.shape[2]

@@ -89,7 +89,7 @@ def _cuda_add_normalise(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
 def _cuda_backward(
     dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, again: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dy = dy.contiguous()
+    dy, stream = dy.contiguous(), stream.contiguous()
     dstream = None if dstream is None else dstream.contiguous()
     width, rows = stream.shape[-1], rstd.numel()
     dx, dweight = torch.empty_like(stream), torch.empty_like(weight)

@@ -28,6 +28,9 @@ def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
     """
     if mode == "none":
         return
+    # All blocks share one code object, so what dynamo allows for one is divided among them: the first block or another,
+    # a window or none, FP8 or not, training or evaluation, documents. Beyond the limit compiling would be an error.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     backend = triton_free if mode == "triton_free" else "inductor"
     for layer in decoder.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)

@@ -66,7 +66,7 @@ tests() {
 }
 
 sanitizer() {
-    run 500 sanitizer "$python" -m pytest ${gpu:+-m gpu} ${gpu:---co} -k sanitizer --durations 10
+    run 580 sanitizer "$python" -m pytest ${gpu:+-m gpu} ${gpu:---co} -k sanitizer --durations 10
 }
 
 kernels() {
@@ -119,7 +119,9 @@ peers() {
     local sources=(${LITGPT:+--litgpt "$LITGPT"} ${NANOGPT:+--nanogpt "$NANOGPT"} ${LIGER:+--liger "$LIGER"})
     local config=pretrain-350m
     [ -n "$gpu" ] || config=tiny
+    # Four samples at once: all contenders are on the device together.
     run 580 "peers-$config" "$python" tests/benchmarks/peers.py --config $config.yaml "${sources[@]}" \
+        --data.micro_batch_size 4 --accumulate 4 \
         --output "$out/$stamp-peers-$config-$device.json"
 }
 
@@ -136,8 +138,8 @@ fit() {
     [ -n "$gpu" ] && common+=(--data.global_batch_tokens 64Ki)
     run 280 fit-whole "$python" -m lm fit "${common[@]}" --run whole || return
     "$python" -m lm fit "${common[@]}" --run killed > "$out/fit-killed.log" 2>&1 &
-    local process=$!
-    until [ -e "$work/runs/killed/last" ] && grep -q '"step": 15,' "$work/runs/killed/metrics.jsonl" 2> /dev/null; do
+    local process=$! begun=$SECONDS
+    until [ $((SECONDS - begun)) -gt 280 ] || [ -e "$work/runs/killed/last" ] && grep -q '"step": 15,' "$work/runs/killed/metrics.jsonl" 2> /dev/null; do
         kill -0 $process 2> /dev/null || break
         sleep 0.1
     done

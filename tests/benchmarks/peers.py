@@ -200,12 +200,15 @@ def contend(task: dict[str, Any]) -> None:
     for _ in range(WARMUP - 1):
         training.step()
     synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the others want to be there, too
     name = device_name(device)
     answers.write(json.dumps({
         "device": name, "first_step_s": age, "first_loss": first, "peak_bytes": peak_memory(device),
         "same_architecture": contender.same, "parameters": sum(p.numel() for p in contender.model.parameters()),
         "flops_per_token": flops_per_token(config, task["seq_len"]) if contender.same else None,
-        "peak_flops": peak_flops(name, task["precision"]),
+        # fp32 products may use TF32 here, for all contenders.
+        "peak_flops": peak_flops(name, "tf32" if task["precision"] == "32-true" else task["precision"]),
     }) + "\n")  # fmt: skip
     for _ in sys.stdin:
         synchronize(device)
