@@ -49,7 +49,10 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
     kinds = {name: str(getattr(action, "_typehint", "")) for action in parser._actions for name in [action.dest]}
     flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
     lists = [name for name, kind in kinds.items() if "list[" in kind]
-    return function(**parser.instantiate_classes(parser.parse_args(spell_out(arguments, flags, lists))).as_dict())
+    spelled = spell_out(arguments, flags, lists)
+    if any(action.dest in lists and not action.option_strings for action in parser._actions):
+        spelled = gather(spelled)
+    return function(**parser.instantiate_classes(parser.parse_args(spelled)).as_dict())
 
 
 def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[str] = ()) -> list[str]:
@@ -69,6 +72,22 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
         else:
             spelled.append(argument)
     return spelled
+
+
+def gather(arguments: list[str]) -> list[str]:
+    """What stands outside of options, as one list, which may be empty: `a b --x 1 c` as `["a", "b", "c"] --x 1`."""
+    values: list[str] = []
+    options: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("-"):
+            values.append(argument)
+            continue
+        options.append(argument)
+        if "=" not in argument and argument not in ("-h", "--help") and rest:
+            options.append(rest.pop(0))
+    return [json.dumps(values), *options]
 
 
 def known_names(parser: Any) -> list[str]:

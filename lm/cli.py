@@ -20,6 +20,14 @@ COMMANDS = {
     "data prepare": ("lm.commands.data:prepare", "tokenize texts into Parquet shards"),
     "data inspect": ("lm.commands.data:inspect", "what a data folder holds"),
     "data show": ("lm.commands.show:show", "the texts that a run saw at a step"),
+    "profile": ("lm.commands.profile:profile", "where the time of a training step goes; a trace of it"),
+    "runs ls": ("lm.commands.runs:ls", "every run: how it stands, its step, losses, tokens a second and age"),
+    "runs show": ("lm.commands.run_page:show", "all that matters of one run, on a page"),
+    "runs compare": ("lm.commands.run_compare:compare", "curves of runs in one chart, and the settings they differ in"),
+    "runs export": ("lm.commands.run_export:export", "a run for others: metrics, pictures, weights, and a manifest"),
+    "runs rm": ("lm.commands.runs:rm", "remove a run and its checkpoints, after a question"),
+    "runs rebuild": ("lm.commands.runs:rebuild", "make the registry of runs anew from the run folders"),
+    "monitor": ("lm.commands.monitor:monitor", "watch runs live in the terminal, or print how they stand as JSON"),
     "bench step": ("lm.commands.bench_step:step", "time of a training step, and what a checkpoint costs"),
     "bench kernels": ("lm.commands.bench_kernels:kernels", "bandwidth of every op, beside eager, inductor and a copy"),
     "bench loader": ("lm.commands.bench:loader", "tokens a second of the data path"),
@@ -56,7 +64,10 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    console = logging.StreamHandler(sys.stderr)
+    # A line a log interval, unless a progress bar shows it.
+    console.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
+    logging.basicConfig(format="%(message)s", handlers=[console])
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
     logging.getLogger("lm").setLevel(logging.INFO if rank == "0" else logging.ERROR)
     try:

@@ -6,8 +6,14 @@ from typing import Any
 from jsonargparse import SUPPRESS, ActionConfigFile, Namespace
 
 from lm.arguments import OneLineErrors, Parser
+from lm.callbacks.guards import GuardsConfig
+from lm.callbacks.samples import SamplesConfig
+from lm.data.datamodule import DataModule
 from lm.errors import RequestError
+from lm.module import LanguageModule
+from lm.trainer import Trainer
 
+BESIDE = {"guards": GuardsConfig, "samples": SamplesConfig}  # what a config has beside trainer, model and data
 CONFIGS = (Path("configs"), Path(__file__).parent.parent / "configs")
 
 
@@ -49,7 +55,7 @@ class ConfigParser(TrainingErrors, Parser):
         return self.instantiate_classes(config)
 
 
-def config_parser(prog: str, *, trainer: type, model: type, data: type) -> ConfigParser:
+def config_parser(prog: str) -> ConfigParser:
     """A parser of a training's config and of overrides of it; a command adds its own options.
 
     What stands under `trainer`, `model` and `data` comes back as keyword arguments of the three classes: nothing that
@@ -57,17 +63,16 @@ def config_parser(prog: str, *, trainer: type, model: type, data: type) -> Confi
 
     Args:
         prog: the command as it is typed.
-        trainer: class whose parameters stand under `trainer:`.
-        model: under `model:`.
-        data: under `data:`.
     """
     parser = ConfigParser(prog=prog, allow_abbrev=False)
     parser.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; looked up in configs/ too.")
     parser.add_argument("--seed_everything", type=int, default=1337, help="Seed of the weights and of the order.")
     for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
         parser.add_argument(f"--{name}", type=str | None, default=None, help=SUPPRESS)
-    for name, kind in (("trainer", trainer), ("model", model), ("data", data)):
+    for name, kind in {"trainer": Trainer, "model": LanguageModule, "data": DataModule}.items():
         parser.add_class_arguments(kind, name, instantiate=False)
+    for name, kind in BESIDE.items():
+        parser.add_class_arguments(kind, name)
     return parser
 
 

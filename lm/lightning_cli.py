@@ -12,9 +12,10 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lm.arguments import spell_out
+from lm.callbacks.registration import Registration
 from lm.callbacks.run_folder import RunFolder
 from lm.callbacks.standard import standard_callbacks
-from lm.config_file import ConfigFile, TrainingErrors, config_name, link_seq_len
+from lm.config_file import BESIDE, ConfigFile, TrainingErrors, config_name, link_seq_len
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.module import LanguageModule
@@ -55,6 +56,8 @@ class TrainingCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--run", type=str | None, default=None, help="Name of the run; the config's if not given.")
         parser.add_argument("--force", type=bool, default=False, help="Go on though it is another run by now.")
+        for name, kind in BESIDE.items():
+            parser.add_class_arguments(kind, name)
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: a checkpoint here is a folder and never overrides the command line."""
@@ -92,7 +95,9 @@ class TrainingCLI(LightningCLI):
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
         config = self.config[self.subcommand]
         run_folder = RunFolder(self.resumed_run, config.run, self.config_text, config.force)
-        return self._instantiate_trainer(trainer_config, standard_callbacks(trainer_config, run_folder))
+        guards, samples = (self._get(self.config_init, name) for name in BESIDE)
+        callbacks = standard_callbacks(trainer_config, run_folder, guards, samples)
+        return self._instantiate_trainer(trainer_config, [*callbacks, Registration()])
 
     def _run_subcommand(self, subcommand: str) -> None:
         if self.stays_stopped:

@@ -11,6 +11,11 @@ from torchmetrics import Metric
 from lm.model.decoder import IGNORED
 
 
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats, infinite where a float cannot hold it."""
+    return math.inf if loss >= 700 else math.exp(loss)
+
+
 class TokenLoss(Metric):
     """Sums of token losses that do not depend on how the tokens were divided into batches and ranks.
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from lm.data.batch import Batch, Cursor
 from lm.errors import RequestError
 from lm.kernels.attention import describe
 from lm.kernels.operations import choose
-from lm.metrics import TokenLoss
+from lm.metrics import TokenLoss, perplexity
 from lm.micro_step import MicroStep
 from lm.model.accounting import flops_per_token
 from lm.model.compiled import Compile, compile_decoder
@@ -28,6 +27,7 @@ from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.fused import fused_rows
 from lm.optim import OptimizerConfig, build_optimizer
 from lm.schedule import ScheduleConfig, schedule
+from lm.tally import Step, Tally
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +70,11 @@ class LanguageModule(LightningModule):
         self.micro_step: MicroStep | None = None  # while training with CUDA graphs
         self.decoder: Decoder | None = None
         self.attention = "not chosen yet"  # which library kernels do it, in words
+        self.kernels_taken = "not chosen yet"
         self.validation = TokenLoss()
         self.cursor: Cursor | None = None  # of the newest micro-batch that was trained on
-        self.grad_norm: Tensor | None = None  # of the newest optimizer step, before clipping, on the device
-        # Sums that stay on the device, so that nothing waits for it; plain attributes, because DDP would overwrite
-        # buffers with those of rank zero.
-        self._step_tokens = torch.zeros((), dtype=torch.int64)  # counted by the current optimizer step so far
-        self.logged_nats = torch.zeros(())  # of all steps since they were last logged
-        self.logged_tokens = torch.zeros((), dtype=torch.int64)
+        self.tally = Tally()  # no buffers: DDP would overwrite them with those of rank zero
+        self.recent_steps: list[Step] = []  # since the log line before the newest one
         self._token_bytes: Tensor | None = None  # (V,) UTF-8 bytes of each token, on the device
         self._resumed: dict[str, Any] = {}  # what a checkpoint holds for this rank alone
 
@@ -98,10 +95,10 @@ class LanguageModule(LightningModule):
         self.decoder = Decoder(self.config)
         device = self.trainer.strategy.root_device
         self._refuse_graphs(device)
-        self.decoder.operations, taken = choose(self.kernels, device)
+        self.decoder.operations, self.kernels_taken = choose(self.kernels, device)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # or fp16, which is the same
         self.attention = describe(device, dtype, self.config.windows, self.document_mask, self.config.dropout)
-        log.info("kernels: %s; attention: %s; compile: %s", taken, self.attention, self.compile_mode)
+        log.info("kernels: %s; attention: %s; compile: %s", self.kernels_taken, self.attention, self.compile_mode)
         compile_decoder(self.decoder, self.compile_mode)
         shard = getattr(self.trainer.strategy, "shard", None)
         if shard is not None:
@@ -138,9 +135,7 @@ class LanguageModule(LightningModule):
         masked, `configure_gradient_clipping` makes up the difference with the tokens that really counted.
         """
         total, each = self.losses(batch) if self.micro_step is None else self.micro_step(batch.tokens)  # (), (B, T)
-        self._step_tokens.add_(batch.num_tokens)
-        self.logged_nats.add_(each.sum())
-        self.logged_tokens.add_(batch.num_tokens)
+        self.tally.add(each.sum(), batch.num_tokens)
         self.cursor = batch.cursor
         return total / each.numel()
 
@@ -164,11 +159,9 @@ class LanguageModule(LightningModule):
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        """Forget the token count of a step once it is taken."""
-        if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
-            self._step_tokens.zero_()
-            if self.micro_step is not None:
-                self.micro_step.zero_grad()
+        """Clear the buffers of a CUDA graph once a step is taken."""
+        if self.micro_step is not None and (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+            self.micro_step.zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""
@@ -190,39 +183,41 @@ class LanguageModule(LightningModule):
     ) -> None:
         """One norm and one multiplication: per-token mean over the global batch, then clipping by the global norm.
 
-        Nothing here waits for the device. A fused optimizer under a GradScaler unscales in its own step, so the
-        gradients are still scaled here and the norm is taken back by that scale.
+        A step whose loss or gradient is not finite changes nothing, on any rank. Nothing here waits for the device. A
+        fused optimizer under a GradScaler unscales in its own step, so the gradients are still scaled here and the
+        norm is taken back by that scale.
         """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        tokens = self._step_tokens.clone()
-        if self.trainer.world_size > 1:
-            dist.all_reduce(tokens)
+        nats, tokens = self.tally.step_sums(self.trainer.world_size)
         room = self.trainer.steps.tokens_per_step
         factor = room / tokens.clamp(min=1)  # 1 exactly, where no label was masked
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
-        self.grad_norm = norm * factor / (scaler._scale if scaled else 1)
+        norm = norm * factor / (scaler._scale if scaled else 1)
+        finite = self.tally.close_step(self.global_step + 1, nats, tokens, norm, scaler is not None)
+        if scaled:  # the scaler skips a step whose gradients are not finite
+            factor = torch.where(finite, factor, torch.nan)
+        else:
+            optimizer.skip = ~finite
         if gradient_clip_val:
-            factor = factor * (gradient_clip_val / (self.grad_norm + 1e-6)).clamp(max=1)
+            factor = factor * (gradient_clip_val / (norm + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
     def logged_metrics(self) -> dict[str, float]:
-        """What a log line says of the steps since the last one. Called on every rank; waits for the device."""
-        sums = torch.stack([self.logged_nats, self.logged_tokens.float()])
-        if self.trainer.world_size > 1:
-            dist.all_reduce(sums)
-        self.logged_nats.zero_()
-        self.logged_tokens.zero_()
-        loss = sums[0] / sums[1]
+        """What a log line says of the steps since the last one, which are then in `recent_steps`.
+
+        Called on every rank; waits for the device.
+        """
+        loss, self.recent_steps = self.tally.read()
         norm = torch.nn.utils.get_total_norm([p.detach() for p in self.decoder.parameters()], foreach=True)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return {
-            "train/loss": loss.item(),
-            "train/perplexity": loss.exp().item(),
+            "train/loss": loss,
+            "train/perplexity": perplexity(loss),
             "optim/lr": self.learning_rate(self.global_step - 1),
-            "optim/grad_norm": self.grad_norm.item(),
+            "optim/grad_norm": self.recent_steps[-1].grad_norm,
             "optim/param_norm": norm.item(),
         }
 
@@ -267,10 +262,8 @@ class LanguageModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Put the sums on the device and this rank's generators where the checkpoint left them."""
-        self._step_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.logged_nats = torch.tensor(self._resumed.get("nats", 0.0), device=self.device)
-        self.logged_tokens = torch.tensor(self._resumed.get("tokens", 0), dtype=torch.int64, device=self.device)
-        if self._resumed:
+        self.tally = Tally(self.device, self._resumed.get("nats", 0.0), self._resumed.get("tokens", 0))
+        if "rng" in self._resumed:
             snapshot.restore_generators(self._resumed["rng"])
         elif self.global_rank:  # all ranks drew the same initial weights; from here on each drops out its own
             torch.manual_seed(torch.initial_seed() + self.global_rank)

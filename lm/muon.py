@@ -66,6 +66,9 @@ class Muon(Optimizer):
         betas: AdamW's decay rates of the running means of the gradient and of its square.
         eps: AdamW's, added to the denominator.
         momentum: decay rate of Muon's running mean of the gradient, which is used with Nesterov's look ahead.
+
+    Attributes:
+        skip: a bool scalar on the device; the step is not taken where it is true.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Muon(Optimizer):
         super().__init__(
             groups, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum, rows=None)
         )
+        self.skip: Tensor | None = None
         for group in self.param_groups:
             group["fused"] = group["rows"] is None and all(p.device.type in ("cuda", "cpu") for p in group["params"])
 
@@ -97,6 +101,8 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.skip is not None and self.skip.item():
+            return loss
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:

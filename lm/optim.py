@@ -3,12 +3,13 @@
 The step itself is torch's AdamW or `muon`. How the learning rate moves over the run is in `schedule`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lm.errors import RequestError
 from lm.muon import ADAMW_SLOTS, MUON_SLOTS, Muon
@@ -150,7 +151,40 @@ def build_optimizer(
     if config.name == "muon":
         return Muon(groups, momentum=config.momentum, **common)
     fused = all(p.device.type in ("cuda", "cpu") for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, fused=fused, **common)
+    return AdamW(groups, fused=fused, **common)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, and a way to have it leave everything as it is.
+
+    Attributes:
+        skip: a bool scalar on the device; the step is not taken where it is true. A fused optimizer of whole tensors
+            reads it on the device, any other waits for it.
+    """
+
+    skip: Tensor | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: computes the gradients first, and may set `skip`.
+
+        Returns:
+            What the closure returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.skip is not None:
+            first = self.param_groups[0]["params"][0]
+            if self.defaults["fused"] and not isinstance(first, DTensor):
+                self.found_inf = self.skip.float()  # what torch's GradScaler sets
+            elif self.skip.item():
+                return loss
+        super().step()
+        return loss
 
 
 # ---- state by name ---------------------------------------------------------------------------------------------------

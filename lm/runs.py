@@ -19,6 +19,7 @@ from lm.errors import RequestError
 
 ROOT = Path("checkpoints")
 STEP = re.compile(r"step-(\d{8,})")
+SILENCE = 30.0  # seconds without a heartbeat after which a run is taken for dead
 
 
 def write_atomically(path: Path, text: str, durable: bool = True) -> None:
@@ -128,6 +129,23 @@ class Run:
 
     # ---- what the run says of itself ----------------------------------------------------------------------------
 
+    def status(self) -> str:
+        """How it is doing.
+
+        Returns:
+            `running`; `dead`, where it says so and its process is gone or has given no sign of life for a while;
+            `finished`, `stopped` by a guard, `interrupted` by a signal, `failed`; `unknown`.
+        """
+        facts = self.read("run.json")
+        said = facts.get("status", "unknown")
+        if said != "running":
+            return said
+        beat = self.read("heartbeat.json")
+        if beat.get("host") == socket.gethostname() and not _exists(beat.get("pid")):
+            return "dead"
+        last = max(beat.get("time", 0.0), facts.get("entered", 0.0))
+        return "running" if time.time() - last < SILENCE else "dead"
+
     def describe(self, **facts: Any) -> None:
         """Write or update `run.json`."""
         write_atomically(self.path / "run.json", json.dumps({**self.read("run.json"), **facts}, indent=2) + "\n")
@@ -145,23 +163,34 @@ class Run:
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Add one line to `metrics.jsonl`."""
-        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+        self._append("metrics.jsonl", metrics)
+
+    def append_alert(self, alert: dict[str, Any]) -> None:
+        """Add one line to `alerts.jsonl`: `step`, `time`, `guard`, `action`, `message`."""
+        self._append("alerts.jsonl", alert)
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """What guards had to say, oldest first."""
+        return list(self._lines("alerts.jsonl"))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl` by step. After a resume the later line of a step counts, and what a stopped
         run had logged beyond the checkpoint that it was resumed from does not."""
         kept: list[dict[str, Any]] = []
-        for line in self._lines():
+        for line in self._lines("metrics.jsonl"):
             if "resumed_at" in line:
                 kept = [entry for entry in kept if entry["step"] <= line["resumed_at"]]
             else:
                 kept.append(line)
         return kept
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with open(self.path / name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
         try:
-            text = (self.path / "metrics.jsonl").read_text(encoding="utf-8")
+            text = (self.path / name).read_text(encoding="utf-8")
         except FileNotFoundError:
             return
         for line in text.splitlines():
@@ -169,6 +198,17 @@ class Run:
                 yield json.loads(line)
             except ValueError:  # a line that a kill cut short
                 continue
+
+
+def _exists(pid: int | None) -> bool:
+    """Whether a process of this machine is there; where it cannot be told, yes."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, TypeError):  # somebody else's; or none is known
+        return True
+    return True
 
 
 def run_facts() -> dict[str, Any]:

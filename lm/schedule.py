@@ -55,12 +55,25 @@ class ScheduleConfig:
 
 
 def lengths(max_steps: int, config: ScheduleConfig) -> tuple[int, int]:
-    """`warmup_steps` and `decay_steps` of a run of `max_steps` optimizer steps; 0 where there is none."""
+    """`warmup_steps` and `decay_steps` of a run of `max_steps` optimizer steps; 0 where there is none.
+
+    Raises:
+        RequestError: `wsd` would begin to fall before it has risen.
+    """
     warmup, decay = config.warmup_steps, config.decay_steps or 0
     if config.warmup_ratio is not None:
         warmup = round(config.warmup_ratio * max_steps)
     if config.decay_ratio is not None:
         decay = round(config.decay_ratio * max_steps)
+    if config.name != "wsd":
+        return warmup, decay
+    if config.warmup_ratio is not None and config.decay_ratio is not None:
+        decay = min(decay, max_steps - warmup)  # both may have been rounded up
+    if warmup + decay > max_steps:
+        raise RequestError(
+            f"model.schedule: warm-up {warmup:,} + decay {decay:,} steps are more than the run's {max_steps:,}: "
+            "shorten one of them, or train for more steps"
+        )
     return warmup, decay
 
 

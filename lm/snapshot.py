@@ -37,7 +37,7 @@ def complete(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     checkpoint["lr_schedulers"] = []
     checkpoint["cursor"] = {"consumed": module.cursor.end} if module.cursor else {"consumed": 0}
     checkpoint["ranks"] = _gather(
-        {"rng": _rng_state(), "nats": module.logged_nats.item(), "tokens": module.logged_tokens.item()}
+        {"rng": _rng_state(), "nats": module.tally.nats.item(), "tokens": module.tally.tokens.item()}
     )
     tokenizer = module.trainer.datamodule.tokenizer
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
@@ -55,10 +55,26 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, An
     """The inverse of `complete`; the config decides every hyper-parameter, so a changed learning rate is what is used.
 
     Returns:
-        What the checkpoint holds for this rank alone: `rng`, `nats` and `tokens`.
+        What goes on with this rank: `nats` and `tokens` that were not logged yet; and `rng`, its generators, where
+        the checkpoint is of so many ranks.
 
     Raises:
         RequestError: the weights are of another architecture, or the state is of another optimizer.
+    """
+    restore_weights(module, checkpoint)
+    ranks, rank = checkpoint["ranks"], module.global_rank
+    sums = {name: ranks[0][name] for name in ("nats", "tokens")}  # over all ranks, and so the same on each
+    module.trainer.recount(checkpoint)
+    module.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"], micro=0)
+    module.trainer.datamodule.consumed = module.cursor.end
+    return ranks[rank] if rank < len(ranks) else sums
+
+
+def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """The part of `restore` that is weights and optimizer: as Lightning's strategies load them, in place.
+
+    Raises:
+        RequestError: as for `restore`.
     """
     weights = checkpoint["state_dict"]
     _refuse_other_shapes(weights, module.config)
@@ -69,14 +85,6 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, An
         state = optimizer.state_dict()
         state["state"] = index_state(checkpoint.pop("optimizer"), module.decoder, optimizer)
         checkpoint["optimizer_states"] = [state]
-    ranks, rank = checkpoint["ranks"], module.global_rank
-    if len(ranks) != module.trainer.world_size:  # what other ranks had summed up and not logged yet is rank zero's
-        sums = {name: sum(of_rank[name] for of_rank in ranks) for name in ("nats", "tokens")}
-        ranks = [{**ranks[0], **sums}]
-    module.trainer.recount(checkpoint)
-    module.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"], micro=0)
-    module.trainer.datamodule.consumed = module.cursor.end
-    return ranks[rank] if rank < len(ranks) else {}
 
 
 def _refuse_other_shapes(weights: dict[str, Tensor], config: DecoderConfig) -> None:

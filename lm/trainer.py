@@ -13,11 +13,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
 
 from lm.checkpoint import FolderCheckpointIO, step_of
-from lm.errors import RequestError
+from lm.errors import GuardStop, RequestError
 from lm.hardware import keep_freed_memory
 from lm.precision import Float8Precision, Precision, choose
 from lm.quantities import Count
 from lm.runs import Run
+from lm.schedule import lengths
 from lm.sharding import FullyShardedStrategy, ReplicatedStrategy
 from lm.steps import Steps, plan_steps
 
@@ -47,6 +48,7 @@ class Trainer(lightning.Trainer):
         checkpoint_interval: Optimizer steps between checkpoints.
         keep_checkpoints: How many of the newest checkpoints are kept beside the best.
         log_interval: Optimizer steps between log lines.
+        histogram_interval: Optimizer steps between histograms of the weights in TensorBoard; none: no histograms.
         early_stopping: When to stop before the steps are done; off unless a patience is given.
         gradient_clip_val: Largest global norm of the gradient; none: no clipping.
         precision: Number format. A half precision that a CPU does not do well becomes one that it does. The FP8 ones
@@ -73,6 +75,7 @@ class Trainer(lightning.Trainer):
         checkpoint_interval: Count = Count(250),
         keep_checkpoints: int = 1,
         log_interval: Count = Count(10),
+        histogram_interval: Count | None = None,
         early_stopping: EarlyStoppingConfig = EarlyStoppingConfig(),
         gradient_clip_val: float | None = 1.0,
         precision: Precision = "32-true",
@@ -89,7 +92,8 @@ class Trainer(lightning.Trainer):
     ) -> None:
         at_least_one = {
             "val_interval": val_interval, "checkpoint_interval": checkpoint_interval, "log_interval": log_interval,
-            "keep_checkpoints": keep_checkpoints, "early_stopping.patience": early_stopping.patience,
+            "histogram_interval": histogram_interval, "keep_checkpoints": keep_checkpoints,
+            "early_stopping.patience": early_stopping.patience,
         }  # fmt: skip
         for name, value in at_least_one.items():
             if value is not None and value < 1:
@@ -99,9 +103,11 @@ class Trainer(lightning.Trainer):
         self.checkpoint_interval = checkpoint_interval
         self.keep_checkpoints = keep_checkpoints
         self.log_interval = log_interval
+        self.histogram_interval = histogram_interval
         self.early_stopping = early_stopping
         self.steps: Steps | None = None  # known when a fit starts
         self.run: Run | None = None  # the run folder, once it is claimed
+        self.stop: GuardStop | None = None  # why the run is to end after this optimizer step; the same on every rank
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
         if SLURMEnvironment.detect():
@@ -153,6 +159,7 @@ class Trainer(lightning.Trainer):
             world_size=self.world_size,
             **self._wanted,
         )
+        lengths(self.steps.max_steps, model.schedule_config)  # refuses a schedule that does not fit
         log.info(str(self.steps))
         if step_of(ckpt_path) >= self.steps.max_steps:
             log.info("the run has finished: all %d steps are done", self.steps.max_steps)

@@ -13,14 +13,16 @@ PACKAGE = Path(__file__).parent.parent / "lm"
 # The floor of a module is that of the longest prefix here. Imports go down, or stay inside one package of a floor.
 FLOORS = {
     "lm": 0, "lm.errors": 0, "lm.quantities": 0,
-    "lm.steps": 0.5, "lm.muon": 0.5, "lm.hardware": 0.5, "lm.plain": 0.5, "lm.kernels": 0.5,
+    "lm.steps": 0.5, "lm.muon": 0.5, "lm.hardware": 0.5, "lm.telemetry": 0.5, "lm.plain": 0.5, "lm.kernels": 0.5,
     "lm.arguments": 1, "lm.model": 1, "lm.data": 1, "lm.optim": 1, "lm.schedule": 1, "lm.checkpoint": 1, "lm.runs": 1,
     "lm.launcher": 1, "lm.devices": 1,
+    "lm.expressions": 0.5, "lm.alerts": 1, "lm.spending": 0.5, "lm.registry_file": 1, "lm.registry": 1.5,
+    "lm.incident": 0.5, "lm.post_mortem_page": 1, "lm.post_mortem": 1.5, "lm.probe": 2, "lm.evidence": 2.5,
     "lm.sharding": 1.5, "lm.precision": 1.5, "lm.scaling": 1.5,
-    "lm.metrics": 1.5, "lm.snapshot": 1.5, "lm.micro_step": 1,
+    "lm.metrics": 1.5, "lm.snapshot": 1.5, "lm.micro_step": 1, "lm.tally": 1,
     "lm.module": 2, "lm.trainer": 2, "lm.resume": 2, "lm.generation": 2,
-    "lm.config_file": 2,
     "lm.callbacks": 3,
+    "lm.config_file": 3.5,
     "lm.commands": 4,
     "lm.lightning_cli": 5, "lm.cli": 6, "lm.__main__": 7,
 }  # fmt: skip

@@ -2,6 +2,11 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from trainings import lm, write_config
@@ -88,6 +93,28 @@ def test_modes_are_measured_side_by_side(tmp_path):
     assert "no CUDA device" in found["none/on"]["unavailable"]
     shown = lm(tmp_path, *SMALL, "--modes", "none", "none+graphs").stdout
     assert "1.000x" in shown and "none+graphs is unavailable" in shown
+
+
+def test_a_killed_comparison_leaves_the_modes_that_were_measured(tmp_path):
+    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
+    command = [sys.executable, "-m", "lm", *SMALL, "--modes", "none", "triton_free", "--output", "found.json"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        until = time.monotonic() + 120
+        while not (tmp_path / "found.json").exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # it and what it has started
+        process.wait()
+    found = json.loads((tmp_path / "found.json").read_text())["modes"]
+    assert list(found) == ["none"] and found["none"]["lightning"]["ms_per_step"] > 0
+
+
+def test_a_schedule_longer_than_the_measurement_is_no_obstacle(tmp_path):
+    """It is for the run; a step takes as long at any learning rate."""
+    changes = {"model.schedule.name": "wsd", "model.schedule.decay_steps": 5000, "trainer.max_steps": 10_000}
+    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None, **changes})
+    assert "ms" in lm(tmp_path, *SMALL).stdout
 
 
 def test_modes_that_cannot_run_at_all_are_a_wrong_request(tmp_path):

@@ -1,16 +1,19 @@
 """What the decoder promises on its own: who sees whom, what the losses are, how weights begin, what may compile it."""
 
+import copy
 import math
 from dataclasses import fields, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from emulation.flash_on_cpu import flash_on_cpu  # noqa: F401
 from jsonargparse import ArgumentParser
 from torch._dynamo.utils import counters
 
 from lm.errors import RequestError
-from lm.kernels.attention import Reach, documents_from
+from lm.kernels import attention
+from lm.kernels.attention import Reach, documents_from, way_for
 from lm.kernels.operations import FUSED, PLAIN
 from lm.kernels.qk_norm_rope import qk_norm_rope_plain
 from lm.kernels.rms_norm import rms_norm_plain
@@ -319,6 +322,37 @@ def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(config):
     assert counters["stats"]["unique_graphs"] == 2 + len(set(model.config.windows))
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "infer"])
+def test_compiled_blocks_take_any_number_of_documents(operations, training, flash_on_cpu, monkeypatch):  # noqa: F811
+    """On a GPU documents become sequences, in other numbers in every batch. The blocks are compiled once for the first
+    number and once for all others, and what they compute is what masks give."""
+    torch._dynamo.reset()
+    model = Decoder(replace(SMALL, num_hidden_layers=3, window_pattern="SSL", sliding_window=7)).train(training)
+    compiled = copy.deepcopy(model)
+    compile_decoder(compiled, "triton_free")
+    graphs = []
+    for documents in (2, 3, 5, 2, 17, 48):
+        ids = torch.randint(EOS + 1, 53, (2, 24))
+        ends = torch.randperm(2 * 23)[: documents - 2]
+        ids[ends // 23, ends % 23] = EOS  # never the last of a row, which has no document after it
+        numbers = document_ids_from(ids, EOS)
+        results = []
+        counters.clear()
+        for decoder in (compiled, model):
+            with monkeypatch.context() as patch, torch.inference_mode(not training):
+                if decoder is model:
+                    patch.setattr(attention, "way_for", way_for)
+                decoder.zero_grad()
+                total, each = decoder(ids, labels=ids, document_ids=numbers)
+            if training:
+                total.backward()
+            results.append([each, *(parameter.grad for parameter in decoder.parameters() if training)])
+        graphs.append(counters["stats"]["unique_graphs"])
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert 0 < graphs[0] <= 4 and graphs[1] < graphs[0] and not any(graphs[2:])
 
 
 def test_kernels_keep_half_of_the_activations_for_the_backward_pass(monkeypatch):

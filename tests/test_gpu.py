@@ -36,6 +36,7 @@ def test_tokens_widen_on_the_device_as_on_the_host():
     assert torch.equal(there.labels.cpu(), Batch(tokens).labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_every_precision_learns_clips_and_goes_on_exactly(tmp_path, precision):
     """Stopped after step 6 and gone on with: the losses of a run that was never stopped, to the bit."""
@@ -208,6 +209,7 @@ def replays_to_the_bit(model, mode):
         assert torch.equal(usual, replayed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_cuda_graphs_train_as_without_them(tmp_path, precision):
     """Accumulation, clipping, loss scaling, the schedule and a resume, under Lightning."""
@@ -256,6 +258,15 @@ def test_fp8_products_are_those_of_the_emulation(scaling, gradient, transposed, 
     assert (got.float() - emulated).norm() < 6e-3 * emulated.norm()
 
 
+@needs_fp8
+@scalings
+def test_fp8_products_of_fp32_are_fp32(scaling):
+    torch.manual_seed(1)
+    a, b = torch.randn(48, 80, device="cuda"), torch.randn(96, 80, device="cuda")
+    got, emulated = fp8.product(a, b, scaling), fp8.product(a.cpu(), b.cpu(), scaling).cuda()
+    assert got.dtype == torch.float32 and (got - emulated).norm() < 6e-3 * emulated.norm()
+
+
 def in_fp8(model, scaling):
     for layer in model.layers[:-1]:
         for part in layer.modules():
@@ -285,6 +296,7 @@ def test_an_fp8_micro_step_is_recorded_and_replayed_to_the_bit(scaling, mode, de
     replays_to_the_bit(in_fp8(built(SMALL), scaling), mode)
 
 
+@pytest.mark.slow
 @needs_fp8
 @scalings
 @pytest.mark.parametrize("graphs", [False, True])

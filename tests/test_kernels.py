@@ -122,6 +122,22 @@ def test_rows_that_do_not_start_at_16_bytes(emulated):  # noqa: F811
     assert torch.equal(swiglu._cuda_forward(x), swiglu._cuda_forward(aligned))
 
 
+@pytest.mark.parametrize("which", ["dy", "dstream", "stream"])
+def test_rms_norm_takes_rows_that_are_no_neighbours(emulated, which):  # noqa: F811
+    """Such as a batch with tokens first; its results lie as they should, too."""
+    given = {name: torch.randn(3, 5, 16) for name in ("dy", "dstream", "stream")}
+    weight, rstd = torch.randn(16), torch.rand(3, 5)
+    given[which] = torch.randn(5, 3, 16).transpose(0, 1)
+    ours = rms_norm._cuda_backward(*given.values(), weight, rstd, True)
+    for mine, expected in zip(ours, rms_norm._backward(*given.values(), weight, rstd, True), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+        assert mine.is_contiguous()
+    x, residual = given[which], torch.randn(5, 3, 16).transpose(0, 1)
+    for mine, expected in zip(rms_norm._cuda_add_normalise(x, residual, weight, EPS),
+                              rms_norm._add_normalise(x, residual, weight, EPS), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+
+
 # ---- the same through torch -----------------------------------------------------------------------------------------
 
 

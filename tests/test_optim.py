@@ -80,6 +80,23 @@ def test_shares_of_the_run_are_the_steps_that_they_come_to(name, steps):
     assert curve(ratios, steps) == curve(ScheduleConfig(name, warmup_steps=warmup, decay_steps=decay), steps)
 
 
+def test_a_warm_up_and_a_decay_that_do_not_fit_into_the_run_are_refused():
+    """They may fill it; more would let the rate jump from the warm-up into the middle of the fall."""
+    filled = ScheduleConfig("wsd", warmup_steps=10, decay_steps=90)
+    assert lengths(100, filled) == (10, 90) and curve(filled)[9] == 1.0
+    for config in (filled, ScheduleConfig("wsd", warmup_steps=10, decay_ratio=0.95)):
+        with pytest.raises(RequestError, match=r"warm-up 10 \+ decay \d+ steps are more than the run's 99"):
+            schedule(0, 99, config)
+    assert lengths(99, ScheduleConfig("cosine", warmup_steps=10, decay_steps=90)) == (10, 90)  # a fall that ends at 90
+
+
+@pytest.mark.parametrize("steps", range(1, 40))
+def test_shares_that_make_a_whole_fill_every_run(steps):
+    """Though both may come to half a step and be rounded up."""
+    for warmup in (0.1, 0.3, 0.5):
+        assert sum(lengths(steps, ScheduleConfig("wsd", warmup_ratio=warmup, decay_ratio=1 - warmup))) <= steps
+
+
 @pytest.mark.parametrize(
     "given, message",
     [

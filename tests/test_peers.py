@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from peer_models import Training, build  # noqa: E402
-from peers import ranking  # noqa: E402
+from peers import Process, compare, ranking  # noqa: E402
 
 from lm.model.config import DecoderConfig  # noqa: E402
 from lm.model.huggingface import to_huggingface  # noqa: E402
@@ -64,6 +64,45 @@ def test_the_command_measures_some_and_names_the_others(tmp_path):
         assert figures["tokens_per_second"] == pytest.approx(rate) and figures["peak_bytes"] > 2**20
     assert found["best_peer"] == "transformers" and found["ours"] == "lm:none"
     assert found["speed_to_best_peer"] == found["ratios"]["transformers"] > 0
+
+
+MORTAL = """
+from dataclasses import make_dataclass
+
+import torch
+
+NAMES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+GPTConfig = make_dataclass("GPTConfig", NAMES)
+
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def forward(self, input_ids, labels):
+        self.calls += 1
+        if self.calls > 6:  # the warm-up and a turn
+            raise MemoryError("no memory for the second turn")
+        return None, self.weight**2
+"""
+
+
+def test_a_contender_that_breaks_between_its_turns_is_out_and_the_others_go_on(tmp_path):
+    (tmp_path / "model.py").write_text(MORTAL)
+    task = {
+        "config": "small", "decoder": SHAPE, "seq_len": 16, "micro_batch_size": 2, "accumulate": 1,
+        "precision": "32-true", "steps": 1, "paths": {"nanogpt": str(tmp_path)},
+    }  # fmt: skip
+    found = compare(task, ["nanogpt", "lm:none"], 4)
+    assert list(found["contenders"]) == ["lm:none"]
+    assert found["unavailable"] == {"nanogpt": "ended in turn 2: MemoryError: no memory for the second turn"}
+    gone = Process("nobody", task)
+    reason = gone.read()
+    assert "nobody" in reason["unavailable"]
+    assert [gone.turn(), gone.turn()] == [reason, reason]  # to a pipe that nobody reads
+    gone.end()
 
 
 def test_ranking_takes_our_fastest_and_the_fastest_of_the_same_architecture():

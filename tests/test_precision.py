@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.fx.experimental.proxy_tensor import make_fx
 from trainings import lm, losses, make_workplace, trace, write_config
 
 from lm.commands.step_loops import AUTOCAST
@@ -134,6 +135,17 @@ def test_a_device_takes_the_layouts_of_all_three_products(scaling):
     with pytest.raises(RuntimeError, match="divisible by 16"):
         odd = linear(x[:, :5], weight, scaling)
         odd.backward(torch.empty_like(odd))  # 10 tokens
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_device_is_asked_for_what_it_can_give_and_the_product_is_like_its_factor(scaling, source):
+    """Most devices give bf16 alone where rows have scales."""
+    a, b = (torch.empty(32, 64, dtype=source, device="meta") for _ in range(2))
+    traced = make_fx(lambda a, b: product(a, b, scaling))(a, b)
+    (asked,) = [node for node in traced.graph.nodes if node.target == torch.ops.aten._scaled_mm.default]
+    assert torch.bfloat16 in asked.args if scaling == "rowwise" else source in asked.args
+    assert traced(a, b).dtype == source
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

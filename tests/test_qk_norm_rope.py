@@ -96,6 +96,20 @@ def test_gradients_may_lie_as_attention_left_them(emulated):  # noqa: F811
         assert torch.equal(dqkv, results[0][0]) and torch.equal(dweights, results[0][1])
 
 
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "bare"])
+def test_a_projection_and_positions_may_have_tokens_first(emulated, norm):  # noqa: F811
+    """Rows that are no neighbours are not taken for such, in either pass."""
+    qkv, q_weight, k_weight, cos, sin, positions = inputs(torch.float32, 5, 3, 4, 2, 16, norm, documents=True)
+    turned = qkv.transpose(0, 1), q_weight, k_weight, cos, sin, positions.transpose(0, 1)
+    for mine, expected in zip(qk_norm_rope._cuda_forward(*turned, 4, 2, EPS),
+                              qk_norm_rope._forward(*turned, 4, 2, EPS), strict=True):
+        close(mine, expected.double(), TOLERANCE[torch.float32])
+    gradients = [torch.randn(5, 3, n, 16).transpose(0, 1) for n in (4, 2, 2)]
+    for mine, expected in zip(qk_norm_rope._cuda_backward(*gradients, *turned, EPS),
+                              qk_norm_rope._backward(*gradients, *turned, EPS), strict=True):
+        close(mine, expected.double(), 2 * TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("size", [1e-20, 1e4])
 def test_tiny_and_huge_heads_stay_finite(emulated, size):  # noqa: F811
     given = inputs(torch.float32, 1, 3, 2, 1, 64)

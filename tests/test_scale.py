@@ -13,13 +13,10 @@ from trainings import lm, make_workplace
 
 from lm.cli import main
 from lm.config_file import config_parser
-from lm.data.datamodule import DataModule
 from lm.model.accounting import flops_per_token, parameters
-from lm.module import LanguageModule
 from lm.quantities import parse_count
 from lm.scaling import batch_tokens, learning_rate, recipe, tokens_of_steps, weight_decay, window_pattern
 from lm.steps import plan_steps
-from lm.trainer import Trainer
 
 DEPTHS = range(2, 33)
 DEPTH12 = Path(__file__).parent.parent / "configs" / "depth12.yaml"
@@ -36,7 +33,7 @@ def read(text, folder):
     """A printed config as `lm plan` and `lm fit` parse it."""
     path = folder / "scaled.yaml"
     path.write_text(text)
-    parser = config_parser("lm plan", trainer=Trainer, model=LanguageModule, data=DataModule)
+    parser = config_parser("lm plan")
     return parser.read(["--config", str(path)])
 
 

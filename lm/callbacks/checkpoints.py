@@ -34,6 +34,11 @@ class Checkpoints(ModelCheckpoint):
         self.best_loss = float("inf")
         self.best_name: str | None = None
         self.saved_step = -1
+        self.requested = False
+
+    def request(self) -> None:
+        """Have a checkpoint taken after this optimizer step; on every rank."""
+        self.requested = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replaces ModelCheckpoint's choice of a folder: the run's is the one."""
@@ -48,7 +53,7 @@ class Checkpoints(ModelCheckpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.step_taken(batch_idx)
-        if step is not None and step % self.interval == 0 and not trainer.validates_after(step):
+        if step is not None and self._due(step) and not trainer.validates_after(step):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -60,8 +65,11 @@ class Checkpoints(ModelCheckpoint):
             self.best_model_path = str(trainer.run.path / self.best_name)
             self.best_model_score = trainer.callback_metrics["val/loss"].clone()
             self.save(trainer)
-        elif trainer.global_step % self.interval == 0 or trainer.global_step >= trainer.max_steps:
+        elif self._due(trainer.global_step) or trainer.global_step >= trainer.max_steps:
             self.save(trainer)
+
+    def _due(self, step: int) -> bool:
+        return self.requested or step % self.interval == 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: a pass over the data is no event here."""
@@ -75,6 +83,7 @@ class Checkpoints(ModelCheckpoint):
 
     def save(self, trainer: Trainer) -> None:
         """Take a checkpoint of this optimizer step, unless there is one. Called on every rank."""
+        self.requested = False
         if self.saved_step == trainer.global_step:
             return
         self.saved_step = trainer.global_step

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT, SIGUSR1: finish the optimizer step, save, and end with exit code 75."""
+"""Ends a run between two optimizer steps: for a signal with exit code 75, for a guard with 3."""
 
 import os
 import signal
@@ -16,7 +16,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Interrupt(Callback):
-    """Ends a run at the next optimizer step after a signal reached any rank. A second SIGINT ends it at once."""
+    """Ends a run at the next optimizer step after a signal reached any rank, with a checkpoint, or after a guard asked
+    for it, with one if it is wanted. A second SIGINT ends it at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -46,7 +47,8 @@ class Interrupt(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.step_taken(batch_idx)
-        if step is not None and not trainer.validates_after(step):
+        without_saving = trainer.stop is not None and not trainer.checkpoint_callback.requested
+        if step is not None and (without_saving or not trainer.validates_after(step)):
             self._stop_if_asked(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -54,13 +56,15 @@ class Interrupt(Callback):
             self._stop_if_asked(trainer)
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
-        if not self._any_rank_asked():
-            return
-        if trainer.global_step >= trainer.max_steps:
-            return  # the run is over anyway
-        trainer.checkpoint_callback.save(trainer)
-        trainer.checkpoint_io.drain()
+        asked = self._any_rank_asked()
+        if trainer.global_step >= trainer.max_steps or not (asked or trainer.stop):
+            return  # the run goes on, or is over anyway
+        if trainer.checkpoint_callback.requested or trainer.stop is None:
+            trainer.checkpoint_callback.save(trainer)
+            trainer.checkpoint_io.drain()
         trainer.strategy.barrier()  # whoever watches the processes may kill all when the first one ends
+        if trainer.stop is not None:
+            raise trainer.stop
         name = signal.Signals(self.received).name if self.received else "a signal on another rank"
         raise Interrupted(
             f"{name}: stopped after step {trainer.global_step} with a checkpoint; "

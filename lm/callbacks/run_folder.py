@@ -4,26 +4,21 @@ import getpass
 import json
 import logging
 import socket
+import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from lm.checkpoint import samples_of, step_of
 from lm.data.shards import describe_difference
-from lm.errors import Interrupted, LmError, RequestError
+from lm.errors import GuardStop, Interrupted, LmError, RequestError
 from lm.hardware import device_name
 from lm.runs import Run, run_facts, write_atomically
 from lm.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-
-class Curves(TensorBoardLogger):
-    """TensorBoard's event file and nothing beside it."""
-
-    def save(self) -> None:
-        self.experiment.flush()
+ENDS = {Interrupted: "interrupted", GuardStop: "stopped"}
 
 
 class RunFolder(Callback):
@@ -41,18 +36,13 @@ class RunFolder(Callback):
         self._name = name
         self._config = config
         self._force = force
+        self._log: logging.Handler | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = self._claim(trainer) if trainer.is_global_zero else None
         trainer.run = Run(trainer.strategy.broadcast(path))
         if trainer.is_global_zero:
-            # One event file a process; points from after the checkpoint that is resumed from are purged by TensorBoard.
-            purge = None if self._resumed is None else step_of(trainer.ckpt_path) + 1
-            logger = Curves(
-                str(trainer.run.path.parent), name=trainer.run.name, version="", default_hp_metric=False,
-                purge_step=purge,
-            )
-            trainer.loggers = [logger]
+            self._log = _keep_log(trainer.run)
             _say_where(trainer.run)
 
     def _claim(self, trainer: Trainer) -> str:
@@ -102,16 +92,29 @@ class RunFolder(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if trainer.run is None or not trainer.fitting:
             return
-        if isinstance(exception, Interrupted):
-            self._end(trainer, "interrupted", str(exception))
-        else:
-            text = str(exception) if isinstance(exception, LmError) else f"{type(exception).__name__}: {exception}"
-            self._end(trainer, "failed", text)
+        text = str(exception) if isinstance(exception, LmError) else f"{type(exception).__name__}: {exception}"
+        self._end(trainer, ENDS.get(type(exception), "failed"), text)
 
     def _end(self, trainer: Trainer, status: str, reason: str) -> None:
-        if trainer.is_global_zero:
-            trainer.run.describe(status=status, reason=reason, step=trainer.global_step)
-            trainer.run.write_state({**trainer.run.read("state.json"), "status": status})
+        if not trainer.is_global_zero:
+            return
+        trainer.run.describe(status=status, reason=reason, step=trainer.global_step)
+        trainer.run.write_state({**trainer.run.read("state.json"), "status": status, "reason": reason})
+        if self._log is not None:
+            self._log.handle(logging.makeLogRecord({"levelno": logging.INFO, "msg": f"{status}: {reason}"}))
+            logging.getLogger("lm").removeHandler(self._log)
+            self._log.close()
+            self._log = None
+
+
+def _keep_log(run: Run) -> logging.Handler:
+    """Have everything that is said also written to `log.txt`, with the time."""
+    handler = logging.FileHandler(run.path / "log.txt", encoding="utf-8")
+    formatter = logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%SZ")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    logging.getLogger("lm").addHandler(handler)
+    return handler
 
 
 def _say_where(run: Run) -> None:

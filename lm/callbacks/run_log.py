@@ -1,8 +1,9 @@
 """Where a run is written down: TensorBoard, `metrics.jsonl`, `state.json`, and a line for the person watching."""
 
+import logging
+import math
 import os
 import socket
-import sys
 import time
 from typing import Any
 
@@ -11,12 +12,15 @@ from lightning.pytorch import Callback, LightningModule
 from lm.quantities import format_count
 from lm.trainer import Trainer
 
+lines = logging.getLogger("lm.lines")  # the command line shows them where there is no progress bar
+
 
 class RunLog(Callback):
     """Writes every metric once, under the optimizer step that it belongs to.
 
     It asks the module and every callback that has `logged_metrics` what there is to say, so that each concern stays
-    in its own file.
+    in its own file, and tells it to those that have `on_metrics`, on every rank. What is not finite is told and not
+    written: JSON has no word for it.
 
     Args:
         interval: optimizer steps between log lines.
@@ -26,6 +30,7 @@ class RunLog(Callback):
         self.interval = interval
         self.latest: dict[str, Any] = {}
         self._began = (0.0, 0)
+        self._settled = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = (time.monotonic(), trainer.global_step)
@@ -41,16 +46,27 @@ class RunLog(Callback):
         for callback in trainer.callbacks:
             if hasattr(callback, "logged_metrics"):
                 metrics |= callback.logged_metrics(trainer, pl_module)
-        self._write(trainer, metrics)
+        self._tell(trainer, pl_module, metrics)
+        if not self._settled:  # what the first steps took says nothing of the rest: compilation, a cold cache
+            self._began, self._settled = (time.monotonic(), step), True
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fitting:
+            self.write_state(trainer, "running", phase="validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fitting:
             names = ("val/loss", "val/perplexity", "val/bpb")
-            self._write(trainer, {name: trainer.callback_metrics[name].item() for name in names})
+            self._tell(trainer, pl_module, {name: trainer.callback_metrics[name].item() for name in names})
+
+    def _tell(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+        if trainer.is_global_zero:
+            self._write(trainer, {name: value for name, value in metrics.items() if math.isfinite(value)})
+        for callback in trainer.callbacks:
+            if hasattr(callback, "on_metrics"):
+                callback.on_metrics(trainer, pl_module, metrics)
 
     def _write(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if not trainer.is_global_zero:
-            return
         step = trainer.global_step
         tokens = trainer.tokens_seen
         for logger in trainer.loggers:
@@ -58,11 +74,10 @@ class RunLog(Callback):
         trainer.run.append_metrics({"step": step, "tokens": tokens, "time": time.time(), **metrics})
         self.latest |= metrics
         self.write_state(trainer, "running")
-        if not sys.stderr.isatty():
-            print(line(step, trainer.max_steps, metrics), file=sys.stderr, flush=True)
+        lines.info(line(step, trainer.max_steps, metrics))
 
-    def write_state(self, trainer: Trainer, status: str) -> None:
-        """Replace `state.json`."""
+    def write_state(self, trainer: Trainer, status: str, phase: str = "training") -> None:
+        """Replace `state.json`; `phase` is what the run is at: `training` or `validating`."""
         if not trainer.is_global_zero:
             return
         step, (since, first) = trainer.global_step, self._began
@@ -70,6 +85,7 @@ class RunLog(Callback):
         trainer.run.write_state({
             "run": trainer.run.name,
             "status": status,
+            "phase": phase,
             "step": step,
             "max_steps": trainer.max_steps,
             "tokens": trainer.tokens_seen,

@@ -7,33 +7,54 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lm.callbacks.checkpoints import Checkpoints
+from lm.callbacks.curves import Curves
+from lm.callbacks.data_wait import DataWait
+from lm.callbacks.guards import GuardsConfig, guard_callbacks
+from lm.callbacks.heartbeat import Heartbeat
+from lm.callbacks.histograms import Histograms
 from lm.callbacks.interrupt import Interrupt
 from lm.callbacks.last_step import LastStep
 from lm.callbacks.predictions import Predictions
 from lm.callbacks.progress import ProgressBar
 from lm.callbacks.run_folder import RunFolder
 from lm.callbacks.run_log import RunLog
+from lm.callbacks.samples import Samples, SamplesConfig
 from lm.callbacks.throughput import Throughput
 
 
-def standard_callbacks(trainer: Mapping[str, Any], run_folder: RunFolder) -> list[Callback]:
+def standard_callbacks(
+    trainer: Mapping[str, Any], run_folder: RunFolder, guards: GuardsConfig, samples: SamplesConfig
+) -> list[Callback]:
     """What `lm fit` hangs on its Trainer.
 
     Args:
         trainer: what the config says under `trainer:`.
         run_folder: claims the folder that the others write to.
+        guards: what it says under `guards:`.
+        samples: under `samples:`.
     """
-    early = trainer["early_stopping"]
-    stopping = [] if early.patience is None else [
-        EarlyStopping("val/loss", min_delta=early.min_delta, patience=early.patience, check_on_train_epoch_end=False)
-    ]
+    early, every = trainer["early_stopping"], trainer["histogram_interval"]
+    stopping, asked_for = [], []
+    if early.patience is not None:
+        stopping.append(
+            EarlyStopping("val/loss", early.min_delta, early.patience, check_on_train_epoch_end=False)
+        )  # fmt: skip
+    if every is not None:
+        asked_for.append(Histograms(every))
+    if samples.prompts:
+        asked_for.append(Samples(samples))
     return [
         run_folder,
+        Curves(),
+        Heartbeat(),
         *stopping,
         LastStep(),
         RunLog(trainer["log_interval"]),
         Throughput(),
+        DataWait(),
+        *guard_callbacks(guards),
         ProgressBar(),
+        *asked_for,
         Checkpoints(trainer["checkpoint_interval"], early.min_delta, trainer["keep_checkpoints"]),
         Interrupt(),
         Predictions(),

@@ -6,8 +6,10 @@ Here a config becomes a training on random tokens; `step_loops` does the timing,
 
 import json
 import logging
+import sys
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from lm.arguments import spell_out
+from lm.callbacks.budget import BudgetConfig
+from lm.callbacks.guards import GuardsConfig
 from lm.callbacks.run_folder import RunFolder
+from lm.callbacks.samples import SamplesConfig
 from lm.callbacks.standard import standard_callbacks
+from lm.callbacks.throughput_floor import ThroughputConfig
 from lm.commands.step_loops import Turns
 from lm.commands.step_modes import measure_modes, parse_modes, show_modes
 from lm.commands.step_report import report, show
@@ -48,7 +54,7 @@ def step(arguments: list[str]) -> None:
         RequestError: the config or the command line is wrong.
         RunError: a signal came before the end.
     """
-    parser = config_parser("lm bench step", trainer=Trainer, model=LanguageModule, data=DataModule)
+    parser = config_parser("lm bench step")
     parser.description = "Time a training step of a config on one device, with random tokens, and its checkpoints."
     parser.add_argument(
         "--steps", type=Count, default=Count(50),
@@ -60,16 +66,19 @@ def step(arguments: list[str]) -> None:
         "/off for our kernels; or all. Not given: as the config has it.",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
-    parser.add_argument("--output", type=str | None, default=None, help="File to write the JSON object to.")
+    parser.add_argument("--output", type=Path | None, default=None, help="File to write the JSON object to.")
     arguments = spell_out(arguments, lists=("modes",))
     config = parser.read(arguments)
     if config.steps < 1:
         raise RequestError(f"--steps {config.steps} must be at least 1")
     vocab_size = find_vocab_size(config)
     modes = parse_modes(config.modes)
-    found = measure_modes(modes, [*arguments, "--modes=[]"]) if modes else measure(config, vocab_size)
-    if config.output:
-        write_atomically(Path(config.output), json.dumps(found, indent=2) + "\n")
+    if modes:
+        found = measure_modes(modes, [*arguments, "--modes=[]"], config.output)
+    else:
+        found = measure(config, vocab_size)
+        if config.output:
+            write_atomically(config.output, json.dumps(found, indent=2) + "\n")
     if config.json:
         print(json.dumps(found))
     else:
@@ -154,13 +163,16 @@ def train(config: Namespace, turns: Turns, folder: Path) -> tuple[Trainer, Langu
     # The random tokens are one row group, and that must fit.
     buffer = {"shuffle_buffer": max(config.data.shuffle_buffer, ROW_GROUP_TOKENS)}
     data = DataModule(**vars(config.data) | sources | buffer)
-    module = LanguageModule(**vars(config.model))
+    # These few steps are not the run that the schedule is for, and its decay may not fit into them.
+    schedule = replace(config.model.schedule, name="constant")
+    module = LanguageModule(**vars(config.model) | {"schedule": schedule})
     request = vars(config.trainer) | {
         "max_steps": turns.steps, "max_tokens": None, "devices": 1, "num_nodes": 1,
         "checkpoint_interval": turns.steps + 1,  # those that are timed are all there are
         "default_root_dir": str(folder / "runs"),
     }  # fmt: skip
-    callbacks = standard_callbacks(request, RunFolder(None, "bench", ""))
+    # No samples: there is no text that these tokens are.
+    callbacks = standard_callbacks(request, RunFolder(None, "bench", ""), harmless(config.guards), SamplesConfig())
     trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *callbacks, turns]})
     data.seed = config.seed_everything
     try:
@@ -168,3 +180,11 @@ def train(config: Namespace, turns: Turns, folder: Path) -> tuple[Trainer, Langu
     except Interrupted as error:
         raise RunError("stopped by a signal before the measurement was done") from error
     return trainer, module
+
+
+def harmless(guards: GuardsConfig) -> GuardsConfig:
+    """The same guards, which look and do nothing: these few steps are not the run that they are for."""
+    return replace(
+        guards, alerts=dict.fromkeys(guards.alerts, "warn"), not_finite="skip", max_skipped=sys.maxsize,
+        budget=BudgetConfig(), throughput=ThroughputConfig(), inject_step=None,
+    )  # fmt: skip

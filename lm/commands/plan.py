@@ -14,14 +14,12 @@ from lm.commands import plan_facts as facts
 from lm.commands import plan_findings as findings
 from lm.commands.plan_findings import Finding
 from lm.config_file import config_name, config_parser
-from lm.data.datamodule import DataModule
 from lm.devices import Device, find_device
 from lm.errors import LmError, RequestError
-from lm.module import LanguageModule
 from lm.precision import for_cpu
 from lm.quantities import format_bytes, format_count
+from lm.schedule import lengths
 from lm.steps import plan_steps
-from lm.trainer import Trainer
 
 
 def plan(arguments: list[str]) -> None:
@@ -33,7 +31,7 @@ def plan(arguments: list[str]) -> None:
     Raises:
         RequestError: the config has errors; they are on the page.
     """
-    parser = config_parser("lm plan", trainer=Trainer, model=LanguageModule, data=DataModule)
+    parser = config_parser("lm plan")
     parser.description = "What a config means before it is run, and what is wrong with it."
     parser.add_argument("--strict", action="store_true", help="Schema and algebra alone: no data, no device.")
     parser.add_argument("--device", type=str, default="auto", help="To plan for: h200, a100, 4090, ..., cpu, or auto.")
@@ -76,6 +74,7 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
             global_batch_tokens=config.data.global_batch_tokens, world_size=world_size,
             max_steps=config.trainer.max_steps, max_tokens=config.trainer.max_tokens,
         )  # fmt: skip
+        lengths(steps.max_steps, config.model.schedule)
     except RequestError as error:
         return found, [Finding("error", str(error), "")]
     data, tokenizer = {"prepared": False, "from": []}, None

@@ -38,10 +38,6 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     elif steps["warmup_share"] > LONG_WARMUP:
         yield Finding("warning", f"warm-up takes {warmup:,} of {total:,} steps, {steps['warmup_share']:.0%} of the run",
                       "lower model.schedule.warmup_steps, or train longer")
-    decay = steps["decay_steps"]
-    if config.model.schedule.name == "wsd" and warmup + decay > total:
-        yield Finding("error", f"warm-up {warmup:,} + decay {decay:,} steps are more than the run's {total:,}",
-                      "lower model.schedule.decay_steps")
     for name, count in (("val_interval", "validated"), ("checkpoint_interval", "saved")):
         interval = config.trainer[name]
         if interval > total:

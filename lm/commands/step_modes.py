@@ -16,6 +16,7 @@ from rich.table import Table
 
 from lm.errors import RequestError, RunError
 from lm.quantities import format_count
+from lm.runs import write_atomically
 
 FORM = re.compile(r"(none|inductor|triton_free)(\+graphs)?(?:/(on|off))?")
 
@@ -66,12 +67,13 @@ def parse_modes(names: list[str]) -> list[Mode]:
     return list(dict.fromkeys(modes))
 
 
-def measure_modes(modes: list[Mode], arguments: list[str]) -> dict[str, Any]:
+def measure_modes(modes: list[Mode], arguments: list[str], output: Path | None) -> dict[str, Any]:
     """Measure each mode in a process of its own.
 
     Args:
         modes: to be measured, in this order.
         arguments: of `lm bench step`, without those about modes and output.
+        output: file that has what is known so far after each of them, so that a run that is killed leaves it.
 
     Returns:
         What `lm bench step` says of each, under `modes` by name; where a mode cannot run, why, as `unavailable`.
@@ -83,14 +85,16 @@ def measure_modes(modes: list[Mode], arguments: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in modes:
         with tempfile.TemporaryDirectory(prefix="lm-bench-") as folder:
-            output = Path(folder) / "step.json"
-            command = [sys.executable, "-m", "lm", "bench", "step", *arguments, *mode.options, "--output", str(output)]
+            own = Path(folder) / "step.json"
+            command = [sys.executable, "-m", "lm", "bench", "step", *arguments, *mode.options, "--output", str(own)]
             ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             if ended.returncode == 0:
-                found[str(mode)] = json.loads(output.read_text())
-                continue
-        reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-        found[str(mode)] = {"unavailable": reason.removeprefix("lm bench: ")}
+                found[str(mode)] = json.loads(own.read_text())
+            else:
+                reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+                found[str(mode)] = {"unavailable": reason.removeprefix("lm bench: ")}
+        if output:
+            write_atomically(output, json.dumps({"modes": found}, indent=2) + "\n")
     if all("unavailable" in result for result in found.values()):
         kind = RequestError if ended.returncode == RequestError.exit_code else RunError
         raise kind("; ".join(f"{name}: {result['unavailable']}" for name, result in found.items()))

@@ -30,6 +30,14 @@ class Documents(NamedTuple):
     positions: Tensor  # (B, T) int32, counted from the beginning of each document
 
 
+class Past(NamedTuple):
+    """Keys and values of tokens that were read before, and the slots for those at hand (see `model/cache`)."""
+
+    keys: Tensor  # (B, slots, KV, D)
+    values: Tensor  # alike
+    positions: Tensor  # (B, T), the slots that the tokens at hand take
+
+
 class Reach(NamedTuple):
     """Who sees whom in a layer: a token sees itself and what is before it; and of that
 
@@ -38,7 +46,8 @@ class Reach(NamedTuple):
 
     window: int | None
     starts: Tensor | None  # (sequences + 1) int32, where each begins among all tokens of the batch, and their number
-    mask: Tensor | None  # (B or 1, 1, T, T), true where the row's token sees the column's
+    mask: Tensor | None  # (B or 1, 1, T, T), true where the row's token sees the column's; with a past (B, 1, T, S)
+    past: Past | None = None  # while generating: its first S slots are seen, too
 
 
 def documents_from(document_ids: Tensor) -> Documents:
@@ -127,6 +136,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, reach: Reach, dropout: float = 0.0) 
     """
     if reach.starts is not None:
         return _varlen(q, k, v, reach)
+    if reach.past is not None:
+        k, v = _with_past(k, v, reach)
     heads, kv_heads = q.shape[2], k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
     # The fused kernels for fp32 and for masks know nothing of groups, so they are spelled out.
@@ -138,6 +149,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, reach: Reach, dropout: float = 0.0) 
         enable_gqa=heads != kv_heads and not spelled,
     )  # fmt: skip
     return out.transpose(1, 2)  # (B, T, H, D)
+
+
+def _with_past(k: Tensor, v: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
+    keys, values, positions = reach.past
+    rows = torch.arange(k.shape[0], device=k.device)[:, None]  # (B, 1)
+    keys[rows, positions], values[rows, positions] = k, v
+    used = reach.mask.shape[-1]
+    return keys[:, :used], values[:, :used]  # (B, S, KV, D)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Tensor:

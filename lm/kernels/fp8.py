@@ -49,8 +49,11 @@ def product(a: Tensor, b: Tensor, scaling: Scaling, *, gradient: bool = False) -
         exact = left.values.float() @ right.values.float().t()
         return (exact * scales[0] * scales[1]).to(a.dtype)
     fast = scaling == "rowwise" or not gradient
+    # Where rows have scales, only Hopper with cuBLAS 12.9 can give fp32; every device gives bf16.
+    out_dtype = torch.bfloat16 if scaling == "rowwise" else a.dtype
     # Not by its public name, torch.nn.functional.scaled_mm, which torch 2.11 cannot compile.
-    return torch._scaled_mm(left.values, right.values.t(), *scales, out_dtype=a.dtype, use_fast_accum=fast)
+    out = torch._scaled_mm(left.values, right.values.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast)
+    return out.to(a.dtype)
 
 
 def scaled(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Scaled:

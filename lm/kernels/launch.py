@@ -14,7 +14,6 @@ from lm.errors import RunError
 from lm.kernels import nvrtc
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}  # as the sources call them
-STATIC_SHARED_BYTES = 48 * 1024  # more than this a kernel must ask for
 
 
 class Program:
@@ -30,14 +29,12 @@ class Program:
 
         self._driver, self._device = driver, device
         self._functions: dict[str, Any] = {}
-        self._shared: dict[str, int] = {}
         torch.cuda.init()
         with torch.cuda.device(device):
             self._enter()
             self._module = self._done("cuModuleLoadData", driver.cuModuleLoadData(code))
 
-    def __call__(self, name: str, blocks: int, threads: int, *arguments: Tensor | int | float | None,
-                 shared: int = 0) -> None:
+    def __call__(self, name: str, blocks: int, threads: int, *arguments: Tensor | int | float | None) -> None:
         """Start a kernel on torch's current stream.
 
         Args:
@@ -45,7 +42,6 @@ class Program:
             blocks: in the grid, which has one dimension; none: nothing is started.
             threads: of a block.
             arguments: in the kernel's order: a tensor or None is a pointer there, an int `i64`, a float `float`.
-            shared: bytes of dynamic shared memory.
 
         Raises:
             RunError: the driver refuses.
@@ -54,19 +50,17 @@ class Program:
             return
         if torch.cuda.current_device() != self._device:  # its context must be the one of this thread
             with torch.cuda.device(self._device):
-                return self(name, blocks, threads, *arguments, shared=shared)
+                return self(name, blocks, threads, *arguments)
         function = self._functions.get(name) or self._find(name)
-        if shared > self._shared.get(name, STATIC_SHARED_BYTES):
-            self._allow(name, function, shared)
         values = tuple(a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
         kinds = tuple(ctypes.c_longlong if isinstance(a, int) else ctypes.c_float if isinstance(a, float)
                       else ctypes.c_void_p for a in arguments)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         start = self._driver.cuLaunchKernel
-        (result,) = start(function, blocks, 1, 1, threads, 1, 1, shared, stream, (values, kinds), 0)
+        (result,) = start(function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
         if result == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that torch has not used a GPU in yet
             self._enter()
-            (result,) = start(function, blocks, 1, 1, threads, 1, 1, shared, stream, (values, kinds), 0)
+            (result,) = start(function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
         self._done(f"starting {name}", (result,))
 
     def _enter(self) -> None:
@@ -79,12 +73,6 @@ class Program:
     def _find(self, name: str) -> Any:
         found = self._driver.cuModuleGetFunction(self._module, name.encode())
         return self._functions.setdefault(name, self._done(f"finding {name}", found))
-
-    def _allow(self, name: str, function: Any, shared: int) -> None:
-        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        self._done(f"{shared} bytes of shared memory for {name}",
-                   self._driver.cuFuncSetAttribute(function, attribute, shared))
-        self._shared[name] = shared
 
     def _done(self, what: str, result: tuple) -> Any:
         if result[0] != self._driver.CUresult.CUDA_SUCCESS:
@@ -114,12 +102,6 @@ def _program(name: str, device: int, defines: tuple[tuple[str, object], ...]) ->
 def multiprocessors(device: torch.device) -> int:
     """How many a device has: a grid of a few blocks each keeps all of it busy."""
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def shared_bytes(device: torch.device) -> int:
-    """The most shared memory that one block may have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def vector(width: int, *tensors: Tensor | None) -> int:

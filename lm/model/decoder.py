@@ -14,6 +14,7 @@ from lm.errors import RequestError
 from lm.kernels.attention import Reach, chosen_kernels, documents_from, reach
 from lm.kernels.operations import PLAIN, Operations
 from lm.model.attention import SelfAttention
+from lm.model.cache import Continuation
 from lm.model.config import DecoderConfig
 from lm.model.layers import MLP, RMSNorm, Rotary, rotary_table
 
@@ -87,7 +88,9 @@ class Decoder(nn.Module):
         """The matrix `(V, C)` that turns hidden states into logits."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def hidden_states(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None
+    ) -> Tensor:
         """Everything but the output matrix: `(B, T)` ids to `(B, T, C)` normalised states. See `forward`."""
         length = input_ids.shape[1]
         if length > self.config.max_position_embeddings:
@@ -99,16 +102,23 @@ class Decoder(nn.Module):
         device = branch.device.type
         if device != "meta" and torch.is_autocast_enabled(device):
             branch = branch.to(torch.get_autocast_dtype(device))  # the stream travels in the computation's precision
-        documents = None if document_ids is None else documents_from(document_ids)
-        table = rotary_table(length, self.config.head_dim, self.config.rope_theta, branch.device)
-        rotary = Rotary(*table, None if documents is None else documents.positions)
-        dropout = self.config.dropout if self.training else 0.0
-        windows = self.config.windows
-        reaches = {window: reach(branch, window, documents, dropout) for window in set(windows)}
-        with chosen_kernels(branch.device, reaches.values()):
-            for layer, window in zip(self.layers, windows, strict=True):
-                branch, stream = layer(branch, stream, rotary, reaches[window], self.operations)
+        if continuation is None:
+            rotary, reaches = self._from_the_beginning(branch, document_ids)
+        else:
+            rotary, reaches = continuation.rotary, continuation.reaches
+        with chosen_kernels(branch.device, reaches):
+            for layer, reach in zip(self.layers, reaches, strict=True):
+                branch, stream = layer(branch, stream, rotary, reach, self.operations)
         return self.operations.rms_norm(branch, stream, self.norm.weight, self.norm.eps)[1]
+
+    def _from_the_beginning(self, x: Tensor, document_ids: Tensor | None) -> tuple[Rotary, list[Reach]]:
+        """Where the tokens of whole rows `(B, T, C)` stand, and what they see in each layer."""
+        documents = None if document_ids is None else documents_from(document_ids)
+        table = rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
+        dropout = self.config.dropout if self.training else 0.0
+        reaches = {window: reach(x, window, documents, dropout) for window in set(self.config.windows)}
+        positions = None if documents is None else documents.positions
+        return Rotary(*table, positions), [reaches[window] for window in self.config.windows]
 
     def forward(
         self,
@@ -116,6 +126,7 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         document_ids: Tensor | None = None,
         z_loss: float = 0.0,
+        continuation: Continuation | None = None,
     ) -> Tensor | Losses:
         """Logits, or with labels the losses.
 
@@ -127,14 +138,18 @@ class Decoder(nn.Module):
                 positions count from its start.
             z_loss: added to the total, times the squared log of each token's partition function (Chowdhery et al.,
                 2022, arXiv:2204.02311, section 5).
+            continuation: the tokens go on from those that a `Cache` holds.
 
         Returns:
-            Logits `(B, T, V)` in the precision of the computation; with labels `Losses`.
+            Logits `(B, T, V)` in the precision of the computation; with labels `Losses`. With a continuation those of
+            the last token of each row alone, `(B, V)`.
 
         Raises:
             RequestError: for a sequence longer than the context.
         """
-        hidden = self.hidden_states(input_ids, document_ids)  # (B, T, C)
+        hidden = self.hidden_states(input_ids, document_ids, continuation)  # (B, T, C)
+        if continuation is not None:
+            hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), continuation.last]  # (B, C)
         if labels is None:
             return F.linear(hidden, self.output_weight.to(hidden.dtype))  # (B, T, V)
         return Losses(*self.losses(hidden, self.output_weight, labels, z_loss, self.operations))

@@ -6,7 +6,7 @@
 #   -p  the Python to use; without it .venv/bin/python, made where it is not there
 #   -w  a folder of wheels to install what is missing from, for machines without a network
 #   -o  where the dated JSON files and logs go; without it the folder results/ beside this file
-#   PART: some of tests kernels steps memory peers sanitizer fit; without one, all of them
+#   PART: some of tests trainings kernels steps memory peers sanitizer fit; without one, all of them
 #
 # Sources of other projects are found through LITGPT, NANOGPT and LIGER. A part that fails or takes longer than its
 # limit does not keep the next ones from running; the script ends with what each said. On a machine without a GPU
@@ -24,7 +24,7 @@ while getopts p:w:o: option; do
     esac
 done
 shift $((OPTIND - 1))
-parts=${*:-tests kernels steps memory peers sanitizer fit}
+parts=${*:-tests trainings kernels steps memory peers sanitizer fit}
 
 mkdir -p "$out"
 [ -x "$(command -v "$python")" ] || python3 -m venv .venv
@@ -62,11 +62,15 @@ run() {
 }
 
 tests() {
-    run 500 tests "$python" -m pytest ${gpu:+-m gpu} ${gpu:---co} -k 'not sanitizer' --durations 10
+    run 580 tests "$python" -m pytest -m 'gpu and not slow' ${gpu:---co} -k 'not sanitizer' --durations 10
+}
+
+trainings() {
+    run 580 trainings "$python" -m pytest -m 'gpu and slow' ${gpu:---co} --durations 10
 }
 
 sanitizer() {
-    run 580 sanitizer "$python" -m pytest ${gpu:+-m gpu} ${gpu:---co} -k sanitizer --durations 10
+    run 580 sanitizer "$python" -m pytest -m gpu ${gpu:---co} -k sanitizer --durations 10
 }
 
 kernels() {
@@ -168,8 +172,8 @@ nvidia-smi 2> /dev/null | head -n 15
 "$python" -c 'import sys, torch; print(sys.version, torch.__version__, torch.version.cuda)'
 for part in $parts; do
     case $part in
-        tests | kernels | steps | memory | peers | sanitizer | fit) "$part" ;;
-        *) echo "on_gpu.sh: no part $part: tests kernels steps memory peers sanitizer fit" >&2; exit 2 ;;
+        tests | trainings | kernels | steps | memory | peers | sanitizer | fit) "$part" ;;
+        *) echo "on_gpu.sh: no part $part: tests trainings kernels steps memory peers sanitizer fit" >&2; exit 2 ;;
     esac
 done
 echo "== summary"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,10 @@ def main(arguments: list[str]) -> None:
     from lm.arguments import spell_out
     from lm.commands.bench_step import find_vocab_size
     from lm.config_file import config_name, config_parser
-    from lm.data.datamodule import DataModule
     from lm.errors import RequestError
-    from lm.module import LanguageModule
     from lm.runs import write_atomically
-    from lm.trainer import Trainer
 
-    parser = config_parser("peers.py", trainer=Trainer, model=LanguageModule, data=DataModule)
+    parser = config_parser("peers.py")
     parser.description = "Time a training step of a config's decoder here and in other projects, in turns."
     parser.add_argument("--contenders", type=list[str], default=[], help="Some only: lm:MODE, PROJECT[+inductor].")
     for project in PROJECTS[1:]:
@@ -74,7 +72,7 @@ def everyone() -> list[str]:
 
 
 def compare(task: dict[str, Any], names: list[str], rounds: int) -> dict[str, Any]:
-    """Let the contenders take turns, and report."""
+    """Let the contenders take turns, and report; one that breaks is out, and the others go on."""
     from lm.runs import run_facts
 
     contenders, unavailable = {}, {}
@@ -87,8 +85,13 @@ def compare(task: dict[str, Any], names: list[str], rounds: int) -> dict[str, An
             contenders[name] = (process, started)
     turns: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
-        for name, (process, _) in contenders.items():
-            turns[name].append(process.turn())
+        for name, (process, _) in list(contenders.items()):
+            answer = process.turn()
+            if "unavailable" in answer:
+                unavailable[name] = f"ended in turn {len(turns.pop(name)) + 1}: {answer['unavailable']}"
+                del contenders[name]
+            else:
+                turns[name].append(answer["seconds"])
     for process, _ in contenders.values():
         process.end()
     facts = run_facts()
@@ -136,7 +139,6 @@ class Process:
     """A contender at work in its own process; a line of JSON is a request or an answer."""
 
     def __init__(self, name: str, task: dict[str, Any]) -> None:
-        self.name = name
         request = json.dumps(task | {"contender": name})
         self._errors = tempfile.TemporaryFile("w+")  # a pipe would fill up
         self._process = subprocess.Popen(
@@ -149,19 +151,18 @@ class Process:
         line = self._process.stdout.readline()
         if line:
             return json.loads(line)
-        self._process.wait()
+        code = self._process.wait()
         self._errors.seek(0)
-        lines = self._errors.read().strip().splitlines() or [f"exit code {self._process.returncode}"]
-        return {"unavailable": lines[-1]}
+        lines = self._errors.read().strip().splitlines()
+        killed = code < 0 or not lines  # then the last line, if there is one, is about something else
+        return {"unavailable": f"exit code {code}" if killed else lines[-1]}
 
-    def turn(self) -> float:
-        """Seconds a step."""
-        self._process.stdin.write("turn\n")
-        self._process.stdin.flush()
-        answer = self.read()
-        if "unavailable" in answer:
-            sys.exit(f"peers.py: {self.name} ended in the middle: {answer['unavailable']}")
-        return answer["seconds"]
+    def turn(self) -> dict[str, Any]:
+        """The answer to a turn: `seconds` a step."""
+        with suppress(BrokenPipeError):  # it may be gone since its last turn, and `read` says why
+            self._process.stdin.write("turn\n")
+            self._process.stdin.flush()
+        return self.read()
 
     def end(self) -> None:
         self._process.communicate()

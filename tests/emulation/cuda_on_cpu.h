@@ -2,8 +2,8 @@
 //
 // A fiber runs until it reaches a barrier or a shuffle, so a launch is deterministic and every exchange between threads
 // goes through the rules below. What it finds: wrong results on any shape, a barrier that not all threads reach, a
-// shuffle without its whole warp, misaligned vectors, writes behind the dynamic shared memory. A missing barrier shows
-// in one of the two orders of warps, so run both. Real races within a warp it cannot see: `compute-sanitizer` can.
+// shuffle without its whole warp, misaligned vectors. A missing barrier shows in one of the two orders of warps, so run
+// both. Real races within a warp it cannot see: `compute-sanitizer` can.
 #pragma once
 #include <csetjmp>
 #include <cmath>
@@ -20,7 +20,6 @@
 #define __launch_bounds__(...)
 #define __restrict__ __restrict
 #define __shared__ static
-#define __align__(n) alignas(n)
 
 // ---- number formats: rounding to nearest even, as the hardware's conversions ------------------------------------------
 
@@ -68,15 +67,12 @@ struct Fiber {
   unsigned shuffles;
 };
 
-constexpr size_t STACK = 64 * 1024, GUARD = 64;
-constexpr unsigned char POISON = 0xff;  // a NaN in every float format
+constexpr size_t STACK = 64 * 1024;
 
 struct Launch {
   std::vector<Fiber> fibers;
   char* stacks = nullptr;
   size_t stack_count = 0;
-  std::vector<char> shared;
-  size_t shared_bytes = 0;
   Fiber* current = nullptr;
   void* main_stack_pointer = nullptr;
   Index block{}, block_size{}, grid_size{};
@@ -203,7 +199,6 @@ inline void run_block() {
   const int count = (int)at.fibers.size();
   for (int i = 0; i < count; ++i)  // staggered stacks, or all of them would share a few cache lines
     at.fibers[i] = {fresh_stack(at.stacks + (i + 1) * STACK - (i & 31) * 192, enter), {(unsigned)i, 0, 0}, i, RUNNING, {}, 0};
-  memset(at.shared.data(), POISON, at.shared.size());
   for (int alive = count; alive > 0;) {
     bool moved = false;
     const int warps = (count + 31) / 32;
@@ -218,11 +213,7 @@ inline void run_block() {
       if (fiber.state == AT_BLOCK_BARRIER) fiber.state = RUNNING;
     if (!moved && alive) fail("no thread can go on");
   }
-  for (size_t i = at.shared.size() - GUARD; i < at.shared.size(); ++i)
-    if ((unsigned char)at.shared[i] != POISON) fail("a write behind the dynamic shared memory");
 }
-
-inline void* dynamic_shared() { return (void*)(((uintptr_t)launch_state.shared.data() + 15) & ~uintptr_t(15)); }
 
 template <class V> V shuffle(V value, int source) {
   static_assert(sizeof(V) <= 8, "too large for a shuffle");
@@ -246,7 +237,6 @@ template <class... A, size_t... I> void call(void (*kernel)(A...), void** argume
 #define blockIdx (emulation::launch_state.block)
 #define blockDim (emulation::launch_state.block_size)
 #define gridDim (emulation::launch_state.grid_size)
-#define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(emulation::dynamic_shared())
 #define CHECK_ALIGNED(p, bytes) if ((uintptr_t)(p) % (bytes)) emulation::fail("a vector that is not aligned")
 
 static inline int emulated_lane() { return emulation::launch_state.current->number & 31; }
@@ -261,8 +251,8 @@ template <class V> V __shfl_down_sync(unsigned, V v, int by) {
 // What Python calls: the kernel's name with "emulated_" in front. Returns what went wrong, or null.
 #define EMULATE(name)                                                                                                  \
   extern "C" __attribute__((visibility("default"))) const char* emulated_##name(                                      \
-      unsigned blocks, unsigned threads, size_t shared, int reversed, int count, void** arguments) {                  \
-    return emulation::run(&name, blocks, threads, shared, reversed, count, arguments,                                 \
+      unsigned blocks, unsigned threads, int reversed, int count, void** arguments) {                                 \
+    return emulation::run(&name, blocks, threads, reversed, count, arguments,                                         \
                           [](void** given) { emulation::call_of(&name, given); });                                    \
   }
 
@@ -271,8 +261,8 @@ template <class... A> void call_of(void (*kernel)(A...), void** given) {
   call(kernel, given, std::index_sequence_for<A...>{});
 }
 template <class... A>
-const char* run(void (*)(A...), unsigned blocks, unsigned threads, size_t shared, int reversed, int count,
-                void** arguments, void (*kernel)(void**)) {
+const char* run(void (*)(A...), unsigned blocks, unsigned threads, int reversed, int count, void** arguments,
+                void (*kernel)(void**)) {
   Launch& at = launch_state;
   if (setjmp(at.failed)) return at.error;
   if (count != sizeof...(A)) fail("a wrong number of arguments");
@@ -285,7 +275,6 @@ const char* run(void (*)(A...), unsigned blocks, unsigned threads, size_t shared
     at.stacks = (char*)aligned_alloc(4096, threads * STACK);
     at.stack_count = threads;
   }
-  at.shared.resize(shared + 16 + GUARD);
   at.kernel = kernel;
   at.arguments = arguments;
   at.reversed = reversed;

@@ -37,8 +37,7 @@ class Program:
         self.library = ctypes.CDLL(str(_compile(source, defines)))
         self.reversed = reversed
 
-    def __call__(self, name: str, blocks: int, threads: int, *arguments: Tensor | int | float | None,
-                 shared: int = 0) -> None:
+    def __call__(self, name: str, blocks: int, threads: int, *arguments: Tensor | int | float | None) -> None:
         values = []
         for argument in arguments:
             if isinstance(argument, Tensor):
@@ -51,7 +50,7 @@ class Program:
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         kernel = getattr(self.library, f"emulated_{name}")
         kernel.restype = ctypes.c_char_p
-        error = kernel(blocks, threads, ctypes.c_size_t(shared), int(self.reversed), len(values), addresses)
+        error = kernel(blocks, threads, int(self.reversed), len(values), addresses)
         if error:
             raise RuntimeError(f"{name}: {error.decode()}")
 
@@ -88,5 +87,4 @@ def emulated(request, monkeypatch):
 
     monkeypatch.setattr(launch, "program", program)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(launch, "shared_bytes", lambda device: 227 * 1024)
     return request.param

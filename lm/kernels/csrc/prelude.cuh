@@ -21,7 +21,6 @@ __device__ __forceinline__ float widen(fp16 x) {
 }
 __device__ __forceinline__ void narrow(float f, bf16& x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x.bits) : "f"(f)); }
 __device__ __forceinline__ void narrow(float f, fp16& x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x.bits) : "f"(f)); }
-#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
 #define CHECK_ALIGNED(p, bytes)
 #endif
 __device__ __forceinline__ float widen(float x) { return x; }

@@ -1,0 +1,231 @@
+"""What a run costs, and its end before it costs too much."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning.pytorch import Callback, LightningModule
+
+from lm.callbacks.actions import act, agree
+from lm.errors import RequestError
+from lm.runs import write_atomically
+from lm.spending import Cost, Meter, Pace, Sidecar, number, seconds_since_process_start
+from lm.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+WRITE_EVERY = 10.0  # seconds between writes of budget.json
+IN_A_ROW = 3  # projections over the cap before it does
+
+
+@dataclass
+class BudgetConfig:
+    """What a run may cost.
+
+    Args:
+        cap_usd: US dollars that the run may cost over all its sessions.
+        rate_usd_per_hr: What the machine costs, in US dollars an hour.
+        max_hours: Hours that the run may take over all its sessions.
+        file: A `budget.json` that another program keeps; what it says counts, and the own clock where it says nothing.
+        warn_at: Share of the cap, or of the hours, at which a warning is due.
+        dry_run: Only say what would be done.
+    """
+
+    cap_usd: float | None = None
+    rate_usd_per_hr: float | None = None
+    max_hours: float | None = None
+    file: str | None = None
+    warn_at: float = 0.8
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("cap_usd", "rate_usd_per_hr", "max_hours"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise RequestError(f"guards.budget.{name} {value} must be more than 0")
+        if not 0 < self.warn_at <= 1:
+            raise RequestError(f"guards.budget.warn_at {self.warn_at} is a share of the cap: more than 0, at most 1")
+        if self.cap_usd is not None and self.rate_usd_per_hr is None and self.file is None:
+            raise RequestError("guards.budget.cap_usd needs guards.budget.rate_usd_per_hr, or a guards.budget.file")
+        if self.dry_run and self.cap_usd is None and self.max_hours is None:
+            raise RequestError("guards.budget.dry_run needs guards.budget.cap_usd or guards.budget.max_hours")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to count."""
+        return any(value is not None for value in (self.cap_usd, self.rate_usd_per_hr, self.max_hours, self.file))
+
+
+class Verdict(NamedTuple):
+    kind: str  # "near", "projected" or "spent"
+    reason: str
+
+
+def judge(config: BudgetConfig, cost: Cost, projected: Cost | None) -> Verdict | None:
+    """What a cost and its projection to the end of the run mean.
+
+    Returns:
+        The worst that can be said: the cap is spent, it will be, or most of it is; None where all is well.
+    """
+    for kind in ("spent", "projected", "near"):
+        for cap, form, index in ((config.cap_usd, "${:,.2f}", 1), (config.max_hours, "{:,.2f} hours", 0)):
+            now, end = cost[index], projected[index] if projected else None
+            if cap is None or now is None:
+                continue
+            most, have = form.format(cap), form.format(now)
+            if kind == "spent" and now >= cap:
+                return Verdict(kind, f"{have} of {most} are spent")
+            if kind == "projected" and end is not None and end > cap:
+                return Verdict(kind, f"the run will have taken {form.format(end)} of {most}; {have} so far")
+            if kind == "near" and now >= config.warn_at * cap:
+                return Verdict(kind, f"{have} of {most} are spent, {now / cap:.0%}")
+    return None
+
+
+class Budget(Callback):
+    """Counts the cost, writes `budget.json`, and ends the run in time.
+
+    The clock runs from the start of the process, for the machine is paid for from then on, and goes on from what
+    earlier sessions wrote. At log lines: most of the cap is spent, a warning; it will not suffice for the rest of the
+    run, a checkpoint and the end; it is spent, the end at once, without a checkpoint.
+
+    The first steps are slow and say little. So a projection (see `Pace`) stops a run only once it is measured over 10
+    log lines of this session and is over the cap for the third time in a row.
+
+    Args:
+        config: the cap and the rate.
+        clock: seconds; must not jump.
+    """
+
+    def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self._clock = clock
+        self.meter: Meter | None = None  # on rank zero, from the start of a training
+        self._sidecar: Sidecar | None = None
+        self._pace = Pace()
+        self._line: tuple[float, int] | None = None  # when the newest log line was, and after which step
+        self._validation_began = 0.0
+        self._written = -math.inf
+        self._end_by_sidecar: float | None = None  # US dollars, where it says so
+        self._over = 0  # projections over the cap in a row
+        self._said: set[str] = set()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.config.wanted:
+            return
+        if trainer.is_global_zero:
+            before = trainer.run.read("budget.json")
+            cost = Cost(number(before.get("hours_elapsed")) or 0.0, number(before.get("spent_usd")))
+            self.meter = Meter(self.config.rate_usd_per_hr, cost, seconds_since_process_start(), self._clock)
+            self._sidecar = Sidecar(Path(self.config.file), self._clock) if self.config.file else None
+        verdict = agree(trainer, self._look(trainer))
+        if verdict and verdict.kind == "spent" and not self.config.dry_run:  # gone on with after its end
+            self._act(trainer, pl_module, verdict)
+            raise trainer.stop
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validation_began = self._clock()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seconds = self._clock() - self._validation_began
+        self._pace.validations.append(seconds)
+        if self._line:
+            pass  # the time of a line is that of its steps
+
+    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+        """Look at the cost, once a log line of the training; called on every rank."""
+        step = trainer.global_step
+        if not self.config.wanted or (self._line and step == self._line[1]):
+            return
+        now = self._clock()
+        if self._line and step > self._line[1]:
+            self._pace.steps.append((now - self._line[0]) / (step - self._line[1]))
+        self._line = (now, step)
+        verdict = agree(trainer, self._look(trainer))
+        if verdict and verdict.kind not in self._said and (verdict.kind == "near" or step < trainer.max_steps):
+            self._act(trainer, pl_module, verdict)
+
+    def _act(self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict) -> None:
+        self._said.add(verdict.kind)
+        end = {"near": "", "projected": "a checkpoint and the end", "spent": "the end, without a checkpoint"}
+        if verdict.kind == "near":
+            act(trainer, pl_module, "budget", "warn", verdict.reason)
+        elif self.config.dry_run:
+            act(trainer, pl_module, "budget", "warn", f"{verdict.reason}; if not for the dry run: {end[verdict.kind]}")
+        else:
+            reason = f"{verdict.reason}: {end[verdict.kind]}"
+            act(trainer, pl_module, "budget", "stop", reason, save=verdict.kind == "projected")
+
+    def _look(self, trainer: Trainer) -> Verdict | None:
+        """What there is to say, on rank zero; the file is written on the way."""
+        if self.meter is None:
+            return None
+        self._listen()
+        cost, end = self.meter.read(), self._end(trainer)
+        if self._clock() - self._written >= WRITE_EVERY:
+            self._write(trainer)
+        verdict = judge(self.config, cost, end if self._pace.settled else None)
+        self._over = self._over + 1 if verdict and verdict.kind == "projected" else 0
+        return judge(self.config, cost, None) if 0 < self._over < IN_A_ROW else verdict
+
+    def _end(self, trainer: Trainer) -> Cost | None:
+        """What the whole run will have cost."""
+        seconds = self._pace.rest(*_left(trainer))
+        if seconds is None:
+            return None
+        end = self.meter.read(ahead=seconds)
+        return end if self._end_by_sidecar is None else end._replace(usd=self._end_by_sidecar)
+
+    def _listen(self) -> None:
+        """Take over what the sidecar has counted."""
+        if self._sidecar is None:
+            return
+        content, problem = self._sidecar.read()
+        if content is not None:
+            hours = number(content.get("hours_elapsed"))
+            cost = Cost(self.meter.read().hours if hours is None else hours, number(content["spent_usd"]))
+            self.meter.set(cost, number(content.get("rate_usd_per_hr")))
+            self._end_by_sidecar = number(content.get("projected_total_usd"))
+        if problem is not None:
+            self._end_by_sidecar = None
+            if problem not in self._said:
+                self._said.add(problem)
+                instead = "the own clock counts on" if self.meter.rate else "nothing counts: no rate is known"
+                log.warning("guards.budget.file %s %s; %s", self._sidecar.path, problem, instead)
+
+    def _write(self, trainer: Trainer) -> None:
+        self._written = self._clock()
+        path = trainer.run.path / "budget.json"
+        if self._sidecar and self._sidecar.path.resolve() == path.resolve():
+            return  # it is the other's
+        cost, end = self.meter.read(), self._end(trainer)
+        content = {
+            "spent_usd": cost.usd, "rate_usd_per_hr": self.meter.rate, "hours_elapsed": cost.hours,
+            "projected_total_usd": end and end.usd, "cap_usd": self.config.cap_usd,
+            "last_update_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }  # fmt: skip
+        with suppress(OSError):  # a full disk: what is vital will say so
+            write_atomically(path, json.dumps(content) + "\n", durable=False)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.meter is not None:
+            self._write(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self.meter is not None:
+            self._write(trainer)
+
+
+def _left(trainer: Trainer) -> tuple[int, int]:
+    """Optimizer steps and validations that are still to come."""
+    step, end, interval = trainer.global_step, trainer.max_steps, trainer.val_interval
+    if not trainer.datamodule.has_validation:
+        return end - step, 0
+    return end - step, end // interval - step // interval + (end % interval > 0)

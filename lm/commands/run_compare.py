@@ -1,0 +1,162 @@
+"""`lm runs compare`: curves of several runs in one chart, where they ended, and the settings in which they differ."""
+
+import math
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lm import registry
+from lm.commands.charts import MARKERS, Series, chart, smooth
+from lm.commands.run_page import settings, summarize
+from lm.commands.runs import to_json
+from lm.errors import RequestError
+from lm.runs import ROOT, Run
+
+CHART_HEIGHT = 20
+X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
+
+
+def compare(
+    runs: list[str],
+    metric: str = "train/loss",
+    x: Literal["step", "tokens", "time"] = "step",
+    smooth: float = 0.0,
+    png: str | None = None,
+    json: bool = False,
+    root: str = str(ROOT),
+) -> None:
+    """Curves of runs in one chart, their values, and the settings in which they differ.
+
+    Args:
+        runs: Names under the root or in the registry, or paths; at least two.
+        metric: What is drawn, by its name in TensorBoard.
+        x: What it is drawn over; time is hours since the run's first log line.
+        smooth: Weight of what was before in a moving average, from 0 to below 1.
+        png: Write the chart to this file, too.
+        json: Print one JSON object instead.
+        root: Folder of the runs.
+    """
+    if len(runs) < 2:
+        raise RequestError("name two runs or more; `lm runs ls` lists them")
+    if not 0 <= smooth < 1:
+        raise RequestError(f"--smooth {smooth} must lie in [0, 1)")
+    folders = [registry.find(name, root) for name in runs]
+    if len({folder.path.resolve() for folder in folders}) < len(folders):
+        raise RequestError("a run cannot be compared with itself; name each once")
+    metrics = [folder.metrics() for folder in folders]
+    names = label(folders)
+    series = [curve(name, lines, metric, x, smooth) for name, lines in zip(names, metrics, strict=True)]
+    if not any(one.x for one in series):
+        raise RequestError(_no_metric(metric, metrics))
+    rows = [
+        {"run": name, "path": str(folder.path.resolve()), "status": folder.status(),
+         metric: summarize(lines, metric), "val/loss": summarize(lines, "val/loss"),
+         "val/bpb": summarize(lines, "val/bpb")}
+        for name, folder, lines in zip(names, folders, metrics, strict=True)
+    ]  # fmt: skip
+    differing = differences([settings(folder) for folder in folders])
+    if png is not None:
+        _write_picture(Path(png), series, X_LABELS[x], metric)
+    if json:
+        curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}
+        settings_by_run = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}
+        print(to_json({"metric": metric, "x": x, "runs": rows, "curves": curves, "settings": settings_by_run}))
+        return
+    console = Console(highlight=False)
+    color = console.is_terminal and not console.no_color
+    print(chart(series, console.width, CHART_HEIGHT, color, x_label=X_LABELS[x], title=metric))
+    console.print()
+    _print_values(console, rows, metric)
+    _print_settings(console, names, differing)
+
+
+def label(folders: list[Run]) -> list[str]:
+    """The runs' names; with the folders that they lie in where one name stands for several."""
+    names = [folder.path.resolve().name for folder in folders]
+    return [
+        name if names.count(name) == 1 else str(Path(*folder.path.resolve().parts[-3:]))
+        for name, folder in zip(names, folders, strict=True)
+    ]
+
+
+def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str, weight: float = 0.0) -> Series:
+    """One metric of a run over steps, tokens or hours."""
+    points = [line for line in lines if metric in line and x in line]
+    began = lines[0]["time"] if x == "time" and points else 0.0
+    xs = [(line["time"] - began) / 3600 if x == "time" else line[x] for line in points]
+    return Series(name, xs, smooth([line[metric] for line in points], weight))
+
+
+def differences(configs: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The dotted keys in which configs differ, with the value of each; None where it is not set."""
+    flat = [flatten(config) for config in configs]
+    keys = sorted(set().union(*flat) - {"run"})
+    values = {key: [one.get(key) for one in flat] for key in keys}
+    return {key: those for key, those in values.items() if any(value != those[0] for value in those)}
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _no_metric(metric: str, metrics: list[list[dict[str, Any]]]) -> str:
+    known = sorted({key for lines in metrics for line in lines for key in line if "/" in key})
+    close = get_close_matches(metric, known, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none yet'}"
+    return f"none of the runs has a metric {metric!r}; {hint}"
+
+
+def _write_picture(path: Path, series: list[Series], x_label: str, y_label: str) -> None:
+    from lm.commands.pictures import draw
+
+    try:
+        draw(path, series, x_label, y_label)
+    except OSError as error:
+        raise RequestError(f"--png {path}: {error.strerror}") from error
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+def _print_values(console: Console, rows: list[dict[str, Any]], metric: str) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("")
+    table.add_column("run", overflow="fold")
+    table.add_column("status")
+    for name in ("last", "lowest", "at step", "val loss", "val bpb"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for index, row in enumerate(rows):
+        own = row[metric] or {}
+        cells = [own.get("last"), own.get("lowest"), own.get("lowest_step")]
+        cells += [(row[name] or {}).get("lowest") for name in ("val/loss", "val/bpb")]
+        table.add_row(MARKERS[index % len(MARKERS)], Text(row["run"]), row["status"], *map(_number, cells))
+    console.print(table)
+    console.print(Text(f"last and lowest {metric}; lowest validation loss and bits per byte", style="dim"))
+
+
+def _print_settings(console: Console, names: list[str], differing: dict[str, list[Any]]) -> None:
+    console.print()
+    if not differing:
+        console.print("the configs are the same")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("setting", overflow="fold")
+    for name in names:
+        table.add_column(Text(name), overflow="fold", justify="right")
+    for key, values in differing.items():
+        table.add_row(Text(key), *(Text("" if value is None else str(value)) for value in values))
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) or not math.isfinite(value) else f"{value:.5g}"

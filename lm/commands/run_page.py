@@ -1,0 +1,286 @@
+"""`lm runs show`: all that matters of one run, on a page, read from its files."""
+
+import json as jsonlib
+import shlex
+import statistics
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lm import registry
+from lm.commands.runs import STYLES, age, size, to_json
+from lm.quantities import format_bytes, format_count
+from lm.runs import ROOT, Run
+
+SHOWN_ALERTS = 5
+SAMPLE_CHARACTERS = 200
+
+
+def show(run: str, json: bool = False, root: str = str(ROOT)) -> None:
+    """Everything that matters of one run.
+
+    Args:
+        run: Name under the root or in the registry, or a path.
+        json: Print one JSON object instead.
+        root: Folder of the runs.
+    """
+    found = describe(registry.find(run, root))
+    if json:
+        print(to_json(found))
+    else:
+        _page(found)
+
+
+# ---- looking ---------------------------------------------------------------------------------------------------------
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """What `lm runs show --json` prints; what is not known is None or empty."""
+    described, state, metrics = run.read("run.json"), run.read("state.json"), run.metrics()
+    config = settings(run)
+    steps, status = run.steps(), run.status()
+    best, last = run.link("best"), run.link("last") or next(reversed(steps.values()), None)
+    return {
+        **registry.facts(run),
+        "max_tokens": state.get("max_tokens"),
+        "eta_seconds": state.get("eta_seconds") if status == "running" else None,
+        "phase": state.get("phase"),
+        "time": state.get("time"),
+        "pid": state.get("pid"),
+        "parameters": count_parameters(last / "model.safetensors") if last else None,
+        "config": config,
+        "curves": {name: curve for name in ("train/loss", "val/loss", "val/bpb", "optim/grad_norm",
+                                            "perf/tokens_per_second", "perf/mfu")
+                   if (curve := summarize(metrics, name))},
+        "checkpoints": [
+            {"step": step, "path": str(path), "bytes": size(path), "best": path == best, "last": path == last}
+            for step, path in steps.items()
+        ],
+        "device": described.get("device"), "world_size": described.get("world_size"),
+        "python": described.get("python"), "versions": described.get("versions", {}), "git": described.get("git"),
+        "command": described.get("command", []),
+        "budget": run.read("budget.json") or None,
+        "alerts": run.alerts(),
+        "post_mortems": sorted(str(path) for path in run.path.glob("postmortem-*") if path.is_dir()),
+        "samples": last_samples(run),
+        "next": next_command(run, config, status),
+    }  # fmt: skip
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """The resolved config of a run; {} where it cannot be read."""
+    try:
+        # The loader in C is ten times as fast, and not in every build of PyYAML.
+        return yaml.load(run.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    except (OSError, yaml.YAMLError):
+        return {}
+
+
+def summarize(metrics: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """The first and the last value of a metric, its extremes with their steps, and its median."""
+    points = [(line[name], line["step"]) for line in metrics if name in line]
+    if not points:
+        return None
+    finite = [(value, step) for value, step in points if value == value] or points
+    (lowest, lowest_at), (highest, highest_at) = min(finite), max(finite)
+    return {
+        "first": points[0][0], "first_step": points[0][1], "last": points[-1][0], "last_step": points[-1][1],
+        "lowest": lowest, "lowest_step": lowest_at, "highest": highest, "highest_step": highest_at,
+        "median": statistics.median(value for value, _ in finite),
+    }  # fmt: skip
+
+
+def count_parameters(file: Path) -> int | None:
+    """Numbers in a safetensors file, from its header: a length of 8 bytes and so much JSON."""
+    try:
+        with open(file, "rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = jsonlib.loads(opened.read(length))
+    except (OSError, ValueError, struct.error):
+        return None
+    total = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            numbers = 1
+            for extent in tensor["shape"]:
+                numbers *= extent
+            total += numbers
+    return total
+
+
+def last_samples(run: Run) -> list[dict[str, Any]]:
+    """The texts that the run wrote last, one a prompt."""
+    try:
+        lines = (run.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    samples = []
+    for line in lines:
+        try:
+            samples.append(jsonlib.loads(line))
+        except ValueError:  # a line that a kill cut short
+            continue
+    return [sample for sample in samples if sample["step"] == samples[-1]["step"]]
+
+
+def next_command(run: Run, config: dict[str, Any], status: str) -> str:
+    """What to type next: to watch a run that is running, to measure one that has finished, to go on with any other."""
+    root = Path(config.get("trainer", {}).get("default_root_dir") or ROOT)
+    path, began = run.path.resolve(), Path.cwd()  # where the fit was started from, which its paths are relative to
+    if not root.is_absolute() and path.parent.parts[-len(root.parts) :] == root.parts:
+        began = Path(*path.parent.parts[: -len(root.parts)])
+    there = "" if began == Path.cwd() else f"cd {shlex.quote(str(began))} && "
+    name = path.relative_to(began) if path.is_relative_to(began) else path
+    if status == "running":
+        return f"lm monitor {shlex.quote(run.name)}"
+    if status == "finished":
+        return f"{there}lm validate --ckpt_path {shlex.quote(str(name / 'best'))}"
+    return f"{there}lm fit --config {shlex.quote(str(name / 'config.yaml'))} --ckpt_path auto"
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def _page(found: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    title = Text(found["name"], style="bold")
+    title.append(f"  {found['status']}", style=STYLES.get(found["status"], ""))
+    if found["reason"]:
+        title.append(f": {found['reason']}")
+    console.print(title)
+    parts = {
+        "where": [found["path"]], "progress": _progress(found), "losses": _losses(found), "speed": _speed(found),
+        "model": _model(found), "training": _training(found["config"]), "checkpoints": _checkpoints(found),
+        "machine": _machine(found), "started as": _started(found), "cost": _cost(found["budget"]),
+        "alerts": _alerts(found["alerts"]), "samples": _samples(found),
+        "post-mortems": [Path(path).name for path in found["post_mortems"]],
+    }  # fmt: skip
+    width = max(map(len, parts))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", width=width)
+    grid.add_column(overflow="fold")
+    for name, lines in parts.items():
+        for number, line in enumerate(line for line in lines if line):
+            grid.add_row(name if not number else "", Text(line))
+    console.print(grid)
+    command = Text("next".ljust(width + 2), style="dim").append(found["next"], style="not dim")
+    console.print(command, soft_wrap=True)  # in one piece, to be copied
+
+
+def _progress(found: dict[str, Any]) -> list[str]:
+    if found["step"] is None:
+        return ["no step taken yet"]
+    share = f" ({found['step'] / found['max_steps']:.0%})" if found["max_steps"] else ""
+    of = f" of {found['max_steps']:,}" if found["max_steps"] else ""
+    tokens = "" if found["tokens"] is None else f", {format_count(found['tokens'])} tokens"
+    left = f", {_duration(found['eta_seconds'])} to go" if found["eta_seconds"] else ""
+    entered = f", last entered {age(time.time() - found['entered'])} ago" if found["entered"] else ""
+    return [
+        f"step {found['step']:,}{of}{share}{tokens}{left}",
+        f"started {found['started']}{entered}" if found["started"] else "",
+    ]
+
+
+def _losses(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, called in (("train/loss", "training"), ("val/loss", "validation"), ("val/bpb", "bits a byte")):
+        if curve := found["curves"].get(name):
+            lines.append(
+                f"{called:<11}  from {curve['first']:.4f} to {curve['last']:.4f}, "
+                f"lowest {curve['lowest']:.4f} at step {curve['lowest_step']:,}"
+            )
+    return lines
+
+
+def _speed(found: dict[str, Any]) -> list[str]:
+    speed, mfu = found["curves"].get("perf/tokens_per_second"), found["curves"].get("perf/mfu")
+    if not speed:
+        return []
+    used = f"; MFU {mfu['last']:.1%}, median {mfu['median']:.1%}" if mfu else ""
+    return [f"{format_count(speed['last'])} tokens/s, median {format_count(speed['median'])}{used}"]
+
+
+def _model(found: dict[str, Any]) -> list[str]:
+    decoder = found["config"].get("model", {}).get("decoder", {})
+    total = "" if found["parameters"] is None else f"{format_count(found['parameters'])} parameters, "
+    if not decoder:
+        return [total.rstrip(", ")]
+    return [
+        f"{total}{decoder.get('num_hidden_layers')} layers of {decoder.get('hidden_size')}, "
+        f"{decoder.get('num_attention_heads')} heads ({decoder.get('num_key_value_heads')} for keys and values), "
+        f"context {decoder.get('max_position_embeddings')}"
+    ]
+
+
+def _training(config: dict[str, Any]) -> list[str]:
+    model, data, trainer = (config.get(name) or {} for name in ("model", "data", "trainer"))
+    optimizer, schedule = model.get("optimizer") or {}, model.get("schedule") or {}
+    if not optimizer:
+        return []
+    return [
+        f"{optimizer.get('name')}, lr {optimizer.get('lr')}, {schedule.get('name')} schedule, "
+        f"{data.get('global_batch_tokens')} tokens a step of {data.get('seq_len')}, {trainer.get('precision')}, "
+        f"seed {config.get('seed_everything')}",
+        f"data {data.get('path') or data.get('train')}",
+    ]
+
+
+def _checkpoints(found: dict[str, Any]) -> list[str]:
+    parts = []
+    for checkpoint in found["checkpoints"]:
+        marks = [mark for mark in ("best", "last") if checkpoint[mark]]
+        parts.append(f"step {checkpoint['step']:,} ({', '.join([*marks, format_bytes(checkpoint['bytes'])])})")
+    return [", ".join(parts) or "none yet"]
+
+
+def _machine(found: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    devices = f"{found['world_size'] or 1} x {found['device'] or 'unknown device'}"
+    return [f"{devices} on {found['host'] or 'unknown host'}", f"python {found['python']}, {versions}"]
+
+
+def _started(found: dict[str, Any]) -> list[str]:
+    command = list(found["command"])
+    if command and command[0] == "__main__.py":
+        command[0] = "lm"
+    return [shlex.join(command), f"git {found['git']}" if found["git"] else ""]
+
+
+def _cost(budget: dict[str, Any] | None) -> list[str]:
+    if not budget:
+        return []
+    texts = {"spent_usd": "{:.2f} USD spent", "cap_usd": "of {:.2f}", "rate_usd_per_hr": "at {:.2f} an hour",
+             "projected_total_usd": "{:.2f} in the end"}  # fmt: skip
+    return [", ".join(text.format(budget[key]) for key, text in texts.items() if budget.get(key) is not None)]
+
+
+def _alerts(alerts: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"step {alert.get('step')}, {alert.get('guard')}: {alert.get('message')} ({alert.get('action')})"
+        for alert in alerts[-SHOWN_ALERTS:]
+    ]
+    return [f"{len(alerts) - len(lines)} before these"] * (len(alerts) > len(lines)) + lines
+
+
+def _samples(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for sample in found["samples"]:
+        text = " ".join(str(sample.get("text", "")).split())
+        prompt = str(sample.get("prompt", ""))
+        text = text if text.startswith(prompt) else f"{prompt} {text}"
+        text = text if len(text) <= SAMPLE_CHARACTERS else text[: SAMPLE_CHARACTERS - 1] + "…"
+        lines.append(f"step {sample.get('step')}: {text}")
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    for length, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"

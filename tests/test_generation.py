@@ -1,0 +1,265 @@
+"""Tokens out of a decoder: those that transformers gives, the same alone and in a batch, from seeds that hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_huggingface import SHAPES, SMALL, trained_like, write_folder
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
+from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from lm.errors import RequestError, RunError
+from lm.generation import Completion, candidates, choose, generate, stream
+from lm.kernels.operations import FUSED, PLAIN
+from lm.model.cache import Cache
+from lm.model.compiled import compile_decoder
+from lm.model.decoder import Decoder
+
+UNEQUAL = [[5, 3, 8, 1, 90, 4, 7, 7, 2], [9], [40, 41, 42]]
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+def config(request):
+    return request.param
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def read(decoder, ids, sizes, dtype=torch.float32):
+    """Logits after each of the pieces that rows `(B, T)` are cut into, read one after the other with a cache."""
+    cache = Cache(decoder.config, *ids.shape, ids.device, dtype)
+    pieces = ids.split(sizes, dim=1)
+    with torch.no_grad():
+        steps = [
+            decoder(piece, continuation=cache.extend(piece.shape[1], torch.full((len(ids),), piece.shape[1])))
+            for piece in pieces
+        ]
+    return torch.stack(steps, dim=1)  # (B, pieces, V)
+
+
+# ---- the same as without a cache, as alone, and as transformers -----------------------------------------------------
+
+
+@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("sizes", [[1] * 40, [17] + [1] * 23, [6, 1, 13, 20]], ids=["singly", "prompt", "pieces"])
+def test_logits_with_a_cache_are_those_without(config, sizes, operations):
+    """At every position, beyond the windows too, and however the tokens are divided."""
+    decoder = trained_like(config)
+    decoder.operations = operations
+    ids = torch.randint(config.vocab_size, (2, 40))
+    ends = torch.tensor(sizes).cumsum(0) - 1
+    with torch.no_grad():
+        expected = decoder(ids)[:, ends]
+    torch.testing.assert_close(read(decoder, ids, sizes), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_unequal_length_are_continued_by_pieces_of_unequal_length(config):
+    decoder, cache = trained_like(config), Cache(config, 2, 40, torch.device("cpu"), torch.float32)
+    rows = torch.randint(config.vocab_size, (2, 40))
+    begun = [0, 0]
+    for counts in ([9, 3], [1, 6], [1, 1], [7, 4]):
+        ids = torch.zeros(2, max(counts), dtype=torch.long)
+        for row, count in enumerate(counts):
+            ids[row, :count] = rows[row, begun[row] : begun[row] + count]
+            begun[row] += count
+        with torch.no_grad():
+            got = decoder(ids, continuation=cache.extend(max(counts), torch.tensor(counts)))
+            expected = [decoder(rows[None, row, : begun[row]])[0, -1] for row in range(2)]
+        torch.testing.assert_close(got, torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_greedy_tokens_are_those_of_transformers(config, tmp_path):
+    """Until a context of 64 is full."""
+    decoder = trained_like(config)
+    theirs = AutoModelForCausalLM.from_pretrained(write_folder(decoder, tmp_path)).eval()
+    prompt = torch.randint(config.vocab_size, (1, 11), generator=seeded())
+    expected = theirs.generate(prompt, do_sample=False, use_cache=True, max_new_tokens=53, eos_token_id=None,
+                               pad_token_id=0)  # fmt: skip
+    [got] = generate(decoder, prompt.tolist(), max_new_tokens=53, temperature=0)
+    assert got == (expected[0, 11:].tolist(), "length")
+    assert len(set(got.tokens)) > 5  # the comparison is of something
+
+
+def test_a_prompt_in_a_batch_becomes_what_it_becomes_alone(config):
+    decoder = trained_like(config)
+    together = generate(decoder, UNEQUAL, max_new_tokens=30, temperature=0)
+    assert together == [generate(decoder, [prompt], max_new_tokens=30, temperature=0)[0] for prompt in UNEQUAL]
+    assert len({tuple(completion.tokens) for completion in together}) == 3
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16", "float64"])
+def test_every_precision_generates(precision):
+    """Logits are those of the same precision without a cache, up to rounding, so greedy tokens are near its best."""
+    decoder = trained_like(replace(SMALL, qk_norm=True, num_key_value_heads=2))
+    decoder = decoder if precision == "mixed" else decoder.to(getattr(torch, precision))
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed"), torch.no_grad():
+        [completion] = generate(decoder, [[1, 2, 3]], max_new_tokens=20, temperature=0)
+        logits = decoder(torch.tensor([[1, 2, 3, *completion.tokens]])).float()[0, 2:-1]
+    chosen = logits.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+    assert (logits.amax(1) - chosen).max() <= (1e-5 if precision.startswith("float") else 0.1)
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", [
+    (1.0, None, None), (0.7, None, None), (1.0, 7, None), (1.3, 1000, None), (1.0, None, 0.9), (0.5, None, 0.3),
+    (1.5, 20, 0.6), (1.0, 1, None), (1.0, None, 1e-6), (1.0, None, 1.0),
+])  # fmt: skip
+def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
+    logits = torch.randn(5, 101, generator=seeded()) * 3
+    weights, ids = candidates(logits, temperature, top_k, top_p)
+    ids = torch.arange(101).expand(5, -1) if ids is None else ids
+    got = torch.zeros(5, 101).scatter(1, ids, weights / weights.sum(-1, keepdim=True))
+    warpers = [TemperatureLogitsWarper(temperature)]
+    warpers += [] if top_k is None else [TopKLogitsWarper(top_k)]
+    warpers += [] if top_p is None else [TopPLogitsWarper(top_p)]
+    expected = logits
+    for warper in warpers:
+        expected = warper(None, expected)
+    torch.testing.assert_close(got, expected.softmax(-1))
+
+
+@pytest.mark.parametrize("top_k, top_p", [(None, None), (6, 0.9)])
+def test_tokens_come_as_often_as_their_probabilities_say(top_k, top_p):
+    """Pearson's chi-square of 20,000 draws, below what one in a million would exceed."""
+    logits, draws = torch.randn(12, generator=seeded(1)), 20_000
+    tokens = choose(logits.expand(draws, -1), 0.8, top_k, top_p, seeded(2))
+    weights, ids = candidates(logits[None], 0.8, top_k, top_p)
+    ids = torch.arange(12)[None] if ids is None else ids
+    expected = draws * torch.zeros(12).scatter(0, ids[0], weights[0] / weights.sum())
+    counted = tokens.bincount(minlength=12)
+    possible = expected > 0
+    assert counted[~possible].sum() == 0
+    chi_square = ((counted - expected).square() / expected)[possible].sum()
+    degrees = int(possible.sum()) - 1
+    assert torch.special.gammaincc(torch.tensor(degrees / 2), chi_square / 2) > 1e-6
+
+
+def test_a_low_temperature_is_greedy_and_nothing_overflows():
+    logits = torch.tensor([[3e38, 1.0, 2e38], [-3e38, -2e38, -2.5e38]])
+    assert choose(logits, 1e-30, None, None, seeded()).tolist() == [0, 1]
+    assert choose(logits, 0, None, None, seeded()).tolist() == [0, 1]
+
+
+def test_seeds_reproduce_and_differ():
+    decoder = trained_like(SMALL)
+    options = {"max_new_tokens": 20, "temperature": 1.0, "top_k": 50}
+    first, again, other = (generate(decoder, UNEQUAL, **options, generator=seeded(seed)) for seed in (1, 1, 2))
+    assert first == again and all(one != two for one, two in zip(first, other, strict=True))
+    unseeded = [generate(decoder, UNEQUAL, **options) for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+# ---- where it ends --------------------------------------------------------------------------------------------------
+
+
+def test_a_row_ends_with_its_document_and_the_others_go_on():
+    decoder = trained_like(SMALL)
+    plain = generate(decoder, UNEQUAL, max_new_tokens=25, generator=seeded())
+    eos = plain[1].tokens[4]
+    stopped = generate(decoder, UNEQUAL, max_new_tokens=25, eos_id=eos, generator=seeded())
+    for before, after in zip(plain, stopped, strict=True):
+        if eos in before.tokens:
+            assert after == Completion(before.tokens[: before.tokens.index(eos)], "eos")
+        else:
+            assert after == before
+    assert stopped[1].reason == "eos" and len(stopped[1].tokens) <= 4
+
+
+def test_a_full_context_ends_a_row_and_says_so():
+    decoder = trained_like(replace(SMALL, max_position_embeddings=16, window_pattern="SL", sliding_window=4))
+    completions = generate(decoder, [[1] * 13, [2] * 4, [3] * 10], max_new_tokens=6, temperature=0)
+    assert [(len(tokens), reason) for tokens, reason in completions] == [(3, "context"), (6, "length"), (6, "length")]
+    assert completions[1] == generate(decoder, [[2] * 4], max_new_tokens=6, temperature=0)[0]
+    [all_of_it] = generate(decoder, [[2]], max_new_tokens=10**9, temperature=0)
+    assert len(all_of_it.tokens) == 15 and all_of_it.reason == "context"
+
+
+def test_an_empty_prompt_begins_a_document():
+    decoder = trained_like(SMALL)
+    options = {"max_new_tokens": 9, "temperature": 0}
+    [began], [same] = (generate(decoder, [prompt], eos_id=7, **options) for prompt in ([], [7]))
+    assert began == same
+    with pytest.raises(RequestError, match="prompt 0 is empty"):
+        generate(decoder, [[]], **options)
+    assert generate(decoder, [], **options) == []
+
+
+@pytest.mark.parametrize("prompt, options, words", [
+    ([1] * 64, {}, "prompt 0 leaves no room for a new token: it has 64 tokens, and max_position_embeddings is 64; "
+                   "shorten it by 1"),
+    ([1, 101], {}, "token id 101 is outside the vocabulary of 101"),
+    ([-1], {}, "token id -1 is outside"),
+    ([1], {"max_new_tokens": 0}, "max_new_tokens 0 must be at least 1"),
+    ([1], {"temperature": -0.1}, "temperature -0.1 must not be below 0"),
+    ([1], {"temperature": float("nan")}, "temperature nan"),
+    ([1], {"top_k": 0}, "top_k 0 must be at least 1"),
+    ([1], {"top_p": 0.0}, r"top_p 0.0 must lie in \(0, 1\]"),
+    ([1], {"top_p": 1.1}, "top_p 1.1"),
+])  # fmt: skip
+def test_wrong_requests_are_refused_before_anything_is_computed(prompt, options, words):
+    with pytest.raises(RequestError, match=words):
+        stream(Decoder(SMALL), [prompt], **{"max_new_tokens": 4, **options})
+
+
+def test_weights_that_are_broken_are_said_to_be():
+    decoder = trained_like(SMALL)
+    decoder.norm.weight.data[0] = torch.nan
+    for temperature in (0, 1):
+        with pytest.raises(RunError, match="not finite"):
+            generate(decoder, [[1]], max_new_tokens=4, temperature=temperature)
+
+
+# ---- streaming, and what is left behind -----------------------------------------------------------------------------
+
+
+def test_tokens_are_handed_out_one_by_one():
+    decoder, calls = trained_like(SMALL), []
+    decoder.register_forward_hook(lambda *_: calls.append(1))
+    whole = generate(decoder, UNEQUAL[1:], max_new_tokens=5, temperature=0)
+    calls.clear()
+    tokens = [[], []]
+    for new in stream(decoder, UNEQUAL[1:], max_new_tokens=5, temperature=0):
+        tokens[new.row].append(new.token)
+        assert len(calls) == len(tokens[new.row])  # nothing was computed ahead
+        assert new.reason == ("length" if len(calls) == 5 else None)
+    assert tokens == [completion.tokens for completion in whole]
+
+
+def test_generation_leaves_no_trace():
+    """Modes of all modules, gradients, random numbers, and whether gradients are recorded between tokens."""
+    decoder = Decoder(replace(SMALL, dropout=0.5))
+    decoder.layers[1].eval()
+    modes = [module.training for module in decoder.modules()]
+    before = torch.get_rng_state()
+    first = generate(decoder, UNEQUAL, max_new_tokens=8, generator=seeded())
+    assert [module.training for module in decoder.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first == generate(decoder.eval(), UNEQUAL, max_new_tokens=8, generator=seeded())  # nothing was dropped
+    decoder.train()
+    broken_off = stream(decoder, UNEQUAL, max_new_tokens=8)
+    next(broken_off)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    broken_off.close()
+    assert all(module.training for module in decoder.modules())
+    assert all(parameter.grad is None and not parameter.is_inference() for parameter in decoder.parameters())
+    decoder(torch.tensor([[1, 2]]), labels=torch.tensor([[2, 3]])).total.backward()
+
+
+def test_compiled_blocks_are_neither_compiled_again_nor_forgotten():
+    torch._dynamo.reset()
+    decoder = trained_like(replace(SMALL, window_pattern="SL", sliding_window=5)).train()
+    expected = generate(decoder, UNEQUAL, max_new_tokens=12, temperature=0)
+    compile_decoder(decoder, "triton_free")
+    forwards = [layer.forward for layer in decoder.layers]
+    ids = torch.randint(101, (2, 32))
+    decoder(ids, labels=ids).total.backward()
+    graphs = counters["stats"]["unique_graphs"]
+    assert generate(decoder, UNEQUAL, max_new_tokens=12, temperature=0) == expected
+    decoder(ids, labels=ids).total.backward()
+    assert counters["stats"]["unique_graphs"] == graphs > 0
+    assert [layer.forward for layer in decoder.layers] == forwards
