@@ -8,7 +8,7 @@ import yaml
 
 from lm.checkpoint import find_damage
 from lm.errors import RequestError
-from lm.runs import Run
+from lm.runs import Run, flatten
 
 log = logging.getLogger(__name__)
 
@@ -102,14 +102,3 @@ def compare(run: Run, config: dict[str, Any], force: bool) -> list[str]:
             + "; start a new run, or give --force"
         )
     return changed
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

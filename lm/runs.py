@@ -211,6 +211,17 @@ def _exists(pid: int | None) -> bool:
     return True
 
 
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
 def run_facts() -> dict[str, Any]:
     """What `run.json` records of where and how a run was started: versions, command, host, git revision."""
     from importlib.metadata import version

@@ -65,8 +65,7 @@ def write_config(folder: Path, name: str = "small", **changes: Any) -> Path:
 
 def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen:
     """`python -m lm ...` in a folder, with the test equipment importable and one thread."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1",
-           "LM_REGISTRY": str(folder / "runs.db"), **environment}  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
         [sys.executable, "-m", "lm", *arguments], cwd=folder, env=env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -137,7 +137,7 @@ class Budget(Callback):
         seconds = self._clock() - self._validation_began
         self._pace.validations.append(seconds)
         if self._line:
-            pass  # the time of a line is that of its steps
+            self._line = (self._line[0] + seconds, self._line[1])  # the time of a line is that of its steps
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
         """Look at the cost, once a log line of the training; called on every rank."""

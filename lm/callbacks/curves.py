@@ -14,8 +14,7 @@ from torch.utils.tensorboard.summary import hparams
 from lm.callbacks.run_log import RunLog
 from lm.checkpoint import step_of
 from lm.errors import GuardStop
-from lm.resume import flatten
-from lm.runs import Run
+from lm.runs import Run, flatten
 from lm.trainer import Trainer
 
 # The Custom Scalars tab: category -> chart -> its curves.

@@ -14,7 +14,7 @@ from lm.commands.charts import MARKERS, Series, chart, smooth
 from lm.commands.run_page import settings, summarize
 from lm.commands.runs import to_json
 from lm.errors import RequestError
-from lm.runs import ROOT, Run
+from lm.runs import ROOT, Run, flatten
 
 CHART_HEIGHT = 20
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
@@ -97,14 +97,6 @@ def differences(configs: list[dict[str, Any]]) -> dict[str, list[Any]]:
     keys = sorted(set().union(*flat) - {"run"})
     values = {key: [one.get(key) for one in flat] for key in keys}
     return {key: those for key, those in values.items() if any(value != those[0] for value in those)}
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _no_metric(metric: str, metrics: list[list[dict[str, Any]]]) -> str:

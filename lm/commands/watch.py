@@ -167,7 +167,7 @@ class Lines:
             block = b""
         self.behind = len(block) == BLOCK
         self._offset += len(block)
-        *lines, self._half = (block).split(b"\n")
+        *lines, self._half = (self._half + block).split(b"\n")
         return lines
 
 
