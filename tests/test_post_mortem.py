@@ -78,7 +78,7 @@ def section(page, title):
 # ---- in a training ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compile", ["none", "triton_free"])
+@pytest.mark.parametrize("compile", ["none", pytest.param("triton_free", marks=pytest.mark.slow)])
 def test_losses_are_those_of_a_run_without_one(workplace, compile):
     """To the bit, with dropout; nothing is compiled for it, and hooks inside compiled blocks are seen."""
     changes = {"model.compile": compile, "trainer.max_steps": 4, **with_callback("Compilations")}
@@ -131,7 +131,7 @@ def test_a_step_that_is_not_finite_is_written_up(workplace):
 
 
 def test_what_guards_do_meanwhile_belongs_to_it_and_a_stop_closes_it(workplace):
-    """A spike, a rollback and a stop are one trouble and one page; there is no loss before that it could come back to."""
+    """A spike, a rollback and a stop are one trouble and one page, where there is no loss before to come back to."""
     alerts = {f"loss > 0 and step == {step}": action for step, action in {3: "rollback", 5: "warn", 6: "stop"}.items()}
     run, _ = fit(workplace, "stopped", expect=3, **{
         **ALWAYS, "guards.alerts": alerts, "trainer.checkpoint_interval": 1,
@@ -163,6 +163,7 @@ def test_a_post_mortem_that_fails_is_one_warning(workplace):
     assert run.read("run.json")["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_its_page(workplace):
     """Interrupted while it was open; the next process closes it, and what a person wrote in it stays."""
     changes = {"guards.spike": "step == 3", "trainer.max_steps": 40, "trainer.val_interval": 40}

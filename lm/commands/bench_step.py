@@ -6,7 +6,6 @@ Here a config becomes a training on random tokens; `step_loops` does the timing,
 
 import json
 import logging
-import sys
 import tempfile
 import warnings
 from dataclasses import replace
@@ -20,12 +19,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from lm.arguments import spell_out
-from lm.callbacks.budget import BudgetConfig
-from lm.callbacks.guards import GuardsConfig
 from lm.callbacks.run_folder import RunFolder
 from lm.callbacks.samples import SamplesConfig
 from lm.callbacks.standard import standard_callbacks
-from lm.callbacks.throughput_floor import ThroughputConfig
 from lm.commands.step_loops import Turns
 from lm.commands.step_modes import measure_modes, parse_modes, show_modes
 from lm.commands.step_report import report, show
@@ -172,7 +168,7 @@ def train(config: Namespace, turns: Turns, folder: Path) -> tuple[Trainer, Langu
         "default_root_dir": str(folder / "runs"),
     }  # fmt: skip
     # No samples: there is no text that these tokens are.
-    callbacks = standard_callbacks(request, RunFolder(None, "bench", ""), harmless(config.guards), SamplesConfig())
+    callbacks = standard_callbacks(request, RunFolder(None, "bench", ""), config.guards.harmless(), SamplesConfig())
     trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *callbacks, turns]})
     data.seed = config.seed_everything
     try:
@@ -180,11 +176,3 @@ def train(config: Namespace, turns: Turns, folder: Path) -> tuple[Trainer, Langu
     except Interrupted as error:
         raise RunError("stopped by a signal before the measurement was done") from error
     return trainer, module
-
-
-def harmless(guards: GuardsConfig) -> GuardsConfig:
-    """The same guards, which look and do nothing: these few steps are not the run that they are for."""
-    return replace(
-        guards, alerts=dict.fromkeys(guards.alerts, "warn"), not_finite="skip", max_skipped=sys.maxsize,
-        budget=BudgetConfig(), throughput=ThroughputConfig(), inject_step=None,
-    )  # fmt: skip

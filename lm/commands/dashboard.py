@@ -131,7 +131,7 @@ def fit(lines: Sequence[Text], width: int, height: int) -> list[Text]:
     """The first `height` lines, filled up or cut to `width` cells."""
     lines = [line.copy() for line in lines[:height]]
     for line in lines:
-        line.truncate(width+1, overflow="ellipsis", pad=True)
+        line.truncate(width, overflow="ellipsis", pad=True)
     return [*lines, *(Text(" " * width) for _ in range(height - len(lines)))]
 
 

@@ -14,6 +14,7 @@ from lm.commands import plan_facts as facts
 from lm.commands import plan_findings as findings
 from lm.commands.plan_findings import Finding
 from lm.config_file import config_name, config_parser
+from lm.data.datamodule import DataModule
 from lm.devices import Device, find_device
 from lm.errors import LmError, RequestError
 from lm.precision import for_cpu
@@ -43,20 +44,34 @@ def plan(arguments: list[str]) -> None:
     config = parser.read(arguments)
     if config.mfu is not None and not 0 < config.mfu <= 1:
         raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
+    if config.rate_usd_per_hr is not None and config.rate_usd_per_hr < 0:
+        raise RequestError(f"--rate_usd_per_hr {config.rate_usd_per_hr} must not be below 0")
+    if config.fit and config.strict:
+        raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
     found, noted = examine(config)
     errors = [finding for finding in noted if finding.level == "error"]
     if config.json:
         print(json.dumps({**found, "findings": [finding._asdict() for finding in noted], "ready": not errors}))
     elif config.fit:
-        best = found.get("memory", {}).get("largest_micro_batch")
-        if best is None:
-            raise RequestError("no micro-batch fits" if "memory" in found else f"--fit: {errors[0].what}")
-        print(f"--data.micro_batch_size {best}")
+        print(f"--data.micro_batch_size {_largest(found, noted)}")
         return
     else:
         show(found, noted)
     if errors:
         raise RequestError(f"{config_name(config)}: {len(errors)} error{'s' * (len(errors) > 1)}: {errors[0].what}")
+
+
+def _largest(found: dict[str, Any], noted: list[Finding]) -> int:
+    """The largest micro-batch that fits; an error that says why there is none."""
+    if "memory" not in found:  # the last finding is why nobody looked any further
+        errors = [finding for finding in noted if finding.level == "error"]
+        raise RequestError(f"--fit: {(errors or noted[-1:])[0].what}")
+    if found["memory"]["device"] is None:
+        raise RequestError(f"--fit: how much memory {found['device']['name']} has is not known: name one with --device")
+    best = found["memory"]["largest_micro_batch"]
+    if best is None:
+        raise RequestError("--fit: one sample at a time is too much as well")
+    return best
 
 
 # ---- looking ---------------------------------------------------------------------------------------------------------
@@ -66,9 +81,11 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     """The facts of a config, as far as they can be known, and what is wrong with it."""
     found: dict[str, Any] = {"config": config.run or config_name(config)}
     noted: list[Finding] = []
-    device, here = (Device("", None, None), 1) if config.strict else find_device(config.device)
-    world_size = ranks(config.trainer.devices, here) * config.trainer.num_nodes
+    cpu = config.device == "auto" and config.trainer.accelerator == "cpu"
+    device, here = (Device("", None, None), 1) if config.strict else find_device("cpu" if cpu else config.device)
     try:
+        refuse_what_a_fit_would(config)
+        world_size = ranks(config.trainer.devices, here) * config.trainer.num_nodes
         steps = plan_steps(
             seq_len=config.data.seq_len, micro_batch_size=config.data.micro_batch_size,
             global_batch_tokens=config.data.global_batch_tokens, world_size=world_size,
@@ -115,13 +132,35 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     return found, sorted(noted, key=lambda finding: order.index(finding.level))
 
 
+def refuse_what_a_fit_would(config: Namespace) -> None:
+    """What `lm fit` refuses of each value by itself, before it looks at anything.
+
+    Raises:
+        RequestError: names the value.
+    """
+    for name in ("num_nodes", "val_interval", "checkpoint_interval", "log_interval", "keep_checkpoints"):
+        if config.trainer[name] < 1:
+            raise RequestError(f"trainer.{name} {config.trainer[name]} must be at least 1")
+    DataModule(**vars(config.data))
+
+
 def ranks(devices: int | str | list[int], here: int) -> int:
-    """Devices of a node; `auto` is those that are here."""
-    if isinstance(devices, list):
-        return len(devices)
+    """Devices of a node; `auto` is those that are here.
+
+    Raises:
+        RequestError: it names none.
+    """
     if isinstance(devices, str) and "," in devices:
-        return len([index for index in devices.split(",") if index.strip()])
-    return int(devices) if str(devices).isdigit() and int(devices) > 0 else here
+        devices = [int(index) for index in devices.split(",") if index.strip().isdigit()]
+    if isinstance(devices, list):
+        count = len(devices)
+    elif str(devices) in ("auto", "-1"):
+        count = here
+    else:
+        count = int(devices) if str(devices).isdigit() else 0
+    if count < 1:
+        raise RequestError(f"trainer.devices {devices} names no device: give how many, or which, or auto")
+    return count
 
 
 def with_vocabulary(config: Namespace, tokenizer: Any) -> Any:
@@ -218,5 +257,5 @@ def _duration(seconds: float) -> str:
     """As people say it: 45 min, 3.2 h, 4.5 days."""
     for size, unit in ((86400 * 2, "days"), (3600, "h"), (60, "min")):
         if seconds >= size:
-            return f"{seconds / (86400 if unit == 'days' else size):.1f} {unit}"
+            return f"{seconds / (86400 if unit == 'days' else size):,.1f} {unit}"
     return f"{seconds:.0f} s"

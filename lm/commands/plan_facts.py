@@ -147,10 +147,14 @@ def time_facts(
     peak = peak_flops(device.name, precision)
     if bench is not None:
         rate, basis = measured_rate(bench, model_parameters, steps["seq_len"]), str(bench)
+    elif peak is not None and mfu:
+        rate, basis = mfu * peak / flops, f"{mfu:.0%} MFU, given"
     elif peak is not None:
-        share = mfu or ASSUMED_MFU
-        rate, basis = share * peak / flops, f"{share:.0%} MFU, {'given' if mfu else 'assumed'}"
-        if not mfu and (model_parameters < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH):
+        # What FP8 wins over bf16 is known when it is measured: not all products are in it, and converting costs.
+        fp8 = precision.startswith("fp8")
+        rate = ASSUMED_MFU * (peak_flops(device.name, "bf16") if fp8 else peak) / flops
+        basis = f"{ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
+        if model_parameters < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH:
             basis += ", and more than so little work a kernel can reach"
     else:
         return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give --bench FILE"}
@@ -174,14 +178,17 @@ def measured_rate(file: Path, model_parameters: int, seq_len: int) -> float:
         runs = [run for run in found.get("modes", {"": found}).values() if "unavailable" not in run]
         fastest = max(runs, key=lambda run: run["lightning"]["tokens_per_second"])
         shape = fastest["parameters"], fastest["seq_len"]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        rate = float(fastest["lightning"]["tokens_per_second"])
+        if not rate > 0:
+            raise ValueError(f"{rate} tokens a second")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise RequestError(f"--bench {file} is no result of `lm bench step --output`: {error}") from error
     if shape != (model_parameters, seq_len):
         raise RequestError(
             f"--bench {file} is of another model: {shape[0]:,} parameters and {shape[1]:,} tokens of context, this one "
             f"has {model_parameters:,} and {seq_len:,}"
         )
-    return fastest["lightning"]["tokens_per_second"]
+    return rate
 
 
 def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[str, Any]:

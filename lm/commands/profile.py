@@ -17,11 +17,8 @@ import lightning
 from jsonargparse import Namespace
 
 from lm.arguments import call
-from lm.callbacks.budget import BudgetConfig
-from lm.callbacks.guards import GuardsConfig
 from lm.callbacks.run_folder import RunFolder
 from lm.callbacks.standard import standard_callbacks
-from lm.callbacks.throughput_floor import ThroughputConfig
 from lm.commands.bench_step import WARMUP, find_vocab_size, write_random_data
 from lm.commands.profile_generation import profile_generation
 from lm.commands.profile_parts import Parts
@@ -143,17 +140,9 @@ def _trainer(config: Namespace, parts: Parts, steps: int, folder: Path) -> Train
         "default_root_dir": str(folder / "runs"),
     }  # fmt: skip
     run_folder = RunFolder(None, "profile", "")
-    callbacks = standard_callbacks(request, run_folder, _harmless(config.guards), config.samples)
+    callbacks = standard_callbacks(request, run_folder, config.guards.harmless(), config.samples)
     parts.trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *callbacks]})
     return parts.trainer
-
-
-def _harmless(guards: GuardsConfig) -> GuardsConfig:
-    """The same guards, which look and do nothing: these few steps are not the run that they are for."""
-    return replace(
-        guards, alerts=dict.fromkeys(guards.alerts, "warn"), not_finite="skip", budget=BudgetConfig(),
-        throughput=ThroughputConfig(), inject_step=None,
-    )  # fmt: skip
 
 
 def _data(config: Namespace, folder: Path) -> tuple[DataModule, str]:
