@@ -141,7 +141,8 @@ class Run:
         if said != "running":
             return said
         beat = self.read("heartbeat.json")
-        if beat.get("host") == socket.gethostname() and not _exists(beat.get("pid")):
+        of_this_session = beat.get("time", 0.0) >= facts.get("entered", 0.0)
+        if of_this_session and beat.get("host") == socket.gethostname() and not _exists(beat.get("pid")):
             return "dead"
         last = max(beat.get("time", 0.0), facts.get("entered", 0.0))
         return "running" if time.time() - last < SILENCE else "dead"
@@ -185,8 +186,12 @@ class Run:
         return kept
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
-        with open(self.path / name, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with open(self.path / name, "ab+") as file:
+            if file.tell():  # a kill may have cut the last line short
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write((json.dumps(line) + "\n").encode())
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
         try:

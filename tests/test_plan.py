@@ -187,11 +187,58 @@ def test_shards_of_another_tokenizer(planned, workplace):
     ({"model.schedule.name": "wsd", "model.schedule.decay_steps": 11}, "error", "warm-up 2 + decay 11 steps are more"),
     ({"model.cuda_graphs": True, "trainer.devices": 2}, "error", "needs one device"),
     ({"model.cuda_graphs": True, "model.document_mask": True}, "error", "does not go with model.document_mask"),
+    ({"trainer.precision": "fp8-rowwise", "data.micro_batch_size": 1, "data.seq_len": 8}, "error", "tokens a micro-"),
+    ({"trainer.precision": "fp8-rowwise", "model.decoder.intermediate_size": 72}, "error", "intermediate_size is 72"),
+    ({"trainer.precision": "fp8-rowwise", "model.decoder.num_hidden_layers": 1}, "error", "leaves the last block"),
+    ({"model.optimizer.groups.output.lr": 0.1}, "error", "set model.optimizer.groups.embedding"),
+    ({"trainer.precision": "bf16-mixed", "trainer.fp8_keep": ["*"]}, "error", "trainer.fp8_keep is for FP8"),
     ({"trainer.val_interval": 1, "data.val_tokens": 4096}, "warning", "validations take"),
     ({"model.decoder.hidden_size": 512, "model.decoder.intermediate_size": 2048}, "warning", "tokens are"),
 ])  # fmt: skip
 def test_what_else_is_noted(planned, changes, level, words):
     assert any(words in text for text in found(planned(**changes), level))
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"trainer.devices": 0}, "trainer.devices 0 names no device"),
+    ({"trainer.devices": []}, "trainer.devices [] names no device"),
+    ({"trainer.devices": "eight"}, "trainer.devices eight names no device"),
+    ({"trainer.num_nodes": 0}, "trainer.num_nodes 0 must be at least 1"),
+    ({"trainer.val_interval": 0}, "trainer.val_interval 0 must be at least 1"),
+    ({"trainer.checkpoint_interval": 0}, "trainer.checkpoint_interval 0 must be at least 1"),
+    ({"data.path": None, "data.prepare": None}, "give one of data.path"),
+    ({"data.train": "a.parquet"}, "give one of data.path"),
+    ({"data.path": None, "data.prepare": None, "data.train": "a.parquet"}, "data.train needs data.tokenizer"),
+])  # fmt: skip
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_a_fit_would_refuse_by_itself_is_an_error_here(planned, changes, words, strict):
+    run = planned(*["--strict"] * strict, **changes)
+    assert run[0] == 2 and words in found(run, "error")[0] and run[2].count("\n") == 1
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--fit", "--strict"], "--strict looks at none"),
+    (["--fit", "--model.decoder.vocab_size", "null", "--data.path", "elsewhere"], "the model's size is not known"),
+    (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere is not there"),
+    (["--fit", "--model.decoder.hidden_size", "2Mi"], "one sample at a time is too much"),
+    (["--rate_usd_per_hr", "-1"], "must not be below 0"),
+    (["--bench", "broken.json"], "is no result of `lm bench step --output`"),
+])  # fmt: skip
+def test_a_question_that_has_no_answer_is_one_line(workplace, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(workplace)
+    (workplace / "broken.json").write_text('{"parameters": 1, "seq_len": 32, "lightning": 3}')
+    write_config(workplace, **PLAIN)
+    assert main(["plan", "--config", "small.yaml", "--device", "h200", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_fp8_is_not_taken_to_be_twice_as_fast(planned):
+    """Of the time nothing is known before it is measured; a share of the peak that is given is of FP8's."""
+    runs = [planned(**{"trainer.precision": precision})[1]["time"] for precision in ("bf16-mixed", "fp8-rowwise")]
+    assert runs[0]["seconds"] == runs[1]["seconds"] and "40% MFU of bf16, assumed" in runs[1]["basis"]
+    assert runs[1]["mfu"] == pytest.approx(runs[0]["mfu"] / 2, rel=0.01)
+    given = planned("--mfu", "0.4", **{"trainer.precision": "fp8-rowwise"})[1]["time"]
+    assert given["seconds"] == pytest.approx(runs[0]["seconds"] / 2, rel=0.01) and given["mfu"] == pytest.approx(0.4)
 
 
 def test_a_device_that_cannot_do_what_is_asked(planned):

@@ -60,7 +60,6 @@ def test_metrics_continue_after_a_resume_and_forget_what_was_beyond_it(tmp_path)
         run.append_metrics({"step": step, "loss": step})
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "lo')  # a kill
-        file.write("\n")
     run.append_metrics({"resumed_at": 2})
     run.append_metrics({"step": 3, "loss": 30})
     assert [(entry["step"], entry["loss"]) for entry in run.metrics()] == [(1, 1), (2, 2), (3, 30)]

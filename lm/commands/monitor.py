@@ -43,8 +43,10 @@ def monitor(
     """
     if not 0.05 <= interval <= 3600:
         raise RequestError(f"--interval {interval:g} must lie between 0.05 and 3600 seconds")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # where there are no braille dots
     console = Console()
-    live = console.is_terminal and not console.is_dumb_terminal and not json and not once
+    live = sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once
     chosen = [find(name, root) for name in runs] or choose(root, ask=live and sys.stdin.isatty())
     watches = [Watch(run) for run in chosen]
     if live:
@@ -57,10 +59,8 @@ def monitor(
         states = [watch.state for watch in watches]
         print(to_json(states if len(states) > 1 else states[0]))
         return
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-    width, height = console.size if console.is_terminal else PLAIN
-    text = Text("\n").join(page(watches, width, height * len(watches)))
+    width, height = console.size if sys.stdout.isatty() else PLAIN
+    text = Text("\n").join(page(watches, width, (height - 1) * len(watches)))  # the prompt comes below
     text.rstrip()
     console.print(text, soft_wrap=True)
 

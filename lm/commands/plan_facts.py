@@ -146,7 +146,7 @@ def time_facts(
     """
     peak = peak_flops(device.name, precision)
     if bench is not None:
-        rate, basis = measured_rate(bench, model_parameters, steps["seq_len"]), str(bench)
+        rate, basis = measured_rate(bench, model_parameters, steps["seq_len"])
     elif peak is not None and mfu:
         rate, basis = mfu * peak / flops, f"{mfu:.0%} MFU, given"
     elif peak is not None:
@@ -167,8 +167,9 @@ def time_facts(
     }  # fmt: skip
 
 
-def measured_rate(file: Path, model_parameters: int, seq_len: int) -> float:
-    """Tokens a second of one device in a file of `lm bench step --output`; of several modes the fastest.
+def measured_rate(file: Path, model_parameters: int, seq_len: int) -> tuple[float, str]:
+    """Tokens a second of one device in a file of `lm bench step --output`, of several modes the fastest; and what was
+    measured there, in words.
 
     Raises:
         RequestError: it cannot be read, or is of another model.
@@ -188,7 +189,7 @@ def measured_rate(file: Path, model_parameters: int, seq_len: int) -> float:
             f"--bench {file} is of another model: {shape[0]:,} parameters and {shape[1]:,} tokens of context, this one "
             f"has {model_parameters:,} and {seq_len:,}"
         )
-    return rate
+    return rate, ", ".join([str(file), *(str(fastest[name]) for name in ("device", "precision") if name in fastest)])
 
 
 def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[str, Any]:

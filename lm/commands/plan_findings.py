@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 from jsonargparse import Namespace
 
 from lm.devices import Device
+from lm.kernels.fp8 import MULTIPLE
+from lm.optim import GroupConfig
 from lm.quantities import format_bytes, format_count
 
 LONG_WARMUP = 0.2  # share of the run
@@ -43,12 +45,43 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
         if interval > total:
             yield Finding("advice", f"trainer.{name} {interval:,} is more than the run's {total:,} steps: it is "
                           f"{count} at the end alone", f"lower trainer.{name}")  # fmt: skip
+    yield from _of_fp8(steps, config)
+    if config.model.decoder.tie_word_embeddings and config.model.optimizer.groups.output != GroupConfig():
+        yield Finding("error", "model.optimizer.groups.output is for an output matrix, and this model's is its embedding",
+                      "set model.optimizer.groups.embedding")
     if config.model.cuda_graphs and config.model.document_mask:
         yield Finding("error", "model.cuda_graphs does not go with model.document_mask: how many documents there are "
                       "differs from batch to batch", "turn one of them off")  # fmt: skip
     if config.model.cuda_graphs and steps["world_size"] > 1:
         yield Finding("error", f"model.cuda_graphs needs one device, and these are {steps['world_size']}",
                       "set trainer.devices 1, or turn it off")
+
+
+def _of_fp8(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    """What `precision` refuses; with `fp8_keep`, which may name the matrices that do not fit, only the tokens."""
+    precision, keep, decoder = config.trainer.precision, config.trainer.fp8_keep, config.model.decoder
+    if not precision.startswith("fp8"):
+        if keep is not None:
+            yield Finding("error", f"trainer.fp8_keep is for FP8, and trainer.precision is {precision}", "leave it out")
+        return
+    if steps["micro_batch_size"] * steps["seq_len"] % MULTIPLE:
+        yield Finding("error", f"{precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
+                      f"{steps['micro_batch_size']} x {steps['seq_len']}", "change data.micro_batch_size")  # fmt: skip
+    if keep is not None:
+        return
+    heads, kv_heads = decoder.num_attention_heads, decoder.num_key_value_heads
+    sizes = {
+        "hidden_size": decoder.hidden_size, "intermediate_size": decoder.intermediate_size,
+        "num_attention_heads x head_dim": heads * decoder.head_dim,
+        "(num_attention_heads + 2 num_key_value_heads) x head_dim": (heads + 2 * kv_heads) * decoder.head_dim,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        if size % MULTIPLE:
+            yield Finding("error", f"{precision} takes multiples of {MULTIPLE}, and model.decoder.{name} is {size:,}",
+                          "change it, or --trainer.precision bf16-mixed")  # fmt: skip
+    if decoder.num_hidden_layers == 1:
+        yield Finding("error", f"{precision} leaves the last block in bf16, and there is no other",
+                      "--trainer.fp8_keep '[]', or --trainer.precision bf16-mixed")  # fmt: skip
 
 
 def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
