@@ -6,6 +6,7 @@ data, so what a checkpoint holds is put together here.
 """
 
 import logging
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -215,6 +216,7 @@ class LanguageModule(LightningModule):
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return {
             "train/loss": loss,
+            "train/max_loss": max((s.loss for s in self.recent_steps if math.isfinite(s.loss)), default=math.nan),
             "train/perplexity": perplexity(loss),
             "optim/lr": self.learning_rate(self.global_step - 1),
             "optim/grad_norm": self.recent_steps[-1].grad_norm,
@@ -262,7 +264,7 @@ class LanguageModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Put the sums on the device and this rank's generators where the checkpoint left them."""
-        self.tally = Tally(self.device, self._resumed.get("nats", 0.0), self._resumed.get("tokens", 0))
+        self.tally = Tally(self.device, self._resumed.get("tally"))
         if "rng" in self._resumed:
             snapshot.restore_generators(self._resumed["rng"])
         elif self.global_rank:  # all ranks drew the same initial weights; from here on each drops out its own

@@ -36,9 +36,8 @@ def complete(module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["optimizer"] = name_state(states[0], names)
     checkpoint["lr_schedulers"] = []
     checkpoint["cursor"] = {"consumed": module.cursor.end} if module.cursor else {"consumed": 0}
-    checkpoint["ranks"] = _gather(
-        {"rng": _rng_state(), "nats": module.tally.nats.item(), "tokens": module.tally.tokens.item()}
-    )
+    checkpoint["ranks"] = _gather({"rng": _rng_state()})
+    checkpoint["tally"] = module.tally.state_dict()
     tokenizer = module.trainer.datamodule.tokenizer
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
     documents = {
@@ -55,19 +54,18 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, An
     """The inverse of `complete`; the config decides every hyper-parameter, so a changed learning rate is what is used.
 
     Returns:
-        What goes on with this rank: `nats` and `tokens` that were not logged yet; and `rng`, its generators, where
-        the checkpoint is of so many ranks.
+        What goes on with this rank: the `tally` of what was not logged yet; and `rng`, its generators, where the
+        checkpoint is of so many ranks.
 
     Raises:
         RequestError: the weights are of another architecture, or the state is of another optimizer.
     """
     restore_weights(module, checkpoint)
     ranks, rank = checkpoint["ranks"], module.global_rank
-    sums = {name: ranks[0][name] for name in ("nats", "tokens")}  # over all ranks, and so the same on each
     module.trainer.recount(checkpoint)
     module.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"], micro=0)
     module.trainer.datamodule.consumed = module.cursor.end
-    return ranks[rank] if rank < len(ranks) else sums
+    return {"tally": checkpoint["tally"], **(ranks[rank] if rank < len(ranks) else {})}
 
 
 def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:

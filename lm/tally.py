@@ -4,7 +4,9 @@
 loss or gradient is not finite is found here, before it is applied.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,18 +27,22 @@ class Tally:
 
     Args:
         device: where the sums are.
-        nats: sum of the losses that a checkpoint had not logged yet;
-        tokens: and of their tokens.
+        state: of a checkpoint, what it had not logged yet.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", nats: float = 0.0, tokens: int = 0) -> None:
+    def __init__(self, device: torch.device | str = "cpu", state: Mapping[str, Any] | None = None) -> None:
+        state = state or {"nats": 0.0, "tokens": 0, "steps": []}
         # Of the current step so far, on this rank:
         self._step_nats = torch.zeros((), device=device)
         self._step_tokens = torch.zeros((), dtype=torch.int64, device=device)
         # Of all applied steps since they were last read, on all ranks:
-        self.nats = torch.tensor(nats, device=device)
-        self.tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
-        self._steps: list[tuple[int, Tensor]] = []  # number; loss, gradient norm and whether it was applied
+        self.nats = torch.tensor(state["nats"], device=device)
+        self.tokens = torch.tensor(state["tokens"], dtype=torch.int64, device=device)
+        # Number; loss, gradient norm and whether it was applied, as a tensor.
+        self._steps = [
+            (step, torch.tensor([math.nan if value is None else value for value in values], device=device))
+            for step, *values in state["steps"]
+        ]
 
     def add(self, nats: Tensor, tokens: int) -> None:
         """Count a micro-batch.
@@ -83,13 +89,20 @@ class Tally:
 
         Waits for the device.
         """
-        loss = (self.nats / self.tokens).item()
-        values = torch.stack([values for _, values in self._steps]).tolist() if self._steps else []
-        steps = [
-            Step(step, loss, norm, bool(applied))
-            for (step, _), (loss, norm, applied) in zip(self._steps, values, strict=True)
-        ]
+        loss, steps = (self.nats / self.tokens).item(), self._unread()
         self.nats.zero_()
         self.tokens.zero_()
         self._steps.clear()
         return loss, steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was not read yet, the same on every rank, in what JSON has words for. Waits for the device."""
+        steps = [[value if math.isfinite(value) else None for value in step] for step in self._unread()]
+        return {"nats": self.nats.item(), "tokens": self.tokens.item(), "steps": steps}
+
+    def _unread(self) -> list[Step]:
+        values = torch.stack([values for _, values in self._steps]).tolist() if self._steps else []
+        return [
+            Step(step, loss, norm, bool(applied))
+            for (step, _), (loss, norm, applied) in zip(self._steps, values, strict=True)
+        ]

@@ -48,7 +48,7 @@ class GuardsConfig:
     max_rollbacks: int = 3
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
-    spike: str | None = "loss > 1.3 * median(loss, 10)"
+    spike: str | None = "max_loss > 1.3 * median(loss, 10)"
     inject_step: int | None = None
 
     def __post_init__(self) -> None:

@@ -47,7 +47,7 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
                           f"{count} at the end alone", f"lower trainer.{name}")  # fmt: skip
     yield from _of_fp8(steps, config)
     if config.model.decoder.tie_word_embeddings and config.model.optimizer.groups.output != GroupConfig():
-        yield Finding("error", "model.optimizer.groups.output is for an output matrix, and this model's is its embedding",
+        yield Finding("error", "model.optimizer.groups.output: the output matrix of this model is its embedding",
                       "set model.optimizer.groups.embedding")
     if config.model.cuda_graphs and config.model.document_mask:
         yield Finding("error", "model.cuda_graphs does not go with model.document_mask: how many documents there are "
