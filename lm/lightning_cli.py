@@ -25,7 +25,7 @@ from lm.trainer import Trainer
 
 log = logging.getLogger(__name__)
 FLAGS = ("force",)
-LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input")
+LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input", "samples.prompts")
 
 
 class Parser(TrainingErrors, LightningArgumentParser):

@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from lm.arguments import Parser
+from lm.config_file import BESIDE
 from lm.data.datamodule import DataModule
 from lm.model.accounting import flops_per_token, parameters
 from lm.model.decoder import Decoder
@@ -32,7 +33,7 @@ SIZES = {
 def parse(path):
     """A preset as the objects' arguments, parsed as `lm fit` parses them."""
     parser = Parser(exit_on_error=False)
-    for key, part in (("trainer", Trainer), ("model", LanguageModule), ("data", DataModule)):
+    for key, part in {"trainer": Trainer, "model": LanguageModule, "data": DataModule, **BESIDE}.items():
         parser.add_class_arguments(part, key)
     parser.add_argument("--seed_everything", type=int)
     return parser.parse_object(yaml.safe_load(path.read_text()))
