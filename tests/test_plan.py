@@ -216,6 +216,13 @@ def test_what_a_fit_would_refuse_by_itself_is_an_error_here(planned, changes, wo
     assert run[0] == 2 and words in found(run, "error")[0] and run[2].count("\n") == 1
 
 
+def test_a_schedule_that_does_not_fit_is_refused_by_a_fit_too_before_it_writes(workplace):
+    write_config(workplace, **PLAIN, **{"model.schedule.name": "wsd", "model.schedule.decay_steps": 11})
+    ended = lm(workplace, "fit", "--config", "small.yaml", expect=2)
+    assert "warm-up 2 + decay 11 steps are more than the run's 12" in ended.stderr
+    assert not (workplace / "checkpoints").exists()
+
+
 @pytest.mark.parametrize("options, words", [
     (["--fit", "--strict"], "--strict looks at none"),
     (["--fit", "--model.decoder.vocab_size", "null", "--data.path", "elsewhere"], "the model's size is not known"),

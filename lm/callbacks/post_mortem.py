@@ -140,10 +140,10 @@ class PostMortem(Callback):
         self._lines += 1
         moment.rise(self._newest)
         if moment.baseline is not None and loss <= moment.baseline:
-            tokens = (step - moment.worst) * moment.tokens_per_step
+            after = step - moment.worst
             text = (
                 f"The loss was back in the log line of step {step}: {self._beside(loss)}. That is "
-                f"{step - moment.worst} steps and {tokens:,} tokens after step {moment.worst}."
+                f"{_steps(after)} and {after * moment.tokens_per_step:,} tokens after step {moment.worst}."
             )
             self._close(trainer, "recovered", text)
         elif self._lines >= PATIENCE:
@@ -160,7 +160,7 @@ class PostMortem(Callback):
         step, loss = self._losses[-1] if self._losses else (trainer.global_step, math.nan)
         last, worst = trainer.global_step, self._open.worst
         text = (
-            f"The training ended at step {last}, {last - worst} steps after step {worst}, before the loss was back. "
+            f"The training ended at step {last}, {_steps(last - worst)} after step {worst}, before the loss was back. "
             f"In the log line of step {step} it was {self._beside(loss)}."
         )
         self._close(trainer, "ended", text)
@@ -216,6 +216,10 @@ class PostMortem(Callback):
             return None
         middle = statistics.median(each.step.loss for each in before[-100:])
         return next(each for each in reversed(before) if each.step.loss <= middle)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" + ("" if count == 1 else "s")
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """`lm data show`: the texts that a run saw at a step, and so the other end of a batch's way."""
 
 import json as jsonlib
+from typing import Any
 
 import numpy as np
 import yaml
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
+from lm.callbacks.spike import rare_rows, rare_tokens
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.runs import ROOT, Run
@@ -30,27 +32,45 @@ def show(
     step = steps_taken(folder) if step is None else step
     first, count = samples_at(folder, step)
     data = open_data(folder)
-    samples = np.arange(first, first + (count if limit == 0 else min(limit, count)))
-    blocks, windows = data.order().locate(samples)
-    seen = []
-    for sample, block, window in zip(samples.tolist(), blocks.tolist(), windows.tolist(), strict=True):
-        tokens = data.shards["train"].read(block)[window * data.seq_len : (window + 1) * data.seq_len + 1]
-        where = data.shards["train"].blocks[block]
-        seen.append({"sample": sample, "shard": where.file, "window": window, "token_ids": tokens.tolist()})
+    shown = count if limit == 0 else min(limit, count)
+    injected = step in folder.read("run.json").get("injected", {}).get("steps", [])
+    seen = _injected(data, step, first, count)[:shown] if injected else _read(data, np.arange(first, first + shown))
     for entry in seen:
         entry["documents"] = split_documents(entry["token_ids"], data)
     if json:
-        print(jsonlib.dumps({"run": folder.name, "step": step, "samples_of_step": count, "samples": seen}))
+        facts = {"run": folder.name, "step": step, "injected": injected, "samples_of_step": count, "samples": seen}
+        print(jsonlib.dumps(facts))
         return
     console = Console(highlight=False, markup=False)
+    if injected:
+        console.print(f"Step {step} was a drill (guards.inject_step): rare tokens took the place of its samples.")
     for entry in seen:
-        console.rule(f"sample {entry['sample']}, {entry['shard']}, window {entry['window']}")
+        where = "injected" if injected else f"{entry['shard']}, window {entry['window']}"
+        console.rule(f"sample {entry['sample']}, {where}")
         for index, text in enumerate(entry["documents"]):
             if index:
                 console.rule("a document ends, another begins", characters="·")
             console.print(text)
     if count > len(seen):
         console.rule(f"{count - len(seen)} more samples in step {step}: --limit 0 shows all")
+
+
+def _read(data: DataModule, samples: np.ndarray) -> list[dict[str, Any]]:
+    """Samples of the stream, and where they are from."""
+    blocks, windows = data.order().locate(samples)
+    seen = []
+    for sample, block, window in zip(samples.tolist(), blocks.tolist(), windows.tolist(), strict=True):
+        tokens = data.shards["train"].read(block)[window * data.seq_len : (window + 1) * data.seq_len + 1]
+        where = data.shards["train"].blocks[block]
+        seen.append({"sample": sample, "shard": where.file, "window": window, "token_ids": tokens.tolist()})
+    return seen
+
+
+def _injected(data: DataModule, step: int, first: int, count: int) -> list[dict[str, Any]]:
+    """What a drill put in the place of a step's samples."""
+    rare = rare_tokens(data.shards["train"], data.tokenizer.vocab_size)
+    rows = rare_rows(rare, data.seed, step, count, data.seq_len + 1).tolist()
+    return [{"sample": first + i, "shard": None, "window": None, "token_ids": row} for i, row in enumerate(rows)]
 
 
 def steps_taken(run: Run) -> int:
