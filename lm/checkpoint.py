@@ -26,7 +26,7 @@ from torch import Tensor
 from lm.errors import RequestError, RunError
 from lm.plain import decode, encode
 
-FORMAT = 1
+FORMAT = 2  # 2: what was not logged yet stands under `tally`
 TENSORS = {"state_dict": "model.safetensors", "optimizer": "optimizer.safetensors"}
 
 
