@@ -6,7 +6,7 @@
 #   -p  the Python to use; without it .venv/bin/python, made where it is not there
 #   -w  a folder of wheels to install what is missing from, for machines without a network
 #   -o  where the dated JSON files and logs go; without it the folder results/ beside this file
-#   PART: some of tests trainings kernels steps memory peers sanitizer fit; without one, all of them
+#   PART: some of tests trainings kernels steps profile memory peers sanitizer fit; without one, all of them
 #
 # Sources of other projects are found through LITGPT, NANOGPT and LIGER. A part that fails or takes longer than its
 # limit does not keep the next ones from running; the script ends with what each said. On a machine without a GPU
@@ -24,7 +24,7 @@ while getopts p:w:o: option; do
     esac
 done
 shift $((OPTIND - 1))
-parts=${*:-tests trainings kernels steps memory peers sanitizer fit}
+parts=${*:-tests trainings kernels steps profile memory peers sanitizer fit}
 
 mkdir -p "$out"
 [ -x "$(command -v "$python")" ] || python3 -m venv .venv
@@ -106,6 +106,14 @@ steps() {
     done
 }
 
+# Where the time of a step goes, and the operators that take most of it.
+profile() {
+    local config=tiny
+    [ -n "$gpu" ] && config=pretrain-50m
+    run 280 "profile-$config" "$python" -m lm profile --config $config.yaml --steps 10 --trace "$work/trace.json" \
+        ${gpu:+--data.global_batch_tokens 128Ki}
+}
+
 # What `lm plan` expects of a step's memory beside what it takes, at three micro-batches.
 memory() {
     local config size presets=tiny
@@ -172,8 +180,8 @@ nvidia-smi 2> /dev/null | head -n 15
 "$python" -c 'import sys, torch; print(sys.version, torch.__version__, torch.version.cuda)'
 for part in $parts; do
     case $part in
-        tests | trainings | kernels | steps | memory | peers | sanitizer | fit) "$part" ;;
-        *) echo "on_gpu.sh: no part $part: tests trainings kernels steps memory peers sanitizer fit" >&2; exit 2 ;;
+        tests | trainings | kernels | steps | profile | memory | peers | sanitizer | fit) "$part" ;;
+        *) echo "on_gpu.sh: no part $part: tests trainings kernels steps profile memory peers sanitizer fit" >&2; exit 2 ;;
     esac
 done
 echo "== summary"
