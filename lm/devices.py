@@ -50,8 +50,8 @@ def find_device(name: str) -> tuple[Device, int]:
     Raises:
         RequestError: no such name.
     """
-    if name in DEVICES:
-        return DEVICES[name], 1
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()], 1
     if name not in ("auto", "cpu"):
         raise RequestError(f"--device {name} is not known; there are {', '.join(DEVICES)}, cpu, and auto for this one")
     import torch

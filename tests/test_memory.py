@@ -113,6 +113,18 @@ def test_shards_divide_what_belongs_to_the_parameters():
     assert share["activations"] == whole["activations"]
 
 
+def test_gradients_of_several_devices_are_there_for_longer():
+    """FSDP2 adds up whole ones where there are several micro-batches; DDP keeps the buckets that hold them."""
+    step = Step(16, 1024, "bf16-mixed", True, world_size=8)
+    alone, replicated = (training_memory(PRESET, replace(step, world_size=n)) for n in (1, 8))
+    assert replicated["peak"] == sum(replicated[part] for part in replicated if part != "peak") > alone["peak"]
+    assert training_memory(PRESET, replace(step, sharded=True, accumulate=4))["gradients"] == alone["gradients"]
+
+
+def test_the_largest_micro_batch_of_a_huge_batch_is_found_at_once():
+    assert largest_micro_batch(PRESET, Step(1, 1024, "bf16-mixed", True), 20 * GIB, samples=2**30) == 16
+
+
 def test_the_largest_micro_batch_fits_and_the_next_does_not():
     step = Step(1, 1024, "bf16-mixed", True)
     best = largest_micro_batch(PRESET, step, 20 * GIB, samples=512)

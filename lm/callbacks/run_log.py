@@ -72,7 +72,9 @@ class RunLog(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
         trainer.run.append_metrics({"step": step, "tokens": tokens, "time": time.time(), **metrics})
-        self.latest |= metrics
+        validated = all(name.startswith("val/") for name in metrics)
+        others = {name: value for name, value in self.latest.items() if name.startswith("val/") != validated}
+        self.latest = others | metrics  # what the newest line of its kind does not have is not known any more
         self.write_state(trainer, "running")
         lines.info(line(step, trainer.max_steps, metrics))
 

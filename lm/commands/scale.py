@@ -1,6 +1,9 @@
 """`lm scale`: one dial. A depth and a horizon become a config with a reason on every line; `scaling` has the rules."""
 
+import json
 import math
+import re
+import shlex
 from typing import Literal
 
 from lm.errors import RequestError
@@ -99,6 +102,8 @@ def scale(
     for name, value in positive.items():
         if not 0 < value < math.inf:
             raise RequestError(f"{name} {value} must be above 0")
+    if not data:
+        raise RequestError("--data is empty: give the folder that `lm data prepare` made, or will make")
     if not given:
         target_param_data_ratio = TOKENS_PER_PARAMETER
     made = recipe(
@@ -108,7 +113,7 @@ def scale(
     settings = {"vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN),
                 "device_tokens": (device_tokens, DEVICE_TOKENS), "data": (data, DATA),
                 "optimizer": (optimizer, "adamw")}  # fmt: skip
-    changed = {f"--{name}": value for name, (value, usual) in settings.items() if value != usual}
+    changed = {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
     options = "".join(f" {name} {value}" for name, value in {**given, **changed}.items())
     print(write(made, f"lm scale --depth {depth}{options}", _horizon(made, given), data, optimizer), end="")
 
@@ -129,10 +134,11 @@ def write(made: Recipe, command: str, horizon: str, data: str, optimizer: str) -
         "adamw": "the rules for lr and weight_decay are fitted to it",
         "muon": "for matrices; its updates have AdamW's size, so they share lr and decay (arXiv:2502.16982)",
     }
+    quoted = data if re.fullmatch(r"[\w./-]+", data) else json.dumps(data)
     return YAML.format(
         title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
         f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/scaling.py.",
-        command=command, name=f"depth{decoder.num_hidden_layers}", data=data, optimizer=optimizer,
+        command=command, name=f"depth{decoder.num_hidden_layers}", data=quoted, optimizer=optimizer,
         optimizer_reason=reasons[optimizer], steps=f"{made.steps:_}", horizon=horizon,
         interval=min(INTERVAL, made.steps), vocab_size=f"{decoder.vocab_size:_}", rows=int(decoder.vocab_size),
         hidden_size=f"{decoder.hidden_size:_}", depth=decoder.num_hidden_layers, heads=decoder.num_attention_heads,

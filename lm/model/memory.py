@@ -4,6 +4,7 @@
 `kernels/` keeps it; the tests hold each line to what a real step keeps.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from lm.errors import RequestError
@@ -67,7 +68,8 @@ def training_memory(config: DecoderConfig, step: Step, muon: bool = False) -> di
         `weights`, `gradients`, `optimizer`, `casts` (half-precision copies of the weights), `activations` (kept for
         the backward pass), `working` (the largest temporary: around the loss, or of one block), and their sum `peak`.
         With a single micro-batch a step the gradients do not exist yet when the activations are most, so the peak is
-        then less than the sum.
+        then less than the sum; but DDP's buckets, which hold them, are always there. FSDP2 adds up whole gradients
+        until a step's last micro-batch exchanges them.
     """
     counts = parameters(config)
     share = step.world_size if step.sharded else 1
@@ -75,14 +77,14 @@ def training_memory(config: DecoderConfig, step: Step, muon: bool = False) -> di
     states = 2 * counts["total"] - (hidden if muon else 0)
     memory = {
         "weights": counts["total"] * step.master_item // share,
-        "gradients": counts["total"] * step.master_item // share,
+        "gradients": counts["total"] * step.master_item // (share if step.accumulate == 1 else 1),
         "optimizer": states * step.master_item // share,
         "casts": casts(config, step),
         "activations": activations(config, step),
         "working": max(loss_working(config, step), block_working(config, step)),
     }
     memory["peak"] = sum(memory.values())
-    if step.accumulate == 1 and not step.cuda_graphs:
+    if step.accumulate == 1 and not step.cuda_graphs and (step.world_size == 1 or step.sharded):
         later = memory["gradients"] + max(memory["casts"], memory["working"])
         before = memory["casts"] + memory["activations"] + memory["working"]
         memory["peak"] = memory["weights"] + memory["optimizer"] + max(before, later)
@@ -190,9 +192,9 @@ def largest_micro_batch(config: DecoderConfig, step: Step, most: int, samples: i
     """
     if samples < 1:
         raise RequestError("a device has no sample of the global batch")
-    for size in range(samples, 0, -1):
-        if samples % size == 0:
-            tried = replace(step, micro_batch_size=size, accumulate=samples // size)
-            if training_memory(config, tried, muon)["peak"] <= most:
-                return size
+    small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
+    for size in sorted({*small, *(samples // size for size in small)}, reverse=True):
+        tried = replace(step, micro_batch_size=size, accumulate=samples // size)
+        if training_memory(config, tried, muon)["peak"] <= most:
+            return size
     return None
