@@ -111,7 +111,7 @@ def test_ls_shows_every_run_newest_last_within_80_columns(place):
     beat = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
     (alive.path / "heartbeat.json").write_text(json.dumps(beat))
     lines = runs("ls").stdout.splitlines()
-    assert max(map(len, lines)) <= 80
+    assert max(len(line) for line in lines if not line.startswith("/")) <= 80  # a path is whole, however long
     text = "\n".join(lines)
     order = [text.index(name) for name in ("elsewhere", "finished", "stopped", "a-name-that", "killed", "alive")]
     assert order == sorted(order) and str(place.parent / "other" / "checkpoints") in lines
