@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
-from trainings import lm, make_workplace, start, write_config
+from trainings import PLACES, lm, make_workplace, start, write_config
 
 from lm.errors import RunError
 from lm.runs import Run
@@ -211,7 +211,7 @@ def test_validate_counts_every_window_once(workplace):
 def test_torchrun_leaves_one_run_folder(workplace):
     path = config(workplace, "torchrun", "ddp", **{"trainer.max_steps": 2})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lm"]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "fit", "--config", path], cwd=workplace, env=env, text=True, capture_output=True, timeout=120
     )
@@ -244,7 +244,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(workplace, changes, message
 def test_a_signal_to_the_process_group_stops_both_with_one_checkpoint(workplace):
     path = config(workplace, "group", "ddp", **{"trainer.max_steps": 100_000, "trainer.val_interval": 100_000})
     command = [sys.executable, "-m", "lm", "fit", "--config", path]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, cwd=workplace, env=env, text=True, stderr=subprocess.PIPE, start_new_session=True
     )

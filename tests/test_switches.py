@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from trainings import lm, losses, make_workplace, write_config
+from trainings import PLACES, lm, losses, make_workplace, write_config
 
 SHORT = {"trainer.max_steps": 5, "trainer.val_interval": 5}
 
@@ -68,7 +68,7 @@ def test_triton_free_is_eager_to_the_bit_and_no_compiler_runs(tmp_path, eager):
     )
     environment = {
         "PATH": str(programs), "CXX": str(programs / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "generated"),
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.path.dirname(__file__)]),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), PLACES]),
     }  # fmt: skip
     ended = fit(folder, environment=environment, **{"model.compile": "triton_free"})
     assert "compile: triton_free" in ended.stderr

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+# The test equipment, and lm, which may not be installed and is there all the same.
+PLACES = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parent.parent)))
 CORPUS = "\n".join(
     f"Chapter {i}. The {a} of the {b} was {c}, and so the {b} had no {a} of its own."
     for i, (a, b, c) in enumerate(
@@ -65,7 +67,7 @@ def write_config(folder: Path, name: str = "small", **changes: Any) -> Path:
 
 def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen:
     """`python -m lm ...` in a folder, with the test equipment importable and one thread."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", **environment}
+    env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
         [sys.executable, "-m", "lm", *arguments], cwd=folder, env=env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
