@@ -105,7 +105,7 @@ class Samples(Callback):
             texts = self._written(trainer, pl_module)
             if trainer.is_global_zero:
                 self._write(trainer, texts)
-        except (RunError, OSError) as error:
+        except (RunError, OSError, torch.OutOfMemoryError) as error:
             log.warning("no samples at step %d: %s", trainer.global_step, error)
         finally:
             throughput.resume()
