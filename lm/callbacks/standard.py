@@ -36,9 +36,7 @@ def standard_callbacks(
     early, every = trainer["early_stopping"], trainer["histogram_interval"]
     stopping, asked_for = [], []
     if early.patience is not None:
-        stopping.append(
-            EarlyStopping("val/loss", early.min_delta, early.patience, check_on_train_epoch_end=False)
-        )  # fmt: skip
+        stopping.append(EarlyStopping("val/loss", early.min_delta, early.patience, check_on_train_epoch_end=False))
     if every is not None:
         asked_for.append(Histograms(every))
     if samples.prompts:

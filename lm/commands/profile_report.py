@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lm.commands.profile_parts import PARTS, Label, StepTimes
+from lm.commands.step_report import heading
 from lm.hardware import device_name
 from lm.kernels.operations import choose
 from lm.model.accounting import parameters
@@ -119,15 +120,9 @@ def _mean(seconds: Iterable[float]) -> float:
 def show(found: dict[str, Any]) -> None:
     """The report as tables on standard output."""
     console = Console(highlight=False)
-    console.print(
-        f"{found['config']}: {format_count(found['parameters'])} parameters, {found['micro_batch_size']} x "
-        f"{found['seq_len']} tokens x {found['accumulate']} micro-batches, {found['precision']}; {found['device']}, "
-        f"{found['threads']} threads, torch {found['versions']['torch']}"
-    )
-    console.print(
-        f"compile: {found['compile']}{', CUDA graphs' * found['cuda_graphs']}; kernels: {found['kernels']}; "
-        f"attention: {found['attention']}; data: {found['data']}"
-    )
+    measured, computed = heading(found)
+    console.print(measured)
+    console.print(f"{computed}; data: {found['data']}")
     table = Table("part of a step", "ms", "share", "each time", "every")
     for column in table.columns[1:]:
         column.justify = "right"

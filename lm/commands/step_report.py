@@ -133,18 +133,22 @@ def overhead(lightning: list[Stretch], plain: list[Stretch]) -> tuple[float, flo
     return tuple(statistics.median(ratio) for ratio in ratios)
 
 
+def heading(found: dict[str, Any]) -> tuple[str, str]:
+    """What was measured, and how it was computed: two lines."""
+    return (
+        f"{found['config']}: {format_count(found['parameters'])} parameters, {found['micro_batch_size']} x "
+        f"{found['seq_len']} tokens x {found['accumulate']} micro-batches, {found['precision']}; {found['device']}, "
+        f"{found['threads']} threads, torch {found['versions']['torch']}",
+        f"compile: {found['compile']}{', CUDA graphs' * found['cuda_graphs']}; kernels: {found['kernels']}; "
+        f"attention: {found['attention']}",
+    )
+
+
 def show(found: dict[str, Any]) -> None:
     """The report as tables on standard output."""
     console = Console(highlight=False)
-    console.print(
-        f"{found['config']}: {format_count(found['parameters'])} parameters, {found['micro_batch_size']} x "
-        f"{found['seq_len']} tokens x {found['accumulate']} micro-batches, {found['precision']}; {found['device']}, "
-        f"{found['threads']} threads, torch {found['versions']['torch']}"
-    )
-    console.print(
-        f"compile: {found['compile']}{', CUDA graphs' * found['cuda_graphs']}; kernels: {found['kernels']}; "
-        f"attention: {found['attention']}"
-    )
+    for line in heading(found):
+        console.print(line)
     table = Table("loop", "ms a micro-batch", "ms a step", "tokens/s", "MFU")
     for name, title in (("lightning", "lm fit"), ("plain", "plain loop")):
         loop = found[name]
