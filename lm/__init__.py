@@ -1,3 +1,48 @@
-"""lm: pretrain a small language model from one YAML file."""
+"""lm: pretrain a small language model from one YAML file.
+
+In Python two functions begin everything: `load_run` and `load_model`. Nothing heavy is imported before they are called.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from lm.pretrained import Pretrained
+    from lm.runs import Run
 
 __version__ = "0.1.0"
+
+
+def load_run(path: "str | Path") -> "Run":
+    """A run, to look at what it wrote down: metrics, config, checkpoints, alerts.
+
+    Args:
+        path: the run's folder; or its name, under `checkpoints/` or in the registry.
+
+    Raises:
+        RequestError: there is no such run; the message has the nearest names.
+    """
+    from lm.registry import find
+
+    return find(str(path))
+
+
+def load_model(
+    path: "str | Path", device: "str | torch.device | None" = None, dtype: "torch.dtype | None" = None
+) -> "Pretrained":
+    """A trained model with its tokenizer, to generate with or to look into.
+
+    Args:
+        path: the folder of a run (its best checkpoint is taken), of a checkpoint, or of a Llama, Qwen3 or Ministral
+            in Hugging Face's format.
+        device: where to; the GPU if there is one, else the CPU, if not given.
+        dtype: of the weights; as they are stored if not given.
+
+    Raises:
+        RequestError: there is no model, it is damaged, or it is of another architecture.
+    """
+    from lm.pretrained import load_pretrained
+
+    return load_pretrained(path, device, dtype)

@@ -6,9 +6,10 @@ from typing import Any
 
 import yaml
 
+from lm import registry
 from lm.checkpoint import find_damage
 from lm.errors import RequestError
-from lm.runs import Run, flatten
+from lm.runs import ROOT, Run, flatten
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +58,36 @@ def find_checkpoint(
         raise RequestError(f"no run {name!r} under {root}, so no checkpoint {wanted!r}; start one with `lm fit`")
     if reference == "auto":
         return newest_whole(run), run
-    if reference is None:
-        reference = "best" if run.link("best") else "last"
     return run.checkpoint(reference), run
+
+
+def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT) -> Path:
+    """The folder that `--run` and `--ckpt_path` mean, for a command that uses a model and says which one it took.
+
+    Args:
+        run: a name under the root or in the registry, or a path; the newest run if not given.
+        ckpt_path: a folder, which need not belong to a run; `best`, `last` or `auto` (the newest whole one) of the
+            run; its best, or its last where none was validated, if not given.
+        root: folder of the runs.
+
+    Raises:
+        RequestError: there is no such run, checkpoint or folder.
+    """
+    if ckpt_path not in (None, "best", "last", "auto"):
+        path = Path(ckpt_path)
+        if not path.is_dir():
+            raise RequestError(f"--ckpt_path {ckpt_path}: there is no such folder; or give best, last or auto")
+        found = Run(path) if (path / "run.json").exists() else None
+        path = found.checkpoint() if found else path
+    else:
+        found = registry.find(run, root) if run else Run.newest(root)
+        if found is None:
+            raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or name a folder")
+        path = newest_whole(found) if ckpt_path == "auto" else found.checkpoint(ckpt_path)
+        if path is None:
+            raise RequestError(f"run {found.path} has no whole checkpoint")
+    log.info("model %s", path)
+    return path
 
 
 def newest_whole(run: Run) -> Path | None:

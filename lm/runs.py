@@ -115,12 +115,13 @@ class Run:
         link = self.path / name
         return link.parent / os.readlink(link) if link.is_symlink() and link.exists() else None
 
-    def checkpoint(self, name: str) -> Path:
-        """The folder behind `best`, `last` or `step-...`.
+    def checkpoint(self, name: str | None = None) -> Path:
+        """The folder behind `best`, `last` or `step-...`; the best if not given, or the last where none was validated.
 
         Raises:
             RequestError: there is none.
         """
+        name = name or ("best" if self.link("best") else "last")
         path = self.link(name) if name in ("best", "last") else self.path / name
         if path is None or not (path / "trainer.json").exists():
             have = ", ".join(path.name for path in self.steps().values()) or "no checkpoint yet"

@@ -21,6 +21,8 @@ FLOORS = {
     "lm.sharding": 1.5, "lm.precision": 1.5, "lm.scaling": 1.5,
     "lm.metrics": 1.5, "lm.snapshot": 1.5, "lm.micro_step": 1, "lm.tally": 1,
     "lm.module": 2, "lm.trainer": 2, "lm.resume": 2, "lm.generation": 2,
+    "lm.sampling": 1, "lm.weights": 1.5, "lm.completion": 2.1, "lm.pretrained": 2.2,
+    "lm.evaluation": 2.5, "lm.inspection": 2.5,
     "lm.callbacks": 3,
     "lm.config_file": 3.5,
     "lm.commands": 4,
@@ -63,7 +65,7 @@ def test_imports_go_down_the_floors():
         f"{name} imports {other}"
         for name, path in FILES.items()
         for other in imports(path)
-        if unit(name) != unit(other) and FLOORS[unit(other)] >= FLOORS[unit(name)]
+        if unit(name) != unit(other) and FLOORS[unit(other)] >= FLOORS[unit(name)] and name != "lm"  # the front door
     ]
     assert climbs == []
 

@@ -1,0 +1,110 @@
+"""A trained model, ready to be used: what `lm.load_model` gives, and what every command that uses one works with."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lm.checkpoint import step_of
+from lm.data.tokenizer import Tokenizer
+from lm.errors import RequestError
+from lm.kernels.operations import choose
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
+from lm.model.huggingface import config_from_json, from_huggingface
+from lm.runs import Run
+from lm.weights import read_weights
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A decoder with its tokenizer, on its device, in evaluation mode, without gradients.
+
+    Attributes:
+        path: the folder that it was read from.
+        step: the optimizer step that it is of; None for a folder that is no checkpoint of ours.
+        kernels: what computes it, in words.
+    """
+
+    path: Path
+    decoder: Decoder
+    tokenizer: Tokenizer
+    step: int | None
+    kernels: str
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The decoder's shape."""
+        return self.decoder.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.decoder.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and so of the computation."""
+        return self.decoder.embed_tokens.weight.dtype
+
+
+def load_pretrained(
+    path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+) -> Pretrained:
+    """Read a model to use it.
+
+    Args:
+        path: a run's folder, of which the best checkpoint is taken, or the last where none was validated; a
+            checkpoint's folder; or any folder with a Llama, Qwen3 or Ministral of Hugging Face's and a
+            `tokenizer.json`.
+        device: where to; the GPU if there is one, else the CPU, if not given.
+        dtype: of the weights; as they are stored if not given.
+
+    Raises:
+        RequestError: there is no model, it is damaged, or it is of another architecture.
+    """
+    folder = Run(path).checkpoint() if (Path(path) / "run.json").exists() else Path(path)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config = read_config(folder)
+    weights = from_huggingface(read_weights(folder), config)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    _refuse_other_shapes(folder, decoder, weights)
+    wanted = {name: weight.to(device, dtype or weight.dtype) for name, weight in weights.items()}
+    decoder.load_state_dict(wanted, assign=True)
+    decoder.eval().requires_grad_(False)
+    decoder.operations, kernels = choose("auto", device)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise RequestError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: they do "
+            "not belong together"
+        )
+    step = step_of(folder) if (folder / "trainer.json").exists() else None
+    return Pretrained(folder, decoder, tokenizer, step, kernels)
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The shape that a folder's `config.json` describes.
+
+    Raises:
+        RequestError: there is none, or it is not one of this decoder's.
+    """
+    file = folder / "config.json"
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RequestError(f"{folder} is no model: it has no config.json") from error
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} cannot be read ({error}); is it damaged?") from error
+    if not isinstance(document, dict):
+        raise RequestError(f"{file} is damaged: it is not a JSON object")
+    return config_from_json(document)
+
+
+def _refuse_other_shapes(folder: Path, decoder: Decoder, weights: dict[str, torch.Tensor]) -> None:
+    for name, weight in decoder.state_dict().items():
+        if weights[name].shape != weight.shape:
+            have, want = tuple(weights[name].shape), tuple(weight.shape)
+            raise RequestError(f"{folder}: {name} is {have} in the weights, and config.json makes it {want}")
