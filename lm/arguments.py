@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
@@ -64,7 +65,7 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
         name = argument.removeprefix("--")
         if name in flags and argument != name and not (rest and rest[0].lower() in ("true", "false", "yes", "no")):
             spelled.append(f"{argument}=true")
-        elif name in lists and argument != name and rest and not rest[0].startswith("["):
+        elif name in lists and argument != name and rest and not _is_list(rest[0]):
             values = []
             while rest and not rest[0].startswith("--"):
                 values.append(rest.pop(0))
@@ -72,6 +73,16 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
         else:
             spelled.append(argument)
     return spelled
+
+
+def _is_list(text: str) -> bool:
+    """Whether it is a list in brackets, and not a text that begins with one."""
+    if not text.startswith("["):
+        return False
+    try:
+        return isinstance(yaml.safe_load(text), list)
+    except yaml.YAMLError:
+        return False
 
 
 def gather(arguments: list[str]) -> list[str]:

@@ -1,20 +1,22 @@
 """Generation: prompts in, tokens out, one at a time. A prompt is read once and every new token once (`model/cache`).
 
-`callbacks/samples` watches a training with it.
+`sampling` chooses the tokens, `completion` makes text of them, and `callbacks/samples` watches a training with it.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lm.decode_step import DecodeStep, Step, check_step, slots_for
 from lm.errors import RequestError, RunError
-from lm.model.cache import Cache, Continuation
+from lm.model.cache import Cache
 from lm.model.decoder import Decoder
+from lm.model.mode import evaluating
+from lm.sampling import Sampling, choose
 
-Reason = Literal["eos", "length", "context"]
+Reason = Literal["eos", "stop", "length", "context"]
 
 
 class NewToken(NamedTuple):
@@ -23,13 +25,15 @@ class NewToken(NamedTuple):
     row: int  # which prompt it continues
     token: int
     reason: Reason | None  # None where the row goes on, else why this is its last, as in `Completion`
+    log_probability: float  # nats, by the model's own distribution: at temperature 1, before any filter
+    alternatives: list[tuple[int, float]]  # the likeliest tokens here and their log-probabilities, the likeliest first
 
 
 class Completion(NamedTuple):
     """What follows a prompt."""
 
-    tokens: list[int]  # without the one that ended it
-    reason: Reason  # the end of a document, as many tokens as were asked for, or a context that is full
+    tokens: list[int]  # without the one that ended a document
+    reason: Reason  # the end of a document, the caller's wish, as many as were asked for, or a context that is full
 
 
 def generate(
@@ -37,23 +41,19 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    sampling: Sampling = Sampling(),
     eos_id: int | None = None,
     generator: torch.Generator | None = None,
 ) -> list[Completion]:
     """Continue prompts, all of them together. Arguments and errors are those of `stream`."""
-    new = stream(
-        decoder, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        eos_id=eos_id, generator=generator,
-    )  # fmt: skip
     tokens: list[list[int]] = [[] for _ in prompts]
     reasons: list[Reason] = ["length"] * len(prompts)
-    for row, token, reason in new:
-        if reason != "eos":
-            tokens[row].append(token)
-        reasons[row] = reason or reasons[row]
+    for new in stream(
+        decoder, prompts, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id, generator=generator
+    ):
+        if new.reason != "eos":
+            tokens[new.row].append(new.token)
+        reasons[new.row] = new.reason or reasons[new.row]
     return [Completion(*both) for both in zip(tokens, reasons, strict=True)]
 
 
@@ -62,11 +62,12 @@ def stream(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    sampling: Sampling = Sampling(),
     eos_id: int | None = None,
     generator: torch.Generator | None = None,
+    ended: Callable[[int, int], bool] | None = None,
+    alternatives: int = 0,
+    step: Step = "growing",
 ) -> Iterator[NewToken]:
     """Continue prompts and hand out each token as soon as it is there, row after row.
 
@@ -77,37 +78,28 @@ def stream(
         decoder: on any device; inside `torch.autocast` it computes in that precision.
         prompts: token ids, in any lengths; an empty prompt begins with `eos_id`, after which documents begin.
         max_new_tokens: the most tokens that follow a prompt. Where the context is full before, a row ends there.
-        temperature: logits are divided by it; 0 takes the likeliest token always.
-        top_k: choose among this many of the likeliest tokens; None: among all.
-        top_p: choose among the fewest tokens whose probabilities add up to this, after `top_k` (Holtzman et al., 2019,
-            arXiv:1904.09751); None: among all.
+        sampling: how tokens are chosen.
         eos_id: the token that ends a row; None: none does.
         generator: random numbers, on the CPU, so that a seed means the same on every device; None: from a new seed.
+        ended: is asked for every row and new token whether the row is to end with it; not for `eos_id`.
+        alternatives: how many of the likeliest tokens to report with every one that was chosen.
+        step: how the decoder is run; see `DecodeStep`.
 
     Raises:
         RequestError: a number is out of range, a prompt is empty and there is no `eos_id`, holds an id outside the
-            vocabulary, or leaves no room for a token in the context.
+            vocabulary, or leaves no room for a token in the context; or `step` is impossible.
         RunError: logits are not finite.
     """
-    check(max_new_tokens, temperature, top_k, top_p)
+    if max_new_tokens < 1:
+        raise RequestError(f"max_new_tokens {max_new_tokens} must be at least 1")
+    if not 0 <= alternatives <= decoder.config.vocab_size:
+        raise RequestError(f"alternatives {alternatives} must lie in 0 to {decoder.config.vocab_size}, the vocabulary")
+    check_step(step, decoder.embed_tokens.weight.device)
     rows = [_checked(decoder, index, list(prompt), eos_id) for index, prompt in enumerate(prompts)]
     if generator is None:
         generator = torch.Generator()
         generator.seed()
-    return _stream(decoder, rows, max_new_tokens, temperature, top_k, top_p, eos_id, generator)
-
-
-def check(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, name: str = "") -> None:
-    """Raise RequestError for a number that means nothing; `name` is what goes before its own in the message."""
-    wrong = {
-        f"max_new_tokens {max_new_tokens} must be at least 1": max_new_tokens < 1,
-        f"temperature {temperature} must not be below 0": not temperature >= 0,
-        f"top_k {top_k} must be at least 1": top_k is not None and top_k < 1,
-        f"top_p {top_p} must lie in (0, 1]": top_p is not None and not 0 < top_p <= 1,
-    }
-    for message, is_so in wrong.items():
-        if is_so:
-            raise RequestError(name + message)
+    return _stream(decoder, rows, max_new_tokens, sampling, eos_id, generator, ended, alternatives, step)
 
 
 def _checked(decoder: Decoder, index: int, prompt: list[int], eos_id: int | None) -> list[int]:
@@ -127,8 +119,8 @@ def _checked(decoder: Decoder, index: int, prompt: list[int], eos_id: int | None
 
 
 def _stream(
-    decoder: Decoder, prompts: list[list[int]], max_new_tokens: int, temperature: float, top_k: int | None,
-    top_p: float | None, eos_id: int | None, generator: torch.Generator,
+    decoder: Decoder, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling, eos_id: int | None,
+    generator: torch.Generator, ended: Callable[[int, int], bool] | None, alternatives: int, step: Step,
 ) -> Iterator[NewToken]:  # fmt: skip
     if not prompts:
         return
@@ -138,90 +130,48 @@ def _stream(
     counts = [len(prompt) for prompt in prompts]
     longest = max(counts)
     room = [min(max_new_tokens, decoder.config.max_position_embeddings - count) for count in counts]
-    cache = Cache(decoder.config, len(prompts), longest + max(room), device, half)
+    cache = Cache(decoder.config, len(prompts), slots_for(longest + max(room), step), device, half)
+    run = DecodeStep(decoder, cache, step)
     ids = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)  # (B, T)
-    going, own = set(range(len(prompts))), torch.tensor(counts, device=device)
-    with _evaluating(decoder):
+    going = set(range(len(prompts)))
+    seen = _seen(prompts, decoder.config.vocab_size, device) if sampling.repetition_penalty != 1 else None
+    with evaluating(decoder):
+        logits = run.read(ids, torch.tensor(counts, device=device))  # (B, V)
         for made in range(1, max(room) + 1):
-            logits = _logits(decoder, ids, cache.extend(ids.shape[1], own))  # (B, V)
-            tokens = choose(logits, temperature, top_k, top_p, generator)  # (B,)
-            for row, token in enumerate(tokens.tolist()):
+            totals = logits.logsumexp(-1, keepdim=True)  # (B, 1)
+            if not totals.isfinite().all():
+                raise RunError("the logits are not finite: the weights are broken, or a number format overflowed")
+            tokens = choose(logits, sampling, generator, seen)[:, None]  # (B, 1)
+            probabilities = (logits.gather(-1, tokens) - totals).tolist()
+            others = _likeliest(logits, totals, alternatives) if alternatives else [[] for _ in prompts]
+            for row, [token] in enumerate(tokens.tolist()):
                 if row not in going:
                     continue
-                reason = _reason(token == eos_id, made == max_new_tokens, made == room[row])
+                stop = ended is not None and token != eos_id and ended(row, token)
+                reason = _reason(token == eos_id, stop, made == max_new_tokens, made == room[row])
                 if reason:
                     going.remove(row)
-                yield NewToken(row, token, reason)
+                yield NewToken(row, token, reason, *probabilities[row], others[row])
             if not going:
                 return
-            ids, own = tokens[:, None].to(device), torch.ones_like(own)
+            if seen is not None:
+                seen.scatter_(1, tokens, True)
+            logits = run(tokens)
 
 
-def _reason(eos: bool, length: bool, context: bool) -> Reason | None:
-    return "eos" if eos else "length" if length else "context" if context else None
+def _reason(eos: bool, stop: bool, length: bool, context: bool) -> Reason | None:
+    return "eos" if eos else "stop" if stop else "length" if length else "context" if context else None
 
 
-@torch.no_grad()
-def _logits(decoder: Decoder, ids: Tensor, continuation: Continuation) -> Tensor:
-    # Every step has another shape; blocks that are compiled for training's run as they are written here.
-    with torch.compiler.set_stance("force_eager"):
-        logits = decoder(ids, continuation=continuation).float().cpu()
-    if not logits.isfinite().all():
-        raise RunError("the logits are not finite: the weights are broken, or a number format overflowed")
-    return logits
+def _seen(prompts: list[list[int]], vocab_size: int, device: torch.device) -> Tensor:
+    """The tokens that each prompt holds, `(B, V)`."""
+    seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, prompt] = True
+    return seen.to(device)
 
 
-def choose(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
-) -> Tensor:
-    """A token for each row.
-
-    Args:
-        logits: `(B, V)`.
-        temperature, top_k, top_p, generator: as for `stream`.
-
-    Returns:
-        `(B,)` token ids.
-    """
-    if temperature == 0:
-        return logits.argmax(-1)
-    probabilities, ids = candidates(logits, temperature, top_k, top_p)
-    index = torch.multinomial(probabilities, 1, generator=generator)  # (B, 1)
-    return (index if ids is None else ids.gather(-1, index))[:, 0]
-
-
-def candidates(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """The tokens to choose among.
-
-    Args:
-        logits: `(B, V)`.
-        temperature, top_k, top_p: as for `stream`, the temperature above 0.
-
-    Returns:
-        `(B, k)` weights, in proportion to the probabilities, and the ids `(B, k)` that they belong to; None: of all
-        tokens in their order.
-    """
-    logits = logits - logits.amax(-1, keepdim=True)  # so that no temperature makes them overflow
-    if top_k is None and top_p is None:
-        return (logits / temperature).softmax(-1), None
-    size = logits.shape[-1]
-    logits, ids = logits.topk(min(top_k or size, size))  # (B, k), the likeliest first
-    probabilities = (logits / temperature).softmax(-1)
-    if top_p is not None:
-        before = probabilities.cumsum(-1) - probabilities  # what the likelier ones add up to
-        probabilities = probabilities.where(before < top_p, 0)
-    return probabilities, ids
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode while it lasts; then each part is as it was."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
+def _likeliest(logits: Tensor, totals: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """For each row the likeliest tokens and their log-probabilities."""
+    values, ids = logits.topk(count)
+    return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), (values - totals).tolist(), strict=True)]

@@ -1,12 +1,14 @@
 """A trained model, ready to be used: what `lm.load_model` gives, and what every command that uses one works with."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from lm.checkpoint import step_of
+from lm.completion import Written, complete
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.kernels.operations import choose
@@ -14,6 +16,7 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs import Run
+from lm.sampling import Sampling
 from lm.weights import read_weights
 
 
@@ -48,10 +51,25 @@ class Pretrained:
         """Of the weights, and so of the computation."""
         return self.decoder.embed_tokens.weight.dtype
 
+    def generate(
+        self, prompts: str | Sequence[str], *, max_new_tokens: int = 128, sampling: Sampling = Sampling(),
+        stop: Sequence[str] = (), seed: int | None = None, ignore_eos: bool = False, alternatives: int = 0,
+    ) -> list[Written]:  # fmt: skip
+        """What follows one text, or several; all of them are continued together.
+
+        Options and errors are those of `completion.stream_text`, which hands out a text while it is written.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        return complete(
+            self.decoder, self.tokenizer, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop,
+            seed=seed, ignore_eos=ignore_eos, alternatives=alternatives,
+        )  # fmt: skip
+
 
 def load_pretrained(
-    path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
-) -> Pretrained:
+    path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
+    eos_token: str | None = None,
+) -> Pretrained:  # fmt: skip
     """Read a model to use it.
 
     Args:
@@ -60,12 +78,13 @@ def load_pretrained(
             `tokenizer.json`.
         device: where to; the GPU if there is one, else the CPU, if not given.
         dtype: of the weights; as they are stored if not given.
+        eos_token: the token that ends a document, where the folder does not tell.
 
     Raises:
-        RequestError: there is no model, it is damaged, or it is of another architecture.
+        RequestError: there is no model, it is damaged, or it is of another architecture; or there is no such device.
     """
     folder = Run(path).checkpoint() if (Path(path) / "run.json").exists() else Path(path)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = read_config(folder)
     weights = from_huggingface(read_weights(folder), config)
     with torch.device("meta"):
@@ -75,7 +94,7 @@ def load_pretrained(
     decoder.load_state_dict(wanted, assign=True)
     decoder.eval().requires_grad_(False)
     decoder.operations, kernels = choose("auto", device)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, eos_token)
     if tokenizer.vocab_size > config.vocab_size:
         raise RequestError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: they do "
@@ -101,6 +120,14 @@ def read_config(folder: Path) -> DecoderConfig:
     if not isinstance(document, dict):
         raise RequestError(f"{file} is damaged: it is not a JSON object")
     return config_from_json(document)
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RequestError(f"device {name}: there is none here; give cpu, or cuda where there is a GPU") from error
+    return torch.device(name)
 
 
 def _refuse_other_shapes(folder: Path, decoder: Decoder, weights: dict[str, torch.Tensor]) -> None:

@@ -7,15 +7,17 @@ import torch
 from test_huggingface import SHAPES, SMALL, trained_like, write_folder
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
-from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from lm import decode_step
 from lm.errors import RequestError, RunError
-from lm.generation import Completion, candidates, choose, generate, stream
+from lm.generation import Completion, generate, stream
 from lm.kernels.operations import FUSED, PLAIN
 from lm.model.cache import Cache
 from lm.model.compiled import compile_decoder
 from lm.model.decoder import Decoder
+from lm.sampling import Sampling
 
+GREEDY = Sampling(temperature=0)
 UNEQUAL = [[5, 3, 8, 1, 90, 4, 7, 7, 2], [9], [40, 41, 42]]
 
 
@@ -78,15 +80,63 @@ def test_greedy_tokens_are_those_of_transformers(config, tmp_path):
     prompt = torch.randint(config.vocab_size, (1, 11), generator=seeded())
     expected = theirs.generate(prompt, do_sample=False, use_cache=True, max_new_tokens=53, eos_token_id=None,
                                pad_token_id=0)  # fmt: skip
-    [got] = generate(decoder, prompt.tolist(), max_new_tokens=53, temperature=0)
+    [got] = generate(decoder, prompt.tolist(), max_new_tokens=53, sampling=GREEDY)
     assert got == (expected[0, 11:].tolist(), "length")
     assert len(set(got.tokens)) > 5  # the comparison is of something
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_tokens_of_unequal_prompts_are_those_of_transformers(config, penalty, tmp_path):
+    """In a batch, and with a penalty on repetition, which counts the prompt's tokens and not what fills it up."""
+    decoder = trained_like(config)
+    theirs = AutoModelForCausalLM.from_pretrained(write_folder(decoder, tmp_path)).eval()
+    expected = [
+        theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=30, eos_token_id=None, pad_token_id=0,
+                        repetition_penalty=penalty)[0, len(prompt):].tolist()
+        for prompt in UNEQUAL
+    ]  # fmt: skip
+    got = generate(decoder, UNEQUAL, max_new_tokens=30, sampling=Sampling(temperature=0, repetition_penalty=penalty))
+    assert [completion.tokens for completion in got] == expected
+    assert penalty == 1 or all(len(set(tokens)) > 10 for tokens in expected)
+
+
+@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
+def test_a_step_of_fixed_shape_gives_the_same_tokens(config, operations, monkeypatch):
+    """With more slots in sight than are used, and where they must be doubled on the way."""
+    monkeypatch.setattr(decode_step, "SMALLEST", 16)
+    decoder = trained_like(config)
+    decoder.operations = operations
+    options = {"max_new_tokens": 50, "sampling": GREEDY}
+    growing, fixed = (list(stream(decoder, UNEQUAL, **options, step=step)) for step in ("growing", "fixed"))
+    assert [new[:3] for new in growing] == [new[:3] for new in fixed]
+    one, two = (torch.tensor([new.log_probability for new in news]) for news in (growing, fixed))
+    torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+
+
+def test_compiled_blocks_are_compiled_once_for_all_steps_of_fixed_shape():
+    torch._dynamo.reset()
+    decoder = trained_like(replace(SMALL, window_pattern="SL", sliding_window=5))
+    expected = generate(decoder, UNEQUAL, max_new_tokens=12, sampling=GREEDY)
+    compile_decoder(decoder, "triton_free")
+    graphs = []
+    for _ in range(2):
+        tokens = [[] for _ in UNEQUAL]
+        for new in stream(decoder, UNEQUAL, max_new_tokens=12, sampling=GREEDY, step="fixed"):
+            tokens[new.row].append(new.token)
+        assert tokens == [completion.tokens for completion in expected]
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
+
+
+def test_a_graph_is_not_recorded_where_there_is_no_device_for_it():
+    with pytest.raises(RequestError, match="a step of generation cannot be a CUDA graph on cpu"):
+        stream(trained_like(SMALL), [[1]], max_new_tokens=2, step="recorded")
+
+
 def test_a_prompt_in_a_batch_becomes_what_it_becomes_alone(config):
     decoder = trained_like(config)
-    together = generate(decoder, UNEQUAL, max_new_tokens=30, temperature=0)
-    assert together == [generate(decoder, [prompt], max_new_tokens=30, temperature=0)[0] for prompt in UNEQUAL]
+    together = generate(decoder, UNEQUAL, max_new_tokens=30, sampling=GREEDY)
+    assert together == [generate(decoder, [prompt], max_new_tokens=30, sampling=GREEDY)[0] for prompt in UNEQUAL]
     assert len({tuple(completion.tokens) for completion in together}) == 3
 
 
@@ -96,58 +146,35 @@ def test_every_precision_generates(precision):
     decoder = trained_like(replace(SMALL, qk_norm=True, num_key_value_heads=2))
     decoder = decoder if precision == "mixed" else decoder.to(getattr(torch, precision))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed"), torch.no_grad():
-        [completion] = generate(decoder, [[1, 2, 3]], max_new_tokens=20, temperature=0)
+        [completion] = generate(decoder, [[1, 2, 3]], max_new_tokens=20, sampling=GREEDY)
         logits = decoder(torch.tensor([[1, 2, 3, *completion.tokens]])).float()[0, 2:-1]
     chosen = logits.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
     assert (logits.amax(1) - chosen).max() <= (1e-5 if precision.startswith("float") else 0.1)
 
 
-# ---- the choice -----------------------------------------------------------------------------------------------------
+# ---- the choice, and the figures that come with it ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [
-    (1.0, None, None), (0.7, None, None), (1.0, 7, None), (1.3, 1000, None), (1.0, None, 0.9), (0.5, None, 0.3),
-    (1.5, 20, 0.6), (1.0, 1, None), (1.0, None, 1e-6), (1.0, None, 1.0),
-])  # fmt: skip
-def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
-    logits = torch.randn(5, 101, generator=seeded()) * 3
-    weights, ids = candidates(logits, temperature, top_k, top_p)
-    ids = torch.arange(101).expand(5, -1) if ids is None else ids
-    got = torch.zeros(5, 101).scatter(1, ids, weights / weights.sum(-1, keepdim=True))
-    warpers = [TemperatureLogitsWarper(temperature)]
-    warpers += [] if top_k is None else [TopKLogitsWarper(top_k)]
-    warpers += [] if top_p is None else [TopPLogitsWarper(top_p)]
-    expected = logits
-    for warper in warpers:
-        expected = warper(None, expected)
-    torch.testing.assert_close(got, expected.softmax(-1))
-
-
-@pytest.mark.parametrize("top_k, top_p", [(None, None), (6, 0.9)])
-def test_tokens_come_as_often_as_their_probabilities_say(top_k, top_p):
-    """Pearson's chi-square of 20,000 draws, below what one in a million would exceed."""
-    logits, draws = torch.randn(12, generator=seeded(1)), 20_000
-    tokens = choose(logits.expand(draws, -1), 0.8, top_k, top_p, seeded(2))
-    weights, ids = candidates(logits[None], 0.8, top_k, top_p)
-    ids = torch.arange(12)[None] if ids is None else ids
-    expected = draws * torch.zeros(12).scatter(0, ids[0], weights[0] / weights.sum())
-    counted = tokens.bincount(minlength=12)
-    possible = expected > 0
-    assert counted[~possible].sum() == 0
-    chi_square = ((counted - expected).square() / expected)[possible].sum()
-    degrees = int(possible.sum()) - 1
-    assert torch.special.gammaincc(torch.tensor(degrees / 2), chi_square / 2) > 1e-6
-
-
-def test_a_low_temperature_is_greedy_and_nothing_overflows():
-    logits = torch.tensor([[3e38, 1.0, 2e38], [-3e38, -2e38, -2.5e38]])
-    assert choose(logits, 1e-30, None, None, seeded()).tolist() == [0, 1]
-    assert choose(logits, 0, None, None, seeded()).tolist() == [0, 1]
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.5, 10, 0.9, 0.01, 1.2)], ids=["greedy", "filtered"])
+def test_log_probabilities_are_those_of_the_model_itself(sampling):
+    """At temperature 1 over the whole vocabulary, and so are the alternatives'."""
+    decoder, prompt = trained_like(SMALL), [5, 6, 7]
+    news = list(stream(decoder, [prompt], max_new_tokens=20, sampling=sampling, generator=seeded(), alternatives=4))
+    with torch.no_grad():
+        tokens = torch.tensor([prompt + [new.token for new in news]])
+        expected = decoder(tokens)[0, 2:-1].log_softmax(-1)  # (20, V)
+    got = torch.tensor([new.log_probability for new in news])
+    torch.testing.assert_close(got, expected.gather(1, tokens[0, 3:, None])[:, 0], atol=1e-5, rtol=1e-5)
+    values, ids = expected.topk(4)
+    assert [[token for token, _ in new.alternatives] for new in news] == ids.tolist()
+    torch.testing.assert_close(torch.tensor([[log for _, log in new.alternatives] for new in news]), values,
+                               atol=1e-5, rtol=1e-5)  # fmt: skip
+    assert all(new.alternatives == [] for new in stream(decoder, [prompt], max_new_tokens=2))
 
 
 def test_seeds_reproduce_and_differ():
     decoder = trained_like(SMALL)
-    options = {"max_new_tokens": 20, "temperature": 1.0, "top_k": 50}
+    options = {"max_new_tokens": 20, "sampling": Sampling(top_k=50)}
     first, again, other = (generate(decoder, UNEQUAL, **options, generator=seeded(seed)) for seed in (1, 1, 2))
     assert first == again and all(one != two for one, two in zip(first, other, strict=True))
     unseeded = [generate(decoder, UNEQUAL, **options) for _ in range(2)]
@@ -170,18 +197,34 @@ def test_a_row_ends_with_its_document_and_the_others_go_on():
     assert stopped[1].reason == "eos" and len(stopped[1].tokens) <= 4
 
 
+def test_a_caller_ends_a_row_and_is_not_asked_about_the_end_of_a_document():
+    decoder = trained_like(SMALL)
+    plain = generate(decoder, UNEQUAL, max_new_tokens=12, generator=seeded())
+    eos, asked = plain[2].tokens[3], []
+
+    def ended(row, token):
+        asked.append((row, token))
+        return row == 0 and sum(one == 0 for one, _ in asked) == 5
+
+    news = list(stream(decoder, UNEQUAL, max_new_tokens=12, generator=seeded(), eos_id=eos, ended=ended))
+    last = {new.row: new for new in news if new.reason}
+    assert last[0].reason == "stop" and [new.token for new in news if new.row == 0] == plain[0].tokens[:5]
+    assert last[2].reason == "eos" and (2, eos) not in asked
+    assert asked == [(new.row, new.token) for new in news if new.reason != "eos"]
+
+
 def test_a_full_context_ends_a_row_and_says_so():
     decoder = trained_like(replace(SMALL, max_position_embeddings=16, window_pattern="SL", sliding_window=4))
-    completions = generate(decoder, [[1] * 13, [2] * 4, [3] * 10], max_new_tokens=6, temperature=0)
+    completions = generate(decoder, [[1] * 13, [2] * 4, [3] * 10], max_new_tokens=6, sampling=GREEDY)
     assert [(len(tokens), reason) for tokens, reason in completions] == [(3, "context"), (6, "length"), (6, "length")]
-    assert completions[1] == generate(decoder, [[2] * 4], max_new_tokens=6, temperature=0)[0]
-    [all_of_it] = generate(decoder, [[2]], max_new_tokens=10**9, temperature=0)
+    assert completions[1] == generate(decoder, [[2] * 4], max_new_tokens=6, sampling=GREEDY)[0]
+    [all_of_it] = generate(decoder, [[2]], max_new_tokens=10**9, sampling=GREEDY)
     assert len(all_of_it.tokens) == 15 and all_of_it.reason == "context"
 
 
 def test_an_empty_prompt_begins_a_document():
     decoder = trained_like(SMALL)
-    options = {"max_new_tokens": 9, "temperature": 0}
+    options = {"max_new_tokens": 9, "sampling": GREEDY}
     [began], [same] = (generate(decoder, [prompt], eos_id=7, **options) for prompt in ([], [7]))
     assert began == same
     with pytest.raises(RequestError, match="prompt 0 is empty"):
@@ -195,11 +238,8 @@ def test_an_empty_prompt_begins_a_document():
     ([1, 101], {}, "token id 101 is outside the vocabulary of 101"),
     ([-1], {}, "token id -1 is outside"),
     ([1], {"max_new_tokens": 0}, "max_new_tokens 0 must be at least 1"),
-    ([1], {"temperature": -0.1}, "temperature -0.1 must not be below 0"),
-    ([1], {"temperature": float("nan")}, "temperature nan"),
-    ([1], {"top_k": 0}, "top_k 0 must be at least 1"),
-    ([1], {"top_p": 0.0}, r"top_p 0.0 must lie in \(0, 1\]"),
-    ([1], {"top_p": 1.1}, "top_p 1.1"),
+    ([1], {"alternatives": 102}, "alternatives 102 must lie in 0 to 101, the vocabulary"),
+    ([1], {"alternatives": -1}, "alternatives -1 must lie"),
 ])  # fmt: skip
 def test_wrong_requests_are_refused_before_anything_is_computed(prompt, options, words):
     with pytest.raises(RequestError, match=words):
@@ -211,7 +251,7 @@ def test_weights_that_are_broken_are_said_to_be():
     decoder.norm.weight.data[0] = torch.nan
     for temperature in (0, 1):
         with pytest.raises(RunError, match="not finite"):
-            generate(decoder, [[1]], max_new_tokens=4, temperature=temperature)
+            generate(decoder, [[1]], max_new_tokens=4, sampling=Sampling(temperature))
 
 
 # ---- streaming, and what is left behind -----------------------------------------------------------------------------
@@ -220,10 +260,10 @@ def test_weights_that_are_broken_are_said_to_be():
 def test_tokens_are_handed_out_one_by_one():
     decoder, calls = trained_like(SMALL), []
     decoder.register_forward_hook(lambda *_: calls.append(1))
-    whole = generate(decoder, UNEQUAL[1:], max_new_tokens=5, temperature=0)
+    whole = generate(decoder, UNEQUAL[1:], max_new_tokens=5, sampling=GREEDY)
     calls.clear()
     tokens = [[], []]
-    for new in stream(decoder, UNEQUAL[1:], max_new_tokens=5, temperature=0):
+    for new in stream(decoder, UNEQUAL[1:], max_new_tokens=5, sampling=GREEDY):
         tokens[new.row].append(new.token)
         assert len(calls) == len(tokens[new.row])  # nothing was computed ahead
         assert new.reason == ("length" if len(calls) == 5 else None)
@@ -253,13 +293,13 @@ def test_generation_leaves_no_trace():
 def test_compiled_blocks_are_neither_compiled_again_nor_forgotten():
     torch._dynamo.reset()
     decoder = trained_like(replace(SMALL, window_pattern="SL", sliding_window=5)).train()
-    expected = generate(decoder, UNEQUAL, max_new_tokens=12, temperature=0)
+    expected = generate(decoder, UNEQUAL, max_new_tokens=12, sampling=GREEDY)
     compile_decoder(decoder, "triton_free")
     forwards = [layer.forward for layer in decoder.layers]
     ids = torch.randint(101, (2, 32))
     decoder(ids, labels=ids).total.backward()
     graphs = counters["stats"]["unique_graphs"]
-    assert generate(decoder, UNEQUAL, max_new_tokens=12, temperature=0) == expected
+    assert generate(decoder, UNEQUAL, max_new_tokens=12, sampling=GREEDY) == expected
     decoder(ids, labels=ids).total.backward()
     assert counters["stats"]["unique_graphs"] == graphs > 0
     assert [layer.forward for layer in decoder.layers] == forwards

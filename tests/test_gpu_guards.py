@@ -11,6 +11,7 @@ from lm.generation import generate
 from lm.kernels.operations import PLAIN, choose
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
+from lm.sampling import Sampling
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -57,5 +58,5 @@ def test_kernels_generate_what_plain_pytorch_does():
     prompts, written = [[1, 2, 3], [5], list(range(20))], []
     for operations in (PLAIN, choose("on", torch.device("cuda"))[0]):
         decoder.operations = operations
-        written.append(generate(decoder, prompts, max_new_tokens=40, temperature=0))
+        written.append(generate(decoder, prompts, max_new_tokens=40, sampling=Sampling(temperature=0)))
     assert written[0] == written[1]

@@ -24,6 +24,7 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs import Run
+from lm.sampling import Sampling
 
 PROMPTS = ["The letter of ", "", "Chapter 1"]
 OPTIONS = {"prompts": PROMPTS, "max_new_tokens": 12, "temperature": 0.5, "top_k": 5, "seed": 3}
@@ -80,7 +81,7 @@ def said_by(checkpoint):
     decoder.load_state_dict(from_huggingface(load_file(checkpoint / "model.safetensors"), config))
     prompts = [tokenizer.encode(text) or [tokenizer.eos_id] for text in PROMPTS]
     completions = generate(
-        decoder, prompts, max_new_tokens=12, temperature=0.5, top_k=5, generator=torch.Generator().manual_seed(3),
+        decoder, prompts, max_new_tokens=12, sampling=Sampling(0.5, 5), generator=torch.Generator().manual_seed(3),
     )  # fmt: skip
     return [continued(tokenizer, prompt, made.tokens) for prompt, made in zip(prompts, completions, strict=True)]
 

@@ -12,8 +12,9 @@ from lightning.pytorch import Callback, LightningModule
 from lm.callbacks.throughput import Throughput
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
-from lm.generation import check, generate
+from lm.generation import generate
 from lm.quantities import Count
+from lm.sampling import Sampling
 from lm.sharding import FullyShardedStrategy
 from lm.trainer import Trainer
 
@@ -46,7 +47,16 @@ class SamplesConfig:
     def __post_init__(self) -> None:
         if self.interval is not None and self.interval < 1:
             raise RequestError(f"samples.interval {self.interval} must be at least 1")
-        check(self.max_new_tokens, self.temperature, self.top_k, None, name="samples.")
+        if self.max_new_tokens < 1:
+            raise RequestError(f"samples.max_new_tokens {self.max_new_tokens} must be at least 1")
+        try:
+            self.sampling()
+        except RequestError as error:
+            raise RequestError(f"samples.{error}") from error
+
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return Sampling(self.temperature, self.top_k)
 
 
 class Samples(Callback):
@@ -115,8 +125,7 @@ class Samples(Callback):
         with trainer.precision_plugin.forward_context():
             # No token ends a row here: ranks that share a model must all take the same number of steps.
             completions = generate(
-                pl_module.decoder, self.prompts, max_new_tokens=config.max_new_tokens,
-                temperature=config.temperature, top_k=config.top_k,
+                pl_module.decoder, self.prompts, max_new_tokens=config.max_new_tokens, sampling=config.sampling(),
                 generator=torch.Generator().manual_seed(config.seed),
             )  # fmt: skip
         pairs = zip(self.prompts, completions, strict=True)

@@ -9,17 +9,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lm.checkpoint import read_folder
-from lm.data.tokenizer import Tokenizer
 from lm.generation import stream
 from lm.hardware import device_name
-from lm.kernels.operations import choose
-from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
-from lm.model.huggingface import config_from_json, from_huggingface
+from lm.pretrained import load_pretrained
 from lm.quantities import Count, format_count
 from lm.resume import find_checkpoint
 from lm.runs import ROOT
+from lm.sampling import Sampling
 
 ROUNDS = 5  # after one that is not counted
 FORMULAS = {
@@ -60,20 +57,18 @@ def measure(path: Path, prompt: str, max_new_tokens: int) -> dict[str, Any]:
     Raises:
         RequestError: the prompt leaves no room in the context, or there is nothing to generate.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    decoder, kernels = _load(path, device)
-    tokenizer = Tokenizer.load(path)
-    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
-    rounds = [_generate(decoder, ids, max_new_tokens) for _ in range(1 + ROUNDS)][1:]
+    model = load_pretrained(path)
+    ids = model.tokenizer.encode(prompt) or [model.tokenizer.eos_id]
+    rounds = [_generate(model.decoder, ids, max_new_tokens) for _ in range(1 + ROUNDS)][1:]
     first = statistics.median(times[0] for times in rounds)
     tokens = len(rounds[0])
     rest = statistics.median(times[-1] - times[0] for times in rounds) if tokens > 1 else None
     return {
         "checkpoint": str(path),
-        "device": device_name(device),
+        "device": device_name(model.device),
         "threads": torch.get_num_threads(),
-        "dtype": str(decoder.embed_tokens.weight.dtype).removeprefix("torch."),
-        "kernels": kernels,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kernels": model.kernels,
         "prompt_tokens": len(ids),
         "new_tokens": tokens,
         "rounds": ROUNDS,
@@ -83,21 +78,10 @@ def measure(path: Path, prompt: str, max_new_tokens: int) -> dict[str, Any]:
     }
 
 
-def _load(path: Path, device: torch.device) -> tuple[Decoder, str]:
-    """The decoder of a checkpoint folder, and how it is computed."""
-    config: DecoderConfig = config_from_json(jsonlib.loads((path / "config.json").read_text(encoding="utf-8")))
-    weights = from_huggingface(read_folder(path, optimizer=False)["state_dict"], config)
-    decoder = Decoder(config).to(next(iter(weights.values())).dtype)
-    decoder.load_state_dict(weights)
-    decoder = decoder.to(device).eval()
-    decoder.operations, kernels = choose("auto", device)
-    return decoder, kernels
-
-
 def _generate(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> list[float]:
     """Seconds from the start to each new token; every token is waited for, as the next one follows from it."""
     began = time.perf_counter()
-    tokens = stream(decoder, [prompt], max_new_tokens=max_new_tokens, temperature=0)
+    tokens = stream(decoder, [prompt], max_new_tokens=max_new_tokens, sampling=Sampling(temperature=0))
     return [time.perf_counter() - began for _ in tokens]
 
 

@@ -138,6 +138,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, reach: Reach, dropout: float = 0.0) 
         return _varlen(q, k, v, reach)
     if reach.past is not None:
         k, v = _with_past(k, v, reach)
+        if q.shape[1] == 1:
+            return _one_token(q, k, v, reach)
     heads, kv_heads = q.shape[2], k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
     # The fused kernels for fp32 and for masks know nothing of groups, so they are spelled out.
@@ -149,6 +151,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, reach: Reach, dropout: float = 0.0) 
         enable_gqa=heads != kv_heads and not spelled,
     )  # fmt: skip
     return out.transpose(1, 2)  # (B, T, H, D)
+
+
+def _one_token(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Tensor:
+    """The heads of a group take the place of tokens, so that no key is copied for them."""
+    q = q[:, 0].unflatten(1, (k.shape[2], -1))  # (B, KV, H / KV, D)
+    k, v = (t.transpose(1, 2) for t in (k, v))  # (B, KV, S, D)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=reach.mask)
+    return out.flatten(1, 2)[:, None]  # (B, 1, H, D)
 
 
 def _with_past(k: Tensor, v: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:

@@ -50,11 +50,22 @@ class Cache:
             length: T, with what fills up the shorter rows.
             counts: `(B,)`, how many of them are a row's own, at least one.
         """
+        self.used += length
+        return self.place(length, counts, self.used)
+
+    def place(self, length: int, counts: Tensor, slots: int) -> Continuation:
+        """The same for tokens that are counted in `used` already, with more slots in sight than are used.
+
+        What it computes has one shape however many tokens there were, so that it can be compiled or recorded.
+
+        Args:
+            length, counts: as for `extend`.
+            slots: S, at least `used`.
+        """
         device = self.lengths.device
         positions = self.lengths[:, None] + torch.arange(length, device=device)  # (B, T)
-        self.lengths = self.lengths + counts
-        self.used += length
-        behind = positions[:, :, None] - torch.arange(self.used, device=device)  # (B, T, S), how far back a slot is
+        self.lengths += counts
+        behind = positions[:, :, None] - torch.arange(slots, device=device)  # (B, T, S), how far back a slot is
         masks = {None: (behind >= 0)[:, None]}  # (B, 1, T, S)
         for window in set(self.windows) - {None}:
             masks[window] = masks[None] & (behind < window)[:, None]

@@ -1,0 +1,111 @@
+"""What `lm generate` and its prompt share: the settings that a person can give, and a text that appears as it is
+written.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from lm.completion import NewText, stream_text
+from lm.decode_step import Step
+from lm.errors import RequestError
+from lm.generation import Reason
+from lm.pretrained import Pretrained
+from lm.sampling import Sampling
+
+# Signs that would move a terminal's cursor or change its colours, as pictures of them; lines and tabs stay.
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(range(127, 160), "␦")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to write, by the names that the command line has.
+
+    Raises:
+        RequestError: a number means nothing.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int | None = 50
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens {self.max_new_tokens} must be at least 1")
+        self.sampling()
+
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `stream_text`."""
+        names = ("max_new_tokens", "seed", "stop", "ignore_eos")
+        return {"sampling": self.sampling(), **{name: getattr(self, name) for name in names}}
+
+    def described(self) -> dict[str, Any]:
+        """Names and values."""
+        return asdict(self)
+
+
+@dataclass
+class Shown:
+    """What was written and shown."""
+
+    text: str
+    tokens: int
+    reason: Reason | None
+    seconds: float
+
+    def sentence(self, seed: int) -> str:
+        """For people."""
+        rate = f"{self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else "at once"
+        return f"{self.tokens} tokens, {rate}, ended by {self.reason}, seed {seed}"
+
+
+def show(model: Pretrained, prompt: str, settings: Settings, step: Step, begin: str | None = None) -> Shown:
+    """Write a text to standard output while it comes, after its prompt.
+
+    Args:
+        model: that writes it.
+        prompt: what it goes on from.
+        settings: how.
+        step: how the decoder is run.
+        begin: what to show before it; the prompt if not given.
+    """
+    began, shown = time.perf_counter(), Shown("", 0, None, 0.0)
+    news: Iterator[NewText] = stream_text(model.decoder, model.tokenizer, [prompt], **settings.options(), step=step)
+    put(prompt if begin is None else begin, "bold")
+    try:
+        with closing(news):
+            for new in news:
+                put(new.text)
+                shown.text += new.text
+                shown.tokens += 1
+                shown.reason = new.reason
+    finally:
+        put("\n")
+    shown.seconds = time.perf_counter() - began
+    return shown
+
+
+def put(text: str, style: str | None = None) -> None:
+    """Print a text at once, and nothing after it: as it is, but for signs that would confuse a terminal."""
+    if sys.stdout.isatty():
+        shown = Text(text.translate(PICTURES), style or "", tab_size=8)
+        Console(highlight=False).print(shown, end="", soft_wrap=True)
+    else:
+        sys.stdout.write(text)
+    sys.stdout.flush()
