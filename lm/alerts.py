@@ -7,6 +7,7 @@ from lm.expressions import Expression, History, parse
 METRICS = {  # as an expression says it -> as the run log does
     "loss": "train/loss", "max_loss": "train/max_loss", "perplexity": "train/perplexity",
     "val_loss": "val/loss", "val_perplexity": "val/perplexity", "val_bpb": "val/bpb",
+    "core": "eval/core",
     "lr": "optim/lr", "grad_norm": "optim/grad_norm", "param_norm": "optim/param_norm",
     "tokens_per_second": "perf/tokens_per_second", "mfu": "perf/mfu", "data_wait": "perf/data_wait",
     "gpu_load": "perf/gpu_load", "gpu_temperature": "perf/gpu_temperature", "gpu_power": "perf/gpu_power",

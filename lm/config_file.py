@@ -6,6 +6,7 @@ from typing import Any
 from jsonargparse import SUPPRESS, ActionConfigFile, Namespace
 
 from lm.arguments import OneLineErrors, Parser
+from lm.callbacks.evaluations import EvaluationConfig
 from lm.callbacks.guards import GuardsConfig
 from lm.callbacks.samples import SamplesConfig
 from lm.data.datamodule import DataModule
@@ -13,7 +14,8 @@ from lm.errors import RequestError
 from lm.module import LanguageModule
 from lm.trainer import Trainer
 
-BESIDE = {"guards": GuardsConfig, "samples": SamplesConfig}  # what a config has beside trainer, model and data
+# What a config has beside trainer, model and data.
+BESIDE = {"guards": GuardsConfig, "samples": SamplesConfig, "evaluation": EvaluationConfig}
 CONFIGS = (Path("configs"), Path(__file__).parent.parent / "configs")
 
 
@@ -105,6 +107,6 @@ def link_seq_len(config: Namespace) -> None:
 
 
 def config_name(config: Namespace) -> str:
-    """The name of the config's file, and so of its runs."""
+    """The name of the config's file, and so of its runs; the first one's, where others amend it."""
     files = config.get("config") or []
-    return Path(str(files[-1])).stem if files else "run"
+    return Path(str(files[0])).stem if files else "run"

@@ -25,7 +25,8 @@ from lm.trainer import Trainer
 
 log = logging.getLogger(__name__)
 FLAGS = ("force",)
-LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input", "samples.prompts")
+LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input", "samples.prompts",
+         "evaluation.tasks")  # fmt: skip
 
 
 class Parser(TrainingErrors, LightningArgumentParser):
@@ -95,8 +96,8 @@ class TrainingCLI(LightningCLI):
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
         config = self.config[self.subcommand]
         run_folder = RunFolder(self.resumed_run, config.run, self.config_text, config.force)
-        guards, samples = (self._get(self.config_init, name) for name in BESIDE)
-        callbacks = standard_callbacks(trainer_config, run_folder, guards, samples)
+        beside = {name: self._get(self.config_init, name) for name in BESIDE}
+        callbacks = standard_callbacks(trainer_config, run_folder, **beside)
         return self._instantiate_trainer(trainer_config, [*callbacks, Registration()])
 
     def _run_subcommand(self, subcommand: str) -> None:

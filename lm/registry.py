@@ -25,6 +25,7 @@ COLUMNS = {
     "path": "TEXT PRIMARY KEY", "name": "TEXT", "status": "TEXT", "reason": "TEXT", "step": "INTEGER",
     "max_steps": "INTEGER", "tokens": "INTEGER", "best_loss": "REAL", "val_loss": "REAL", "loss": "REAL",
     "tokens_per_second": "REAL", "started": "TEXT", "entered": "REAL", "host": "TEXT", "config_sha256": "TEXT",
+    "core": "REAL",
 }  # fmt: skip
 
 
@@ -53,6 +54,7 @@ def facts(run: Run) -> dict[str, Any]:
         "entered": described.get("entered"),
         "host": described.get("host"),
         "config_sha256": hashlib.sha256(config).hexdigest() if config is not None else None,
+        "core": next((found["core"] for found in reversed(run.evaluations()) if found.get("core") is not None), None),
     }
 
 

@@ -31,7 +31,7 @@ class NotFinite(Callback):
         """Take the metrics of a log line; called on every rank with the same."""
         if "train/loss" in metrics:
             self._after_steps(trainer, pl_module)
-        elif not math.isfinite(metrics["val/loss"]):
+        elif not math.isfinite(metrics.get("val/loss", 0.0)):
             act(trainer, pl_module, "not-finite", "warn", f"validation loss {metrics['val/loss']}")
 
     def _after_steps(self, trainer: Trainer, pl_module: LightningModule) -> None:

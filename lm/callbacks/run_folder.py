@@ -59,6 +59,8 @@ class RunFolder(Callback):
             before = run.read("run.json")
             facts["started"] = before.get("started", facts["started"])
             run.append_metrics({"resumed_at": step_of(trainer.ckpt_path)})
+        elif trainer.ckpt_path:  # a new run that does not begin from scratch
+            facts["began_from"] = str(trainer.ckpt_path)
         # Which samples a step saw: from each `step` on, a global batch of so many samples, the first one `sample`.
         step, sample = (step_of(trainer.ckpt_path), samples_of(trainer.ckpt_path))
         stretches = [stretch for stretch in before.get("stretches", []) if stretch["step"] < step]

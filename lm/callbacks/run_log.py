@@ -46,7 +46,7 @@ class RunLog(Callback):
         for callback in trainer.callbacks:
             if hasattr(callback, "logged_metrics"):
                 metrics |= callback.logged_metrics(trainer, pl_module)
-        self._tell(trainer, pl_module, metrics)
+        self.tell(trainer, pl_module, metrics)
         if not self._settled:  # what the first steps took says nothing of the rest: compilation, a cold cache
             self._began, self._settled = (time.monotonic(), step), True
 
@@ -57,23 +57,29 @@ class RunLog(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fitting:
             names = ("val/loss", "val/perplexity", "val/bpb")
-            self._tell(trainer, pl_module, {name: trainer.callback_metrics[name].item() for name in names})
+            self.tell(trainer, pl_module, {name: trainer.callback_metrics[name].item() for name in names})
 
-    def _tell(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+    def tell(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+        """Write a line of metrics of this step, and tell it to the callbacks; to be called on every rank.
+
+        Args:
+            metrics: by name, all of one kind: of a validation, of an evaluation, or of training.
+        """
         if trainer.is_global_zero:
-            self._write(trainer, {name: value for name, value in metrics.items() if math.isfinite(value)})
+            self._write(trainer, metrics)
         for callback in trainer.callbacks:
             if hasattr(callback, "on_metrics"):
                 callback.on_metrics(trainer, pl_module, metrics)
 
-    def _write(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def _write(self, trainer: Trainer, told: dict[str, float]) -> None:
+        metrics = {name: value for name, value in told.items() if math.isfinite(value)}
         step = trainer.global_step
         tokens = trainer.tokens_seen
         for logger in trainer.loggers:
             logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
         trainer.run.append_metrics({"step": step, "tokens": tokens, "time": time.time(), **metrics})
-        validated = all(name.startswith("val/") for name in metrics)
-        others = {name: value for name, value in self.latest.items() if name.startswith("val/") != validated}
+        kinds = {_kind(name) for name in told}
+        others = {name: value for name, value in self.latest.items() if _kind(name) not in kinds}
         self.latest = others | metrics  # what the newest line of its kind does not have is not known any more
         self.write_state(trainer, "running")
         lines.info(line(step, trainer.max_steps, metrics))
@@ -100,6 +106,12 @@ class RunLog(Callback):
         })
 
 
+def _kind(name: str) -> str:
+    """Which lines a metric stands in: those of validations, of evaluations, or all others."""
+    group = name.split("/")[0]
+    return group if group in ("val", "eval") else "train"
+
+
 def line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     """A log line for people."""
     shown = {
@@ -109,9 +121,13 @@ def line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
         "validation loss": ("val/loss", "{:.4f}"),
         "perplexity": ("val/perplexity", "{:.2f}"),
         "bits per byte": ("val/bpb", "{:.4f}"),
+        "CORE": ("eval/core", "{:.4f}"),
         "MFU": ("perf/mfu", "{:.1%}"),
     }
     parts = [f"{name} {form.format(metrics[key])}" for name, (key, form) in shown.items() if key in metrics]
+    if "eval/core" not in metrics:
+        accuracies = {name: value for name, value in metrics.items() if name.endswith("/accuracy")}
+        parts += [f"{name.split('/')[1]} {value:.1%}" for name, value in accuracies.items()]
     if "perf/tokens_per_second" in metrics:
         parts.append(f"{format_count(metrics['perf/tokens_per_second'])} tokens/s")
     return f"step {step}/{max_steps}  " + "  ".join(parts)

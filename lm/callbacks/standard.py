@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lm.callbacks.checkpoints import Checkpoints
 from lm.callbacks.curves import Curves
 from lm.callbacks.data_wait import DataWait
+from lm.callbacks.evaluations import EvaluationConfig, Evaluations
 from lm.callbacks.guards import GuardsConfig, guard_callbacks
 from lm.callbacks.heartbeat import Heartbeat
 from lm.callbacks.histograms import Histograms
@@ -23,7 +24,11 @@ from lm.callbacks.throughput import Throughput
 
 
 def standard_callbacks(
-    trainer: Mapping[str, Any], run_folder: RunFolder, guards: GuardsConfig, samples: SamplesConfig
+    trainer: Mapping[str, Any],
+    run_folder: RunFolder,
+    guards: GuardsConfig,
+    samples: SamplesConfig,
+    evaluation: EvaluationConfig,
 ) -> list[Callback]:
     """What `lm fit` hangs on its Trainer.
 
@@ -32,6 +37,7 @@ def standard_callbacks(
         run_folder: claims the folder that the others write to.
         guards: what it says under `guards:`.
         samples: under `samples:`.
+        evaluation: under `evaluation:`.
     """
     early, every = trainer["early_stopping"], trainer["histogram_interval"]
     stopping, asked_for = [], []
@@ -41,6 +47,8 @@ def standard_callbacks(
         asked_for.append(Histograms(every))
     if samples.prompts:
         asked_for.append(Samples(samples))
+    if evaluation.tasks:
+        asked_for.append(Evaluations(evaluation))
     return [
         run_folder,
         Curves(),

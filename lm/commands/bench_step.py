@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from lm.arguments import spell_out
+from lm.callbacks.evaluations import EvaluationConfig
 from lm.callbacks.run_folder import RunFolder
 from lm.callbacks.samples import SamplesConfig
 from lm.callbacks.standard import standard_callbacks
@@ -167,8 +168,9 @@ def train(config: Namespace, turns: Turns, folder: Path) -> tuple[Trainer, Langu
         "checkpoint_interval": turns.steps + 1,  # those that are timed are all there are
         "default_root_dir": str(folder / "runs"),
     }  # fmt: skip
-    # No samples: there is no text that these tokens are.
-    callbacks = standard_callbacks(request, RunFolder(None, "bench", ""), config.guards.harmless(), SamplesConfig())
+    callbacks = standard_callbacks(  # no samples and no tasks: there is no text that these tokens are
+        request, RunFolder(None, "bench", ""), config.guards.harmless(), SamplesConfig(), EvaluationConfig()
+    )
     trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *callbacks, turns]})
     data.seed = config.seed_everything
     try:

@@ -108,6 +108,7 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     if not config.strict and "unknown" not in data:
         found["data"] = data
         noted += findings.of_data(data, found["steps"], config)
+        noted += findings.of_tasks(config.evaluation, data)
         if tokenizer and decoder:
             noted += findings.of_vocabulary(tokenizer.vocab_size, decoder.vocab_size)
     if decoder is None:

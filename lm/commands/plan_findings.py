@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from jsonargparse import Namespace
 
+from lm.callbacks.evaluations import EvaluationConfig
 from lm.devices import Device
+from lm.errors import RequestError
 from lm.kernels.fp8 import MULTIPLE
 from lm.optim import GroupConfig
 from lm.quantities import format_bytes, format_count
@@ -135,6 +137,17 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
         yield Finding("warning", f"validations take {share:.0%} as long as training: {format_count(validated)} tokens "
                       f"every {config.trainer.val_interval:,} steps of {format_count(steps['tokens_per_step'])}",
                       "lower data.val_tokens, or raise trainer.val_interval")  # fmt: skip
+
+
+def of_tasks(evaluation: EvaluationConfig, data: dict[str, Any]) -> Iterator[Finding]:
+    """What the model is evaluated on while it learns."""
+    try:
+        evaluation.read()
+    except RequestError as error:
+        yield Finding("error", f"evaluation.tasks: {error}", "")
+    if evaluation.tasks and evaluation.interval is None and data["prepared"] and "val" not in data:
+        yield Finding("error", "evaluations come after validations, and there is no validation data",
+                      "set evaluation.interval, or give data.val")  # fmt: skip
 
 
 def of_device(memory: dict[str, Any], disk: dict[str, Any], steps: dict[str, Any], device: Device,

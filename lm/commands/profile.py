@@ -17,6 +17,7 @@ import lightning
 from jsonargparse import Namespace
 
 from lm.arguments import call
+from lm.callbacks.evaluations import EvaluationConfig
 from lm.callbacks.run_folder import RunFolder
 from lm.callbacks.standard import standard_callbacks
 from lm.commands.bench_step import WARMUP, find_vocab_size, write_random_data
@@ -100,8 +101,9 @@ def measure(config: Namespace) -> dict[str, Any]:
     root = Path(config.trainer.default_root_dir)
     # Beside where the runs go, because checkpoints are timed and the system's temporary folder may lie in memory.
     with tempfile.TemporaryDirectory(prefix=".lm-profile-", dir=root if root.is_dir() else ".") as folder:
-        data, source = _data(config, Path(folder))
-        trainer = _trainer(config, parts, last + 1, Path(folder))
+        data, made = _data(config, Path(folder))
+        evaluation = config.evaluation if made else EvaluationConfig()  # there is no text that random tokens are
+        trainer = _trainer(config, parts, last + 1, Path(folder), evaluation)
         # The schedule is for a longer run, and its decay may not fit into this one.
         constant = replace(config.model.schedule, name="constant")
         module = LanguageModule(**vars(config.model) | {"schedule": constant})
@@ -117,7 +119,7 @@ def measure(config: Namespace) -> dict[str, Any]:
     return {
         "config": config_name(config),
         **describe(trainer, module),
-        "data": source,
+        "data": "the config's" if made else "random tokens, as the config's is not made yet",
         "steps": config.steps,
         **account(timed, parts.steps[-1], _unseen(config, data), intervals, trainer.log_interval),
         "undisturbed_ms_per_step": statistics.median(times.whole for times in parts.steps[WARMUP:first]) * 1e3,
@@ -127,7 +129,7 @@ def measure(config: Namespace) -> dict[str, Any]:
     }
 
 
-def _trainer(config: Namespace, parts: Parts, steps: int, folder: Path) -> Trainer:
+def _trainer(config: Namespace, parts: Parts, steps: int, folder: Path, evaluation: EvaluationConfig) -> Trainer:
     warnings.filterwarnings("ignore", module="lightning")
     for name in ("lightning.pytorch", "lightning.fabric", "lm.callbacks.run_folder"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -140,13 +142,13 @@ def _trainer(config: Namespace, parts: Parts, steps: int, folder: Path) -> Train
         "default_root_dir": str(folder / "runs"),
     }  # fmt: skip
     run_folder = RunFolder(None, "profile", "")
-    callbacks = standard_callbacks(request, run_folder, config.guards.harmless(), config.samples)
+    callbacks = standard_callbacks(request, run_folder, config.guards.harmless(), config.samples, evaluation)
     parts.trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *callbacks]})
     return parts.trainer
 
 
-def _data(config: Namespace, folder: Path) -> tuple[DataModule, str]:
-    """The config's data if it is there, else random tokens; and which it is, in words."""
+def _data(config: Namespace, folder: Path) -> tuple[DataModule, bool]:
+    """The config's data if it is there, else random tokens; and whether it is the config's."""
     wanted = vars(config.data)
     made = wanted["path"] is None or (Path(wanted["path"]) / "manifest.json").exists()
     if not made:
@@ -157,7 +159,7 @@ def _data(config: Namespace, folder: Path) -> tuple[DataModule, str]:
         }
     data = DataModule(**wanted | {"val_tokens": _val_tokens(config)})
     data.seed = config.seed_everything
-    return data, "the config's" if made else "random tokens, as the config's is not made yet"
+    return data, made
 
 
 def _val_tokens(config: Namespace) -> int:

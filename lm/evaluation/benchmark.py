@@ -1,0 +1,251 @@
+"""How many answers of a task are right, how sure that is, and CORE, which is one number for many tasks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed
+
+from lm.data.tokenizer import Tokenizer
+from lm.errors import RequestError, RunError
+from lm.evaluation.prompts import Begin, Prompt, chosen_items, prompts
+from lm.evaluation.scoring import Row, Score, score
+from lm.evaluation.statistics import Interval, centered, mean_interval, standard_error, wilson
+from lm.evaluation.tasks import Item, Kind, Task
+from lm.metrics import perplexity
+from lm.model.decoder import Decoder
+
+BATCH_TOKENS = 16_384
+GROUP = 512  # items whose prompts are held at once
+
+Progress = Callable[[str, int, int], None]
+
+
+class Outcome(NamedTuple):
+    """What came out for one item.
+
+    Args:
+        right: whether it counts as right, by the rule of its kind.
+        log_likelihoods: summed log-probability of each possible answer, in nats; of the only one for language
+            modelling.
+        acc, acc_norm, acc_bytes: whether the answer with the largest sum is right, with the largest sum per
+            character, per UTF-8 byte; None for language modelling.
+        nats, tokens: of the right answer.
+        cut: whether a prompt was longer than the context and lost its beginning.
+    """
+
+    right: bool
+    log_likelihoods: tuple[float, ...]
+    acc: bool | None
+    acc_norm: bool | None
+    acc_bytes: bool | None
+    nats: float
+    tokens: int
+    cut: bool
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """How a model did on a task.
+
+    Args:
+        label: the task's name.
+        kind: `multiple_choice`, `schema` or `language_modeling`.
+        num_fewshot: solved items before each question.
+        items: how many were asked.
+        accuracy: share of right answers: the answer with the smallest mean loss over its tokens; for language
+            modelling, every token of the continuation is the likeliest.
+        stderr: its standard error.
+        interval: its 95 % interval (Wilson).
+        baseline: the share that guessing gets.
+        centered: `(accuracy - baseline) / (1 - baseline)`.
+        centered_interval: its 95 % interval.
+        acc: share right by summed log-probability, `acc` of lm-evaluation-harness; None for language modelling, whose
+            `accuracy` it is.
+        acc_norm: share right by log-probability per character of the answer, `acc_norm` there.
+        acc_bytes: share right by log-probability per UTF-8 byte of the answer, `acc_bytes` there.
+        perplexity: of the continuation's tokens; None but for language modelling.
+        truncated: items with a prompt longer than the context, which lost its beginning.
+        outcomes: item by item, in the order in which they were asked.
+    """
+
+    label: str
+    kind: Kind
+    num_fewshot: int
+    items: int
+    accuracy: float
+    stderr: float
+    interval: Interval
+    baseline: float
+    centered: float
+    centered_interval: Interval
+    acc: float | None
+    acc_norm: float | None
+    acc_bytes: float | None
+    perplexity: float | None
+    truncated: int
+    outcomes: tuple[Outcome, ...] = field(repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the outcomes, for JSON."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "outcomes"}
+
+
+class Core(NamedTuple):
+    """The mean of the tasks' centred accuracies, and its 95 % interval."""
+
+    value: float
+    interval: Interval
+
+
+def evaluate(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    tasks: Sequence[Task],
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    max_items: int | None = None,
+    begin: Begin = "eos",
+    share: tuple[int, int] = (0, 1),
+    progress: Progress | None = None,
+) -> list[TaskResult]:
+    """Ask a model every item of every task.
+
+    The decoder is in evaluation mode meanwhile and without gradients, and no random numbers are drawn, so that a
+    training may call this between two steps, under its own autocast.
+
+    Args:
+        decoder: on any device, in any precision.
+        tokenizer: the one it was trained with.
+        tasks: from `read_tasks`.
+        batch_tokens: the most tokens of a batch, padding included; results do not depend on it.
+        max_items: ask only so many of a task, always the same ones.
+        begin: what a sequence begins with: `eos`, as every document does in training, or `nothing`, as
+            lm-evaluation-harness has it for a tokenizer without a beginning-of-sequence token.
+        share: `(rank, world)`: ask every `world`-th item here, and gather what the other ranks found; all get the
+            same results. Not where ranks share one model (FSDP2): there all ask everything, in step.
+        progress: called with a task's label, how many of its items are done, and how many there are.
+
+    Returns:
+        A result for each task, in order.
+
+    Raises:
+        RequestError: `max_items` leaves too few items for a task's `num_fewshot`, or a number means nothing.
+        RunError: a log-probability is not finite.
+    """
+    for task in tasks:
+        check(task, max_items)
+    results = []
+    for task in tasks:
+        items, (rank, world) = chosen_items(task, max_items), share
+
+        def ask() -> list[Outcome]:
+            own = range(rank, len(items), world)
+            return _outcomes(decoder, tokenizer, task, items, own, batch_tokens, begin, tell)
+
+        def tell(done: float) -> None:
+            if progress is not None:
+                progress(task.label, round(done * len(items)), len(items))
+
+        results.append(_result(task, ask() if world == 1 else _gathered(ask, world)))
+    return results
+
+
+def check(task: Task, max_items: int | None) -> None:
+    """Raise RequestError where so few items leave none to ask beside the solved ones."""
+    if max_items is not None and max_items <= task.num_fewshot:
+        raise RequestError(
+            f"task {task.label!r}: max_items {max_items} must be at least {task.num_fewshot + 1}, as "
+            f"{task.num_fewshot} solved items stand before each question"
+        )
+
+
+def _gathered(ask: Callable[[], list[Outcome]], world: int) -> list[Outcome]:
+    """The outcomes of all ranks in the order of the items. Where one fails, all do, and none waits for it."""
+    found: list[Outcome] | None = None
+    try:
+        found = ask()
+    finally:
+        gathered: list[Any] = [None] * world
+        torch.distributed.all_gather_object(gathered, found)
+    if None in gathered:
+        raise RunError(f"the evaluation failed on rank {gathered.index(None)}")
+    count = sum(map(len, gathered))
+    return [gathered[index % world][index // world] for index in range(count)]
+
+
+def _outcomes(
+    decoder: Decoder, tokenizer: Tokenizer, task: Task, items: Sequence[Item], indices: Sequence[int],
+    batch_tokens: int, begin: Begin, tell: Callable[[float], None],
+) -> list[Outcome]:  # fmt: skip
+    """What comes out for some items; `tell` is called with the share that is done."""
+    outcomes: list[Outcome] = []
+    for first in range(0, len(indices), GROUP):
+        group = indices[first : first + GROUP]
+        written = list(prompts(task, items, group, tokenizer, decoder.config.max_position_embeddings, begin))
+        rows = [Row(prompt.ids, min(prompt.start, prompt.answer)) for answers in written for prompt in answers]
+
+        def done(part: float) -> None:
+            tell((first + part * len(group)) / len(indices))
+
+        scores = iter(score(decoder, rows, batch_tokens, done=done))
+        for index, answers in zip(group, written, strict=True):
+            outcomes.append(_outcome(task, items[index], answers, [next(scores) for _ in answers]))
+    return outcomes
+
+
+def _outcome(task: Task, item: Item, answers: Sequence[Prompt], scores: Sequence[Score]) -> Outcome:
+    first = [min(prompt.start, prompt.answer) for prompt in answers]  # token that each score begins with
+    means = [s.log_probabilities[p.start - f :].mean(dtype=float) for p, s, f in zip(answers, scores, first)]
+    own = [s.log_probabilities[p.answer - f :] for p, s, f in zip(answers, scores, first)]
+    sums = np.array([each.sum(dtype=float) for each in own])  # (answers,)
+    cut = any(prompt.cut for prompt in answers)
+    if task.kind == "language_modeling":
+        right = bool(scores[0].likeliest.all())
+        return Outcome(right, tuple(sums.tolist()), None, None, None, -sums[0].item(), len(own[0]), cut)
+    gold, characters, size = item["gold"], [p.length for p in answers], [p.bytes for p in answers]
+    rights = (np.argmax(values) == gold for values in (means, sums, sums / characters, sums / size))
+    right, acc, acc_norm, acc_bytes = map(bool, rights)
+    return Outcome(
+        right, tuple(sums.tolist()), acc, acc_norm, acc_bytes, -sums[gold].item(), len(own[gold]), cut)  # fmt: skip
+
+
+def _result(task: Task, outcomes: Sequence[Outcome]) -> TaskResult:
+    count, right = len(outcomes), sum(outcome.right for outcome in outcomes)
+    accuracy, interval, language = right / count, wilson(right, count), task.kind == "language_modeling"
+    nats, tokens = sum(outcome.nats for outcome in outcomes), sum(outcome.tokens for outcome in outcomes)
+
+    def share(name: str) -> float | None:
+        return None if language else sum(getattr(outcome, name) for outcome in outcomes) / count
+
+    return TaskResult(
+        label=task.label,
+        kind=task.kind,
+        num_fewshot=task.num_fewshot,
+        items=count,
+        accuracy=accuracy,
+        stderr=standard_error(right, count),
+        interval=interval,
+        baseline=task.baseline,
+        centered=centered(accuracy, task.baseline),
+        centered_interval=Interval(*(centered(edge, task.baseline) for edge in interval)),
+        acc=share("acc"),
+        acc_norm=share("acc_norm"),
+        acc_bytes=share("acc_bytes"),
+        perplexity=perplexity(nats / tokens) if language else None,
+        truncated=sum(outcome.cut for outcome in outcomes),
+        outcomes=tuple(outcomes),
+    )
+
+
+def core(results: Sequence[TaskResult]) -> Core | None:
+    """The mean of the centred accuracies (CORE of DCLM where these are its 22 tasks); None without results.
+
+    The interval is propagated from those of the tasks, as if they were independent.
+    """
+    if not results:
+        return None
+    values = [result.centered for result in results]
+    return Core(sum(values) / len(values), mean_interval(values, [result.centered_interval for result in results]))

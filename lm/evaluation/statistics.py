@@ -1,0 +1,75 @@
+"""How sure a score is: standard errors and 95 % intervals."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Z = 1.959963984540054  # a normal variable is within so many standard deviations in 95 % of all cases
+
+
+class Interval(NamedTuple):
+    """From where to where a number is, with 95 % confidence."""
+
+    low: float
+    high: float
+
+
+def wilson(right: int, total: int) -> Interval:
+    """The interval of a share (Wilson, 1927, "Probable inference, the law of succession, and statistical inference").
+
+    It stays inside [0, 1] and has a width where all or none are right, unlike share +- Z x standard error.
+
+    Args:
+        right: how many of `total`, which is at least 1.
+    """
+    share, spread = right / total, Z**2 / total
+    middle = (share + spread / 2) / (1 + spread)
+    half = Z * math.sqrt(share * (1 - share) / total + spread / (4 * total)) / (1 + spread)
+    # Rounding leaves a trace of a zero that is one.
+    return Interval(middle - half if right else 0.0, middle + half if right < total else 1.0)
+
+
+def standard_error(right: int, total: int) -> float:
+    """Of a share: the sample's standard deviation over the root of `total`; infinite for a single item."""
+    share = right / total
+    return math.sqrt(share * (1 - share) / (total - 1)) if total > 1 else math.inf
+
+
+def centered(share: float, baseline: float) -> float:
+    """A share as one of what there is between guessing and all right: 0 is guessing, 1 all right.
+
+    Li et al., 2024, "DataComp-LM" (arXiv:2406.11794), section 3.5.
+
+    Args:
+        baseline: the share that guessing gets, below 1.
+    """
+    return (share - baseline) / (1 - baseline)
+
+
+def mean_interval(values: Sequence[float], intervals: Sequence[Interval]) -> Interval:
+    """The interval of the mean of independent estimates, put together from their own intervals.
+
+    Each side's distances add up as squares (Zou and Donner, 2008, "Construction of confidence limits about effect
+    measures: a general approach"), so it is as lopsided as they are.
+    """
+    count, mean = len(values), sum(values) / len(values)
+    below = math.sqrt(sum((value - interval.low) ** 2 for value, interval in zip(values, intervals, strict=True)))
+    above = math.sqrt(sum((interval.high - value) ** 2 for value, interval in zip(values, intervals, strict=True)))
+    return Interval(mean - below / count, mean + above / count)
+
+
+def ratio_error(above: np.ndarray, below: np.ndarray) -> float:
+    """The standard error of `above.sum() / below.sum()` where pairs were drawn together, say documents.
+
+    The linear approximation of a ratio (Cochran, 1977, "Sampling techniques", section 6.4).
+
+    Args:
+        above, below: `(n,)`; nan for fewer than two pairs.
+    """
+    count = len(above)
+    if count < 2:
+        return math.nan
+    left = above - above.sum() / below.sum() * below  # (n,) what the ratio does not explain
+    return float(math.sqrt(count / (count - 1) * np.square(left).sum()) / below.sum())

@@ -1,0 +1,253 @@
+"""Tasks: questions with their right answers, in the files of DCLM's `eval_bundle` (arXiv:2406.11794).
+
+A YAML lists tasks under `icl_tasks:`, each with its `label`, its file of items (`dataset_uri`, beside the YAML or below
+`eval_data/` beside it), `icl_task_type`, `num_fewshot` and `continuation_delimiter`; `eval_meta_data.csv` beside it
+says how many percent guessing gets. Next, `prompts` writes an item out as tokens.
+"""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from lm.errors import RequestError
+
+EMBEDDED = "embedded:"
+SHIPPED = Path(__file__).parent.parent / "data" / "tasks"
+
+Kind = Literal["multiple_choice", "schema", "language_modeling"]
+
+# The columns of each kind's items, and the type of each.
+COLUMNS: dict[Kind, dict[str, type]] = {
+    "multiple_choice": {"query": str, "choices": list, "gold": int},
+    "schema": {"context_options": list, "continuation": str, "gold": int},
+    "language_modeling": {"context": str, "continuation": str},
+}
+KEYS = ("label", "dataset_uri", "num_fewshot", "icl_task_type", "continuation_delimiter", "has_categories")
+
+Item = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task.
+
+    Args:
+        label: its name.
+        kind: what its items are. Of `multiple_choice` each has a `query`, `choices` and which of them is right,
+            `gold`; of `schema` several `context_options`, the right one of which, `gold`, makes the `continuation`
+            likeliest; of `language_modeling` a `context` and its `continuation`.
+        items: as they stand in the file.
+        num_fewshot: solved items before each question.
+        continuation_delimiter: between a question and its answer.
+        baseline: the share that guessing gets.
+        source: the file of the items.
+    """
+
+    label: str
+    kind: Kind
+    items: tuple[Item, ...]
+    num_fewshot: int
+    continuation_delimiter: str
+    baseline: float
+    source: str
+
+
+def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Task]:
+    """Read tasks.
+
+    Args:
+        paths: a YAML with `icl_tasks:`, a `.jsonl` or `.parquet` file of items, whose columns tell their kind, or
+            `embedded:sotu`.
+        num_fewshot: instead of what the files say; a file of items alone says 0.
+
+    Returns:
+        The tasks in the order of the files; where a YAML gives several numbers of solved items, a task for each,
+        called `LABEL_Nshot`.
+
+    Raises:
+        RequestError: a file is missing or not what it should be; names it and the task or line.
+    """
+    if num_fewshot is not None and num_fewshot < 0:
+        raise RequestError(f"num_fewshot {num_fewshot} must be at least 0")
+    known: dict[str, Task] = {}
+    for task in (task for path in paths for task in _read(path, num_fewshot)):
+        if task.label in known:
+            raise RequestError(
+                f"two tasks are called {task.label!r}, in {known[task.label].source} and {task.source}: rename one"
+            )
+        if len(task.items) <= task.num_fewshot:
+            raise RequestError(
+                f"task {task.label!r}: {len(task.items)} items in {task.source} are too few for {task.num_fewshot} "
+                "solved ones before each question; lower num_fewshot"
+            )
+        known[task.label] = task
+    return list(known.values())
+
+
+def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
+    file = Path(path)
+    if path.startswith(EMBEDDED):
+        file = SHIPPED / f"{path.removeprefix(EMBEDDED)}.yaml"
+        if not file.exists():
+            names = ", ".join(f"{EMBEDDED}{known.stem}" for known in sorted(SHIPPED.glob("*.yaml")))
+            raise RequestError(f"{path}: there are no such tasks in the package; there is {names}")
+    if not file.is_file():
+        raise RequestError(f"tasks {path}: no such file; give a YAML with icl_tasks, a .jsonl or a .parquet file")
+    if file.suffix in (".yaml", ".yml"):
+        yield from _from_yaml(file, num_fewshot)
+    elif file.suffix in (".jsonl", ".parquet"):
+        items = _items(file)
+        kind = _kind(items[0], file)
+        yield _task(file.stem, kind, items, num_fewshot or 0, " ", None, file)
+    else:
+        raise RequestError(f"tasks {path}: expected a YAML with icl_tasks, a .jsonl or a .parquet file")
+
+
+# ---- a YAML ---------------------------------------------------------------------------------------------------------
+
+
+def _from_yaml(file: Path, num_fewshot: int | None) -> Iterator[Task]:
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RequestError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    entries = document.get("icl_tasks") if isinstance(document, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise RequestError(f"{file}: expected a list of tasks under icl_tasks")
+    baselines = _baselines(file.parent / "eval_meta_data.csv")
+    for entry in entries:
+        place = f"{file}, task {entry.get('label')!r}"
+        label, uri, kind, shots, delimiter = _checked(entry, place)
+        source = _source(file.parent, uri, place)
+        items = _items(source)
+        shots = shots if num_fewshot is None else [num_fewshot]
+        for count in shots:
+            name = label if len(shots) == 1 else f"{label}_{count}shot"
+            yield _task(name, kind, items, count, delimiter, baselines.get(label), source)
+
+
+def _checked(entry: dict[str, Any], place: str) -> tuple[str, str, Kind, list[int], str]:
+    """Label, file, kind, numbers of solved items and delimiter of an entry of the YAML."""
+    unknown = [key for key in entry if key not in KEYS]
+    if unknown:
+        raise RequestError(f"{place}: {', '.join(map(repr, unknown))} is not known here; take it out")
+    for key in ("label", "dataset_uri"):
+        if not isinstance(entry.get(key), str):
+            raise RequestError(f"{place}: {key} must be a text, got {entry.get(key)!r}")
+    kind, shots = entry.get("icl_task_type"), entry.get("num_fewshot", [0])
+    delimiter = entry.get("continuation_delimiter", " ")
+    if kind not in COLUMNS:
+        raise RequestError(f"{place}: icl_task_type {kind!r} is none of {', '.join(COLUMNS)}")
+    shots = [shots] if isinstance(shots, int) else shots
+    if not isinstance(shots, list) or not shots or not all(type(count) is int and count >= 0 for count in shots):
+        raise RequestError(f"{place}: num_fewshot must be a list of whole numbers, got {entry['num_fewshot']!r}")
+    if not isinstance(delimiter, str):
+        raise RequestError(f"{place}: continuation_delimiter must be a text, got {delimiter!r}")
+    return entry["label"], entry["dataset_uri"], kind, shots, delimiter
+
+
+def _source(folder: Path, uri: str, place: str) -> Path:
+    """The file of items, inside the folder of the YAML and nowhere else."""
+    for base in (folder, folder / "eval_data"):
+        file = (base / uri).resolve()
+        if not file.is_relative_to(folder.resolve()):
+            raise RequestError(f"{place}: dataset_uri {uri} leads out of {folder}; move the file into it")
+        if file.is_file():
+            return file
+    raise RequestError(f"{place}: there is no {uri} in {folder} or {folder / 'eval_data'}")
+
+
+def _baselines(file: Path) -> dict[str, float]:
+    """Label -> the share that guessing gets, from a table of percents; empty where there is none."""
+    if not file.exists():
+        return {}
+    try:
+        with open(file, encoding="utf-8", newline="") as table:
+            found = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(table)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"{file}: expected columns 'Eval Task' and 'Random baseline', in percent") from error
+    for label, share in found.items():
+        if not 0 <= share < 1:
+            raise RequestError(f"{file}: the random baseline of {label!r} is {100 * share:g} %; it must be below 100")
+    return found
+
+
+# ---- a file of items ------------------------------------------------------------------------------------------------
+
+
+def _items(file: Path) -> list[Item]:
+    if file.suffix == ".parquet":
+        try:
+            items = pq.read_table(file).to_pylist()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise RequestError(f"{file} cannot be read ({str(error).splitlines()[0]}); is it damaged?") from error
+    else:
+        items = []
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    items.append(_object(line, f"{file}, line {number}"))
+    if not items:
+        raise RequestError(f"{file} has no items")
+    return items
+
+
+def _object(line: bytes, place: str) -> Item:
+    try:
+        item = json.loads(line.decode("utf-8"))
+    except ValueError as error:
+        raise RequestError(f"{place}: not a JSON object on one line ({error})") from error
+    if not isinstance(item, dict):
+        raise RequestError(f"{place}: a JSON {type(item).__name__} where one object a line is expected")
+    return item
+
+
+def _kind(item: Item, file: Path) -> Kind:
+    for kind, columns in COLUMNS.items():
+        if columns.keys() <= item.keys():
+            return kind
+    wanted = "; or ".join(", ".join(columns) for columns in COLUMNS.values())
+    raise RequestError(f"{file}: its columns are {', '.join(item)}; a task has {wanted}")
+
+
+def _task(
+    label: str, kind: Kind, items: list[Item], num_fewshot: int, delimiter: str, baseline: float | None, source: Path
+) -> Task:
+    for number, item in enumerate(items, start=1):
+        _check(item, kind, f"{source}, item {number}")
+    if baseline is None:
+        baseline = _chance(items, kind)
+    return Task(label, kind, tuple(items), num_fewshot, delimiter, baseline, str(source))
+
+
+def _check(item: Item, kind: Kind, place: str) -> None:
+    for column, expected in COLUMNS[kind].items():
+        value = item.get(column)
+        if type(value) is not expected:
+            raise RequestError(f"{place}: {column!r} of {kind} must be of type {expected.__name__}, got {value!r:.40}")
+    if kind == "language_modeling":
+        if not item["continuation"].strip():
+            raise RequestError(f"{place}: the continuation is empty")
+        return
+    options = item["choices" if kind == "multiple_choice" else "context_options"]
+    if len(options) < 2 or not all(isinstance(option, str) for option in options):
+        raise RequestError(f"{place}: two texts or more are needed to choose from, got {options!r:.60}")
+    if not all(options) and kind == "multiple_choice" or kind == "schema" and not item["continuation"]:
+        raise RequestError(f"{place}: an answer is empty")
+    if not 0 <= item["gold"] < len(options):
+        raise RequestError(f"{place}: gold {item['gold']} is not one of {len(options)} answers, counted from 0")
+
+
+def _chance(items: list[Item], kind: Kind) -> float:
+    """The share that guessing gets: one over the number of answers, on average; no text is written by chance."""
+    if kind == "language_modeling":
+        return 0.0
+    options = "choices" if kind == "multiple_choice" else "context_options"
+    return sum(1 / len(item[options]) for item in items) / len(items)
