@@ -57,8 +57,25 @@ def find_checkpoint(
         wanted = reference or "best"
         raise RequestError(f"no run {name!r} under {root}, so no checkpoint {wanted!r}; start one with `lm fit`")
     if reference == "auto":
-        return newest_whole(run), run
+        return newest_whole(run) or _beginning(run), run
     return run.checkpoint(reference), run
+
+
+def _beginning(run: Run) -> Path | None:
+    """The checkpoint that a run began from, of a model that was imported or of another run; None: from scratch.
+
+    Raises:
+        RequestError: it is gone or damaged, so that the run would begin anew as something else.
+    """
+    began_from = run.read("run.json").get("began_from")
+    if began_from is None:
+        return None
+    if damage := find_damage(Path(began_from)):
+        raise RequestError(
+            f"run {run.path} has no checkpoint of its own yet, and the one that it began from is not whole: "
+            f"{began_from}: {damage}"
+        )
+    return Path(began_from)
 
 
 def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT) -> Path:

@@ -102,6 +102,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Each rank takes its shard of the full optimizer state that it read."""
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if not saved["state"]:  # of an imported model: the optimizer begins anew, and torch would begin at step 1
+                continue
             order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
             state = {
                 "state": {order[index]: slots for index, slots in saved["state"].items()},

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lm.data.batch import Cursor
+from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
@@ -38,13 +39,23 @@ def complete(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     checkpoint["cursor"] = {"consumed": module.cursor.end} if module.cursor else {"consumed": 0}
     checkpoint["ranks"] = _gather({"rng": _rng_state()})
     checkpoint["tally"] = module.tally.state_dict()
-    tokenizer = module.trainer.datamodule.tokenizer
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
+    checkpoint["files"] = model_files(module.config, module.trainer.datamodule.tokenizer, dtype)
+
+
+def model_files(config: DecoderConfig, tokenizer: Tokenizer, dtype: str) -> dict[str, str]:
+    """Names and contents of what makes a folder with weights a Hugging Face model.
+
+    Args:
+        config: the decoder's shape.
+        tokenizer: which token ids are its.
+        dtype: of the weights: "float32", "bfloat16" or "float16".
+    """
     documents = {
-        "config.json": config_json(module.config, eos_id=tokenizer.eos_id, dtype=dtype),
+        "config.json": config_json(config, eos_id=tokenizer.eos_id, dtype=dtype),
         "generation_config.json": generation_config_json(eos_id=tokenizer.eos_id),
     }
-    checkpoint["files"] = {
+    return {
         **{name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()},
         **tokenizer.files(),
     }
@@ -58,8 +69,10 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, An
         checkpoint is of so many ranks.
 
     Raises:
-        RequestError: the weights are of another architecture, or the state is of another optimizer.
+        RequestError: the weights are of another architecture, the state is of another optimizer, or the token ids are
+            of another tokenizer.
     """
+    _refuse_other_tokenizer(checkpoint["files"], module.trainer.datamodule.tokenizer)
     restore_weights(module, checkpoint)
     ranks, rank = checkpoint["ranks"], module.global_rank
     module.trainer.recount(checkpoint)
@@ -94,6 +107,18 @@ def _refuse_other_shapes(weights: dict[str, Tensor], config: DecoderConfig) -> N
             raise RequestError(
                 f"this is a checkpoint of another architecture: its {name} is {have}, the config makes it {want}"
             )
+
+
+def _refuse_other_tokenizer(files: dict[str, str], tokenizer: Tokenizer) -> None:
+    if files["tokenizer.json"] == tokenizer.text:
+        return
+    own = Tokenizer(files["tokenizer.json"], json.loads(files["tokenizer_config.json"]), name="the checkpoint's")
+    if own.vocabulary != tokenizer.vocabulary:
+        raise RequestError(
+            f"the data's tokenizer ({len(tokenizer.vocabulary):,} tokens) is not the checkpoint's "
+            f"({len(own.vocabulary):,} tokens), so the same ids mean other texts; make the data with `lm data prepare "
+            "--tokenizer` and the checkpoint's folder"
+        )
 
 
 def _rng_state() -> dict[str, Tensor]:

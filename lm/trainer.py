@@ -174,7 +174,7 @@ class Trainer(lightning.Trainer):
 
     def recount(self, checkpoint: dict[str, Any]) -> None:
         """Count the steps of a checkpoint in this run's micro-batches, which may be of another size."""
-        if not self.fitting:
+        if not self.fitting or "loops" not in checkpoint:  # an imported model: no step was taken yet
             return
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for span in ("total", "current"):
