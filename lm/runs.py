@@ -53,8 +53,29 @@ class Run:
 
     @property
     def config(self) -> Path:
-        """The resolved config that the run was started with."""
+        """The file of the resolved config that the run was started with."""
         return self.path / "config.yaml"
+
+    def settings(self) -> dict[str, Any]:
+        """What stands in the resolved config; {} where it cannot be read."""
+        import yaml
+
+        try:
+            # The loader in C is ten times as fast, and not in every build of PyYAML.
+            return yaml.load(self.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+        except (OSError, yaml.YAMLError):
+            return {}
+
+    def started_in(self) -> Path:
+        """The folder that the run was started from, which the relative paths of its config are relative to.
+
+        It is told from where the run lies; the working directory, where the folder of the runs was moved.
+        """
+        root = Path(self.settings().get("trainer", {}).get("default_root_dir") or ROOT)
+        runs = self.path.resolve().parent
+        if not root.is_absolute() and runs.parts[-len(root.parts) :] == root.parts:
+            return Path(*runs.parts[: -len(root.parts)])
+        return Path.cwd()
 
     # ---- choosing one -------------------------------------------------------------------------------------------
 
@@ -82,6 +103,12 @@ class Run:
             others = ", ".join(other.name for other in cls.all(root)) or "none yet: start one with `lm fit`"
             raise RequestError(f"no run {name!r} under {root}; there are: {others}")
         return run
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> "Run | None":
+        """The run that a checkpoint's folder lies in; None for other folders."""
+        run = cls(checkpoint.resolve().parent)
+        return run if (checkpoint / "trainer.json").exists() and (run.path / "run.json").exists() else None
 
     @classmethod
     def create(cls, name: str, root: Path | str = ROOT) -> "Run":
@@ -174,6 +201,19 @@ class Run:
     def alerts(self) -> list[dict[str, Any]]:
         """What guards had to say, oldest first."""
         return list(self._lines("alerts.jsonl"))
+
+    def append_evaluation(self, evaluation: dict[str, Any]) -> None:
+        """Add one line to `evaluations.jsonl`."""
+        self._append("evaluations.jsonl", evaluation)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """How good the run's model was found to be on tasks and texts, the newest evaluation last.
+
+        Each has `step`, `checkpoint` (the name of its folder; None while training), `time`, `tasks` (by name, with
+        `accuracy`, `centered` and so on), `core` (the mean of `centered`; None where there is none), `texts` (by name,
+        with `bits_per_byte` and so on) and `settings`.
+        """
+        return list(self._lines("evaluations.jsonl"))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl` by step. After a resume the later line of a step counts, and what a stopped

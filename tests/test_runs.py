@@ -6,8 +6,8 @@ import os
 import pytest
 
 from lm.checkpoint import point, write_folder
-from lm.commands.show import samples_at
 from lm.errors import RequestError
+from lm.inspection.seen import samples_at
 from lm.resume import compare, find_checkpoint
 from lm.runs import Run
 

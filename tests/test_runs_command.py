@@ -21,9 +21,10 @@ from trainings import CONFIG, lm, make_workplace, write_config
 
 from lm import registry
 from lm.arguments import call
-from lm.commands.charts import MARKERS, Series, chart, smooth
+from lm.commands.charts import MARKERS, chart
 from lm.commands.run_export import export
 from lm.errors import RequestError, RunError
+from lm.inspection.curves import Series, smooth
 from lm.runs import Run
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")

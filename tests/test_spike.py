@@ -9,7 +9,7 @@ import pytest
 from shard_files import write_folder, write_tokens
 from trainings import lm, losses, make_workplace, trace, write_config
 
-from lm.callbacks.spike import rare_rows, rare_tokens
+from lm.data.rare import rare_rows, rare_tokens
 from lm.data.shards import Shards
 from lm.runs import Run
 
@@ -41,7 +41,7 @@ def test_there_is_always_one(tmp_path):
 
 
 def test_only_the_beginning_of_the_text_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("lm.callbacks.spike.COUNTED", 700)
+    monkeypatch.setattr("lm.data.rare.COUNTED", 700)
     tokens = write_folder(tmp_path, [500, 500], vocab_size=20)
     counts = np.bincount(tokens[:700], minlength=1000)
     assert rare_tokens(Shards.open(str(tmp_path)), 1000)[0] == np.where(counts > 0, counts, 10_000).argmin()

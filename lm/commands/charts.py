@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lm.inspection.curves import Series
 from lm.quantities import MULTIPLIERS
 
 COLORS = (36, 33, 35, 32, 31, 34)  # ANSI: cyan, yellow, magenta, green, red, blue
@@ -14,21 +15,6 @@ MARKERS = "ox+*#@%&"
 # The dots of a braille cell, 4 rows of 2: each has a bit of the code point after U+2800.
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 MARKER_EVERY = 12  # cells between two markers of a curve
-
-
-@dataclass(frozen=True)
-class Series:
-    """One curve: values that are not finite leave a gap.
-
-    Args:
-        name: what the legend says.
-        x: ascending.
-        y: of the same length.
-    """
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
 
 
 def chart(
@@ -85,24 +71,6 @@ def chart(
         first = MARKER_EVERY * index // len(series)  # so that markers of curves that run together stand side by side
         _draw(grid, dots, left, top, COLORS[index % len(COLORS)], marker, first)
     return grid.render(color)
-
-
-def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """The exponential moving average with the bias of its beginning taken out, as TensorBoard's slider has it.
-
-    Args:
-        values: one curve; what is not finite passes through and is not averaged.
-        weight: of what was before, 0 (nothing is smoothed) to below 1.
-    """
-    smoothed, mean, total = [], 0.0, 0.0
-    for value in values:
-        if math.isfinite(value):
-            mean = weight * mean + (1 - weight) * value
-            total = weight * total + (1 - weight)
-            smoothed.append(mean / total)
-        else:
-            smoothed.append(value)
-    return smoothed
 
 
 class Grid:

@@ -11,9 +11,10 @@ from typing import Any
 from rich.ansi import AnsiDecoder
 from rich.text import Text
 
-from lm.commands.charts import Series, chart, smooth
+from lm.commands.charts import chart
 from lm.commands.dashboard_figures import Fact, alerts, checkpoints, machine, plain, progress, title, training
 from lm.commands.watch import Watch
+from lm.inspection.curves import Series, smooth
 
 LEAST = 76  # columns of a run beside another one
 WIDE = 110  # columns from which on the figures stand beside the chart

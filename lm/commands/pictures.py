@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.commands.charts import Series
+from lm.inspection.curves import Series
 
 DASHES = ("-", "--", "-.", ":")  # so that curves are told apart without colour
 

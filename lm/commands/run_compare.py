@@ -10,11 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lm import registry
-from lm.commands.charts import MARKERS, Series, chart, smooth
-from lm.commands.run_page import settings, summarize
+from lm.commands.charts import MARKERS, chart
+from lm.commands.run_page import summarize
 from lm.commands.runs import to_json
 from lm.errors import RequestError
-from lm.runs import ROOT, Run, flatten
+from lm.inspection.curves import Series, curve
+from lm.inspection.settings import differences, labels
+from lm.runs import ROOT
 
 CHART_HEIGHT = 20
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
@@ -48,7 +50,7 @@ def compare(
     if len({folder.path.resolve() for folder in folders}) < len(folders):
         raise RequestError("a run cannot be compared with itself; name each once")
     metrics = [folder.metrics() for folder in folders]
-    names = label(folders)
+    names = labels(folders)
     series = [curve(name, lines, metric, x, smooth) for name, lines in zip(names, metrics, strict=True)]
     if not any(one.x for one in series):
         raise RequestError(_no_metric(metric, metrics))
@@ -58,7 +60,7 @@ def compare(
          "val/bpb": summarize(lines, "val/bpb")}
         for name, folder, lines in zip(names, folders, metrics, strict=True)
     ]  # fmt: skip
-    differing = differences([settings(folder) for folder in folders])
+    differing = differences([folder.settings() for folder in folders])
     if png is not None:
         _write_picture(Path(png), series, X_LABELS[x], metric)
     if json:
@@ -72,31 +74,6 @@ def compare(
     console.print()
     _print_values(console, rows, metric)
     _print_settings(console, names, differing)
-
-
-def label(folders: list[Run]) -> list[str]:
-    """The runs' names; with the folders that they lie in where one name stands for several."""
-    names = [folder.path.resolve().name for folder in folders]
-    return [
-        name if names.count(name) == 1 else str(Path(*folder.path.resolve().parts[-3:]))
-        for name, folder in zip(names, folders, strict=True)
-    ]
-
-
-def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str, weight: float = 0.0) -> Series:
-    """One metric of a run over steps, tokens or hours."""
-    points = [line for line in lines if metric in line and x in line]
-    began = lines[0]["time"] if x == "time" and points else 0.0
-    xs = [(line["time"] - began) / 3600 if x == "time" else line[x] for line in points]
-    return Series(name, xs, smooth([line[metric] for line in points], weight))
-
-
-def differences(configs: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The dotted keys in which configs differ, with the value of each; None where it is not set."""
-    flat = [flatten(config) for config in configs]
-    keys = sorted(set().union(*flat) - {"run"})
-    values = {key: [one.get(key) for one in flat] for key in keys}
-    return {key: those for key, those in values.items() if any(value != those[0] for value in those)}
 
 
 def _no_metric(metric: str, metrics: list[list[dict[str, Any]]]) -> str:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lm import registry
-from lm.commands.charts import Series
-from lm.commands.run_compare import curve
-from lm.commands.run_page import settings, summarize
+from lm.commands.run_page import summarize
 from lm.commands.runs import to_json
 from lm.errors import LmError, RequestError, RunError
+from lm.inspection.curves import Series, curve
 from lm.runs import ROOT, Run
 
 FORMAT = 1
@@ -85,7 +84,7 @@ def describe(run: Run, metrics: list[dict[str, Any]], checkpoint: Path | None) -
         "format": FORMAT,
         "run": run.name,
         "status": facts["status"], "reason": facts["reason"],
-        "seed": settings(run).get("seed_everything"),
+        "seed": run.settings().get("seed_everything"),
         "config_sha256": facts["config_sha256"],
         "versions": {"python": described.get("python"), **described.get("versions", {})},
         "git": described.get("git"),

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lm import registry
+from lm import evaluation_log, registry
 from lm.commands.runs import STYLES, age, size, to_json
+from lm.inspection.samples import read_samples
 from lm.quantities import format_bytes, format_count
 from lm.runs import ROOT, Run
 
@@ -43,7 +43,7 @@ def show(run: str, json: bool = False, root: str = str(ROOT)) -> None:
 def describe(run: Run) -> dict[str, Any]:
     """What `lm runs show --json` prints; what is not known is None or empty."""
     described, state, metrics = run.read("run.json"), run.read("state.json"), run.metrics()
-    config = settings(run)
+    config = run.settings()
     steps, status = run.steps(), run.status()
     best, last = run.link("best"), run.link("last") or next(reversed(steps.values()), None)
     return {
@@ -68,18 +68,10 @@ def describe(run: Run) -> dict[str, Any]:
         "budget": run.read("budget.json") or None,
         "alerts": run.alerts(),
         "post_mortems": sorted(str(path) for path in run.path.glob("postmortem-*") if path.is_dir()),
+        "evaluation": next(reversed(run.evaluations()), None),
         "samples": last_samples(run),
-        "next": next_command(run, config, status),
+        "next": next_command(run, status),
     }  # fmt: skip
-
-
-def settings(run: Run) -> dict[str, Any]:
-    """The resolved config of a run; {} where it cannot be read."""
-    try:
-        # The loader in C is ten times as fast, and not in every build of PyYAML.
-        return yaml.load(run.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
-    except (OSError, yaml.YAMLError):
-        return {}
 
 
 def summarize(metrics: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
@@ -116,25 +108,13 @@ def count_parameters(file: Path) -> int | None:
 
 def last_samples(run: Run) -> list[dict[str, Any]]:
     """The texts that the run wrote last, one a prompt."""
-    try:
-        lines = (run.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    samples = []
-    for line in lines:
-        try:
-            samples.append(jsonlib.loads(line))
-        except ValueError:  # a line that a kill cut short
-            continue
+    samples = read_samples(run)
     return [sample for sample in samples if sample["step"] == samples[-1]["step"]]
 
 
-def next_command(run: Run, config: dict[str, Any], status: str) -> str:
+def next_command(run: Run, status: str) -> str:
     """What to type next: to watch a run that is running, to measure one that has finished, to go on with any other."""
-    root = Path(config.get("trainer", {}).get("default_root_dir") or ROOT)
-    path, began = run.path.resolve(), Path.cwd()  # where the fit was started from, which its paths are relative to
-    if not root.is_absolute() and path.parent.parts[-len(root.parts) :] == root.parts:
-        began = Path(*path.parent.parts[: -len(root.parts)])
+    path, began = run.path.resolve(), run.started_in()
     there = "" if began == Path.cwd() else f"cd {shlex.quote(str(began))} && "
     name = path.relative_to(began) if path.is_relative_to(began) else path
     if status == "running":
@@ -158,7 +138,8 @@ def _page(found: dict[str, Any]) -> None:
         "where": [found["path"]], "progress": _progress(found), "losses": _losses(found), "speed": _speed(found),
         "model": _model(found), "training": _training(found["config"]), "checkpoints": _checkpoints(found),
         "machine": _machine(found), "started as": _started(found), "cost": _cost(found["budget"]),
-        "alerts": _alerts(found["alerts"]), "samples": _samples(found),
+        "evaluation": evaluation_log.sentences(found["evaluation"]), "alerts": _alerts(found["alerts"]),
+        "samples": _samples(found),
         "post-mortems": [Path(path).name for path in found["post_mortems"]],
     }  # fmt: skip
     width = max(map(len, parts))

@@ -1,0 +1,53 @@
+"""The rarest tokens of a text, and samples drawn from them: what a drill puts in the place of a step's samples."""
+
+import numpy as np
+
+from lm.data.shards import Shards
+
+SHARE = 0.01  # of the text, what the rarest tokens make up together
+COUNTED = 4 * 2**20  # tokens of the text that are counted
+
+
+def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
+    """The bottom 1 % of the unigram distribution of a text.
+
+    Counted are the first 4 Mi tokens of the shards, in the order in which they lie. The tokens that occur are put in
+    order of their counts, those of equal counts in order of their ids, and taken from the rarest on for as long as
+    all that are taken make up at most 1 % of what was counted; the rarest one always is.
+
+    Args:
+        shards: the text.
+        vocab_size: ids are below it.
+
+    Returns:
+        Their ids, the rarest first; at least one.
+    """
+    counts, left = np.zeros(vocab_size, dtype=np.int64), COUNTED
+    for index in range(len(shards.blocks)):
+        tokens = shards.read(index)[:left]
+        counts += np.bincount(tokens, minlength=vocab_size)
+        left -= len(tokens)
+        if not left:
+            break
+    rarest = np.argsort(counts, kind="stable")
+    rarest = rarest[counts[rarest] > 0]
+    within = np.cumsum(counts[rarest]) <= SHARE * counts.sum()
+    return rarest[: max(1, int(within.sum()))]
+
+
+def rare_rows(rare: np.ndarray, seed: int, step: int, samples: int, length: int) -> np.ndarray:
+    """The samples of an injected step: tokens drawn uniformly from the rare ones, by seed and step alone.
+
+    Args:
+        rare: ids to draw from.
+        seed: of the run.
+        step: optimizer step, 1 is the first.
+        samples: G, of the step over all ranks.
+        length: T + 1, tokens of a sample.
+
+    Returns:
+        (G, T + 1), of the type of `rare`.
+    """
+    # numpy promises the stream of a bit generator for good, and not what its Generator makes of it (NEP 19).
+    drawn = np.random.Philox(key=np.array([seed % 2**64, step], dtype=np.uint64)).random_raw(samples * length)
+    return rare[drawn % np.uint64(len(rare))].reshape(samples, length)

@@ -1,0 +1,187 @@
+"""What every head of a model attends to in a sentence.
+
+The maps are made of the very queries and keys that the model attends with, after their norm and rotation.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from lm.errors import RequestError
+from lm.inspection.drawing import SEQUENTIAL, figure, finish, heat
+from lm.inspection.html import visible
+from lm.kernels.attention import Reach, masked_reach
+from lm.model.attention import SelfAttention
+from lm.model.decoder import Decoder
+from lm.pretrained import Pretrained
+
+COLUMNS = 4  # heads beside each other
+
+
+class Attention(NamedTuple):
+    """What a model attends to in a text."""
+
+    tokens: list[str]  # T, the text of each, blanks and line ends to be seen
+    maps: np.ndarray  # (layers, heads, T, T), as from `attention_maps`
+
+
+class HeadStatistics(NamedTuple):
+    """Averages over the tokens of a text, `(layers, heads)` each. The first token, which has no choice, is left out."""
+
+    entropy: np.ndarray  # of the weights, in bits: 0 where all is on one token
+    distance: np.ndarray  # to what is attended to, in tokens: 0 for the token itself
+    first: np.ndarray  # weight on the first token, in [0, 1]
+    previous: np.ndarray  # weight on the token before, in [0, 1]
+    itself: np.ndarray  # weight on the token itself, in [0, 1]
+
+
+@torch.no_grad()
+def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
+    """The attention weights of a sequence.
+
+    Args:
+        decoder: in evaluation mode, as `lm.load_model` gives it; on any device, in any precision.
+        ids: T tokens, at most the context; they take layers x heads x T x T x 4 bytes.
+
+    Returns:
+        `(layers, heads, T, T)` float32; `[l, h, t, s]` is how much token `t` takes from token `s`. Rows sum to one, and
+        are 0 beyond `t` and before a layer's window.
+
+    Raises:
+        RequestError: there are no tokens, or more than the context.
+    """
+    if not len(ids):
+        raise RequestError("there is no token to attend to")
+    maps: list[Tensor] = []
+
+    def note(layer: SelfAttention, given: tuple[Any, ...]) -> None:
+        qkv, rotary, reach, operations = given
+        queries, keys, _ = layer.split(qkv, rotary, operations)
+        maps.append(_weights(queries, keys, reach)[0].cpu())
+
+    hooks = [block.self_attn.register_forward_pre_hook(note) for block in decoder.layers]
+    try:
+        decoder.hidden_states(torch.tensor([list(ids)], device=decoder.embed_tokens.weight.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(maps).numpy()
+
+
+def _weights(queries: Tensor, keys: Tensor, reach: Reach) -> Tensor:
+    """`(B, H, T, T)` fp32 from queries `(B, T, H, D)` and keys `(B, T, KV, D)`."""
+    groups = queries.shape[2] // keys.shape[2]
+    queries = queries.float().transpose(1, 2)  # (B, H, T, D)
+    keys = keys.float().transpose(1, 2).repeat_interleave(groups, dim=1)  # (B, H, T, D)
+    scores = queries @ keys.mT * queries.shape[-1] ** -0.5
+    seen = masked_reach(queries.shape[2], reach.window, None, queries.device).mask  # (1, 1, T, T)
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1)
+
+
+def attention_of(model: Pretrained, text: str) -> Attention:
+    """What a model attends to in a text, which begins as documents do, after the token that ends one.
+
+    Raises:
+        RequestError: the text has more tokens than the context has room for.
+    """
+    ids = [model.tokenizer.eos_id, *model.tokenizer.encode(text)]
+    return Attention([visible(model.tokenizer.decode([token])) for token in ids], attention_maps(model.decoder, ids))
+
+
+def head_statistics(maps: np.ndarray) -> HeadStatistics:
+    """What kind of head each is, in numbers.
+
+    Args:
+        maps: `(layers, heads, T, T)`, T at least 2.
+
+    Raises:
+        RequestError: there is only one token.
+    """
+    length = maps.shape[-1]
+    if length < 2:
+        raise RequestError("one token attends to itself alone: take a text of two tokens or more")
+    time = np.arange(length)
+    weights = maps[:, :, 1:]  # (layers, heads, T - 1, T)
+    logarithms = np.log2(weights, out=np.zeros_like(weights), where=weights > 0)
+    distance = np.abs(time[1:, None] - time)  # (T - 1, T)
+    return HeadStatistics(
+        entropy=-(weights * logarithms).sum(-1).mean(-1),
+        distance=(weights * distance).sum(-1).mean(-1),
+        first=weights[..., 0].mean(-1),
+        previous=weights[:, :, time[1:] - 1, time[:-1]].mean(-1),
+        itself=weights[:, :, time[1:] - 1, time[1:]].mean(-1),
+    )
+
+
+def draw_attention(attention: Attention, layer: int, heads: Sequence[int] | None = None) -> Figure:
+    """A heat map a head, the tokens along both sides. The colour grows with the square root of the weight.
+
+    Args:
+        attention: of a short text: 40 tokens read well.
+        layer: from 0.
+        heads: which, from 0; all if not given.
+    """
+    maps = attention.maps[layer]
+    heads = range(len(maps)) if heads is None else heads
+    length = len(attention.tokens)
+    columns = min(len(heads), 2 if length > 12 else COLUMNS)
+    rows, side = -(-len(heads) // columns), 1.5 + 0.17 * length
+    picture, grid = figure(rows, columns, width=max(6, side * columns + 0.8), height=side * rows + 0.6, squeeze=False)
+    for axes, head in zip(grid.flat, heads, strict=False):
+        image = _map(axes, maps[head])
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks(range(length), attention.tokens, fontsize=8, parse_math=False)
+        axes.tick_params(axis="x", rotation=90)
+        finish(axes, f"head {head}")
+        axes.grid(visible=False)
+    for axes in grid.flat[len(heads) :]:
+        axes.remove()
+    _scale(picture, image)
+    picture.suptitle(f"Layer {layer}: rows are tokens, columns what they attend to", fontsize=11)
+    return picture
+
+
+def draw_all_heads(maps: np.ndarray) -> Figure:
+    """A small heat map for every head of every layer, to find those worth a closer look."""
+    layers, heads = maps.shape[:2]
+    picture, grid = figure(layers, heads, width=max(5, 1.2 + 1.2 * heads), height=0.8 + 1.2 * layers, squeeze=False)
+    for (layer, head), axes in np.ndenumerate(grid):
+        image = _map(axes, maps[layer, head])
+        axes.set(xticks=[], yticks=[])
+        if head == 0:
+            axes.set_ylabel(f"layer {layer}", fontsize=9)
+        if layer == 0:
+            axes.set_title(f"head {head}", fontsize=9)
+    _scale(picture, image)
+    picture.suptitle("All heads: rows are tokens, columns what they attend to", fontsize=11)
+    return picture
+
+
+def draw_head_statistics(statistics: HeadStatistics) -> Figure:
+    """A heat map a statistic, layers downwards and heads rightwards."""
+    titles = {"entropy": "entropy (bits)", "distance": "mean distance (tokens)", "first": "weight on the first token",
+              "previous": "weight on the token before", "itself": "weight on itself"}  # fmt: skip
+    layers, heads = statistics.entropy.shape
+    names = [str(layer) for layer in range(layers)], [str(head) for head in range(heads)]
+    picture, grid = figure(2, 3, width=max(9, 1.5 * heads + 3), height=1.6 + 0.8 * layers)
+    for axes, (name, title) in zip(grid.flat, titles.items(), strict=False):
+        values = getattr(statistics, name)
+        heat(axes, values, *names, 0, values.max())
+        finish(axes, title, "head", "layer")
+        axes.grid(visible=False)
+    grid.flat[-1].remove()
+    return picture
+
+
+def _map(axes: Any, weights: np.ndarray) -> Any:
+    unseen = np.triu(np.ones_like(weights, dtype=bool), 1)
+    return axes.imshow(np.ma.masked_array(weights, unseen), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0, 1))
+
+
+def _scale(picture: Figure, image: Any) -> None:
+    picture.colorbar(image, ax=picture.axes, label="attention weight", ticks=(0, 0.05, 0.25, 0.5, 1), shrink=0.7)

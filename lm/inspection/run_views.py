@@ -1,0 +1,194 @@
+"""A run to look at: its curves, its time, its alerts and samples as figures and tables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lm import registry
+from lm.inspection.curves import Agreement, Series, curve
+from lm.inspection.drawing import BLUE, GREEN, ORANGE, PURPLE, VERMILION, figure, finish
+from lm.inspection.html import Html, table, wrapped
+from lm.inspection.samples import read_samples, spread
+from lm.inspection.settings import differences, labels
+from lm.inspection.throughput import Interval, time_spent
+from lm.quantities import format_count
+from lm.runs import Run
+
+PANELS = {  # title -> label of the y axis, and the metrics that are drawn
+    "loss": ("nats a token", {"training": "train/loss", "validation": "val/loss"}),
+    "validation bits per byte": ("bits a byte", {"bits per byte": "val/bpb"}),
+    "learning rate": ("learning rate", {"learning rate": "optim/lr"}),
+    "gradient norm": ("L2 norm before clipping", {"gradient norm": "optim/grad_norm"}),
+}
+AXES = {  # x of a curve -> what it is drawn over, and the label of the axis
+    "step": ("steps", "optimizer step"),
+    "tokens": ("tokens", "tokens"),
+    "time": ("time", "hours since the first log line"),
+}
+STYLES = ("-", "--", "-.", ":")  # so that curves are told apart without colour
+PAUSE_COLORS = {"validation": ORANGE, "evaluation": GREEN, "other": PURPLE}
+SHOWN_PAUSE = 1e-3  # of the whole time; shorter ones are too narrow to be seen
+TEXT_WIDTH = 56  # characters of a line of a sample
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def draw_training(run: Run) -> Figure:
+    """Loss, bits per byte, learning rate and gradient norm over steps; dotted lines are alerts."""
+    lines, alerts = run.metrics(), run.alerts()
+    made, axes = figure(2, 2, width=10, height=6.5)
+    for panel, (title, (y, metrics)) in zip(axes.flat, PANELS.items(), strict=True):
+        _draw(panel, [curve(name, lines, metric) for name, metric in metrics.items()])
+        for alert in alerts:
+            panel.axvline(alert["step"], color=VERMILION, linestyle=":", linewidth=1)
+        finish(panel, title, "optimizer step", y)
+    return made
+
+
+def draw_comparison(runs: Sequence[Run], metric: str = "train/loss", y: str = "nats a token") -> Figure:
+    """One metric of several runs: over steps, over tokens and over time.
+
+    Args:
+        metric: by its name in TensorBoard.
+        y: what it is, with its unit.
+    """
+    named = list(zip(labels(runs), [run.metrics() for run in runs], strict=True))
+    made, axes = figure(1, 3, width=12, height=4, sharey=True)
+    for panel, (x, (over, label)) in zip(axes, AXES.items(), strict=True):
+        _draw(panel, [curve(name, lines, metric, x) for name, lines in named])
+        finish(panel, f"{metric} over {over}", label, y if panel is axes[0] else "")
+        panel.xaxis.set_major_formatter(lambda value, _: format_count(value) if abs(value) >= 1000 else f"{value:g}")
+    return made
+
+
+def draw_throughput(found: Sequence[Interval], checkpoints: Sequence[int] = ()) -> Figure:
+    """Tokens a second and the share of waiting for data over the run's time, with its pauses.
+
+    Args:
+        found: `intervals(run.metrics())`.
+        checkpoints: steps that a checkpoint was taken after, `run.steps()`; they do not stop training.
+    """
+    made, (speed, waiting) = figure(2, 1, width=9, height=5.5, sharex=True, height_ratios=[3, 1])
+    # The pause has no speed, so the line is broken there: two points a stretch, and a gap.
+    minutes, rates, waits = [], [], []
+    shown = found[-1].ended * SHOWN_PAUSE if found else 0.0
+    for one in found:
+        for begin, end in _stretches(one):
+            minutes += [begin / 60, end / 60, end / 60]
+            rates += [one.tokens_per_second, one.tokens_per_second, np.nan]
+            waits += [100 * one.waiting if one.waiting is not None else np.nan] * 2 + [np.nan]
+    speed.plot(minutes, rates, color=BLUE, linewidth=1.8, label="while training")
+    waiting.plot(minutes, waits, color=BLUE, linewidth=1.8)
+    for kind, color in PAUSE_COLORS.items():
+        pauses = [pause for one in found for pause in one.pauses if pause.kind == kind and pause.seconds >= shown]
+        spans = [(pause.began / 60, pause.seconds / 60) for pause in pauses]
+        for panel in (speed, waiting) if spans else ():
+            panel.broken_barh(spans, (0, 1), color=color, alpha=0.45, linewidth=0, label=f"pause: {kind}",
+                              transform=panel.get_xaxis_transform())  # fmt: skip
+    if checkpoints and found:
+        ended = np.interp(checkpoints, [one.step for one in found], [one.ended / 60 for one in found])
+        bottom = speed.get_xaxis_transform()
+        speed.plot(ended, np.full(len(ended), 0.03), "^", color="black", transform=bottom, label="checkpoint kept")
+    speed.set_ylim(bottom=0)
+    speed.yaxis.set_major_formatter(lambda value, _: format_count(value))
+    waiting.set_ylim(bottom=0)
+    finish(speed, "throughput", "", "tokens a second")
+    finish(waiting, "waiting for data", "minutes since training began", "% of the time")
+    speed.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
+    if waiting.get_legend():
+        waiting.get_legend().remove()
+    return made
+
+
+def _stretches(one: Interval) -> list[tuple[float, float]]:
+    """When training went on in an interval, without its pauses: (from, to) in seconds."""
+    begins = [one.began, *(pause.began + pause.seconds for pause in one.pauses)]
+    ends = [*(pause.began for pause in one.pauses), one.ended]
+    return [(begin, end) for begin, end in zip(begins, ends, strict=True) if end - begin > 1e-6]
+
+
+def _draw(axes: Any, series: Sequence[Series]) -> None:
+    """Curves; one of few points shows them, and names are told where there are several."""
+    shown = [one for one in series if len(one.x)]
+    for index, one in enumerate(shown):
+        marker = "o" if len(one.x) <= 30 else None
+        name = one.name if len(shown) > 1 else None
+        axes.plot(one.x, one.y, STYLES[index % len(STYLES)], marker=marker, markersize=3.5, linewidth=1.6, label=name)
+    if not shown:
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="gray")
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def summary_table(run: Run) -> Html:
+    """Where a run stands."""
+    facts, described = registry.facts(run), run.read("run.json")
+    rows = {
+        "run": facts["name"], "status": facts["status"], "reason": facts["reason"],
+        "optimizer steps": facts["step"], "tokens": facts["tokens"],
+        "last training loss (nats a token)": facts["loss"],
+        "last validation loss (nats a token)": facts["val_loss"],
+        "lowest validation loss (nats a token)": facts["best_loss"],
+        "checkpoints kept": ", ".join(path.name for path in run.steps().values()),
+        "best": path.name if (path := run.link("best")) else None,
+        "device": described.get("device"), "devices": described.get("world_size"), "host": facts["host"],
+        "started": facts["started"],
+    }  # fmt: skip
+    return table([(name, value) for name, value in rows.items() if value not in (None, "")], ("", ""))
+
+
+def time_table(found: Sequence[Interval]) -> Html:
+    """What a run's time was spent on, as far as its log lines tell."""
+    spent = time_spent(list(found))
+    total = sum(spent.values()) or 1.0
+    return table(
+        [(name, round(seconds, 1), f"{seconds / total:.1%}") for name, seconds in spent.items()],
+        ("spent on", "seconds", "share"),
+    )
+
+
+def agreement_table(found: Sequence[Agreement]) -> Html:
+    """Every metric's log lines beside its points in TensorBoard."""
+    return table(
+        [
+            (one.metric, one.points, one.only_in_lines, one.only_in_events, f"{one.largest_difference:.1e}",
+             "yes" if one.agrees else "NO")
+            for one in found
+        ],
+        ("metric", "points in both", "only in metrics.jsonl", "only in TensorBoard", "largest relative difference",
+         "agrees"),
+    )  # fmt: skip
+
+
+def settings_table(runs: Sequence[Run]) -> Html:
+    """The settings in which runs differ."""
+    differing = differences([run.settings() for run in runs])
+    rows = [(key, *("" if value is None else str(value) for value in values)) for key, values in differing.items()]
+    return table(rows, ("setting", *labels(runs)), "" if rows else "The configs are the same.")
+
+
+def alerts_table(run: Run) -> Html:
+    """What guards had to say, oldest first."""
+    rows = [
+        (alert["step"], str(alert["guard"]), str(alert["action"]), wrapped(str(alert["message"]), 80))
+        for alert in run.alerts()
+    ]
+    return table(rows, ("step", "guard", "action", "message"), "" if rows else "There were no alerts.")
+
+
+def samples_table(run: Run, most: int = 8) -> Html:
+    """What became of each prompt, step after step.
+
+    Args:
+        most: steps to show, spread over the run.
+    """
+    samples = read_samples(run)
+    steps = spread(sorted({sample["step"] for sample in samples}), most)
+    prompts = list(dict.fromkeys(sample["prompt"] for sample in samples))
+    texts = {(sample["step"], sample["prompt"]): wrapped(sample["text"], TEXT_WIDTH) for sample in samples}
+    rows = [(step, *(texts.get((step, prompt), "") for prompt in prompts)) for step in steps]
+    return table(rows, ("step", *prompts), "" if rows else "The run has no samples (`samples.prompts`).")
