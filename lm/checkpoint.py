@@ -50,8 +50,7 @@ def write_folder(folder: Path, content: dict[str, Any]) -> None:
     Raises:
         RunError: the disk is full, the folder is not writable, or what was read back is not what was written.
     """
-    for stale in folder.parent.glob(f".tmp-{folder.name}-*"):
-        shutil.rmtree(stale, ignore_errors=True)
+    sweep(folder)
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     try:
         temporary.mkdir()
@@ -70,7 +69,7 @@ def write_folder(folder: Path, content: dict[str, Any]) -> None:
         document = {"format": FORMAT, "digests": digests, **rest}
         (temporary / "trainer.json").write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync(path)
         if folder.exists():
             replaced = folder.with_name(f".old-{folder.name}-{os.getpid()}")
             os.rename(folder, replaced)
@@ -78,7 +77,7 @@ def write_folder(folder: Path, content: dict[str, Any]) -> None:
             shutil.rmtree(replaced)
         else:
             os.rename(temporary, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -99,7 +98,10 @@ def read_folder(folder: Path, optimizer: bool = True) -> dict[str, Any]:
             f"checkpoint {folder}: {problem}; choose another with --ckpt_path, or `auto` for the newest whole one"
         )
     document = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
-    content = {key: decode(value) for key, value in document.items() if key not in ("format", "digests")}
+    try:
+        content = {key: decode(value) for key, value in document.items() if key not in ("format", "digests")}
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise RequestError(f"checkpoint {folder}: trainer.json is damaged ({error})") from error
     for key, name in TENSORS.items():
         if name in document["digests"] and (key != "optimizer" or optimizer):
             content[key] = load_file(folder / name)
@@ -116,8 +118,10 @@ def find_damage(folder: Path) -> str | None:
         version = document["format"]
     except FileNotFoundError:
         return "no trainer.json, so this is not a complete checkpoint"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "trainer.json is damaged"
+    if TENSORS["state_dict"] not in digests:
+        return "trainer.json names no weights"
     if version != FORMAT:
         return f"format {version}, and this version of lm reads format {FORMAT}"
     for name, expected in digests.items():
@@ -125,8 +129,8 @@ def find_damage(folder: Path) -> str | None:
             return f"trainer.json names {name!r}, a path outside the folder"
         try:
             found = digest(folder / name)
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+        except (OSError, ValueError) as error:
+            return f"{name!r} cannot be read ({getattr(error, 'strerror', None) or error})"
         if found != expected:
             return f"{name} is damaged (its digest is not the one that was written)"
     return None
@@ -159,7 +163,8 @@ def _umask() -> int:
     return mask
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or a folder would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -245,6 +250,14 @@ class FolderCheckpointIO(CheckpointIO):
         """Let the writes end; failures were or will be raised by `drain`."""
         for future in self._pending:
             future.exception()
+
+
+def sweep(folder: Path) -> None:
+    """Remove what writers of a folder that were killed left beside it."""
+    if folder.parent.is_dir():
+        for path in folder.parent.iterdir():
+            if path.name.startswith(f".tmp-{folder.name}-"):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def remove(folder: Path) -> None:

@@ -8,6 +8,7 @@ from importlib import import_module
 
 from lm import __version__
 from lm.errors import LmError, RequestError
+from lm.terminal import HarmlessFormatter, harmless
 
 # name -> "module:function" and what it does
 COMMANDS = {
@@ -71,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     console = logging.StreamHandler(sys.stderr)
     # A line a log interval, unless a progress bar shows it.
     console.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
-    logging.basicConfig(format="%(message)s", handlers=[console])
+    console.setFormatter(HarmlessFormatter("%(message)s"))
+    logging.basicConfig(handlers=[console])
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
     logging.getLogger("lm").setLevel(logging.INFO if rank == "0" else logging.ERROR)
     try:
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     except LmError as error:
         if debug:
             raise
-        print(f"lm {arguments[0]}: {error}", file=sys.stderr)
+        print(harmless(f"lm {arguments[0]}: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -88,7 +90,8 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             raise
-        print(f"lm {arguments[0]}: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        message = f"lm {arguments[0]}: {type(error).__name__}: {error} (--debug shows where)"
+        print(harmless(message), file=sys.stderr)
         return 1
 
 

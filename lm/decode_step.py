@@ -83,5 +83,6 @@ class DecodeStep:
     def _record(self, tokens: Tensor) -> None:
         self.tokens = tokens.clone()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        device = tokens.device  # a stream of its own: torch's for recording is of the device that recorded first
+        with torch.cuda.device(device), torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):
             self.logits = self._fixed(self.tokens)

@@ -152,5 +152,9 @@ def _versions(run: Run | None) -> Rows:
 
 def _table(rows: Rows) -> str:
     """Rows of two columns; those without a value are left out."""
-    known = [f"| {name} | {value} |".replace("\n", " ") for name, value in rows.items() if value is not None]
+    known = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items() if value is not None]
     return "\n".join(["| | |", "|---|---|", *known])
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("\n", " ").replace("|", "\\|")

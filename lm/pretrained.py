@@ -86,7 +86,10 @@ def load_pretrained(
     folder = Run(path).checkpoint() if (Path(path) / "run.json").exists() else Path(path)
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = read_config(folder)
-    weights = from_huggingface(read_weights(folder), config)
+    try:
+        weights = from_huggingface(read_weights(folder), config)
+    except RuntimeError as error:
+        raise RequestError(f"{folder}: the weights of a layer do not fit together ({error})") from error
     with torch.device("meta"):
         decoder = Decoder(config)
     _refuse_other_shapes(folder, decoder, weights)
@@ -115,11 +118,14 @@ def read_config(folder: Path) -> DecoderConfig:
         document = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RequestError(f"{folder} is no model: it has no config.json") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"{file} cannot be read ({error}); is it damaged?") from error
     if not isinstance(document, dict):
         raise RequestError(f"{file} is damaged: it is not a JSON object")
-    return config_from_json(document)
+    try:
+        return config_from_json(document)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise RequestError(f"{file}: a value is of another kind than it should be ({error})") from error
 
 
 def _device(name: str | torch.device) -> torch.device:
@@ -132,6 +138,8 @@ def _device(name: str | torch.device) -> torch.device:
 
 def _refuse_other_shapes(folder: Path, decoder: Decoder, weights: dict[str, torch.Tensor]) -> None:
     for name, weight in decoder.state_dict().items():
+        if not weights[name].is_floating_point():
+            raise RequestError(f"{folder}: {name} is {weights[name].dtype}, which this decoder does not compute with")
         if weights[name].shape != weight.shape:
             have, want = tuple(weights[name].shape), tuple(weight.shape)
             raise RequestError(f"{folder}: {name} is {have} in the weights, and config.json makes it {want}")

@@ -67,8 +67,8 @@ def _manifest(run: Run) -> dict[str, Any]:
 
 def _public(name: str) -> str:
     """A source without what is of this machine or secret: the folders of a file, the user and the query of a URL."""
-    if "://" in name:
-        return re.sub(r"//[^/@]*@", "//", name.split("?")[0])
+    if "://" in name and not name.startswith("file://"):
+        return re.sub(r"//[^/]*@", "//", re.split(r"[?#]", name)[0])
     return name if name.startswith("embedded:") else Path(name).name
 
 

@@ -67,7 +67,8 @@ def reload(folder: Path, model: "Pretrained", dtype: str) -> Reloaded:
         paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         quiet = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
         process = subprocess.run(
-            [sys.executable, "-m", "lm.reload_check", str(folder.absolute()), place],
+            # -P: nothing of the working directory is imported.
+            [sys.executable, "-P", "-m", "lm.reload_check", str(folder.absolute()), place],
             capture_output=True, text=True, env={**os.environ, **quiet},
         )  # fmt: skip
     if process.returncode:
@@ -150,7 +151,10 @@ def _with_transformers(folder: Path, expected: dict[str, Any], sequence: Tensor)
 
     problems = []
     transformers.utils.logging.disable_progress_bar()
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    old = tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, **{"torch_dtype" if old else "dtype": "auto"}
+    )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:
             problems.append(f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, report[kind]))[:3])}")

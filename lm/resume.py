@@ -73,7 +73,7 @@ def _beginning(run: Run) -> Path | None:
     if damage := find_damage(Path(began_from)):
         raise RequestError(
             f"run {run.path} has no checkpoint of its own yet, and the one that it began from is not whole: "
-            f"{began_from}: {damage}"
+            f"{began_from}: {damage}; put it back, or start a new run"
         )
     return Path(began_from)
 
@@ -91,6 +91,8 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
         RequestError: there is no such run, checkpoint or folder.
     """
     if ckpt_path not in (None, "best", "last", "auto"):
+        if run:
+            raise RequestError(f"--ckpt_path {ckpt_path} names a folder, so there is no need for --run {run}: give one")
         path = Path(ckpt_path)
         if not path.is_dir():
             raise RequestError(f"--ckpt_path {ckpt_path}: there is no such folder; or give best, last or auto")

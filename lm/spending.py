@@ -88,21 +88,31 @@ class Sidecar:
 
 
 class Pace:
-    """How long the rest of a run takes, from how long its steps and validations took.
+    """How long the rest of a run takes, from how long its steps, validations and other pauses took.
 
     A step counts as the median over the newest log lines, a validation as the median of all, so that one slow stretch
     does not count: a compilation, a full disk's minute. The line in which a session starts is left out altogether.
+    Pauses, such as evaluations, count by the step: those after the first over the steps since then, so a single one
+    says nothing.
     """
 
     def __init__(self) -> None:
         self.steps: deque[float] = deque(maxlen=RECENT)  # seconds a step, a line each
         self.validations: deque[float] = deque(maxlen=RECENT)  # seconds
+        self.pauses: deque[tuple[int, float]] = deque(maxlen=RECENT)  # after which step, and seconds
 
     def rest(self, steps: int, validations: int) -> float | None:
         """Seconds that so many steps and validations will take; None while nothing is known."""
         if not self.steps:
             return None
-        return steps * median(self.steps) + validations * (median(self.validations) if self.validations else 0.0)
+        validating = validations * (median(self.validations) if self.validations else 0.0)
+        return steps * (median(self.steps) + self._paused_a_step()) + validating
+
+    def _paused_a_step(self) -> float:
+        if not self.pauses:
+            return 0.0
+        (first, _), (last, _) = self.pauses[0], self.pauses[-1]
+        return sum(seconds for step, seconds in self.pauses if step > first) / (last - first) if last > first else 0.0
 
     @property
     def settled(self) -> bool:

@@ -139,6 +139,12 @@ class Budget(Callback):
         if self._line:
             self._line = (self._line[0] + seconds, self._line[1])  # the time of a line is that of its steps
 
+    def on_pause(self, trainer: Trainer, seconds: float) -> None:
+        """So many seconds were not training; they are likely to come again."""
+        self._pace.pauses.append((trainer.global_step, seconds))
+        if self._line:
+            self._line = (self._line[0] + seconds, self._line[1])
+
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
         """Look at the cost, once a log line of the training; called on every rank."""
         step = trainer.global_step

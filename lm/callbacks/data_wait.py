@@ -10,14 +10,14 @@ from lm.trainer import Trainer
 
 
 class DataWait(Callback):
-    """Times every fetch of a micro-batch, from one log line to the next; validations are not counted.
+    """Times every fetch of a micro-batch, from one log line to the next; validations and other pauses are not counted.
 
     On a CUDA device it is the device that counts: a fetch that takes place while it still computes costs nothing. Two
     events around a fetch tell how long it had nothing to do, and they are read at the log line, so nothing waits.
     """
 
     def __init__(self) -> None:
-        self._since = self._paused = self._pause_began = 0.0
+        self._since = self._paused = self._validation_began = 0.0
         self._on_gpu = False
         self._began: Any = None  # the fetch that is under way: seconds, or a CUDA event
         self._fetches: list[tuple[Any, Any]] = []  # when each began and ended
@@ -46,11 +46,15 @@ class DataWait(Callback):
         event.record()
         return event
 
+    def on_pause(self, trainer: Trainer, seconds: float) -> None:
+        """So many seconds were not training."""
+        self._paused += seconds
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pause_began = time.monotonic()
+        self._validation_began = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._paused += time.monotonic() - self._pause_began
+        self._paused += time.monotonic() - self._validation_began
 
     def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """The share of the time since it was last asked. The loss was read before, so the device has caught up."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 
+from lm.callbacks.pauses import not_training
 from lm.callbacks.run_log import RunLog
-from lm.callbacks.throughput import Throughput
 from lm.errors import LmError, RequestError
 from lm.evaluation.benchmark import check, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
@@ -104,32 +104,32 @@ class Evaluations(Callback):
     def _evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()  # what is still queued is training
-        run_log, throughput = (
-            next(callback for callback in trainer.callbacks if isinstance(callback, kind))
-            for kind in (RunLog, Throughput)
-        )
-        throughput.pause()
+        run_log = next(callback for callback in trainer.callbacks if isinstance(callback, RunLog))
         run_log.write_state(trainer, "running", phase="evaluating")
-        try:
+        with not_training(trainer):
             found = self._found(trainer, pl_module)
-        except (LmError, torch.OutOfMemoryError) as error:
-            log.warning("no evaluation at step %d: %s", trainer.global_step, error)
+        if found is None:
             run_log.write_state(trainer, "running")
             return
-        finally:
-            throughput.resume()
         if trainer.is_global_zero:
             _keep(trainer, found)
         run_log.tell(trainer, pl_module, metrics(found))
 
-    def _found(self, trainer: Trainer, pl_module: LightningModule) -> Evaluation:
+    def _found(self, trainer: Trainer, pl_module: LightningModule) -> Evaluation | None:
+        """What was found; None where it failed, which is logged."""
         config = self.config
         together = isinstance(trainer.strategy, FullyShardedStrategy)
-        with trainer.precision_plugin.forward_context():
-            results = evaluate(
-                pl_module.decoder, trainer.datamodule.tokenizer, self.tasks, batch_tokens=config.batch_tokens,
-                max_items=config.max_items, share=(0, 1) if together else (trainer.global_rank, trainer.world_size),
-            )  # fmt: skip
+        try:
+            with trainer.precision_plugin.forward_context():
+                results = evaluate(
+                    pl_module.decoder, trainer.datamodule.tokenizer, self.tasks, batch_tokens=config.batch_tokens,
+                    max_items=config.max_items, share=(0, 1) if together else (trainer.global_rank, trainer.world_size),
+                )  # fmt: skip
+        except (LmError, torch.OutOfMemoryError) as error:
+            if together and isinstance(error, torch.OutOfMemoryError):
+                raise  # the other ranks may be waiting for this one's part of the weights
+            log.warning("no evaluation at step %d: %s", trainer.global_step, error)
+            return None
         tasks = {result.label: result.as_dict() for result in results}
         return record(trainer.global_step, None, tasks, core(results), {}, asdict(config))
 

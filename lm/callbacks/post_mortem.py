@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule
 from lm import post_mortem
 from lm.alerts import Watch
 from lm.callbacks.actions import Action, act, agree
-from lm.callbacks.throughput import Throughput
+from lm.callbacks.pauses import not_training
 from lm.errors import Interrupted
 from lm.evidence import Taken, gather, injected, is_sharded
 from lm.incident import Evidence, Moment
@@ -96,7 +96,7 @@ class PostMortem(Callback):
         elif (len(self._known) < LIMIT or trainer.global_step in self._known) and pl_module.recent_steps:
             self._lines = 0
             self._open = self._moment(trainer, pl_module, guard, action, message)
-            with _not_training(trainer):
+            with not_training(trainer):
                 self._write(trainer, pl_module, self._open)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -169,7 +169,7 @@ class PostMortem(Callback):
         moment, self._open = self._open, None
         if moment.highest is not None:
             text += f"\n\nAt its highest it was {moment.highest[1]:.4f}, in step {moment.highest[0]}."
-        with _no_harm("closed"), _not_training(trainer):
+        with _no_harm("closed"), not_training(trainer):
             if trainer.is_global_zero:
                 post_mortem.close(trainer.run, moment, how, text)
                 log.info("post-mortem %s: %s", post_mortem.folder_of(trainer.run, moment.step), text.partition("\n")[0])
@@ -229,16 +229,3 @@ def _no_harm(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         log.warning("the post-mortem could not be %s: %s: %s", what, type(error).__name__, error)
-
-
-@contextmanager
-def _not_training(trainer: Trainer) -> Iterator[None]:
-    """The time that it takes is not counted as training."""
-    meters = [each for each in trainer.callbacks if isinstance(each, Throughput)] if trainer.training else []
-    for meter in meters:
-        meter.pause()
-    try:
-        yield
-    finally:
-        for meter in meters:
-            meter.resume()

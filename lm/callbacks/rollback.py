@@ -41,7 +41,7 @@ class Rollback(Callback):
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
         """After all guards have seen the line."""
-        if not self._asked:
+        if not self._asked and "train/loss" in metrics:  # other lines say nothing of the steps before them
             self._good = trainer.global_step
         self._asked = False
 

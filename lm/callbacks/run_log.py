@@ -85,7 +85,7 @@ class RunLog(Callback):
         lines.info(line(step, trainer.max_steps, metrics))
 
     def write_state(self, trainer: Trainer, status: str, phase: str = "training") -> None:
-        """Replace `state.json`; `phase` is what the run is at: `training` or `validating`."""
+        """Replace `state.json`; `phase` is what the run is at: `training`, `validating` or `evaluating`."""
         if not trainer.is_global_zero:
             return
         step, (since, first) = trainer.global_step, self._began
@@ -127,7 +127,8 @@ def line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     parts = [f"{name} {form.format(metrics[key])}" for name, (key, form) in shown.items() if key in metrics]
     if "eval/core" not in metrics:
         accuracies = {name: value for name, value in metrics.items() if name.endswith("/accuracy")}
-        parts += [f"{name.split('/')[1]} {value:.1%}" for name, value in accuracies.items()]
+        short = {name.removeprefix("eval/").removesuffix("/accuracy"): value for name, value in accuracies.items()}
+        parts += [f"{name} {value:.1%}" for name, value in short.items()]
     if "perf/tokens_per_second" in metrics:
         parts.append(f"{format_count(metrics['perf/tokens_per_second'])} tokens/s")
     return f"step {step}/{max_steps}  " + "  ".join(parts)

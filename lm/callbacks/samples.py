@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from lm.callbacks.throughput import Throughput
+from lm.callbacks.pauses import not_training
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.generation import generate
@@ -109,16 +109,15 @@ class Samples(Callback):
             return
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()  # what is still queued is training
-        throughput = next(callback for callback in trainer.callbacks if isinstance(callback, Throughput))
-        throughput.pause()
         try:
-            texts = self._written(trainer, pl_module)
-            if trainer.is_global_zero:
-                self._write(trainer, texts)
+            with not_training(trainer):
+                texts = self._written(trainer, pl_module)
+                if trainer.is_global_zero:
+                    self._write(trainer, texts)
         except (RunError, OSError, torch.OutOfMemoryError) as error:
+            if together and isinstance(error, torch.OutOfMemoryError):
+                raise  # the other ranks may be waiting for this one's part of the weights
             log.warning("no samples at step %d: %s", trainer.global_step, error)
-        finally:
-            throughput.resume()
 
     def _written(self, trainer: Trainer, pl_module: LightningModule) -> list[str]:
         config, tokenizer = self.config, trainer.datamodule.tokenizer

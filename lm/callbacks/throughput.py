@@ -10,12 +10,12 @@ from lm.trainer import Trainer
 
 
 class Throughput(Callback):
-    """Measures from one log line to the next; validations in between are not counted as training."""
+    """Measures from one log line to the next; validations and other pauses are not counted as training."""
 
     def __init__(self) -> None:
         self._since = 0.0
         self._paused = 0.0
-        self._pause_began = 0.0
+        self._validation_began = 0.0
         self._step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -23,19 +23,15 @@ class Throughput(Callback):
         peak = peak_flops(device_name(pl_module.device), str(trainer.precision))
         self._peak = peak * trainer.world_size if peak else None
 
-    def pause(self) -> None:
-        """What follows is not training."""
-        self._pause_began = time.monotonic()
-
-    def resume(self) -> None:
-        """What follows is training again."""
-        self._paused += time.monotonic() - self._pause_began
+    def on_pause(self, trainer: Trainer, seconds: float) -> None:
+        """So many seconds were not training."""
+        self._paused += seconds
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.pause()
+        self._validation_began = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.resume()
+        self._paused += time.monotonic() - self._validation_began
 
     def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Over the steps since it was last asked. The loss was read before, so the device has caught up."""

@@ -31,6 +31,7 @@ from lm.pretrained import Pretrained, load_pretrained
 from lm.quantities import Count, format_count
 from lm.resume import chosen_model
 from lm.runs import ROOT, Run, write_atomically
+from lm.terminal import harmless
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,10 @@ def evaluate(
     by_text = {name: result.as_dict() for name, result in corpora.items()}
     found = record(model.step, checkpoint, by_task, benchmark.core(results), by_text, asked)
     if owner is not None:
-        keep(owner, found)
+        try:
+            keep(owner, found)
+        except OSError as error:
+            log.warning("the evaluation is not kept with run %s: %s", owner.path, error)
     found |= {"run": owner and owner.name, "model": str(model.path), "seconds": time.monotonic() - began}
     if output is not None:
         write_atomically(output, jsonlib.dumps(found, indent=2, ensure_ascii=False) + "\n")
@@ -153,13 +157,13 @@ def short_names(sources: Sequence[str]) -> list[str]:
 def _bars() -> Iterator[Bar]:
     """A bar a name, on a terminal only."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bars: dict[str, Any] = {}
 
         def show(name: str, done: int, total: int | None) -> None:
             if name not in bars:
-                bars[name] = progress.add_task(name)
+                bars[name] = progress.add_task(harmless(name))
             progress.update(bars[name], completed=done, total=total)
 
         yield show
@@ -190,13 +194,14 @@ def keep(run: Run, found: Evaluation) -> None:
 
 def show(found: dict[str, Any]) -> None:
     """The result on standard output."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     if found["tasks"]:
         console.print(_tasks(found["tasks"], every=console.width >= WIDE))
     if found["texts"]:
         console.print(_texts(found["texts"]))
     step = "" if found["step"] is None else f", step {found['step']:,}"
-    console.print(f"{found['model']}{step}{core_sentence(found)}, in {found['seconds']:.1f} s", soft_wrap=True)
+    took = f"in {found['seconds']:.1f} s"
+    console.print(f"{harmless(found['model'])}{step}{core_sentence(found)}, {took}", soft_wrap=True)
     if found["core"] is not None:
         console.print("intervals are of 95 %; centred: guessing is 0, all right is 1; CORE is the mean", soft_wrap=True)
 
@@ -209,7 +214,7 @@ def _tasks(tasks: dict[str, Any], every: bool) -> Table:
         low, high = task["interval"]
         shares = ("" if task[key] is None else f"{task[key]:.1%}" for key in ("acc", "acc_norm"))
         table.add_row(
-            name, str(task["num_fewshot"]), f"{task['items']:,}",
+            harmless(name), str(task["num_fewshot"]), f"{task['items']:,}",
             f"{task['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})", f"{task['baseline']:.1%}",
             f"{task['centered']:.3f}", "" if task["perplexity"] is None else f"{task['perplexity']:.2f}",
             *(shares if every else ()),
@@ -222,7 +227,7 @@ def _texts(texts: dict[str, Any]) -> Table:
     for name, text in texts.items():
         numbers = (_with_error(text["bits_per_byte"], text["stderr"]), _with_error(text["loss"], text["loss_stderr"]))
         perplexity = "" if text["perplexity"] is None else f"{text['perplexity']:.2f}"
-        table.add_row(name, *numbers, perplexity, format_count(text["tokens"]), format_count(text["bytes"]))
+        table.add_row(harmless(name), *numbers, perplexity, format_count(text["tokens"]), format_count(text["bytes"]))
     return table
 
 

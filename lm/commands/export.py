@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lm.checkpoint import sweep, sync
 from lm.errors import RequestError, RunError
 from lm.model.huggingface import to_huggingface
 from lm.model_card import Card, write_card
@@ -56,22 +57,26 @@ def export(
     """
     if not output:
         raise RequestError("give the folder to make with --output")
-    target = Path(output)
+    target = Path(output).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
+        raise RequestError(f"--output {output} is there already and not an empty folder; choose another")
     for code in language or []:
         if not re.fullmatch(r"[a-z]{2,3}", code):
             raise RequestError(f"--language {code}: give ISO 639 codes, such as en")
     source = chosen_model(run, ckpt_path, root)
     model = load_pretrained(source, device="cpu", dtype=dtype and getattr(torch, dtype))
     model.decoder.to(model.dtype)
-    card = Card(name or target.absolute().name, license, tuple(language or []))
-    temporary = target.absolute().with_name(f".tmp-{target.name}-{os.getpid()}")
+    card = Card(name or target.name, license, tuple(language or []))
+    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    sweep(target)
     try:
         temporary.mkdir(parents=True)
         write(model, card, temporary)
         found = reload(temporary, model, str(model.dtype).removeprefix("torch."))
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
         os.rename(temporary, target)
+        sync(target.parent)
     except (OSError, SafetensorError) as error:
         raise RunError(f"could not write {target}: {getattr(error, 'strerror', None) or error}") from error
     finally:
@@ -82,7 +87,7 @@ def export(
     )  # fmt: skip
     if license == "unknown":
         log.info("the model card says that the licence is unknown: choose one with --license before you publish it")
-    print(target)
+    print(output)
 
 
 def write(model: Pretrained, card: Card, folder: Path) -> None:
@@ -147,6 +152,9 @@ def verify(folder: Path, source: Path, dtype: torch.dtype) -> None:
         RunError: one is not the same.
     """
     written, origin = read_weights(folder), read_weights(source)
+    known_without = {name for name in origin if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
+    if missing := origin.keys() - written.keys() - known_without:
+        raise RunError(f"{min(missing)} of {source} was not written")
     for name, weight in written.items():
         if name not in origin or not torch.equal(_bits(weight), _bits(origin[name].to(dtype))):
             raise RunError(f"{name} read back differently than it is in {source}; is the disk failing?")

@@ -94,7 +94,10 @@ def generate(
     settings = replace(settings, seed=random.randrange(LARGEST_SEED) if seed is None else seed)
     prompts = [text for text in prompts for _ in range(num_samples)]
     if len(prompts) == 1 and not json:
-        log.info("%s", show(model, prompts[0], settings, step).sentence(settings.seed))
+        shown = show(model, prompts[0], settings, step)
+        log.info("%s", shown.sentence(settings.seed))
+        if shown.reason == "Ctrl-C":
+            raise KeyboardInterrupt
         return
     began = time.perf_counter()
     written = write(model, prompts, settings, step)
@@ -116,7 +119,8 @@ def read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None
     prompts = list(given or [])
     if file is not None:
         try:
-            prompts += file.read_text(encoding="utf-8").splitlines()
+            text = file.read_text(encoding="utf-8")
+            prompts += text.removesuffix("\n").split("\n") if text else []
         except (OSError, ValueError) as error:
             raise RequestError(f"--prompt_file {file} cannot be read: {error}") from error
     if given is not None or file is not None:

@@ -14,7 +14,7 @@ import lightning.pytorch as lightning
 import torch
 import yaml
 
-from lm.checkpoint import write_folder
+from lm.checkpoint import sweep, sync, write_folder
 from lm.errors import RequestError, RunError
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import to_huggingface
@@ -36,24 +36,28 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     """
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
-    source, target = Path(input), Path(output)
+    source, shown, target = Path(input), Path(output), Path(output).resolve()
     _refuse(source, target)
     model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
-    temporary = target.absolute().with_name(f".tmp-{target.name}-{os.getpid()}")
+    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    sweep(target)
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         write_folder(temporary, content(model))
         # Not under a digest, so that it may be changed: a person's dropout or context is no damage.
-        (temporary / "model.yaml").write_text(describe(model.config, source, target), encoding="utf-8")
+        (temporary / "model.yaml").write_text(describe(model.config, source, shown), encoding="utf-8")
+        sync(temporary / "model.yaml")
+        sync(temporary)
         os.rename(temporary, target)
+        sync(target.parent)
     except OSError as error:
         raise RunError(f"could not write {target}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    log.info("data for it: lm data prepare --input TEXTS --output DATA --tokenizer %s", target)
+    log.info("data for it: lm data prepare --input TEXTS --output DATA --tokenizer %s", shown)
     log.info("train on:    lm fit --config YOURS.yaml --config %s --ckpt_path %s --run NAME",
-             target / "model.yaml", target)  # fmt: skip
-    print(target)
+             shown / "model.yaml", shown)  # fmt: skip
+    print(shown)
 
 
 def content(model: Pretrained) -> dict[str, object]:
@@ -99,5 +103,5 @@ def _refuse(source: Path, target: Path) -> None:
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
-    if (target.absolute().parent / "run.json").exists():
+    if (target.parent / "run.json").exists():
         raise RequestError(f"--output {target} is in the folder of a run, which it would be taken for a checkpoint of")

@@ -111,7 +111,7 @@ class Watch:
                 curve.add(step, entry[name])
         if "val/loss" in entry:
             self._validations.append((step, entry["val/loss"]))
-        self._pace.add(step, entry.get("time", 0.0), "val/loss" in entry)
+        self._pace.add(step, entry.get("time", 0.0), "train/loss" not in entry)
 
     def _go_back(self, step: int) -> None:
         """As `Run.metrics` does: what lies beyond the checkpoint that was resumed from does not count."""

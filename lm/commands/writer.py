@@ -2,12 +2,14 @@
 written.
 """
 
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -18,9 +20,9 @@ from lm.errors import RequestError
 from lm.generation import Reason
 from lm.pretrained import Pretrained
 from lm.sampling import Sampling
+from lm.terminal import harmless
 
-# Signs that would move a terminal's cursor or change its colours, as pictures of them; lines and tabs stay.
-PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(range(127, 160), "␦")
+MOST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens {self.max_new_tokens} must be at least 1")
+        if self.seed is not None and not 0 <= self.seed <= MOST_SEED:
+            raise RequestError(f"seed {self.seed} must lie in 0 to {MOST_SEED}")
         self.sampling()
 
     def sampling(self) -> Sampling:
@@ -66,7 +70,7 @@ class Shown:
 
     text: str
     tokens: int
-    reason: Reason | None
+    reason: Reason | Literal["Ctrl-C"] | None
     seconds: float
 
     def sentence(self, seed: int) -> str:
@@ -84,27 +88,47 @@ def show(model: Pretrained, prompt: str, settings: Settings, step: Step, begin: 
         settings: how.
         step: how the decoder is run.
         begin: what to show before it; the prompt if not given.
+
+    Returns:
+        What was written, also where Ctrl-C ended it.
     """
     began, shown = time.perf_counter(), Shown("", 0, None, 0.0)
     news: Iterator[NewText] = stream_text(model.decoder, model.tokenizer, [prompt], **settings.options(), step=step)
     put(prompt if begin is None else begin, "bold")
-    try:
-        with closing(news):
-            for new in news:
-                put(new.text)
-                shown.text += new.text
-                shown.tokens += 1
-                shown.reason = new.reason
-    finally:
-        put("\n")
+    with closing(news), interruptible() as interrupted:
+        for new in news:
+            put(new.text)
+            shown.text += new.text
+            shown.tokens += new.token is not None
+            shown.reason = "Ctrl-C" if interrupted.is_set() else new.reason
+            if shown.reason is not None:
+                break
+    put("\n")
     shown.seconds = time.perf_counter() - began
     return shown
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """While it lasts, the first Ctrl-C sets the event, so that what is under way ends in order; the next one raises."""
+    asked, before = threading.Event(), signal.getsignal(signal.SIGINT)
+
+    def ask(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def put(text: str, style: str | None = None) -> None:
     """Print a text at once, and nothing after it: as it is, but for signs that would confuse a terminal."""
     if sys.stdout.isatty():
-        shown = Text(text.translate(PICTURES), style or "", tab_size=8)
+        shown = Text(harmless(text), style or "", tab_size=8)
         Console(highlight=False).print(shown, end="", soft_wrap=True)
     else:
         sys.stdout.write(text)

@@ -55,7 +55,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise RequestError(f"{name} is not a tokenizer.json: {_first_line(error)}") from error
         self.text = text
-        self.config = config or {}
+        self.config = config if isinstance(config, dict) else {}
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True  # what a document says is text, even where it reads `<|endoftext|>`
@@ -216,7 +216,8 @@ def train_char(texts: Iterable[str]) -> Tokenizer:
 
 def _content(token: Any) -> str | None:
     """A token of a tokenizer_config.json, which is a string or an object."""
-    return token.get("content") if isinstance(token, dict) else token
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 Rows of similar length are read together, filled up at their ends, where causal attention does not look. Logits are
 computed for those tokens only that are asked for, and a part of them at a time: all of them would take more memory
-than the model.
+than the model. (With FSDP2 all of a batch are computed, since weights are whole only inside of a forward pass.)
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -13,6 +13,7 @@ from lm.inspection.drawing import BLUE, ORANGE, figure, finish
 from lm.inspection.html import Html, colored_text, table, visible
 from lm.pretrained import Pretrained
 
+TINY = 2.0**-1074  # the smallest number above 0
 CHUNK = 128  # tokens whose distributions are looked at together
 
 
@@ -140,7 +141,7 @@ def draw_expectations(expected: Sequence[Expectation]) -> Figure:
     """Bits that every token cost as bars, and the entropy of its place, the bits to be expected, as a line."""
     picture, axes = figure(width=max(8, 1.5 + 0.19 * len(expected)))
     places = range(len(expected))
-    axes.bar(places, [-math.log2(one.probability) for one in expected], color=BLUE, label="this token")
+    axes.bar(places, [-math.log2(max(one.probability, TINY)) for one in expected], color=BLUE, label="this token")
     axes.plot(
         places, [one.entropy for one in expected], ".-", color=ORANGE, linewidth=1.2, label="to be expected (entropy)"
     )

@@ -12,7 +12,7 @@ def read_samples(run: Run) -> list[dict[str, Any]]:
     A run that went on from a checkpoint wrote the samples of later steps again; the later line counts.
     """
     try:
-        lines = (run.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (run.path / "samples.jsonl").read_bytes().split(b"\n")
     except OSError:
         return []
     found: dict[tuple[int, str], dict[str, Any]] = {}

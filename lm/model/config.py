@@ -53,10 +53,12 @@ class DecoderConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                     "head_dim", "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta",
-                     "initializer_range", "sliding_window"):
+        whole = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                 "head_dim", "intermediate_size", "max_position_embeddings", "sliding_window")
+        for name in (*whole, "rms_norm_eps", "rope_theta", "initializer_range"):
             value = getattr(self, name)
+            if name in whole and not isinstance(value, int | None):
+                raise RequestError(f"{name} {value!r} must be a whole number")
             if value is not None and not value > 0:
                 raise RequestError(f"{name} {value} must be above 0")
         if not 0 <= self.dropout < 1:

@@ -186,6 +186,8 @@ def _windows(document: dict[str, Any], architecture: str) -> tuple[str | None, i
     unknown = set(kinds) - set(LAYERS.values())
     if unknown:
         raise RequestError(f"config.json: layer_types has {min(unknown)}, which this decoder does not have")
+    if len(kinds) != layers:
+        raise RequestError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
     letters = "".join("S" if kind == LAYERS["S"] else "L" for kind in kinds)
     if "S" not in letters or window is None:
         return None, None
