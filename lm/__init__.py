@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lm.pretrained import Pretrained
     from lm.runs import Run
 
+__all__ = ["load_model", "load_run"]
 __version__ = "0.1.0"
 
 
@@ -35,8 +36,8 @@ def load_model(
     """A trained model with its tokenizer, to generate with or to look into.
 
     Args:
-        path: the folder of a run (its best checkpoint is taken), of a checkpoint, or of a Llama, Qwen3 or Ministral
-            in Hugging Face's format.
+        path: the folder or name of a run, whose best checkpoint is taken; the folder of a checkpoint, or of a Llama,
+            Qwen3 or Ministral in Hugging Face's format.
         device: where to; the GPU if there is one, else the CPU, if not given.
         dtype: of the weights; as they are stored if not given.
 

@@ -13,6 +13,8 @@ from jsonargparse.typing import register_type
 from lm.errors import RequestError
 from lm.quantities import Count, parse_count
 
+BOOLEANS = ("true", "false", "yes", "no")
+
 register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda value, kind: type(value) is kind)
 
 
@@ -57,32 +59,43 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
 
 
 def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[str] = ()) -> list[str]:
-    """What people type as what jsonargparse reads: `--json` as `--json=true`, `--input a b` as `--input=["a", "b"]`."""
+    """What people type as what jsonargparse reads: `--json` as `--json=true`, `--input a b` as `--input=["a", "b"]`.
+
+    A list may also come one by one, `--input a --input b`, or as JSON, `--input '["a", "b"]'`.
+    """
     spelled: list[str] = []
+    values: dict[str, list[str]] = {}  # option -> what was given for it; it stands where it came first
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
-        name = argument.removeprefix("--")
-        if name in flags and argument != name and not (rest and rest[0].lower() in ("true", "false", "yes", "no")):
+        option, equals, value = argument.partition("=")
+        name = option.removeprefix("--")
+        if name in flags and argument == f"--{name}" and not (rest and rest[0].lower() in BOOLEANS):
             spelled.append(f"{argument}=true")
-        elif name in lists and argument != name and rest and not _is_list(rest[0]):
-            values = []
-            while rest and not rest[0].startswith("--"):
-                values.append(rest.pop(0))
-            spelled.append(f"{argument}={json.dumps(values)}")
+        elif name in lists and option != name and (equals or rest):
+            given = [value] if equals else []
+            while not equals and rest and not rest[0].startswith("--"):
+                given.append(rest.pop(0))
+            if option not in values:
+                spelled.append(option)
+            values.setdefault(option, []).extend(_listed(given[0]) if len(given) == 1 else given)
         else:
             spelled.append(argument)
-    return spelled
+    return [f"{each}={as_list(values[each])}" if each in values else each for each in spelled]
 
 
-def _is_list(text: str) -> bool:
-    """Whether it is a list in brackets, and not a text that begins with one."""
-    if not text.startswith("["):
-        return False
+def _listed(text: str) -> list[str]:
+    """The texts of a JSON list of them; any other text is one by itself, also one in brackets."""
     try:
-        return isinstance(yaml.safe_load(text), list)
-    except yaml.YAMLError:
-        return False
+        found = json.loads(text)
+    except ValueError:
+        return [text]
+    return found if isinstance(found, list) and all(isinstance(each, str) for each in found) else [text]
+
+
+def as_list(values: list[str]) -> str:
+    """Texts as the YAML of a list, on one line, with everything beyond ASCII spelled out."""
+    return yaml.safe_dump(values, default_style='"', default_flow_style=True, width=float("inf")).strip()
 
 
 def gather(arguments: list[str]) -> list[str]:
@@ -98,7 +111,7 @@ def gather(arguments: list[str]) -> list[str]:
         options.append(argument)
         if "=" not in argument and argument not in ("-h", "--help") and rest:
             options.append(rest.pop(0))
-    return [json.dumps(values), *options]
+    return [as_list(values), *options]
 
 
 def known_names(parser: Any) -> list[str]:
@@ -118,6 +131,9 @@ def shorten(message: str, known: list[str], elsewhere: dict[str, str]) -> str:
     if optional:  # it may also be null, and nobody asks why it is not
         wrong = re.sub(r"^Not of type \w+: |Expected a <class '(\w+)'>", r"\1", optional[1])
         text = text.split(": ")[0] + ": " + (wrong if optional[2] in wrong else f"expected {wrong}, got {optional[2]}")
+    text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
+    text = re.sub(r"expected expected", "expected", text)
+    text = re.sub(r"argument --(\S+?)(/\S+)?: expected one argument", r"--\1 needs a value", text)
     unknown = re.search(
         r"(?:Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)|[Kk]ey '([^']+)' is not"
         r"|(?P<kind>Group|Subcommand) '(?P<place>[^']+)' does not accept option '(?P<option>[^']+)')", text

@@ -5,11 +5,11 @@ turn out to be the beginning of a stop string.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer import Begin, Tokenizer
 from lm.decode_step import Step
 from lm.errors import RequestError
 from lm.generation import NewToken, Reason, stream
@@ -54,24 +54,9 @@ class Written(NamedTuple):
     reason: Reason  # the end of a document, a stop string, as many as were asked for, or a context that is full
 
 
-def complete(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    *,
-    max_new_tokens: int = 128,
-    sampling: Sampling = Sampling(),
-    stop: Sequence[str] = (),
-    seed: int | None = None,
-    ignore_eos: bool = False,
-    alternatives: int = 0,
-    step: Step = "growing",
-) -> list[Written]:
+def complete(decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any) -> list[Written]:
     """Continue texts, all of them together. Arguments and errors are those of `stream_text`."""
-    return gather(prompts, stream_text(
-        decoder, tokenizer, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, seed=seed,
-        ignore_eos=ignore_eos, alternatives=alternatives, step=step,
-    ))  # fmt: skip
+    return gather(prompts, stream_text(decoder, tokenizer, prompts, **options))
 
 
 def gather(prompts: Sequence[str], news: Iterable[NewText]) -> list[Written]:
@@ -97,6 +82,7 @@ def stream_text(
     stop: Sequence[str] = (),
     seed: int | None = None,
     ignore_eos: bool = False,
+    begin: Begin = "nothing",
     alternatives: int = 0,
     step: Step = "growing",
 ) -> Iterator[NewText]:
@@ -111,16 +97,17 @@ def stream_text(
         stop: a row ends before the first of these that would stand in its text.
         seed: of the random numbers; a new one if not given.
         ignore_eos: write on after the end of a document, which is then part of the text, by its name.
+        begin: what stands before a prompt: `eos` where it is to be the beginning of a document.
         alternatives: how many of the likeliest tokens to report in the place of every one that was written.
         step: how the decoder is run; see `decode_step.DecodeStep`.
 
     Raises:
-        RequestError: as `generation.stream`, or a stop string is empty.
+        RequestError: as `generation.stream`, a stop string is empty, or a prompt is no Unicode text.
         RunError: logits are not finite.
     """
     if "" in stop:
         raise RequestError("a stop string is empty: every text would end before it begins")
-    ids = [prompt or [tokenizer.eos_id] for prompt in tokenizer.encode_batch(prompts)]
+    ids = [begun(tokenizer, prompt, begin) for prompt in prompts]
     texts = [GrowingText(tokenizer, prompt, stop) for prompt in ids]
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     tokens = stream(
@@ -129,6 +116,19 @@ def stream_text(
         ended=lambda row, token: texts[row].add(token),
     )  # fmt: skip
     return _texts(tokens, texts)
+
+
+def begun(tokenizer: Tokenizer, prompt: str, begin: Begin = "nothing") -> list[int]:
+    """A prompt's ids, at least one: an empty prompt begins a document.
+
+    Raises:
+        RequestError: it is no Unicode text.
+    """
+    try:
+        ids = tokenizer.encode(prompt)
+    except TypeError as error:  # of the library, where half of a surrogate pair stands in it
+        raise RequestError(f"the prompt {prompt!r:.60} is no Unicode text: was it read as UTF-8?") from error
+    return [tokenizer.eos_id, *ids] if begin == "eos" or not ids else ids
 
 
 def _texts(tokens: Iterator[NewToken], texts: list["GrowingText"]) -> Iterator[NewText]:

@@ -6,7 +6,7 @@ imports torch, so that commands which only look at runs answer at once.
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Evaluation = dict[str, Any]
@@ -51,6 +51,32 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def joined(evaluations: Sequence[Evaluation], step: int | None = None) -> Evaluation | None:
+    """All that is known of one step's model as one evaluation.
+
+    Of each task and text the result of the most items or tokens counts, the newest of several; the mean of centred
+    accuracies is that of the evaluation of the most items.
+
+    Args:
+        evaluations: `Run.evaluations()`.
+        step: whose; that of the newest evaluation if not given.
+
+    Returns:
+        None where there is none.
+    """
+    step = evaluations[-1]["step"] if step is None and evaluations else step
+    of_step = [evaluation for evaluation in evaluations if evaluation["step"] == step]
+    if not of_step:
+        return None
+    best: dict[str, dict[str, Any]] = {"tasks": {}, "texts": {}}
+    for kind, size in (("tasks", "items"), ("texts", "tokens")):
+        for name, result in ((name, result) for each in of_step for name, result in each[kind].items()):
+            if name not in best[kind] or result[size] >= best[kind][name][size]:
+                best[kind][name] = result
+    largest = max(reversed(of_step), key=lambda each: sum(task["items"] for task in each["tasks"].values()))
+    return {**of_step[-1], **best, "core": largest["core"], "core_interval": largest["core_interval"]}
+
+
 def metrics(evaluation: Evaluation) -> dict[str, float]:
     """The numbers that make curves, by the names that they have in TensorBoard and `metrics.jsonl`."""
     found: dict[str, float] = {}
@@ -64,7 +90,7 @@ def metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 def sentences(evaluation: Evaluation | None) -> list[str]:
-    """An evaluation in lines: when, CORE, and each task and text, with 95 % intervals."""
+    """An evaluation in lines: when, the mean, and each task and text, with 95 % intervals."""
     if evaluation is None:
         return []
     lines = [f"step {evaluation['step']:,}" + core_sentence(evaluation)]
@@ -81,8 +107,8 @@ def sentences(evaluation: Evaluation | None) -> list[str]:
 
 
 def core_sentence(evaluation: Evaluation) -> str:
-    """`, CORE 0.0123 (-0.004 to 0.029)`; nothing where there is none."""
+    """`, mean centred accuracy 0.0123 (-0.004 to 0.029)`; nothing where there is none."""
     if evaluation["core"] is None:
         return ""
     low, high = evaluation["core_interval"]
-    return f", CORE {evaluation['core']:.4f} ({low:.4f} to {high:.4f})"
+    return f", mean centred accuracy {evaluation['core']:.4f} ({low:.4f} to {high:.4f})"

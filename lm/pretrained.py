@@ -9,12 +9,13 @@ import torch
 
 from lm.checkpoint import step_of
 from lm.completion import Written, complete
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RequestError
 from lm.kernels.operations import choose
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_from_json, from_huggingface
+from lm.registry import find
 from lm.runs import Run
 from lm.sampling import Sampling
 from lm.weights import read_weights
@@ -52,17 +53,18 @@ class Pretrained:
         return self.decoder.embed_tokens.weight.dtype
 
     def generate(
-        self, prompts: str | Sequence[str], *, max_new_tokens: int = 128, sampling: Sampling = Sampling(),
-        stop: Sequence[str] = (), seed: int | None = None, ignore_eos: bool = False, alternatives: int = 0,
+        self, prompts: str | Sequence[str], *, max_new_tokens: int = 128,
+        sampling: Sampling = Sampling(temperature=0.8, top_k=50), stop: str | Sequence[str] = (),
+        seed: int | None = None, ignore_eos: bool = False, begin: Begin = "nothing", alternatives: int = 0,
     ) -> list[Written]:  # fmt: skip
         """What follows one text, or several; all of them are continued together.
 
         Options and errors are those of `completion.stream_text`, which hands out a text while it is written.
         """
-        prompts = [prompts] if isinstance(prompts, str) else prompts
+        prompts, stop = ([texts] if isinstance(texts, str) else texts for texts in (prompts, stop))
         return complete(
             self.decoder, self.tokenizer, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop,
-            seed=seed, ignore_eos=ignore_eos, alternatives=alternatives,
+            seed=seed, ignore_eos=ignore_eos, begin=begin, alternatives=alternatives,
         )  # fmt: skip
 
 
@@ -73,7 +75,7 @@ def load_pretrained(
     """Read a model to use it.
 
     Args:
-        path: a run's folder, of which the best checkpoint is taken, or the last where none was validated; a
+        path: a run's folder or name, of which the best checkpoint is taken, or the last where none was validated; a
             checkpoint's folder; or any folder with a Llama, Qwen3 or Ministral of Hugging Face's and a
             `tokenizer.json`.
         device: where to; the GPU if there is one, else the CPU, if not given.
@@ -83,7 +85,11 @@ def load_pretrained(
     Raises:
         RequestError: there is no model, it is damaged, or it is of another architecture; or there is no such device.
     """
-    folder = Run(path).checkpoint() if (Path(path) / "run.json").exists() else Path(path)
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = find(str(path)).path
+    if (folder / "run.json").exists():
+        folder = Run(folder).checkpoint()
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = read_config(folder)
     try:

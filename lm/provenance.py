@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.checkpoint import samples_of
+from lm.evaluation_log import joined
 from lm.model.accounting import flops_per_token
 from lm.pretrained import Pretrained
 from lm.quantities import format_bytes
@@ -145,14 +146,14 @@ def _duration(seconds: float) -> str:
 
 
 def result_rows(model: Pretrained, run: Run) -> Rows:
-    """The validation at this very step, and the newest evaluation of it."""
+    """The validation at this very step, and what evaluations found of it."""
     rows: Rows = {}
     labels = {"val/loss": "validation loss, nats a token", "val/perplexity": "validation perplexity",
               "val/bpb": "validation bits per byte"}  # fmt: skip
     for line in run.metrics():
         if line["step"] == model.step:
             rows |= {label: f"{line[name]:.4f}" for name, label in labels.items() if name in line}
-    found = next((one for one in reversed(run.evaluations()) if one["step"] == model.step), None)
+    found = joined(run.evaluations(), model.step)
     if found is None:
         return rows
     for name, texts in found["texts"].items():
@@ -165,5 +166,5 @@ def result_rows(model: Pretrained, run: Run) -> Rows:
             f"gives {task['baseline']:.1%}"
         )
     if found["core"] is not None:
-        rows["CORE: mean of the accuracies, each centred on guessing"] = f"{found['core']:.4f}"
+        rows["mean of the accuracies, each centred on guessing"] = f"{found['core']:.4f}"
     return rows

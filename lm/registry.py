@@ -16,6 +16,7 @@ from typing import Any
 
 from lm import registry_file
 from lm.errors import LmError, RequestError
+from lm.evaluation_log import joined
 from lm.runs import ROOT, Run
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def facts(run: Run) -> dict[str, Any]:
         "entered": described.get("entered"),
         "host": described.get("host"),
         "config_sha256": hashlib.sha256(config).hexdigest() if config is not None else None,
-        "core": next((found["core"] for found in reversed(run.evaluations()) if found.get("core") is not None), None),
+        "core": (joined(run.evaluations()) or {}).get("core"),
     }
 
 

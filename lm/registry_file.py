@@ -4,12 +4,13 @@ It is written in one transaction at a time, with a write-ahead log where that wo
 damaged file is set aside. `registry.py` says what is in the table.
 """
 
+import fcntl
 import logging
 import os
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,19 @@ def _code(error: sqlite3.Error) -> int:
 
 def _set_aside(path: Path, inode: int | None) -> None:
     """Rename a damaged file, unless another process has done so already."""
-    if not path.exists() or path.stat().st_ino != inode:
-        return
     suffix = f".damaged-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        damaged = open(path, "rb")
+    except FileNotFoundError:
+        return
+    with damaged:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(damaged, fcntl.LOCK_EX)  # who waited for it finds another file under the name, or none
+        if path.exists() and path.stat().st_ino == inode:
+            _rename(path, suffix)
+
+
+def _rename(path: Path, suffix: str) -> None:
     for part in ("-wal", "-shm", ""):  # the file itself last: from then on others make a new one, with parts of its own
         file = path.with_name(path.name + part)
         if file.exists():

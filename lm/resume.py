@@ -9,7 +9,7 @@ import yaml
 from lm import registry
 from lm.checkpoint import find_damage
 from lm.errors import RequestError
-from lm.runs import ROOT, Run, flatten
+from lm.runs import ROOT, STEP, Run, flatten
 
 log = logging.getLogger(__name__)
 
@@ -83,14 +83,14 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
 
     Args:
         run: a name under the root or in the registry, or a path; the newest run if not given.
-        ckpt_path: a folder, which need not belong to a run; `best`, `last` or `auto` (the newest whole one) of the
-            run; its best, or its last where none was validated, if not given.
+        ckpt_path: a folder, which need not belong to a run; `best`, `last`, `step-...` or `auto` (the newest whole one)
+            of the run; its best, or its last where none was validated, if not given.
         root: folder of the runs.
 
     Raises:
         RequestError: there is no such run, checkpoint or folder.
     """
-    if ckpt_path not in (None, "best", "last", "auto"):
+    if ckpt_path not in (None, "best", "last", "auto") and not STEP.fullmatch(ckpt_path):
         if run:
             raise RequestError(f"--ckpt_path {ckpt_path} names a folder, so there is no need for --run {run}: give one")
         path = Path(ckpt_path)

@@ -47,6 +47,9 @@ class Run:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
     @property
     def name(self) -> str:
         return self.path.name

@@ -22,7 +22,7 @@ FLOORS = {
     "lm.metrics": 1.5, "lm.snapshot": 1.5, "lm.micro_step": 1, "lm.tally": 1,
     "lm.module": 2, "lm.trainer": 2, "lm.resume": 2, "lm.generation": 2,
     "lm.sampling": 1, "lm.weights": 1.5, "lm.completion": 2.1, "lm.pretrained": 2.2,
-    "lm.decode_step": 1.5, "lm.evaluation_log": 2.6, "lm.reload_check": 2.3, "lm.provenance": 2.3, "lm.model_card": 2.4,
+    "lm.decode_step": 1.5, "lm.evaluation_log": 0.5, "lm.reload_check": 2.3, "lm.provenance": 2.3, "lm.model_card": 2.4,
     "lm.evaluation": 2.5, "lm.inspection": 2.5,
     "lm.callbacks": 3,
     "lm.config_file": 3.5,

@@ -57,6 +57,16 @@ def test_a_slow_stretch_is_not_the_pace():
     assert not pace.settled
 
 
+def test_pauses_that_come_again_are_part_of_the_pace_and_a_single_one_is_not():
+    """Evaluations of 120 s every 250 steps make a step of 0.1 s one of 0.58 s."""
+    pace = Pace()
+    pace.steps.append(0.1)
+    pace.pauses.append((250, 500.0))  # the first of a session, which compiled something
+    assert pace.rest(1000, 0) == pytest.approx(100.0)
+    pace.pauses.extend([(500, 120.0), (750, 120.0)])
+    assert pace.rest(1000, 0) == pytest.approx(100.0 + 4 * 120.0)
+
+
 @pytest.mark.parametrize(
     ("hours", "usd", "end", "kind"),
     [

@@ -15,7 +15,7 @@ from lm.arguments import call
 from lm.commands.evaluate import evaluate, short_names
 from lm.commands.run_page import show
 from lm.errors import RequestError
-from lm.evaluation_log import metrics, record
+from lm.evaluation_log import joined, metrics, record
 from lm.runs import Run
 
 WORDS_TASK = ("--tasks", "words.jsonl", "--device", "cpu")
@@ -77,7 +77,7 @@ def test_what_is_found_is_the_models_and_stays_with_the_run(workplace, run, caps
         assert points(run, name) == pytest.approx({4: value, 8: metrics(last)[name]})
     call(show, ["small"], prog="lm runs show")
     shown = capsys.readouterr().out
-    assert re.search(rf"evaluation\s+step 4, CORE {first['core']:.4f}", shown) and "words: " in shown
+    assert re.search(rf"evaluation\s+step 4, mean centred accuracy {first['core']:.4f}", shown) and "words: " in shown
 
 
 @pytest.mark.slow
@@ -104,7 +104,8 @@ def test_a_model_without_a_run_leaves_nothing_behind(workplace, run, capsys):
     call(evaluate, ["--ckpt_path", "model", *WORDS_TASK, "--dtype", "bfloat16"], prog="lm evaluate")
     assert sorted(path for path in workplace.rglob("*")) == before and run.evaluations() == []
     shown = capsys.readouterr().out
-    assert re.search(rf"words\W+0\W+{len(WORDS)}\W", shown) and re.search(r"^model, CORE \S+ \(\S+ to ", shown, re.M)
+    assert re.search(rf"words\W+0\W+{len(WORDS)}\W", shown)
+    assert re.search(r"^model, mean centred accuracy \S+ \(\S+ to ", shown, re.M)
 
 
 @pytest.mark.parametrize("options, words", [
@@ -128,7 +129,7 @@ def test_a_wrong_request_is_one_line_and_leaves_nothing(run, options, words):
 
 def test_sources_have_short_names_that_differ():
     sources = ["a/b/news.jsonl.gz", "data/val/", "data/x/*.parquet", "embedded:sotu", "*.txt"]
-    assert short_names(sources) == ["news", "val", "x", "sotu", "*.txt"]
+    assert short_names(sources) == ["news", "data/val", "x", "sotu", "*.txt"]
     assert short_names(["a/val", "val/*.txt", "a/test"]) == ["a/val", "val/*.txt", "test"]
 
 
@@ -138,3 +139,22 @@ def test_what_is_kept_is_json_that_every_program_reads():
     assert json.loads(json.dumps(kept, allow_nan=False)) == kept
     assert kept["texts"]["a"] == {"bits_per_byte": None, "loss": 1.5, "stderr": None, "tokens": 3}
     assert metrics(kept) == {}
+
+
+def test_what_is_known_of_a_step_is_put_together_and_a_part_does_not_replace_the_whole():
+    """Of each task the result over most items counts; texts measured later do not drop the tasks."""
+
+    def evaluation(step, tasks, texts=(), core=None):
+        return {
+            "step": step, "core": core, "core_interval": core and [core, core],
+            "tasks": {name: {"items": items, "accuracy": accuracy} for name, items, accuracy in tasks},
+            "texts": {name: {"tokens": tokens} for name, tokens in texts},
+        }  # fmt: skip
+
+    whole = evaluation(4, [("a", 160, 0.5), ("b", 100, 0.25)], core=0.3)
+    part, words = evaluation(4, [("a", 3, 1.0)], core=1.0), evaluation(4, [], [("w", 9)])
+    older = evaluation(2, [("a", 500, 0.0)])
+    known = joined([older, whole, part, words])
+    assert known["tasks"] == whole["tasks"] and known["texts"] == words["texts"] and known["core"] == 0.3
+    assert joined([older, whole], 2)["tasks"] == older["tasks"] and joined([]) is None and joined([whole], 3) is None
+    assert joined([part, whole, evaluation(4, [("b", 100, 0.75)])])["tasks"]["b"]["accuracy"] == 0.75  # the newest

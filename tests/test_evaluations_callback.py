@@ -169,5 +169,5 @@ def test_every_field_explains_itself_in_help():
 
 
 def test_a_line_for_people_has_core_or_else_each_accuracy():
-    assert line(4, 8, {"eval/a/accuracy": 0.25, "eval/core": 0.0512}) == "step 4/8  CORE 0.0512"
+    assert line(4, 8, {"eval/a/accuracy": 0.25, "eval/core": 0.0512}) == "step 4/8  mean centred accuracy 0.0512"
     assert line(4, 8, {"eval/a/accuracy": 0.25, "eval/b/accuracy": 0.5}) == "step 4/8  a 25.0%  b 50.0%"

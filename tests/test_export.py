@@ -21,6 +21,7 @@ from lm.data.tokenizer import train_char
 from lm.errors import RequestError, RunError
 from lm.model_card import Card, write_card
 from lm.pretrained import load_pretrained
+from lm.provenance import _public
 from lm.weights import read_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -149,7 +150,7 @@ def test_the_card_has_the_evaluations_of_this_very_step(workplace, exported, tmp
     task = {"interval": [0.2, 0.4], "accuracy": 0.3, "num_fewshot": 5, "items": 120, "baseline": 0.25, "centered": 0.1}
     lines = [
         {"step": step, "tasks": {"speeches": {**task, "accuracy": accuracy}}, "core": 0.0667,
-         "texts": {"/home/me/book.txt": {"bits_per_byte": 1.25}}}
+         "core_interval": [0.0, 0.1], "texts": {"/home/me/book.txt": {"bits_per_byte": 1.25, "tokens": 9}}}
         for step, accuracy in ((model.step, 0.3), (model.step + 1, 0.9))
     ]  # fmt: skip
     (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -321,3 +322,23 @@ def test_a_wrong_request_is_one_line_and_makes_nothing(arguments, named, tmp_pat
         call(command.export, arguments, prog="lm export")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_nothing_of_the_working_directory_is_run(tmp_path, capsys, monkeypatch):
+    """The process that reloads would import it, if Python were started as usual."""
+    model_folder(tmp_path / "model", next(iter(SHAPES.values())))
+    (tmp_path / "transformers.py").write_text("open('canary', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    command.export(ckpt_path="model", output="exported")
+    assert (tmp_path / "exported/model.safetensors").exists() and not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("name, published", [
+    ("https://user:p@ss@host/x?key=1#token=abc", "https://host/x"),
+    ("file:///home/alice/secret/x.txt", "x.txt"),
+    ("/home/alice/x.txt", "x.txt"),
+    ("hf://datasets/a/b", "hf://datasets/a/b"),
+    ("embedded:sotu", "embedded:sotu"),
+])  # fmt: skip
+def test_a_card_names_no_folder_and_no_secret(name, published):
+    assert _public(name) == published

@@ -322,3 +322,12 @@ def test_pictures_and_tables_are_made_of_any_data(run, elsewhere):
 def test_load_run_takes_a_path_or_a_name(run, elsewhere):
     assert package.load_run(run.path).path == run.path
     assert package.load_run(os.path.relpath(run.path)).path.resolve() == run.path.resolve()
+
+
+def test_samples_of_signs_that_end_lines_elsewhere_are_kept(tmp_path):
+    """U+2028 and U+0085 end a line for Python, and not in a file of JSON lines."""
+    texts = ["a\u2028b", "c\x85d", "e"]
+    samples = [{"step": 1, "tokens": 1, "prompt": str(i), "text": text} for i, text in enumerate(texts)]
+    lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert [sample["text"] for sample in read_samples(Run(tmp_path))] == texts

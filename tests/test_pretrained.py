@@ -126,3 +126,38 @@ def test_what_is_wrong_with_a_folder_is_said_in_one_line(folder):
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-10])
     refused("model.safetensors cannot be read .* is it damaged or truncated")
+
+
+@pytest.mark.parametrize("name, value, message", [
+    ("hidden_size", 48.5, "hidden_size 48.5 must be a whole number"),
+    ("num_hidden_layers", 2.5, "a value is of another kind"),
+    ("num_hidden_layers", "3", "a value is of another kind"),
+    ("architectures", [["x"]], "a value is of another kind"),
+    ("rope_parameters", [1], "a value is of another kind"),
+    ("hidden_size", None, "config.json lacks hidden_size"),
+])  # fmt: skip
+def test_values_of_another_kind_are_refused_in_one_line(folder, name, value, message):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, name: value}))
+    with pytest.raises(RequestError, match=message):
+        lm.load_model(folder)
+
+
+def test_integer_weights_and_unknown_devices_are_refused(folder):
+    with pytest.raises(RequestError, match="device tpu: there is none here"):
+        lm.load_model(folder, device="tpu")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weight.to(torch.int8) for name, weight in weights.items()}, folder / "model.safetensors")
+    with pytest.raises(RequestError, match="is torch.int8, which this decoder does not compute with"):
+        lm.load_model(folder, device="cpu")
+
+
+def test_a_name_will_do_and_a_stop_string_alone(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    model = lm.load_model("small", device="cpu")
+    [whole] = model.generate("Chapter", max_new_tokens=12, seed=3, ignore_eos=True)
+    stop = whole.text[4:6]
+    [cut] = model.generate("Chapter", max_new_tokens=12, seed=3, ignore_eos=True, stop=stop)
+    assert cut.text == whole.text[: whole.text.index(stop)] and cut.reason == "stop"
+    [begun] = model.generate("", max_new_tokens=12, seed=3)
+    assert begun.text == model.generate("", max_new_tokens=12, seed=3, begin="eos")[0].text

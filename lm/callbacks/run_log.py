@@ -121,7 +121,7 @@ def line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
         "validation loss": ("val/loss", "{:.4f}"),
         "perplexity": ("val/perplexity", "{:.2f}"),
         "bits per byte": ("val/bpb", "{:.4f}"),
-        "CORE": ("eval/core", "{:.4f}"),
+        "mean centred accuracy": ("eval/core", "{:.4f}"),
         "MFU": ("perf/mfu", "{:.1%}"),
     }
     parts = [f"{name} {form.format(metrics[key])}" for name, (key, form) in shown.items() if key in metrics]

@@ -8,7 +8,6 @@ import json as jsonlib
 import logging
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from lm.evaluation import benchmark
 from lm.evaluation.corpora import CorpusResult, shards_bits_per_byte, texts_bits_per_byte
 from lm.evaluation.prompts import Begin
 from lm.evaluation.tasks import read_tasks
-from lm.evaluation_log import Evaluation, core_sentence, metrics, record
+from lm.evaluation_log import Evaluation, core_sentence, joined, metrics, record
 from lm.pretrained import Pretrained, load_pretrained
 from lm.quantities import Count, format_count
 from lm.resume import chosen_model
@@ -36,6 +35,7 @@ from lm.terminal import harmless
 log = logging.getLogger(__name__)
 
 WIDE = 100  # columns of a terminal that has room for every score
+SPLITS = ("train", "val", "test", "validation")
 Bar = Callable[[str, int, int | None], None]  # a name, how much of it is done, and how much there is
 
 
@@ -81,6 +81,8 @@ def evaluate(
                                ("batch_tokens", batch_tokens, 1), ("stride", stride, 1)):  # fmt: skip
         if value is not None and value < least:
             raise RequestError(f"--{name} {value} must be at least {least}")
+    if output is not None and output.is_dir():
+        raise RequestError(f"--output {output} is a folder; give a file")
     if output is not None and not output.absolute().parent.is_dir():
         raise RequestError(f"--output {output}: there is no folder {output.parent}")
     questions = read_tasks(tasks or [], num_fewshot)
@@ -145,11 +147,13 @@ def measure(
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
-    """Of each source the last part that is no pattern, without its suffix; all of it where that is not one's own."""
+    """Of each source the last part that is no pattern, without its suffix, and the one before it where that is a split;
+    all of it where that is not one's own."""
     names = []
     for source in sources:
         plain = [part for part in source.removeprefix("embedded:").split("/") if part and not set(part) & set("*?[")]
-        names.append(plain[-1].split(".")[0] if plain else "")
+        last = plain[-1].split(".")[0] if plain else ""
+        names.append("/".join([*plain[-2:-1], last]) if last in SPLITS else last)
     return [name if name and names.count(name) == 1 else source for name, source in zip(names, sources, strict=True)]
 
 
@@ -179,9 +183,8 @@ def keep(run: Run, found: Evaluation) -> None:
     of an earlier step follows.
     """
     run.append_evaluation(found)
-    points: dict[int, dict[str, float]] = defaultdict(dict)
-    for evaluation in run.evaluations():
-        points[evaluation["step"]] |= metrics(evaluation)
+    evaluations = run.evaluations()
+    points = {one["step"]: metrics(joined(evaluations, one["step"])) for one in evaluations}
     events = EventFile(str(run.path.parent), name=run.name, version="", default_hp_metric=False)
     for step in sorted(step for step in points if step >= found["step"]):
         events.log_metrics(points[step], step)
@@ -203,7 +206,7 @@ def show(found: dict[str, Any]) -> None:
     took = f"in {found['seconds']:.1f} s"
     console.print(f"{harmless(found['model'])}{step}{core_sentence(found)}, {took}", soft_wrap=True)
     if found["core"] is not None:
-        console.print("intervals are of 95 %; centred: guessing is 0, all right is 1; CORE is the mean", soft_wrap=True)
+        console.print("intervals are of 95 %; centred: guessing is 0, all right is 1", soft_wrap=True)
 
 
 def _tasks(tasks: dict[str, Any], every: bool) -> Table:

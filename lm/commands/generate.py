@@ -16,7 +16,8 @@ from rich.progress import Progress, TaskID
 
 from lm.commands.repl import LARGEST_SEED, Repl
 from lm.commands.writer import Settings, put, show
-from lm.completion import NewText, Written, gather, stream_text
+from lm.completion import NewText, Written, begun, gather, stream_text
+from lm.data.tokenizer import Begin
 from lm.decode_step import Step, check_step
 from lm.errors import RequestError
 from lm.hardware import device_name
@@ -48,6 +49,7 @@ def generate(
     seed: int | None = None,
     num_samples: Count = Count(1),
     ignore_eos: bool = False,
+    begin: Begin = "nothing",
     device: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     compile: Compile = "auto",
@@ -67,10 +69,11 @@ def generate(
         top_p: Choose among the fewest tokens whose probabilities add up to this.
         min_p: Leave out tokens with less than this share of the likeliest one's probability.
         repetition_penalty: Above 1, tokens that were there before become less likely.
-        stop: Strings before which a text ends.
+        stop: Strings before which a text ends, as they are; a shell writes a line end as $'\\n'.
         seed: Of the random numbers; a new one, which is told, if not given.
         num_samples: Texts for each prompt.
         ignore_eos: Write on where a document ends.
+        begin: What stands before a prompt: `eos` where it is to be the beginning of a document, or `nothing`.
         device: Where to compute; the GPU if there is one.
         dtype: Of the weights; as they are stored if not given.
         compile: How a step runs: `none`: as it is; `inductor`: compiled, which takes long at first; `cuda_graphs`:
@@ -79,7 +82,8 @@ def generate(
         root: Folder of the runs.
     """
     settings = Settings(
-        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), ignore_eos
+        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()), ignore_eos,
+        begin,
     )
     if num_samples < 1:
         raise RequestError(f"--num_samples {num_samples} must be at least 1")
@@ -92,6 +96,7 @@ def generate(
         Repl(model, settings, step).run()
         return
     settings = replace(settings, seed=random.randrange(LARGEST_SEED) if seed is None else seed)
+    check_room(model, prompts, settings)
     prompts = [text for text in prompts for _ in range(num_samples)]
     if len(prompts) == 1 and not json:
         shown = show(model, prompts[0], settings, step)
@@ -119,7 +124,7 @@ def read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None
     prompts = list(given or [])
     if file is not None:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
             prompts += text.removesuffix("\n").split("\n") if text else []
         except (OSError, ValueError) as error:
             raise RequestError(f"--prompt_file {file} cannot be read: {error}") from error
@@ -128,8 +133,23 @@ def read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None
             raise RequestError("no prompt: " + ("--prompt is empty" if file is None else f"{file} has no line"))
         return prompts
     if not sys.stdin.isatty():
-        return [sys.stdin.read().removesuffix("\n")]
+        try:
+            return [sys.stdin.read().removesuffix("\n")]
+        except UnicodeDecodeError as error:
+            raise RequestError(f"what is piped in is no UTF-8 text: {error}") from error
     return None
+
+
+def check_room(model: Pretrained, prompts: list[str], settings: Settings) -> None:
+    """Raise RequestError where a prompt leaves no room for a token, before any text is written."""
+    context = model.config.max_position_embeddings
+    for number, prompt in enumerate(prompts, start=1):
+        count = len(begun(model.tokenizer, prompt, settings.begin))
+        if count >= context:
+            raise RequestError(
+                f"prompt {number} of {len(prompts)} has {count} tokens, which leaves no room in the context of "
+                f"{context}: shorten it by {count - context + 1} or more"
+            )
 
 
 def prepare(model: Pretrained, compile: Compile) -> tuple[str, Step]:

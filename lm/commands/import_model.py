@@ -96,6 +96,8 @@ def describe(config: DecoderConfig, source: Path, target: Path) -> str:
 def _refuse(source: Path, target: Path) -> None:
     if not source.is_dir():
         raise RequestError(f"--input {source} is no folder; give one with a config.json and safetensors in it")
+    if not any((source / name).exists() for name in ("config.json", "run.json")):
+        raise RequestError(f"--input {source} is no model: it has no config.json")
     if not (source / "tokenizer.json").exists() and not (source / "run.json").exists():
         raise RequestError(
             f"{source} has no tokenizer.json; transformers makes one: "

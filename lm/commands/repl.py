@@ -13,6 +13,7 @@ from lm.decode_step import Step
 from lm.errors import LmError, RequestError
 from lm.pretrained import Pretrained
 from lm.quantities import parse_count
+from lm.terminal import harmless
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,7 @@ HELP = """A line is a prompt, and the model goes on from it. An empty line goes 
                  shows a setting; with a value after it, such as /temperature 0.7 or /top_k none, changes it
   /settings      shows all of them
   /reset         forgets the text and puts the settings back
+  /quit          leaves, as Ctrl-D does
   /help          shows this
 Ctrl-C ends a text, Ctrl-D leaves."""
 LARGEST_SEED = 2**32
@@ -50,18 +52,16 @@ class Repl:
         while True:
             try:
                 line = input("> ")
+                self.command(line[1:]) if line.startswith("/") else self.write(line)
+            except LmError as error:
+                print(harmless(str(error)), file=sys.stderr)
+            except KeyboardInterrupt:
+                print()
             except EOFError:
                 print()
                 return
-            except KeyboardInterrupt:
-                print()
-                continue
-            try:
-                self.command(line[1:]) if line.startswith("/") else self.write(line)
-            except LmError as error:
-                print(error, file=sys.stderr)
-            except KeyboardInterrupt:
-                print("ended by Ctrl-C")
+            except UnicodeDecodeError as error:
+                print(f"this is no UTF-8 text: {error}", file=sys.stderr)
 
     def write(self, line: str) -> None:
         """Go on from a line; from all that is there where it is empty."""
@@ -78,8 +78,10 @@ class Repl:
         Raises:
             RequestError: there is no such command, or its value means nothing.
         """
-        name, _, value = line.strip().partition(" ")
+        name, _, value = line.partition(" ")
         names = list(self.settings.described())
+        if name in ("quit", "exit"):
+            raise EOFError
         if name == "help":
             print(HELP.format(names=" ".join("/" + name for name in names)))
         elif name == "settings":
@@ -89,7 +91,8 @@ class Repl:
             self.settings, self.text = self.given, ""
         elif name in names:
             if value.strip():
-                self.settings = replace(self.settings, **{name: _read(name, value.strip())})
+                value = value if name == "stop" else value.strip()
+                self.settings = replace(self.settings, **{name: _read(name, value)})
             self._tell(name)
         else:
             close = difflib.get_close_matches(name, [*names, "help", "settings", "reset"], 1)
@@ -112,6 +115,10 @@ def _read(name: str, value: str) -> Any:
         return None
     if name == "stop":
         return () if value.lower() == "none" else (value.replace("\\n", "\n").replace("\\t", "\t"),)
+    if typing.get_origin(kind) is typing.Literal:
+        if value not in typing.get_args(kind):
+            raise RequestError(f"{name} {value!r}: give one of {', '.join(typing.get_args(kind))}")
+        return value
     if kind is bool:
         if value.lower() not in ("true", "false", "yes", "no", "on", "off"):
             raise RequestError(f"{name} {value!r}: give true or false")

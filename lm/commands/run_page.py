@@ -68,7 +68,7 @@ def describe(run: Run) -> dict[str, Any]:
         "budget": run.read("budget.json") or None,
         "alerts": run.alerts(),
         "post_mortems": sorted(str(path) for path in run.path.glob("postmortem-*") if path.is_dir()),
-        "evaluation": next(reversed(run.evaluations()), None),
+        "evaluation": evaluation_log.joined(run.evaluations()),
         "samples": last_samples(run),
         "next": next_command(run, status),
     }  # fmt: skip

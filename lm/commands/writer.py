@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lm.completion import NewText, stream_text
+from lm.data.tokenizer import Begin
 from lm.decode_step import Step
 from lm.errors import RequestError
 from lm.generation import Reason
@@ -42,6 +43,7 @@ class Settings:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    begin: Begin = "nothing"
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -56,7 +58,7 @@ class Settings:
 
     def options(self) -> dict[str, Any]:
         """The arguments of `stream_text`."""
-        names = ("max_new_tokens", "seed", "stop", "ignore_eos")
+        names = ("max_new_tokens", "seed", "stop", "ignore_eos", "begin")
         return {"sampling": self.sampling(), **{name: getattr(self, name) for name in names}}
 
     def described(self) -> dict[str, Any]:

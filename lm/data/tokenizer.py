@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lm.errors import RequestError
 
+Begin = Literal["nothing", "eos"]  # what a text begins with; documents follow the token that ended the one before
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
 

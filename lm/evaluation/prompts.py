@@ -6,14 +6,12 @@ examples are drawn by the item's number, and a blank line stands after each.
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer import Begin, Tokenizer
 from lm.evaluation.tasks import Item, Task
-
-Begin = Literal["eos", "nothing"]
 
 SHUFFLE_SEED = 1337  # of the items, so that the first of them are as good as any
 EXAMPLES_SEED = 1234  # plus the number of the item: of its solved examples
