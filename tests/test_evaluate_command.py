@@ -89,8 +89,8 @@ def test_bits_per_byte_of_the_validation_data_are_those_of_the_validation(workpl
     validated = lm(workplace, "validate", "--run", "small", "--ckpt_path", "last").stdout
     loss, bpb = (float(re.search(rf"val/{name} (\S+)", validated)[1]) for name in ("loss", "bpb"))
     texts = found["texts"]
-    assert list(texts) == ["texts/00*.txt", "texts", "val"] and found["tasks"] == {} and found["core"] is None
-    assert (texts["val"]["loss"], texts["val"]["bits_per_byte"]) == pytest.approx((loss, bpb), abs=1e-4)
+    assert list(texts) == ["texts/00*.txt", "texts", "small/val"] and found["tasks"] == {} and found["core"] is None
+    assert (texts["small/val"]["loss"], texts["small/val"]["bits_per_byte"]) == pytest.approx((loss, bpb), abs=1e-4)
     assert texts["texts"]["bytes"] == sum(path.stat().st_size for path in (workplace / "texts").iterdir())
     assert texts["texts"]["bits_per_byte"] == pytest.approx(bpb, rel=0.15)
     assert points(run, "eval/val/bpb") == {8: pytest.approx(bpb, abs=1e-4)}
@@ -130,7 +130,7 @@ def test_a_wrong_request_is_one_line_and_leaves_nothing(run, options, words):
 def test_sources_have_short_names_that_differ():
     sources = ["a/b/news.jsonl.gz", "data/val/", "data/x/*.parquet", "embedded:sotu", "*.txt"]
     assert short_names(sources) == ["news", "data/val", "x", "sotu", "*.txt"]
-    assert short_names(["a/val", "val/*.txt", "a/test"]) == ["a/val", "val/*.txt", "test"]
+    assert short_names(["a/val", "val/*.txt", "a/test"]) == ["a/val", "val", "a/test"]
 
 
 def test_what_is_kept_is_json_that_every_program_reads():
