@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_huggingface import SMALL, trained_like
+from decoders import SMALL, trained_like
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 

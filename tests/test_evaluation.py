@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.multiprocessing
 import torch.nn.functional as F
-from test_huggingface import SHAPES, SMALL, trained_like, write_folder
+from decoders import SHAPES, SMALL, trained_like
+from test_huggingface import write_folder
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM

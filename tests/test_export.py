@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from test_huggingface import SHAPES, trained_like
+from decoders import SHAPES, trained_like
 from test_huggingface import write_folder as write_model
 from trainings import CORPUS, lm, make_workplace, write_config
 from transformers import AutoModelForCausalLM, AutoTokenizer

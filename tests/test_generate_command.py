@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_huggingface import SMALL, trained_like, write_folder
+from decoders import SMALL, trained_like
+from test_huggingface import write_folder
 from trainings import PLACES, lm, make_workplace, write_config
 
 from lm import load_model

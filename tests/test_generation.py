@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_huggingface import SHAPES, SMALL, trained_like, write_folder
+from decoders import SHAPES, SMALL, trained_like
+from test_huggingface import write_folder
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_huggingface import SHAPES, trained_like
+from decoders import SHAPES, trained_like
 
 from lm import decode_step
 from lm.errors import RequestError

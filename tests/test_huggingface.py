@@ -5,42 +5,18 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from decoders import SHAPES, SMALL, trained_like
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MinistralConfig, Qwen3Config
 
 from lm.errors import RequestError
-from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_from_json, config_json, from_huggingface, generation_config_json, to_huggingface
-
-SMALL = DecoderConfig(
-    vocab_size=101, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80,
-    max_position_embeddings=64, rms_norm_eps=1e-4, rope_theta=5000.0, initializer_range=0.2,
-)
-SHAPES = {
-    "llama, tied": SMALL,
-    "llama, untied, grouped heads": replace(SMALL, num_key_value_heads=2, tie_word_embeddings=False),
-    "llama, one kv head, wide heads": replace(SMALL, num_key_value_heads=1, head_dim=32),
-    "qwen3, untied": replace(SMALL, qk_norm=True, tie_word_embeddings=False),
-    "qwen3, tied, grouped wide heads": replace(SMALL, qk_norm=True, num_key_value_heads=2, head_dim=32),
-    "qwen3, windows": replace(SMALL, qk_norm=True, num_hidden_layers=4, window_pattern="SSL", sliding_window=5),
-    "ministral, windows": replace(SMALL, window_pattern="SL", sliding_window=9, num_key_value_heads=2),
-}
 
 
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
 def config(request):
     return request.param
-
-
-def trained_like(config: DecoderConfig) -> Decoder:
-    """A decoder whose norms are not all one, so that swapping or dropping one would show."""
-    torch.manual_seed(0)
-    model = Decoder(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
 
 
 def write_folder(model: Decoder, path, dtype: str = "float32"):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from test_huggingface import SHAPES, trained_like
+from decoders import SHAPES, trained_like
 from test_huggingface import write_folder as write_model
 from trainings import CORPUS, lm, losses, make_workplace, trace, write_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM

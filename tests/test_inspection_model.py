@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoders import SHAPES, SMALL, trained_like
 from matplotlib.figure import Figure
-from test_huggingface import SHAPES, SMALL, trained_like, write_folder
+from test_huggingface import write_folder
 from transformers import AutoModelForCausalLM
 
 from lm.completion import complete

@@ -5,8 +5,9 @@ import pickle
 
 import pytest
 import torch
+from decoders import SHAPES, SMALL, trained_like
 from safetensors.torch import load_file, save_file
-from test_huggingface import SHAPES, SMALL, trained_like, write_folder
+from test_huggingface import write_folder
 from trainings import lm as command
 from trainings import make_workplace, write_config
 
