@@ -71,7 +71,8 @@ def step(arguments: list[str]) -> None:
     vocab_size = find_vocab_size(config)
     modes = parse_modes(config.modes)
     if modes:
-        found = measure_modes(modes, [*arguments, "--modes=[]"], config.output)
+        others = [argument for argument in arguments if not argument.startswith("--modes=")]
+        found = measure_modes(modes, others, config.output)
     else:
         found = measure(config, vocab_size)
         if config.output:

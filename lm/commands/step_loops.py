@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lm.callbacks.checkpoints import Checkpoints
-from lm.callbacks.throughput import Throughput
+from lm.callbacks.pauses import not_training
 from lm.data.batch import Batch
 from lm.module import LanguageModule
 from lm.trainer import Trainer
@@ -189,13 +189,11 @@ class Turns(Callback):
             return
         if not saving and step > self.warmup:
             self.lightning.append(self._clock.read())
-        throughput = next(callback for callback in trainer.callbacks if isinstance(callback, Throughput))
-        throughput.pause()  # so that the log lines stay true
-        if saving:
-            self.savings.append(_save(trainer, pl_module.device))
-        else:
-            self._plain_turn(trainer, pl_module, step)
-        throughput.resume()
+        with not_training(trainer):  # so that the log lines stay true
+            if saving:
+                self.savings.append(_save(trainer, pl_module.device))
+            else:
+                self._plain_turn(trainer, pl_module, step)
         self._clock = Clock(pl_module.device)
 
     def _plain_turn(self, trainer: Trainer, module: LanguageModule, step: int) -> None:
