@@ -1,6 +1,11 @@
-"""No test writes to the user's own registry of runs."""
+"""No test writes to the user's own registry of runs, and what tests start can be interrupted."""
 
 import os
+import signal
 import tempfile
 
 os.environ["LM_REGISTRY"] = os.path.join(tempfile.mkdtemp(prefix="lm-registry-"), "runs.db")
+
+# In the background of a shell SIGINT is ignored, and so it would be by every process that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
