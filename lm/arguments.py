@@ -61,7 +61,8 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
 def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[str] = ()) -> list[str]:
     """What people type as what jsonargparse reads: `--json` as `--json=true`, `--input a b` as `--input=["a", "b"]`.
 
-    A list may also come one by one, `--input a --input b`, or as JSON, `--input '["a", "b"]'`.
+    A list may also come one by one, `--input a --input b`, as JSON, `--input '["a", "b"]'`, or with the sign of
+    equality as YAML, `--input=[a, b]`.
     """
     spelled: list[str] = []
     values: dict[str, list[str]] = {}  # option -> what was given for it; it stands where it came first
@@ -78,17 +79,17 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
                 given.append(rest.pop(0))
             if option not in values:
                 spelled.append(option)
-            values.setdefault(option, []).extend(_listed(given[0]) if len(given) == 1 else given)
+            values.setdefault(option, []).extend(_listed(given[0], bool(equals)) if len(given) == 1 else given)
         else:
             spelled.append(argument)
     return [f"{each}={as_list(values[each])}" if each in values else each for each in spelled]
 
 
-def _listed(text: str) -> list[str]:
-    """The texts of a JSON list of them; any other text is one by itself, also one in brackets."""
+def _listed(text: str, as_yaml: bool) -> list[str]:
+    """The texts of a JSON list of them, or of a YAML one; any other text is one by itself, also one in brackets."""
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = yaml.safe_load(text) if as_yaml else json.loads(text)
+    except (ValueError, yaml.YAMLError):
         return [text]
     return found if isinstance(found, list) and all(isinstance(each, str) for each in found) else [text]
 
