@@ -73,7 +73,7 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
         name = option.removeprefix("--")
         if name in flags and argument == f"--{name}" and not (rest and rest[0].lower() in BOOLEANS):
             spelled.append(f"{argument}=true")
-        elif name in lists and option != name and (equals or rest):
+        elif name in lists and option != name and (equals or rest) and value != "null":
             given = [value] if equals else []
             while not equals and rest and not rest[0].startswith("--"):
                 given.append(rest.pop(0))
