@@ -93,7 +93,7 @@ def test_bits_per_byte_of_the_validation_data_are_those_of_the_validation(workpl
     assert (texts["small/val"]["loss"], texts["small/val"]["bits_per_byte"]) == pytest.approx((loss, bpb), abs=1e-4)
     assert texts["texts"]["bytes"] == sum(path.stat().st_size for path in (workplace / "texts").iterdir())
     assert texts["texts"]["bits_per_byte"] == pytest.approx(bpb, rel=0.15)
-    assert points(run, "eval/val/bpb") == {8: pytest.approx(bpb, abs=1e-4)}
+    assert points(run, "eval/small/val/bpb") == {8: pytest.approx(bpb, abs=1e-4)}
 
 
 @pytest.mark.slow
