@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from trainings import lm, make_workplace, write_config
 
 from lm.callbacks.guards import GuardsConfig
+from lm.callbacks.rollback import Rollback
 from lm.errors import RequestError
 from lm.muon import Muon
 from lm.optim import AdamW
@@ -214,3 +216,11 @@ def test_a_wrong_guard_on_the_command_line_is_one_line(workplace):
     done = lm(workplace, "fit", "--config", config, "--guards.alerts", '{"loss > 1": "panic"}', expect=2)
     assert len(done.stderr.splitlines()) == 1 and "warn" in done.stderr
     assert not (workplace / "checkpoints" / "wrong").exists()
+
+
+def test_a_line_without_steps_does_not_make_the_steps_before_it_good():
+    """An evaluation between two log lines says nothing of the steps that no guard has seen yet."""
+    rollback = Rollback(3)
+    rollback.on_metrics(SimpleNamespace(global_step=10), None, {"train/loss": 1.0})
+    rollback.on_metrics(SimpleNamespace(global_step=15), None, {"eval/core": 0.1})
+    assert rollback._good == 10
