@@ -135,6 +135,23 @@ def test_any_kept_step_is_one_to_go_on_from(workplace):
     assert not (workplace / "checkpoints" / "kept-2").exists()
 
 
+def test_a_kill_before_the_next_checkpoint_does_not_bring_back_the_steps_left_behind(workplace):
+    """Gone on with from step 6 of 12 and killed at once, `auto` goes on from step 6 again and not from 12."""
+    config = str(write_config(workplace, "back", **{"trainer.keep_checkpoints": 9}))
+    lm(workplace, "fit", "--config", config)
+    (workplace / "trace.jsonl").unlink()
+    killed = write_config(workplace, "back", **{
+        "trainer.keep_checkpoints": 9,
+        "trainer.callbacks": [{"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL",
+                                                                               "micro_batch": 13}}],
+    })  # fmt: skip
+    step = "checkpoints/back/step-00000006"
+    lm(workplace, "fit", "--config", str(killed), "--ckpt_path", step, expect=-signal.SIGKILL)
+    config = str(write_config(workplace, "back", **{"trainer.keep_checkpoints": 9}))
+    lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
+    assert losses(workplace) == {key: loss for key, loss in expected(workplace).items() if key[0] > 6}
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_half_precision_goes_on_exactly_too(workplace, precision):
     changes = {"trainer.precision": precision, "trainer.val_interval": 6}

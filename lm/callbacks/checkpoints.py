@@ -1,6 +1,7 @@
 """When checkpoints are taken, which one is the best, and which are kept."""
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -45,9 +46,15 @@ class Checkpoints(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_step = trainer.global_step if trainer.ckpt_path else -1
-        if trainer.is_global_zero:
-            for debris in (*trainer.run.path.glob(".tmp-step-*"), *trainer.run.path.glob(".old-step-*")):
-                shutil.rmtree(debris, ignore_errors=True)
+        if not trainer.is_global_zero:
+            return
+        for debris in (*trainer.run.path.glob(".tmp-step-*"), *trainer.run.path.glob(".old-step-*")):
+            shutil.rmtree(debris, ignore_errors=True)
+        chosen = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
+        if chosen and chosen.parent == trainer.run.path.resolve():
+            # From here on this is where the run stands: a kill before its next checkpoint must not bring back the
+            # later steps that were left behind.
+            point(trainer.run.path / "last", chosen.name)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
