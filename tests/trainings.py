@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 # The test equipment, and lm, which may not be installed and is there all the same.
-PLACES = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parent.parent)))
+HERE = Path(__file__).parent
+PLACES = os.pathsep.join(map(str, (HERE, HERE / "faults", HERE.parent)))
 CORPUS = "\n".join(
     f"Chapter {i}. The {a} of the {b} was {c}, and so the {b} had no {a} of its own."
     for i, (a, b, c) in enumerate(
@@ -90,3 +91,9 @@ def trace(folder: Path) -> list[dict[str, Any]]:
 def losses(folder: Path) -> dict[tuple[int, int], str]:
     """The loss of each micro-batch that counted in the end, exactly: (step, micro-batch) -> hexadecimal."""
     return {(entry["step"], entry["micro"]): entry["loss"] for entry in trace(folder)}
+
+
+def expected(folder: Path) -> dict[tuple[int, int], str]:
+    """As `losses`, of the uninterrupted run whose trace was put aside as `expected.jsonl`."""
+    entries = [json.loads(line) for line in (folder / "expected.jsonl").read_text().splitlines()]
+    return {(entry["step"], entry["micro"]): entry["loss"] for entry in entries}

@@ -1,0 +1,29 @@
+"""Every fault is met by a real `lm fit` of a very small model in a process of its own."""
+
+import shutil
+
+import pytest
+from trainings import lm, make_workplace, write_config
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of this folder kills or starves real trainings: it belongs to the slow part."""
+    for item in items:
+        if "fault" in {mark.name for mark in item.iter_markers()}:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory):
+    """A folder where `small` was trained without a stop: prepared data, its run, `expected.jsonl` with its losses."""
+    folder = make_workplace(tmp_path_factory.mktemp("uninterrupted"))
+    lm(folder, "fit", "--config", str(write_config(folder)))
+    (folder / "trace.jsonl").rename(folder / "expected.jsonl")
+    return folder
+
+
+@pytest.fixture
+def workplace(uninterrupted, tmp_path):
+    """A fresh copy of the texts, the prepared data and the expected losses, for one test to break."""
+    shutil.copytree(uninterrupted, tmp_path / "workplace", symlinks=True, ignore=shutil.ignore_patterns("checkpoints"))
+    return tmp_path / "workplace"

@@ -1,0 +1,30 @@
+"""The faults that are tried, and what must happen: the table of the README's reliability section."""
+
+# number -> what goes wrong, what must happen
+FAULTS = {
+    1: ("SIGKILL at random steps, many seeds", "the losses and samples of a run that was never stopped, bit for bit"),
+    2: ("SIGKILL in the middle of a save", "the checkpoint before loads; what was half written is cleared away"),
+    3: ("the disk fills up in a save", "one line and exit 1; the checkpoint before is kept; `plan` and `fit` warn"),
+    4: ("the checkpoint folder is read-only, or vanishes", "an error at once"),
+    5: ("a flipped byte or a cut in any file of a checkpoint", "`auto` takes the newest whole one; by name: refused"),
+    6: ("SIGTERM in a step, a validation, a compilation, a wait for data", "a checkpoint, exit 75, `interrupted`"),
+    7: ("Ctrl-C once, twice", "a checkpoint and exit 75; an end at once"),
+    8: ("NaN or Inf on one rank of two", "no rank takes the step; the batch is kept for a look"),
+    9: ("a loss spike", "seen and written up; a rollback leaves the bad stretch out, where asked"),
+    10: ("a corrupt or cut shard met in a run", "file and row group named; skipped only where asked, and counted"),
+    11: ("a shard added, removed or changed before a resume", "refused, with the difference"),
+    12: ("a tokenizer or vocabulary that does not match", "refused before the first step"),
+    13: ("other ranks, workers or micro-batch on a resume", "the same samples in the same order"),
+    14: ("another config on a resume", "shown; what would make the run a lie is refused unless forced"),
+    15: ("a kill at an epoch's end or later, mid-accumulation, at a validation", "nothing twice, nothing lost"),
+    16: ("out of memory at the first step", "the peak and a micro-batch that fits; checkpoints intact"),
+    17: ("a thread or worker that reads data dies or hangs", "named after a bounded wait, exit 1"),
+    18: ("one of two ranks dies", "the other ends within a bounded time"),
+    19: ("two processes on one run", "the second is refused; the lock of a dead one is taken over"),
+    20: ("a registry that is locked, damaged or read-only", "the training does not notice; `runs rebuild` works"),
+    21: ("malice: pickles, paths that climb out, expressions", "refused; nothing runs"),
+    22: ("an object store that fails, stalls or cuts answers", "bounded retries, then a stop that resumes"),
+    23: ("the budget's cap is reached in a step", "a checkpoint and a stop under the cap"),
+    24: ("the wall clock jumps", "time left, cost and heartbeat stay sane"),
+    25: ("1,000 random configs and 1,000 mutated files", "one line of ours or a right result; no traceback, no hang"),
+}  # fmt: skip
