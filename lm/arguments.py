@@ -13,6 +13,8 @@ from jsonargparse.typing import register_type
 from lm.errors import RequestError
 from lm.quantities import Count, parse_count
 
+LONGEST_SHOWN = 60  # characters of a value in a message
+LONGEST_MESSAGE = 300
 BOOLEANS = ("true", "false", "yes", "no")
 
 register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda value, kind: type(value) is kind)
@@ -115,6 +117,12 @@ def gather(arguments: list[str]) -> list[str]:
     return [as_list(values), *options]
 
 
+def shown(value: Any) -> str:
+    """A value for a message, short whatever it is."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
 def known_names(parser: Any) -> list[str]:
     """Every option that a parser and its subcommands take, without the dashes."""
     names = {option.lstrip("-") for action in parser._actions for option in action.option_strings}
@@ -128,10 +136,14 @@ def shorten(message: str, known: list[str], elsewhere: dict[str, str]) -> str:
     """jsonargparse's message in one line; for an unknown option the one to use instead, or the nearest name."""
     text = re.sub(r"\s*\n\s*", " ", message).strip()
     text = re.sub(r'^Parser key "([^"]+)": (?:Not of type Count: )?', r"\1: ", text)
-    optional = re.search(r"any of the Union subtypes .* Errors: - (.*?) - Expected a <class 'NoneType.*: (\S+)$", text)
-    if optional:  # it may also be null, and nobody asks why it is not
-        wrong = re.sub(r"^Not of type \w+: |Expected a <class '(\w+)'>", r"\1", optional[1])
-        text = text.split(": ")[0] + ": " + (wrong if optional[2] in wrong else f"expected {wrong}, got {optional[2]}")
+    union = re.search(r"any of the Union subtypes .*? Errors: - (.*) Given value type: .*? Given value: (.*)$", text)
+    if union:  # it may also be null, and nobody asks why it is not
+        wrong = [re.sub(r"^Not of type \w+: ", "", each) for each in union[1].split(" - ") if "NoneType" not in each]
+        told = ", or ".join(wrong)
+        told += f", got {union[2]}" if " got " not in told.replace("Got", "got") else ""
+        text = f"{text.split(': ')[0]}: {told}"
+    text = re.sub(r"^(\S+): Unable to load config .*", r"\1 is a group of options: give each with its name", text)
+    text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r"expected expected", "expected", text)
     text = re.sub(r"argument --(\S+?)(/\S+)?: expected one argument", r"--\1 needs a value", text)
@@ -140,12 +152,13 @@ def shorten(message: str, known: list[str], elsewhere: dict[str, str]) -> str:
         r"|(?P<kind>Group|Subcommand) '(?P<place>[^']+)' does not accept option '(?P<option>[^']+)')", text
     )  # fmt: skip
     if not unknown:
-        return text
+        return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
     if unknown["kind"]:
         name = f"{unknown['place']}.{unknown['option']}" if unknown["kind"] == "Group" else unknown["option"]
     else:
         name = next(group for group in unknown.groups() if group)
     if name in elsewhere:
         return f"there is no option {name!r}: {elsewhere[name]}"
+    name = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
     close = get_close_matches(name, known, 1, cutoff=0.5)
     return f"there is no option {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -1,20 +1,24 @@
 """The one YAML: how it is found, and a parser of it for commands that look at a training without running one."""
 
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from jsonargparse import SUPPRESS, ActionConfigFile, Namespace
 
-from lm.arguments import OneLineErrors, Parser
+from lm.arguments import OneLineErrors, Parser, shown
 from lm.callbacks.evaluations import EvaluationConfig
 from lm.callbacks.guards import GuardsConfig
 from lm.callbacks.samples import SamplesConfig
 from lm.data.datamodule import DataModule
+from lm.documents import parse_yaml
 from lm.errors import RequestError
 from lm.module import LanguageModule
 from lm.trainer import Trainer
 
-# What a config has beside trainer, model and data.
+CLASSES = {"trainer": Trainer, "model": LanguageModule, "data": DataModule}
+# What a config has beside them.
 BESIDE = {"guards": GuardsConfig, "samples": SamplesConfig, "evaluation": EvaluationConfig}
 CONFIGS = (Path("configs"), Path(__file__).parent.parent / "configs")
 
@@ -38,7 +42,9 @@ class ConfigFile(ActionConfigFile):
 
     @staticmethod
     def apply_config(parser: Any, cfg: Any, dest: str, value: Any) -> None:
-        ActionConfigFile.apply_config(parser, cfg, dest, find_config(value))
+        path = find_config(value)
+        refuse_what_is_no_config(Path(path))
+        ActionConfigFile.apply_config(parser, cfg, dest, path)
 
 
 class ConfigParser(TrainingErrors, Parser):
@@ -53,6 +59,7 @@ class ConfigParser(TrainingErrors, Parser):
         config = self.parse_args(arguments)
         if not config.config:
             raise RequestError("give a training's config with --config, such as --config tiny.yaml")
+        refuse_nulls(config)
         link_seq_len(config)
         return self.instantiate_classes(config)
 
@@ -71,7 +78,7 @@ def config_parser(prog: str) -> ConfigParser:
     parser.add_argument("--seed_everything", type=int, default=1337, help="Seed of the weights and of the order.")
     for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
         parser.add_argument(f"--{name}", type=str | None, default=None, help=SUPPRESS)
-    for name, kind in {"trainer": Trainer, "model": LanguageModule, "data": DataModule}.items():
+    for name, kind in CLASSES.items():
         parser.add_class_arguments(kind, name, instantiate=False)
     for name, kind in BESIDE.items():
         parser.add_class_arguments(kind, name)
@@ -89,6 +96,48 @@ def find_config(name: str) -> str:
             return str(path)
     have = ", ".join(sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})) or "none"
     raise RequestError(f"no config {name!r} here or in configs/; configs/ has: {have}")
+
+
+def refuse_what_is_no_config(path: Path) -> None:
+    """Refuse what no parser should be given, before one is.
+
+    Raises:
+        RequestError: a file that is damaged, or that has something else where a group of options belongs.
+    """
+    try:
+        document = parse_yaml(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"config {path} cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise RequestError(f"config {path} is no list of options such as `trainer:`, but {shown(document)}")
+    for name in (*CLASSES, *BESIDE):
+        group = document.get(name, {})
+        if not isinstance(group, dict):
+            raise RequestError(f"config {path}: {name} is a group of options and not {shown(group)}")
+
+
+def refuse_nulls(config: Namespace) -> None:
+    """The parser takes a null for anything, and leaves a list where a group of options belongs.
+
+    Raises:
+        RequestError: one stands where it means nothing; names the key.
+    """
+    for name, kind in (CLASSES | BESIDE).items():
+        _refuse_nulls(kind, config[name], name)
+
+
+def _refuse_nulls(kind: type, group: Any, place: str) -> None:
+    if not isinstance(group, Namespace | dict | kind):
+        raise RequestError(f"{place} is a group of options and not {shown(group)}")
+    values = group if isinstance(group, dict) else vars(group)
+    for name, hint in get_type_hints(kind.__init__).items():
+        hints = get_args(hint) or (hint,)
+        inner = next((each for each in hints if is_dataclass(each)), None)
+        value = values.get(name, ...)
+        if value is None and NoneType not in hints:
+            raise RequestError(f"{place}.{name} is null, which means nothing there: leave it out for its default")
+        if inner is not None and value not in (None, ...):
+            _refuse_nulls(inner, value, f"{place}.{name}")
 
 
 def link_seq_len(config: Namespace) -> None:

@@ -10,6 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Evaluation = dict[str, Any]
+SHAPE = {  # what readers rely on
+    "step": (int, None), "checkpoint": (str, None), "time": float, "core": (float, None),
+    "core_interval": ([float], None), "settings": {},
+    "tasks": {...: {"accuracy": float, "centered": float, "interval": [float], "baseline": float, "items": int,
+                    "num_fewshot": int}},
+    "texts": {...: {"bits_per_byte": (float, None), "loss": (float, None), "tokens": int}},
+}  # fmt: skip
 
 
 def record(
@@ -102,7 +109,8 @@ def sentences(evaluation: Evaluation | None) -> list[str]:
         )
     for name, texts in evaluation["texts"].items():
         bits = "" if texts["bits_per_byte"] is None else f"{texts['bits_per_byte']:.4f} bits a byte, "
-        lines.append(f"{name}: {bits}loss {texts['loss']:.4f} over {texts['tokens']:,} tokens")
+        loss = "not finite" if texts["loss"] is None else f"{texts['loss']:.4f}"
+        lines.append(f"{name}: {bits}loss {loss} over {texts['tokens']:,} tokens")
     return lines
 
 

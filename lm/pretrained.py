@@ -1,6 +1,5 @@
 """A trained model, ready to be used: what `lm.load_model` gives, and what every command that uses one works with."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from lm.checkpoint import step_of
 from lm.completion import Written, complete
 from lm.data.tokenizer import Begin, Tokenizer
+from lm.documents import parse_json
 from lm.errors import RequestError
 from lm.kernels.operations import choose
 from lm.model.config import DecoderConfig
@@ -121,10 +121,10 @@ def read_config(folder: Path) -> DecoderConfig:
     """
     file = folder / "config.json"
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = parse_json(file.read_bytes())
     except FileNotFoundError as error:
         raise RequestError(f"{folder} is no model: it has no config.json") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise RequestError(f"{file} cannot be read ({error}); is it damaged?") from error
     if not isinstance(document, dict):
         raise RequestError(f"{file} is damaged: it is not a JSON object")

@@ -7,6 +7,7 @@ MULTIPLIERS = {
     "": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
     "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
 }
+LARGEST = 10**18  # before its suffix
 _PATTERN = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([KMBGT]?i?)\s*", re.IGNORECASE)
 
 
@@ -25,7 +26,10 @@ def parse_count(value: str | int | float) -> Count:
     match = _PATTERN.fullmatch(str(value))
     if not match or match[2].upper() not in MULTIPLIERS:
         raise ValueError(f"expected a count such as 1000, 32_768, 512K or 10B, got {value!r}")
-    number = Decimal(match[1].replace("_", "")) * MULTIPLIERS[match[2].upper()]
+    number = Decimal(match[1].replace("_", ""))
+    if number > LARGEST:  # before anybody writes its digits out
+        raise ValueError(f"expected a count of at most {LARGEST:.0e}, got {value!r:.40}")
+    number *= MULTIPLIERS[match[2].upper()]
     if number != int(number):
         raise ValueError(f"{value!r} is not a whole number")
     return Count(int(number))

@@ -1,6 +1,5 @@
 """The weights of a model folder: a checkpoint of ours, or what Hugging Face's libraries write. Nothing is unpickled."""
 
-import json
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -8,6 +7,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lm.checkpoint import read_folder
+from lm.documents import parse_json
 from lm.errors import RequestError
 
 INDEX = "model.safetensors.index.json"
@@ -46,7 +46,7 @@ def _files(folder: Path) -> list[str]:
         )  # fmt: skip
         raise RequestError(f"{folder} has no model.safetensors{hint}")
     try:
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(parse_json((folder / INDEX).read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(f"{folder / INDEX} is damaged: it has no map of weights to files") from error
     for name in names:

@@ -12,6 +12,8 @@ from lm.data.prepare import MANIFEST, PrepareOptions
 from lm.data.prepare import prepare as make
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
+from lm.documents import fits, parse_json
+from lm.errors import RequestError
 from lm.quantities import format_count
 
 log = logging.getLogger(__name__)
@@ -55,8 +57,7 @@ def describe(path: str, column: str = "input_ids") -> dict[str, Any]:
     Raises:
         RequestError: there are no readable shards.
     """
-    manifest_path = Path(path) / MANIFEST
-    manifest = json_format.loads(manifest_path.read_text("utf-8")) if manifest_path.is_file() else None
+    manifest = _manifest(Path(path) / MANIFEST)
     tokenizer = _tokenizer_near(Path(path))
     known = {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256}
     if manifest is not None:
@@ -77,6 +78,22 @@ def describe(path: str, column: str = "input_ids") -> dict[str, Any]:
         "splits": splits,
         "sample": None if tokenizer is None or not first.blocks else tokenizer.decode(first.read(0)[:SAMPLE_TOKENS]),
     }  # fmt: skip
+
+
+def _manifest(file: Path) -> dict[str, Any] | None:
+    """The manifest of a prepared folder; None of a folder that has none."""
+    if not file.is_file():
+        return None
+    try:
+        manifest = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} is damaged ({error}); run `lm data prepare` again") from error
+    if not fits(manifest, {"splits": {...: {"documents": int, "bytes": int}}}) or not manifest["splits"]:
+        raise RequestError(f"{file} is damaged: it tells of no splits; run `lm data prepare` again")
+    for name in manifest["splits"]:
+        if Path(name).name != name:
+            raise RequestError(f"{file} has a split {name!r}, which is outside of its folder")
+    return manifest
 
 
 def _tokenizer_near(path: Path) -> Tokenizer | None:

@@ -185,7 +185,7 @@ def keep(run: Run, found: Evaluation) -> None:
     run.append_evaluation(found)
     evaluations = run.evaluations()
     points = {one["step"]: metrics(joined(evaluations, one["step"])) for one in evaluations}
-    events = EventFile(str(run.path.parent), name=run.name, version="", default_hp_metric=False)
+    events = EventFile(run)
     for step in sorted(step for step in points if step >= found["step"]):
         events.log_metrics(points[step], step)
     events.experiment.close()

@@ -14,8 +14,9 @@ import lightning.pytorch as lightning
 import torch
 import yaml
 
-from lm.checkpoint import sweep, sync, write_folder
+from lm.checkpoint import sync, write_folder
 from lm.errors import RequestError, RunError
+from lm.leftovers import sweep
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.pretrained import Pretrained, load_pretrained

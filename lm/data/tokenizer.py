@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from lm.documents import parse_json
 from lm.errors import RequestError
 
 Begin = Literal["nothing", "eos"]  # what a text begins with; documents follow the token that ended the one before
@@ -51,7 +52,7 @@ class Tokenizer:
         self, text: str, config: dict[str, Any] | None = None, eos_token: str | None = None, name: str = "tokenizer"
     ) -> None:
         try:
-            self.description: dict[str, Any] = json.loads(text)
+            self.description: dict[str, Any] = parse_json(text)
             self.backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise RequestError(f"{name} is not a tokenizer.json: {_first_line(error)}") from error
@@ -79,7 +80,7 @@ class Tokenizer:
         beside = file.with_name("tokenizer_config.json")
         try:
             text = file.read_text("utf-8")
-            config = json.loads(beside.read_text("utf-8")) if beside.exists() else None
+            config = parse_json(beside.read_text("utf-8")) if beside.exists() else None
         except FileNotFoundError as error:
             raise RequestError(f"tokenizer {file} is not there: give a tokenizer.json or a folder with one") from error
         except (OSError, ValueError) as error:

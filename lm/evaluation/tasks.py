@@ -6,7 +6,6 @@ says how many percent guessing gets. Next, `prompts` writes an item out as token
 """
 
 import csv
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
+from lm.documents import parse_json, parse_yaml
 from lm.errors import RequestError
 
 EMBEDDED = "embedded:"
@@ -115,9 +114,9 @@ def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
 
 def _from_yaml(file: Path, num_fewshot: int | None) -> Iterator[Task]:
     try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise RequestError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+        document = parse_yaml(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} cannot be read: {error}") from error
     entries = document.get("icl_tasks") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise RequestError(f"{file}: expected a list of tasks under icl_tasks")
@@ -201,7 +200,7 @@ def _items(file: Path) -> list[Item]:
 
 def _object(line: bytes, place: str) -> Item:
     try:
-        item = json.loads(line.decode("utf-8"))
+        item = parse_json(line.decode("utf-8"))
     except ValueError as error:
         raise RequestError(f"{place}: not a JSON object on one line ({error})") from error
     if not isinstance(item, dict):

@@ -9,6 +9,7 @@ from lm.arguments import Parser
 from lm.data.datamodule import DataModule
 from lm.data.rare import rare_rows, rare_tokens
 from lm.data.remote import is_remote
+from lm.documents import fits
 from lm.errors import RequestError
 from lm.runs import Run
 
@@ -38,8 +39,8 @@ def open_data(run: Run) -> DataModule:
         RequestError: the run has no config, or its data is not there any more.
     """
     config = run.settings()
-    if "data" not in config:
-        raise RequestError(f"{run.config} has no `data:`, so it is not known what the run saw")
+    if not fits(config, {"data": dict, "seed_everything": int}):
+        raise RequestError(f"{run.config} has no `data:` or no seed, so it is not known what the run saw")
     there = run.started_in()
     described = {key: _place(there, value) if key in PLACES else value for key, value in config["data"].items()}
     parser = Parser(exit_on_error=False)

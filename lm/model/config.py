@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from lm.errors import RequestError
 from lm.quantities import Count
 
+LARGEST = 2**31 - 1  # of a dimension
+MOST_LAYERS = 10_000
+
 
 @dataclass
 class DecoderConfig:
@@ -59,8 +62,10 @@ class DecoderConfig:
             value = getattr(self, name)
             if name in whole and not isinstance(value, int | None):
                 raise RequestError(f"{name} {value!r} must be a whole number")
-            if value is not None and not value > 0:
-                raise RequestError(f"{name} {value} must be above 0")
+            if value is not None and not 0 < value <= LARGEST:
+                raise RequestError(f"{name} {value!r:.40} must be above 0 and at most {LARGEST:,}")
+        if self.num_hidden_layers > MOST_LAYERS:
+            raise RequestError(f"num_hidden_layers {self.num_hidden_layers} must be at most {MOST_LAYERS:,}")
         if not 0 <= self.dropout < 1:
             raise RequestError(f"dropout {self.dropout} must lie in [0, 1)")
         self._check_windows()
