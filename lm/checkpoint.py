@@ -1,33 +1,37 @@
 """A checkpoint is a folder, complete or absent.
 
 `model.safetensors` and the small files beside it are a Hugging Face model; `optimizer.safetensors` and `trainer.json`
-are the rest of the resume. `trainer.json` carries a digest of every other file and is written last. Everything goes to
-a temporary folder beside the final one, is synced, verified and renamed; links move afterwards. Nothing is pickled.
+are the rest of the resume. `trainer.json` carries a digest of every other file and of itself, and is written last.
+Everything goes to a temporary folder beside the final one, is synced, verified and renamed; links move afterwards.
+Nothing is pickled.
 
-Writing happens in a background thread, from a snapshot taken while the training waits, so the training does not wait
-for the disk. Removals and links go through the same thread, in order.
+`checkpoint_io` writes them behind the training's back.
 """
 
+import errno
 import hashlib
-import json
 import os
+import re
 import shutil
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.io import CheckpointIO
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lm.errors import RequestError, RunError
+from lm.leftovers import put_back, sweep
 from lm.plain import decode, encode
+from lm.quantities import format_bytes
+from lm.sealed import seal, unseal
 
-FORMAT = 2  # 2: what was not logged yet stands under `tally`
+FORMAT = 3  # 2: what was not logged yet stands under `tally`; 3: trainer.json has a digest of itself
+FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))  # no space left; quota exceeded
 TENSORS = {"state_dict": "model.safetensors", "optimizer": "optimizer.safetensors"}
+# What parsing a document raises that nobody wrote like this: digests hold, and yet it makes no sense.
+MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, OverflowError)
 
 
 # ---- one folder ------------------------------------------------------------------------------------------------------
@@ -50,40 +54,58 @@ def write_folder(folder: Path, content: dict[str, Any]) -> None:
     Raises:
         RunError: the disk is full, the folder is not writable, or what was read back is not what was written.
     """
-    sweep(folder)
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     try:
+        sweep(folder)
         temporary.mkdir()
-        for key, name in TENSORS.items():
-            if key in content:
-                save_file(content[key], temporary / name, metadata={"format": "pt"})
-        for path in temporary.iterdir():  # safetensors makes files that only their owner may read
-            path.chmod(0o666 & ~_umask())
-        for name, text in content.get("files", {}).items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        for key, name in TENSORS.items():
-            if key in content:
-                _verify(temporary / name, content[key])
-        digests = {path.name: digest(path) for path in sorted(temporary.iterdir())}
-        rest = {key: encode(value) for key, value in content.items() if key not in (*TENSORS, "files")}
-        document = {"format": FORMAT, "digests": digests, **rest}
-        (temporary / "trainer.json").write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            sync(path)
-        if folder.exists():
-            replaced = folder.with_name(f".old-{folder.name}-{os.getpid()}")
-            os.rename(folder, replaced)
-            os.rename(temporary, folder)
-            shutil.rmtree(replaced)
-        else:
-            os.rename(temporary, folder)
-        sync(folder.parent)
+        try:
+            _fill(temporary, content)
+            if folder.exists():
+                replaced = folder.with_name(f".old-{folder.name}-{os.getpid()}")
+                os.rename(folder, replaced)
+                os.rename(temporary, folder)
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                os.rename(temporary, folder)
+            sync(folder.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            put_back(folder)
+            raise
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise RunError(
-            f"could not write the checkpoint {folder}: {reason}; the ones before it are untouched"
-        ) from error
+        raise RunError(f"could not write the checkpoint {folder}: {_reason(error, folder, content)}") from error
+
+
+def _fill(folder: Path, content: dict[str, Any]) -> None:
+    """Write the files of a checkpoint, compare the tensors with what was read back, and wait for the disk."""
+    for key, name in TENSORS.items():
+        if key in content:
+            save_file(content[key], folder / name, metadata={"format": "pt"})
+    for path in folder.iterdir():  # safetensors makes files that only their owner may read
+        path.chmod(0o666 & ~_umask())
+    for name, text in content.get("files", {}).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    for key, name in TENSORS.items():
+        if key in content:
+            _verify(folder / name, content[key])
+    digests = {path.name: digest(path) for path in sorted(folder.iterdir())}
+    rest = {key: encode(value) for key, value in content.items() if key not in (*TENSORS, "files")}
+    (folder / "trainer.json").write_bytes(seal({"format": FORMAT, "digests": digests, **rest}))
+    for path in (*folder.iterdir(), folder):
+        sync(path)
+
+
+def _reason(error: Exception, folder: Path, content: dict[str, Any]) -> str:
+    """Why a write failed, and what to do: a full disk with the figures."""
+    if isinstance(error, FileNotFoundError) and not folder.parent.is_dir():
+        return f"the folder {folder.parent} is gone"
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    full = next((full for full in FULL if full in text), None)  # safetensors says it among other things
+    if full:
+        size = sum(tensor.nbytes for key in TENSORS for tensor in content.get(key, {}).values())
+        free = shutil.disk_usage(folder.parent).free
+        text = f"{full}, {format_bytes(free)} free of the {format_bytes(size)} that it takes; make room"
+    return f"{text}; the ones before it are untouched, and `--ckpt_path auto` goes on from there"
 
 
 def read_folder(folder: Path, optimizer: bool = True) -> dict[str, Any]:
@@ -97,38 +119,37 @@ def read_folder(folder: Path, optimizer: bool = True) -> dict[str, Any]:
         raise RequestError(
             f"checkpoint {folder}: {problem}; choose another with --ckpt_path, or `auto` for the newest whole one"
         )
-    document = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
     try:
-        content = {key: decode(value) for key, value in document.items() if key not in ("format", "digests")}
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise RequestError(f"checkpoint {folder}: trainer.json is damaged ({error})") from error
-    for key, name in TENSORS.items():
-        if name in document["digests"] and (key != "optimizer" or optimizer):
-            content[key] = load_file(folder / name)
-    texts = document["digests"].keys() - set(TENSORS.values())
-    content["files"] = {name: (folder / name).read_text(encoding="utf-8") for name in sorted(texts)}
+        document = unseal((folder / "trainer.json").read_bytes())
+        digests = document.pop("digests")
+        content = {key: decode(value) for key, value in document.items() if key != "format"}
+        for key, name in TENSORS.items():
+            if name in digests and (key != "optimizer" or optimizer):
+                content[key] = load_file(folder / name)
+        texts = digests.keys() - set(TENSORS.values())
+        content["files"] = {name: (folder / name).read_text(encoding="utf-8") for name in sorted(texts)}
+    except (*MALFORMED, OSError, SafetensorError) as error:
+        raise RequestError(f"checkpoint {folder} was not written by lm: {error}") from error
     return content
 
 
 def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, in one phrase; None where it is whole."""
     try:
-        document = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
-        digests = dict(document["digests"])
-        version = document["format"]
-    except FileNotFoundError:
-        return "no trainer.json, so this is not a complete checkpoint"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "trainer.json is damaged"
+        document = read_document(folder)
+    except RequestError as error:
+        return str(error)
+    digests = document["digests"]
     if TENSORS["state_dict"] not in digests:
         return "trainer.json names no weights"
-    if version != FORMAT:
-        return f"format {version}, and this version of lm reads format {FORMAT}"
     for name, expected in digests.items():
-        if Path(name).name != name:
+        path = folder / name
+        if path.name != name:
             return f"trainer.json names {name!r}, a path outside the folder"
         try:
-            found = digest(folder / name)
+            if path.exists() and not path.is_file():
+                return f"{name} is not a file"
+            found = digest(path)
         except (OSError, ValueError) as error:
             return f"{name!r} cannot be read ({getattr(error, 'strerror', None) or error})"
         if found != expected:
@@ -136,18 +157,83 @@ def find_damage(folder: Path) -> str | None:
     return None
 
 
+def read_document(folder: Path) -> dict[str, Any]:
+    """What stands in `trainer.json`, as JSON has it, after comparing it with its own digest; the others' are in
+    `digests`.
+
+    Raises:
+        RequestError: there is none, it is damaged, or another version of lm wrote it; in one phrase.
+    """
+    try:
+        text = (folder / "trainer.json").read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RequestError("no trainer.json, so this is not a complete checkpoint") from error
+    except OSError as error:
+        raise RequestError(f"trainer.json cannot be read ({error.strerror})") from error
+    try:
+        document = unseal(text)
+    except MALFORMED as error:
+        if earlier := re.match(rb'{"format": (\d+), ', text):
+            raise RequestError(_other_format(int(earlier[1]))) from error
+        raise RequestError(f"trainer.json is damaged ({error})") from error
+    if document.get("format") != FORMAT:
+        raise RequestError(_other_format(document.get("format")))
+    if not isinstance(document.get("digests"), dict):
+        raise RequestError("trainer.json names no files")
+    return document
+
+
+def _other_format(version: Any) -> str:
+    return f"format {version!r}, and this version of lm reads format {FORMAT}"
+
+
 def step_of(folder: Path | str | None) -> int:
-    """The optimizer step that a checkpoint was taken after; 0 where there is none."""
-    return _document(folder)["global_step"] if folder else 0
+    """The optimizer step that a checkpoint was taken after; 0 where there is none.
+
+    Raises:
+        RequestError: it is damaged.
+    """
+    return _entry(folder, "global_step") if folder else 0
 
 
 def samples_of(folder: Path | str | None) -> int:
-    """The samples that a checkpoint had been trained on; 0 where there is none."""
-    return _document(folder)["cursor"]["consumed"] if folder else 0
+    """The samples that a checkpoint had been trained on; 0 where there is none.
+
+    Raises:
+        RequestError: it is damaged.
+    """
+    return _entry(folder, "cursor", "consumed") if folder else 0
 
 
-def _document(folder: Path | str) -> dict[str, Any]:
-    return json.loads((Path(folder) / "trainer.json").read_text(encoding="utf-8"))
+def best_of(folder: Path) -> str | None:
+    """The name of the best checkpoint of a run when this one was taken; None where none was validated.
+
+    Raises:
+        RequestError: it is damaged.
+    """
+    states = decode(read_document(folder).get("callbacks", {})).values()
+    return next((state["best_name"] for state in states if "best_name" in state), None)
+
+
+def owes_validation(folder: Path | str | None) -> bool:
+    """Whether a checkpoint was taken before the validation that was due after its step.
+
+    Raises:
+        RequestError: it is damaged.
+    """
+    return bool(folder and read_document(Path(folder)).get("owes_validation"))
+
+
+def _entry(folder: Path | str, *keys: str) -> int:
+    try:
+        value = read_document(Path(folder))
+        for key in keys:
+            value = value[key]
+        return int(value)
+    except RequestError as error:
+        raise RequestError(f"checkpoint {folder}: {error}") from error
+    except MALFORMED as error:
+        raise RequestError(f"checkpoint {folder}: its trainer.json has no {'.'.join(keys)}") from error
 
 
 def _verify(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -172,103 +258,16 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def link_to(folder: Path, best: str | None) -> None:
+    """Have `last` and `best`, beside a checkpoint, point to it and to the best."""
+    if best is not None and folder.with_name(best).exists():
+        point(folder.with_name("best"), best)
+    point(folder.with_name("last"), folder.name)
+
+
 def point(link: Path, target: str) -> None:
     """Make `link` a relative symbolic link to `target`, atomically."""
     temporary = link.with_name(f".{link.name}-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     os.replace(temporary, link)
-
-
-# ---- Lightning's side of it ------------------------------------------------------------------------------------------
-
-
-class FolderCheckpointIO(CheckpointIO):
-    """Saves and loads such folders for Lightning's Trainer, writing in the background.
-
-    Attributes:
-        load_optimizer: set False where only weights are wanted (validate, test, predict).
-    """
-
-    def __init__(self) -> None:
-        self.load_optimizer = True
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: list[Future[None]] = []
-
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        path: str | os.PathLike[str],
-        storage_options: Callable[[], None] | None = None,
-    ) -> None:
-        """Snapshot now, write behind; `storage_options` is called after the write (links, pruning).
-
-        Raises:
-            RunError: an earlier write failed.
-        """
-        self.raise_failures()
-        snapshot = {key: value for key, value in checkpoint.items() if key not in TENSORS}
-        for key in TENSORS:
-            if key in checkpoint:
-                snapshot[key] = {name: _snapshot(tensor) for name, tensor in checkpoint[key].items()}
-
-        def work() -> None:
-            write_folder(Path(path), snapshot)
-            if storage_options is not None:
-                storage_options()
-
-        self._pending.append(self._writer.submit(work))
-
-    def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a folder to the CPU; the strategy moves what it needs."""
-        return read_folder(Path(path), optimizer=self.load_optimizer)
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a folder, after the writes before it."""
-        self._pending.append(self._writer.submit(remove, Path(path)))
-
-    def drain(self) -> None:
-        """Wait until everything is on the disk.
-
-        Raises:
-            RunError: a write failed.
-        """
-        for future in self._pending:
-            future.exception()
-        self.raise_failures()
-
-    def raise_failures(self) -> None:
-        """Raise the first failure of the writes that have ended, and forget them."""
-        done = [future for future in self._pending if future.done()]
-        self._pending = [future for future in self._pending if not future.done()]
-        for future in done:
-            future.result()
-
-    def teardown(self) -> None:
-        """Let the writes end; failures were or will be raised by `drain`."""
-        for future in self._pending:
-            future.exception()
-
-
-def sweep(folder: Path) -> None:
-    """Remove what writers of a folder that were killed left beside it."""
-    if folder.parent.is_dir():
-        for path in folder.parent.iterdir():
-            if path.name.startswith(f".tmp-{folder.name}-"):
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint folder so that no kill leaves half of one under its name."""
-    dead = folder.with_name(f".old-{folder.name}-{os.getpid()}")
-    os.rename(folder, dead)
-    shutil.rmtree(dead)
-
-
-def _snapshot(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the CPU that training will not write to."""
-    tensor = tensor.detach()
-    copy = tensor.to("cpu", copy=True) if tensor.device.type == "cpu" else tensor.cpu()
-    return copy.contiguous()

@@ -1,17 +1,23 @@
 """Which checkpoint a command means, and whether a changed config may go on from it."""
 
+import hashlib
 import logging
+import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lm import registry
-from lm.checkpoint import find_damage
+from lm.checkpoint import best_of, find_damage, link_to
 from lm.errors import RequestError
+from lm.leftovers import put_back
 from lm.runs import ROOT, STEP, Run, flatten
+from lm.sealed import stated_digest
 
 log = logging.getLogger(__name__)
+
+SEAL = "# sha256 of the lines above: "
 
 # Changing these after the start would make the run's curves a lie: another model, other data, another order.
 FIXED = ("seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
@@ -45,20 +51,57 @@ def find_checkpoint(
             raise RequestError(f"--ckpt_path {reference}: {damage}")
         run = Run(Path(reference).parent if not Path(reference).is_symlink() else path.parent)
         belongs = (run.path / "run.json").exists() and (not named or run.name == name)
+        if belongs and command == "fit":
+            run.refuse_if_trained()
         return path, run if belongs else None
     if named:
         run = Run(Path(root) / name)
         run = run if (run.path / "run.json").exists() else None
     else:
         run = Run.newest(root, name)
+    if reference == "auto" and command == "fit":
+        _refuse_nameless(root, name, run)
     if run is None and reference == "auto" and command == "fit":
+        log.info("no run %r under %s yet: it starts", name, root)
         return None, None
     if run is None:
         wanted = reference or "best"
         raise RequestError(f"no run {name!r} under {root}, so no checkpoint {wanted!r}; start one with `lm fit`")
-    if reference == "auto":
-        return newest_whole(run) or _beginning(run), run
-    return run.checkpoint(reference), run
+    if command == "fit":
+        run.refuse_if_trained()
+    _put_back(run)
+    if reference != "auto":
+        path = run.checkpoint(reference)
+        if command == "fit" and (damage := find_damage(path)):  # the others find it when they read it
+            raise RequestError(f"--ckpt_path {reference}: {path}: {damage}; `auto` takes the newest whole one")
+        return path, run
+    path = newest_whole(run) or _beginning(run)
+    if path is None and command != "fit":
+        raise RequestError(f"run {run.path} has no checkpoint yet")
+    return path, run
+
+
+def _put_back(run: Run) -> None:
+    """A kill may have come when a checkpoint was being replaced, and its folder had another name for a moment."""
+    if run.status() != "running":
+        with suppress(OSError):  # of a disk that cannot be written to
+            put_back(run.path / "step-*")
+
+
+def _refuse_nameless(root: str, name: str, found: Run | None) -> None:
+    """A run whose `run.json` is lost is not found by its name; to start another one beside it would be silent loss.
+
+    Raises:
+        RequestError: there is such a one, and it has checkpoints.
+    """
+    for folder in sorted(Path(root).glob(f"{name}*")):
+        of_this_name = re.fullmatch(re.escape(name) + r"(-\d+)?", folder.name)
+        if of_this_name and not Run(folder).read("run.json").get("name") and (found is None or found.path != folder):
+            if steps := list(Run(folder).steps().values()):
+                raise RequestError(
+                    f"{folder} has checkpoints, and its run.json is damaged or gone, so it is not clear what `auto` "
+                    f"is to go on with; give --ckpt_path {steps[-1]}, or another --run"
+                )
 
 
 def _beginning(run: Run) -> Path | None:
@@ -69,8 +112,9 @@ def _beginning(run: Run) -> Path | None:
     """
     began_from = run.read("run.json").get("began_from")
     if began_from is None:
+        log.info("run %s was stopped before its first checkpoint: it starts again with its first step", run.path)
         return None
-    if damage := find_damage(Path(began_from)):
+    if damage := find_damage(Path(str(began_from))):
         raise RequestError(
             f"run {run.path} has no checkpoint of its own yet, and the one that it began from is not whole: "
             f"{began_from}: {damage}; put it back, or start a new run"
@@ -102,28 +146,68 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
         found = registry.find(run, root) if run else Run.newest(root)
         if found is None:
             raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or name a folder")
+        _put_back(found)
         path = newest_whole(found) if ckpt_path == "auto" else found.checkpoint(ckpt_path)
         if path is None:
-            raise RequestError(f"run {found.path} has no whole checkpoint")
+            raise RequestError(f"run {found.path} has no checkpoint yet")
     log.info("model %s", path)
     return path
 
 
 def newest_whole(run: Run) -> Path | None:
-    """The newest checkpoint of a run that is not damaged; says which ones it passed over.
+    """The newest checkpoint of a run that is not damaged; says which ones it passed over. None where there was none.
 
-    The newest is `last`. Steps beyond it are from before the run was gone on with from an earlier step; they come
-    after all others.
+    Steps that were left behind when the run was gone on with from an earlier one come after all others, newer or not:
+    `run.json` has their digests.
+
+    Raises:
+        RequestError: there are checkpoints, and all are damaged: to start anew would be a loss that nobody asked for.
     """
-    steps, last = run.steps(), run.link("last")
-    newest = next((step for step, path in steps.items() if path == last), max(steps, default=0))
-    for step in sorted(steps, key=lambda step: (step > newest, -step)):
-        path = steps[step]
-        damage = find_damage(path)
-        if damage is None:
+    last, left_behind = run.link("last"), run.read("run.json").get("left_behind")
+    left_behind = left_behind if isinstance(left_behind, list) else []
+    found = {path.name: path for path in run.path.glob("step-*") if STEP.fullmatch(path.name)}
+    link = run.path / "last"
+    if link.is_symlink() and STEP.fullmatch(gone := os.readlink(link)) and gone not in found:
+        found[gone] = run.path / gone
+
+    def newest_first(path: Path) -> tuple[bool, int]:
+        left = path != last and stated_digest(path / "trainer.json") in left_behind
+        return left, -int(STEP.fullmatch(path.name)[1])
+
+    damaged = {}
+    for path in sorted(found.values(), key=newest_first):
+        damaged[path.name] = find_damage(path)
+        if damaged[path.name] is None:
+            if len(damaged) > 1:
+                log.warning("%s is the newest whole checkpoint", path)
             return path
-        log.warning("passing over %s: %s", path, damage)
+        log.warning("passing over %s: %s", path, damaged[path.name])
+    if damaged:
+        raise RequestError(
+            f"run {run.path} has no whole checkpoint ({'; '.join(f'{name}: {what}' for name, what in damaged.items())})"
+            ", and would have to start from its first step: put one back, or start a new run without --ckpt_path"
+        )
     return None
+
+
+def settle(run: Run, checkpoint: Path) -> None:
+    """Have the links of a run that needs no more training say what they would say, had no kill come between its last
+    checkpoint and them."""
+    if checkpoint.resolve().parent == run.path.resolve():
+        link_to(run.path / checkpoint.name, best_of(checkpoint))
+
+
+def sealed(config: str) -> str:
+    """The text of a config with a last line that tells whether all of it is there: a cut YAML may still be one."""
+    return f"{config}{SEAL}{hashlib.sha256(config.encode()).hexdigest()}\n"
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        config, _, digest = file.read_text(encoding="utf-8").rpartition(SEAL)
+    except (OSError, ValueError):
+        return False
+    return sealed(config).endswith(SEAL + digest)
 
 
 def compare(run: Run, config: dict[str, Any], force: bool) -> list[str]:
@@ -135,8 +219,12 @@ def compare(run: Run, config: dict[str, Any], force: bool) -> list[str]:
     Raises:
         RequestError: it changes what the run is, and that was not forced.
     """
-    before = flatten(yaml.safe_load(run.config.read_text(encoding="utf-8")) or {}) if run.config.exists() else {}
-    after = flatten(config)
+    if not force and not _is_whole(run.config):
+        raise RequestError(
+            f"{run.config} is damaged, so it is not known what the run was trained with: put it back, or give --force "
+            "to go on with the config of this command"
+        )
+    before, after = flatten(run.settings()), flatten(config)
     keys = sorted((before.keys() | after.keys()) - {"run"})
     changed = [key for key in keys if before.get(key) != after.get(key)]
     for key in changed:

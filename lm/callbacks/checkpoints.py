@@ -1,15 +1,26 @@
 """When checkpoints are taken, which one is the best, and which are kept."""
 
-import shutil
+import logging
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lm.checkpoint import point, remove
+from lm.checkpoint import link_to
+from lm.errors import RunError
+from lm.leftovers import remove, sweep
+from lm.model.memory import checkpoint_bytes
+from lm.room import room
 from lm.runs import Run
+from lm.sealed import stated_digest
 from lm.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+HALF_WRITTEN = re.compile(r"\.(last|best|\w+\.json|\w+\.yaml)[.-](\d+)")  # a file or link that was to replace another
 
 
 class Checkpoints(ModelCheckpoint):
@@ -48,24 +59,60 @@ class Checkpoints(ModelCheckpoint):
         self.saved_step = trainer.global_step if trainer.ckpt_path else -1
         if not trainer.is_global_zero:
             return
-        for debris in (*trainer.run.path.glob(".tmp-step-*"), *trainer.run.path.glob(".old-step-*")):
-            shutil.rmtree(debris, ignore_errors=True)
-        chosen = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
-        if chosen and chosen.parent == trainer.run.path.resolve():
-            # From here on this is where the run stands: a kill before its next checkpoint must not bring back the
-            # later steps that were left behind.
-            point(trainer.run.path / "last", chosen.name)
+        try:
+            self._take_over(trainer)
+        except OSError as error:
+            raise RunError(f"cannot write to the run folder {trainer.run.path}: {error.strerror or error}") from error
+        self._warn_of_little_room(trainer, pl_module)
+
+    def _take_over(self, trainer: Trainer) -> None:
+        """Have the folder say where the run stands: a kill before its next checkpoint must neither bring back later
+        steps, which were left behind, nor find what an earlier kill had half written."""
+        run, chosen = trainer.run, Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
+        clear(run)
+        left_behind = [path for step, path in run.steps().items() if step > self.saved_step]
+        run.describe(left_behind=[stated_digest(path / "trainer.json") for path in left_behind])
+        if chosen and chosen.parent == run.path.resolve():
+            link_to(run.path / chosen.name, self.best_name)
+
+    def _warn_of_little_room(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        item = next(pl_module.parameters()).element_size()
+        one = checkpoint_bytes(pl_module.config, item, pl_module.optimizer_config.name == "muon")
+        needed = room(trainer.run.path, one, self.keep, present=len(trainer.run.steps()))
+        if not needed.suffices:
+            log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.step_taken(batch_idx)
-        if step is not None and self._due(step) and not trainer.validates_after(step):
+        if step is None:
+            return
+        self._refuse_lost_run(trainer)
+        if self._due(step) and not trainer.validates_after(step):
             self.save(trainer)
+
+    @staticmethod
+    def _refuse_lost_run(trainer: Trainer) -> None:
+        """What was trained since the last checkpoint is as good as lost where none can be written any more."""
+        trainer.checkpoint_io.raise_failures()
+        if not trainer.is_global_zero:
+            return
+        try:
+            os.stat(trainer.run.path)
+        except FileNotFoundError as error:
+            raise RunError(
+                f"the run folder {trainer.run.path} is gone, seen after step {trainer.global_step}: no checkpoint can "
+                "be written; put it back, and `--ckpt_path auto` goes on"
+            ) from error
+        except OSError:  # a network's disk that is away for a moment; the next checkpoint will tell
+            pass
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fitting:
             return
+        if trainer.owes_validation:  # the checkpoint of this step that is there knows nothing of it
+            trainer.owes_validation, self.saved_step = False, -1
         loss = trainer.callback_metrics["val/loss"].item()
         if loss < self.best_loss - self.min_delta:
             self.best_loss, self.best_name = loss, self._name(trainer)
@@ -103,9 +150,7 @@ class Checkpoints(ModelCheckpoint):
     def _move_links(self, run: Run, step: int, last: str, best: str | None) -> None:
         """After the write: point at what is whole now and drop what nothing needs, also what lies beyond this step
         because the run was gone on with from an earlier one."""
-        point(run.path / "last", last)
-        if best is not None and (run.path / best).exists():
-            point(run.path / "best", best)
+        link_to(run.path / last, best)
         steps = run.steps()
         newest = {path.name for path in [path for at, path in steps.items() if at <= step][-self.keep :]}
         for path in steps.values():
@@ -121,3 +166,12 @@ class Checkpoints(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_loss, self.best_name = state_dict["best_loss"], state_dict["best_name"]
+
+
+def clear(run: Run) -> None:
+    """Clear away what a session that was killed had half written."""
+    sweep(run.path / "step-*")
+    for path in run.path.iterdir():
+        half = HALF_WRITTEN.fullmatch(path.name)
+        if half and int(half[2]) != os.getpid():
+            path.unlink(missing_ok=True)

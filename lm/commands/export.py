@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lm.checkpoint import sweep, sync
+from lm.checkpoint import sync
 from lm.errors import RequestError, RunError
+from lm.leftovers import sweep
 from lm.model.huggingface import to_huggingface
 from lm.model_card import Card, write_card
 from lm.pretrained import Pretrained, load_pretrained

@@ -13,7 +13,7 @@ from rich.console import Console
 from lm.commands import plan_facts as facts
 from lm.commands import plan_findings as findings
 from lm.commands.plan_findings import Finding
-from lm.config_file import config_name, config_parser
+from lm.config_file import ConfigParser, config_name, config_parser
 from lm.data.datamodule import DataModule
 from lm.devices import Device, find_device
 from lm.errors import LmError, RequestError
@@ -32,16 +32,7 @@ def plan(arguments: list[str]) -> None:
     Raises:
         RequestError: the config has errors; they are on the page.
     """
-    parser = config_parser("lm plan")
-    parser.description = "What a config means before it is run, and what is wrong with it."
-    parser.add_argument("--strict", action="store_true", help="Schema and algebra alone: no data, no device.")
-    parser.add_argument("--device", type=str, default="auto", help="To plan for: h200, a100, 4090, ..., cpu, or auto.")
-    parser.add_argument("--mfu", type=float | None, default=None, help="Share of the device's peak to reckon with.")
-    parser.add_argument("--bench", type=Path | None, default=None, help="A result of `lm bench step --output` instead.")
-    parser.add_argument("--rate_usd_per_hr", type=float | None, default=None, help="Price of the machine.")
-    parser.add_argument("--fit", action="store_true", help="Print the largest micro-batch that fits, and nothing else.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a page.")
-    config = parser.read(arguments)
+    config = plan_parser().read(arguments)
     if config.mfu is not None and not 0 < config.mfu <= 1:
         raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
     if config.rate_usd_per_hr is not None and config.rate_usd_per_hr < 0:
@@ -59,6 +50,20 @@ def plan(arguments: list[str]) -> None:
         show(found, noted)
     if errors:
         raise RequestError(f"{config_name(config)}: {len(errors)} error{'s' * (len(errors) > 1)}: {errors[0].what}")
+
+
+def plan_parser() -> ConfigParser:
+    """The parser of a config and of the options of `lm plan`."""
+    parser = config_parser("lm plan")
+    parser.description = "What a config means before it is run, and what is wrong with it."
+    parser.add_argument("--strict", action="store_true", help="Schema and algebra alone: no data, no device.")
+    parser.add_argument("--device", type=str, default="auto", help="To plan for: h200, a100, 4090, ..., cpu, or auto.")
+    parser.add_argument("--mfu", type=float | None, default=None, help="Share of the device's peak to reckon with.")
+    parser.add_argument("--bench", type=Path | None, default=None, help="A result of `lm bench step --output` instead.")
+    parser.add_argument("--rate_usd_per_hr", type=float | None, default=None, help="Price of the machine.")
+    parser.add_argument("--fit", action="store_true", help="Print the largest micro-batch that fits, and nothing else.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a page.")
+    return parser
 
 
 def _largest(found: dict[str, Any], noted: list[Finding]) -> int:

@@ -5,7 +5,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from lm.model.accounting import flops_per_token, parameters
 from lm.model.config import DecoderConfig
 from lm.model.memory import Step, checkpoint_bytes, largest_micro_batch, training_memory
 from lm.optim import OptimizerConfig
+from lm.room import room
 from lm.schedule import lengths
 from lm.steps import Steps
 
@@ -196,7 +196,4 @@ def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[st
     """Bytes of a checkpoint, of all that are there at once (kept, best and the one in flight), and what is free."""
     muon = config.model.optimizer.name == "muon"
     one = checkpoint_bytes(decoder, step.master_item, muon)
-    folder = Path(config.trainer.default_root_dir)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    at_once = one * (config.trainer.keep_checkpoints + 2)
-    return {"checkpoint": one, "at_once": at_once, "free": shutil.disk_usage(there).free}
+    return room(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)._asdict()

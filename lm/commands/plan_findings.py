@@ -14,6 +14,7 @@ from lm.errors import RequestError
 from lm.kernels.fp8 import MULTIPLE
 from lm.optim import GroupConfig
 from lm.quantities import format_bytes, format_count
+from lm.room import Room
 
 LONG_WARMUP = 0.2  # share of the run
 MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
@@ -54,6 +55,9 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     if config.model.cuda_graphs and config.model.document_mask:
         yield Finding("error", "model.cuda_graphs does not go with model.document_mask: how many documents there are "
                       "differs from batch to batch", "turn one of them off")  # fmt: skip
+    if config.model.cuda_graphs and config.data.on_bad_shard == "skip":
+        yield Finding("error", "model.cuda_graphs does not go with data.on_bad_shard skip: what is skipped differs "
+                      "from batch to batch", "set data.on_bad_shard to raise")  # fmt: skip
     if config.model.cuda_graphs and steps["world_size"] > 1:
         yield Finding("error", f"model.cuda_graphs needs one device, and these are {steps['world_size']}",
                       "set trainer.devices 1, or turn it off")
@@ -168,10 +172,8 @@ def of_device(memory: dict[str, Any], disk: dict[str, Any], steps: dict[str, Any
         yield Finding("warning", f"how much memory {device.name} has is not known", "name one with --device")
     else:
         yield from _of_memory(memory, steps, device)
-    if disk["at_once"] > disk["free"]:
-        one, needed, free = (format_bytes(disk[name]) for name in ("checkpoint", "at_once", "free"))
-        yield Finding("error", f"checkpoints of {one} need {needed} at once, and {free} are free",
-                      "free some, or set trainer.default_root_dir to another disk")  # fmt: skip
+    if not Room(**disk).suffices:
+        yield Finding("error", str(Room(**disk)), "make room, or set trainer.default_root_dir to another disk")
 
 
 def _of_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from lm.commands.runs import to_json
 from lm.errors import LmError, RequestError, RunError
 from lm.inspection.curves import Series, curve
 from lm.runs import ROOT, Run
+from lm.sealed import unseal
 
 FORMAT = 1
 PICTURES = {  # file -> label of the y axis, and the metrics that are drawn
@@ -158,8 +159,7 @@ def weights_digest(checkpoint: Path) -> str:
         LmError: it says none.
     """
     try:
-        document = jsonlib.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
-        return document["digests"]["model.safetensors"]
+        return unseal((checkpoint / "trainer.json").read_bytes())["digests"]["model.safetensors"]
     except (ValueError, KeyError, TypeError) as error:
         raise LmError(f"{checkpoint / 'trainer.json'} is damaged; choose another with --checkpoint") from error
 
