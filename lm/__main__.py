@@ -2,12 +2,14 @@
 
 import sys
 
+from lm.leaving import leave
+
 
 def main() -> None:
     """Run the command line and exit with its code."""
     from lm.cli import main as run
 
-    sys.exit(run(sys.argv[1:]))
+    leave(run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

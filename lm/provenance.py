@@ -60,7 +60,7 @@ def _manifest(run: Run) -> dict[str, Any]:
         folder = run.started_in() / run.settings()["data"]["path"]
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         made = {Path(shard["file"]).name: shard["size"] for shard in manifest["splits"]["train"]["shards"]}
-        used = {Path(name).name: size for name, size, _ in run.read("data.json")["train"]}
+        used = {Path(name).name: size for name, size, *_ in run.read("data.json")["train"]}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return manifest if made == used else {}

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 COLUMN = "input_ids"
+OURS = {"lm.layout": "1"}  # what says that the pages are laid out as `lm data prepare` does it
 
 
 def write_rows(path: Path, rows: list, kind: pa.DataType = pa.list_(pa.uint16()), row_group_rows: int = 4, **options):
@@ -15,11 +16,12 @@ def write_rows(path: Path, rows: list, kind: pa.DataType = pa.list_(pa.uint16())
     columns = {"text": [f"row {i}" for i in range(len(rows))], COLUMN: pa.array(rows, kind)}
     columns = columns if options.pop("extra", False) else {COLUMN: columns[COLUMN]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path, row_group_size=row_group_rows, **options)
+    table = pa.table(columns).replace_schema_metadata(options.pop("metadata", None))
+    pq.write_table(table, path, row_group_size=row_group_rows, **options)
     return path
 
 
-def write_tokens(path: Path, tokens: np.ndarray, row: int = 1024, row_groups: int = 1, metadata: dict | None = None):
+def write_tokens(path: Path, tokens: np.ndarray, row: int = 1024, row_groups: int = 1, metadata: dict | None = OURS):
     """Write a run of tokens in the layout of `lm data prepare`: rows of `row` tokens, in equal row groups."""
     ends = np.append(np.arange(0, len(tokens), row), len(tokens)).astype(np.int32)
     kind = pa.list_(pa.field("element", pa.from_numpy_dtype(tokens.dtype), nullable=False))

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -104,27 +105,41 @@ def test_any_fsspec_scheme_is_read(tmp_path):
         open_filesystem("nowhere://x")
 
 
-def test_a_server_that_is_away_for_a_while_is_waited_for(s3, monkeypatch):
-    """Reads that fail are tried again with growing pauses, and end in one line with the URL."""
-    pauses = []
-    monkeypatch.setattr(remote.time, "sleep", pauses.append)
-    attempts = iter([OSError("connection reset"), TimeoutError("slow"), None])
+def test_a_server_that_is_away_for_a_while_is_waited_for(monkeypatch):
+    """Reads that fail are tried again with growing pauses."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
+    attempts, times = iter([OSError("connection reset"), TimeoutError("slow"), OSError("slow down"), None]), []
 
     def read():
+        times.append(time.monotonic())
         error = next(attempts)
         if error is not None:
             raise error
         return "content"
 
-    assert with_retries(read, "s3://corpus/x") == "content" and len(pauses) == 2
-    pauses.clear()
+    assert with_retries(read, "s3://corpus/x") == "content"
+    pauses = [after - before for before, after in zip(times, times[1:])]
+    assert len(pauses) == 3 and 0.04 < pauses[0] < pauses[1] < pauses[2]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_patience_with_a_server_has_an_end(hangs, monkeypatch):
+    """Attempts that fail and such that get no answer end in one line with the URL, when the time is over."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
+    answer, calls = threading.Event(), []
 
     def fail():
+        calls.append(1)
+        if hangs:
+            answer.wait(30)
         raise OSError("no route to host.\nmore about it")
 
-    with pytest.raises(RunError, match="^s3://corpus/x: 5 attempts .* failed, the last with: no route to host; "):
-        with_retries(fail, "s3://corpus/x")
-    assert len(pauses) == 4 and all(1.2 < b / a < 3.2 for a, b in zip(pauses, pauses[1:]))
+    reason = r"no answer in 0\.\d s" if hangs else "no route to host"
+    began = time.monotonic()
+    with pytest.raises(RunError, match=rf"^s3://corpus/x: \d attempts .* failed in 1 s: {reason}; "):
+        with_retries(fail, "s3://corpus/x", patience=1)
+    answer.set()
+    assert time.monotonic() - began < 1.5 and len(calls) > 2
 
 
 def test_what_trying_again_cannot_cure_is_not_tried_again():

@@ -1,6 +1,7 @@
 """Shards: anyone's layout is read to the same tokens, or refused by file, row group and row."""
 
 import json
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from shard_files import write_folder, write_manifest, write_rows, write_tokens
 
 from lm.data import shards as shards_module
-from lm.data.shards import Shards, describe_difference
+from lm.data.shards import BadBlock, Shards, describe_difference
+from lm.data.writer import ShardWriter
 from lm.errors import RequestError, RunError
 
 INTEGERS = [pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()]
@@ -80,7 +82,7 @@ def test_one_thousand_shards_open_without_a_footer(tmp_path):
     opened = Shards.open(str(tmp_path / "train"))
     assert opened.tokens == 50_000 and opened.column.vocab_size == 1000
     assert len(opened.read(999)) == 50
-    with pytest.raises(RunError, match="00007.parquet, row groups 0 to 1: cannot be decoded"):
+    with pytest.raises(BadBlock, match="00007.parquet, row groups 0 to 1: cannot be decoded"):
         opened.read(7)
 
 
@@ -177,12 +179,75 @@ def test_damaged_files_are_named(tmp_path):
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 0x10  # one bit of a page: found by its checksum
     path.write_bytes(flipped)
-    with pytest.raises(RunError, match="a.parquet, row groups 0 to 3: cannot be decoded"):
+    with pytest.raises(BadBlock, match="a.parquet, row group 1: cannot be decoded"):
         Shards.open(str(path)).read(0)
     shards = Shards.open(str(path))
     path.unlink()
-    with pytest.raises(RunError, match="a.parquet.*cannot be decoded"):
+    with pytest.raises(RunError, match="a.parquet.*cannot be read .*put it back") as caught:
         shards.read(0)
+    assert caught.type is RunError, "a folder that is not there is nothing to skip"
+
+
+def test_no_flipped_byte_and_no_cut_of_a_shard_goes_unseen(tmp_path):
+    """Each byte of a shard as `lm data prepare` writes it: the right tokens, or an error of ours, never others."""
+    tokens = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint16)
+    path = tmp_path / "train/00000.parquet"
+    path.parent.mkdir()
+    writer = ShardWriter(path, tokens.dtype, "ab" * 32)
+    writer.write(tokens, np.array([100, 0, 150, 50]))
+    writer.close()
+    manifest = write_manifest(tmp_path)
+    manifest["splits"]["train"]["shards"][0]["digest"] = writer.digest
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    whole, seen = path.read_bytes(), 0
+    for place in range(len(whole)):
+        for bit in (0x01, 0x80):
+            changed = bytearray(whole)
+            changed[place] ^= bit
+            path.write_bytes(changed)
+            try:
+                assert np.array_equal(Shards.open(str(path.parent)).read(0), tokens), (place, bit)
+            except (RequestError, BadBlock) as error:
+                assert "00000.parquet" in str(error) and "\n" not in str(error)
+                seen += 1
+    assert seen > len(whole) / 2
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(RequestError, match="where the manifest says"):
+            Shards.open(str(path.parent))
+
+
+def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
+    """Before any work where its time tells, at the latest when it is first read; in anyone's folder by its footer."""
+    one = np.random.default_rng(0).integers(0, 2**16, 300).astype(np.uint16)
+    other = one[::-1].copy()
+    (tmp_path / "train").mkdir()
+    paths = [tmp_path / "train/00000.parquet", tmp_path / "other.parquet"]
+    digests = []
+    for path, tokens in zip(paths, (one, other), strict=True):
+        writer = ShardWriter(path, tokens.dtype, "ab" * 32)
+        writer.write(tokens, np.array([300]))
+        writer.close()
+        digests.append(writer.digest)
+    assert paths[0].stat().st_size == paths[1].stat().st_size
+    manifest = write_manifest(tmp_path, vocab_size=2**16)
+    manifest["splits"]["train"]["shards"][0]["digest"] = digests[0]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    before = Shards.open(str(tmp_path / "train")).fingerprint()
+    by_footer = Shards.open(str(paths[0])).fingerprint()
+    paths[1].rename(paths[0])
+    old = (tmp_path / "manifest.json").stat().st_mtime_ns - 10**9
+    os.utime(paths[0], ns=(old, old))
+    with pytest.raises(BadBlock, match="00000.parquet.*its footer is not the one"):
+        Shards.open(str(tmp_path / "train")).read(0)
+    os.utime(paths[0])
+    with pytest.raises(RequestError, match="00000.parquet.*its footer is not the one"):
+        Shards.open(str(tmp_path / "train"))
+    difference = describe_difference(by_footer, Shards.open(str(paths[0])).fingerprint())
+    assert difference == "00000.parquet is as long as it was and holds something else"
+    manifest["splits"]["train"]["shards"][0]["digest"] = digests[1]  # prepared again, from other texts
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert "holds something else" in describe_difference(before, Shards.open(str(tmp_path / "train")).fingerprint())
 
 
 def test_nothing_there_is_said(tmp_path):

@@ -15,13 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_files import write_folder
-from torch.utils.data import DataLoader
 
 from lm.data import shards as shards_module
 from lm.data.batch import Batch, Cursor
+from lm.data.buffer import BlockBuffer
 from lm.data.order import Order
 from lm.data.shards import Shards
-from lm.data.stream import BlockBuffer, Stream, Windows, assemble
+from lm.data.stream import Reading, Stream, Windows, assemble
+from lm.data.workers import Workers
 from lm.errors import RequestError, RunError
 
 SEQ_LEN = 8
@@ -85,8 +86,7 @@ def test_ranks_micro_batches_start_and_buffer_change_nothing(shards, division, s
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_worker_processes_change_nothing(shards, workers):
-    loader = DataLoader(stream(shards, rank=1, world=2), batch_size=None, num_workers=workers)
-    here, there = iter(stream(shards, rank=1, world=2)), iter(loader)
+    here, there = iter(stream(shards, rank=1, world=2)), iter(Workers(stream(shards, rank=1, world=2), workers))
     for mine, theirs in zip(islice(here, 10), islice(there, 10)):
         assert mine.cursor == theirs.cursor and torch.equal(mine.input_ids, theirs.input_ids)
 
@@ -186,6 +186,30 @@ def test_a_failure_of_a_decoding_thread_is_raised_where_batches_are_taken(tmp_pa
         next(batches)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path, workers):
+    """Their targets do not count, they say why, and every other row is where it was."""
+    write_folder(tmp_path, [200, 200, 200])
+    whole = list(islice(iter(stream(Shards.open(str(tmp_path), vocab_size=1000))), 18))
+    shards = Shards.open(str(tmp_path), vocab_size=1000)
+    (tmp_path / "00001.parquet").write_bytes(b"gone")
+    skipping = stream(shards, reading=Reading(on_bad_shard="skip"))
+    batches = iter(Workers(skipping, workers) if workers else skipping)
+    left_out = 0
+    for before, now in zip(whole, islice(batches, 18), strict=True):
+        rows = [] if now.mask is None else (~now.mask.any(1)).nonzero().flatten().tolist()
+        blocks, _ = skipping.order.locate(np.arange(now.cursor.start, now.cursor.end))
+        mine = blocks[now.cursor.micro * 4 : now.cursor.micro * 4 + 4]
+        assert [row for row, block in enumerate(mine) if shards.blocks[block].file.endswith("00001.parquet")] == rows
+        assert len(now.bad) == len(rows) and all("00001.parquet, row groups 0 to 1: " in text for text in now.bad)
+        assert now.num_tokens == (4 - len(rows)) * SEQ_LEN == int((now.labels != -100).sum())
+        for row in set(range(4)) - set(rows):
+            assert torch.equal(before.tokens[row], now.tokens[row])
+        left_out += len(rows)
+    batches.close()
+    assert 0 < left_out < 72
+
+
 def threads_of_streams():
     return [thread for thread in threading.enumerate() if thread.name.startswith("lm-")]
 
@@ -236,7 +260,7 @@ def test_the_interpreter_exits_in_the_middle_of_a_stream(tmp_path):
     script = f"""
 from lm.data.order import Order
 from lm.data.shards import Shards
-from lm.data.stream import BlockBuffer, Stream
+from lm.data.stream import Stream
 shards = Shards.open({str(tmp_path)!r}, vocab_size=1000)
 batches = iter(Stream(shards, Order(shards.windows(8), 1), seq_len=8, start=0, global_batch=4, micro_batch=4))
 print(tuple(next(batches).tokens.shape))

@@ -40,12 +40,16 @@ class Batch:
         tokens: (B, T + 1) uint16 or int32, on any device.
         cursor: which samples these are; None outside of training.
         mask: (B, T) bool, False where a target does not count; None when all of them count.
+        bad: what is wrong with the shards of rows that could not be read and do not count, an entry a row.
     """
 
-    def __init__(self, tokens: Tensor, cursor: Cursor | None = None, mask: Tensor | None = None) -> None:
+    def __init__(
+        self, tokens: Tensor, cursor: Cursor | None = None, mask: Tensor | None = None, bad: tuple[str, ...] = ()
+    ) -> None:
         self.tokens = tokens
         self.cursor = cursor
         self.mask = mask
+        self.bad = bad
 
     @property
     def input_ids(self) -> Tensor:
@@ -74,7 +78,7 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        return Batch(function(self.tokens), self.cursor, None if self.mask is None else function(self.mask))
+        return Batch(function(self.tokens), self.cursor, None if self.mask is None else function(self.mask), self.bad)
 
 
 def _widen(tokens: Tensor) -> Tensor:

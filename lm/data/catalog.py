@@ -5,13 +5,13 @@ taken at its manifest's word once the file sizes agree, so no footer is opened; 
 are read, many at a time.
 """
 
-import json
 import posixpath
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -19,10 +19,12 @@ import pyarrow.parquet as pq
 
 from lm.data.column import TOKENIZER_KEY, Column
 from lm.data.glob import glob_expression, split_glob
-from lm.data.remote import first_line, is_remote, open_filesystem, with_retries
+from lm.data.pages import DAMAGE, LAYOUT
+from lm.data.remote import PATIENCE, first_line, is_remote, open_filesystem, with_retries
+from lm.documents import parse_json
 from lm.errors import RequestError, RunError
 
-LAYOUT = 1
+MODIFIED = "modified"  # when the manifest that was read was written, ns
 FOOTER_THREADS = 16
 
 
@@ -38,6 +40,7 @@ class Shard:
         size: bytes.
         modified: when it last changed, ns; None where the file system does not say.
         row_groups: tokens of each row group.
+        digest: of its footer, as `footer_digest` finds it; None where the manifest does not say.
     """
 
     file: str
@@ -47,11 +50,18 @@ class Shard:
     size: int
     modified: int | None
     row_groups: tuple[int, ...] = ()
+    digest: str | None = None
 
     @contextmanager
     def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pa.NativeFile, pq.ParquetFile]]:
-        """The open file, and Arrow's reader of it, which verifies checksums; a known footer is not read again."""
+        """The open file, and Arrow's reader of it, which verifies checksums; a known footer is not read again.
+
+        Raises:
+            pyarrow.ArrowInvalid: its footer is another; Arrow does not survive all damage to one, so it never sees it.
+        """
         with self.filesystem.open_input_file(self.path) as handle:
+            if footer is None and self.digest is not None and footer_digest(handle) != self.digest:
+                raise pa.ArrowInvalid("its footer is not the one that it had when it was written")
             yield handle, pq.ParquetFile(
                 handle, metadata=footer, pre_buffer=is_remote(self.file), page_checksum_verification=True
             )
@@ -65,13 +75,31 @@ class Catalog:
     vocab_size: int | None = None
 
 
-def find_shards(source: str, column: Column, tokenizer_sha256: str | None = None) -> Catalog:
+def footer_digest(handle: pa.NativeFile) -> str:
+    """What tells one content of a shard from another, in 32 hex digits: the footer has places, sizes and least and
+    greatest ids of all row groups, and in our own shards a digest of all tokens.
+
+    Raises:
+        pyarrow.ArrowInvalid: this is no Parquet file, or not the whole of it.
+    """
+    size = handle.size()
+    end = handle.read_at(8, size - 8) if size >= 12 else b""
+    length = int.from_bytes(end[:4], "little") + 8
+    if end[4:] != b"PAR1" or length > size - 4:
+        raise pa.ArrowInvalid("it has no Parquet footer at its end")
+    return blake2b(handle.read_at(length, size - length), digest_size=16).hexdigest()
+
+
+def find_shards(
+    source: str, column: Column, tokenizer_sha256: str | None = None, patience: float = PATIENCE
+) -> Catalog:
     """Find the shards of a folder, glob, file or URL, and count their tokens without reading them.
 
     Args:
         source: what was asked for.
         column: the column of token ids.
         tokenizer_sha256: of the tokenizer in use; None does not compare.
+        patience: seconds that a read of a remote one is tried again.
 
     Raises:
         RequestError: nothing there, or it is not what it should be; names the file.
@@ -86,13 +114,13 @@ def find_shards(source: str, column: Column, tokenizer_sha256: str | None = None
         return shards, None if pattern else _read_manifest(source, filesystem, path)
 
     try:
-        shards, manifest = with_retries(look, source) if is_remote(source) else look()
+        shards, manifest = with_retries(look, source, patience) if is_remote(source) else look()
     except OSError as error:
         raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
     if manifest is not None:
         return _from_manifest(manifest, source, posixpath.basename(path), shards, column, tokenizer_sha256)
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        return Catalog(list(pool.map(lambda shard: _from_footer(shard, column, tokenizer_sha256), shards)))
+        return Catalog(list(pool.map(lambda shard: _from_footer(shard, column, tokenizer_sha256, patience), shards)))
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -133,18 +161,19 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict 
     if is_remote(source) and not folder:  # a bucket has no parent
         return None
     for place, inside in ((posixpath.join(folder, "manifest.json"), False), (f"{path}/manifest.json", True)):
-        if filesystem.get_file_info(place).type != pafs.FileType.File:
+        info = filesystem.get_file_info(place)
+        if info.type != pafs.FileType.File:
             continue
         try:
             with filesystem.open_input_stream(place) as stream:
-                manifest = json.loads(stream.read())
+                manifest = parse_json(stream.read())
         except ValueError as error:
             raise RequestError(f"{place} is damaged ({first_line(error)}); run `lm data prepare` again") from error
         splits = manifest.get("splits") if isinstance(manifest, dict) and "layout" in manifest else None
         if isinstance(splits, dict) and inside:
             raise RequestError(f"{source} is a prepared folder: give it as data.path, or name one split: {path}/train")
         if isinstance(splits, dict) and split in splits:
-            return manifest
+            return {**manifest, MODIFIED: info.mtime_ns or 0}
     return None
 
 
@@ -157,7 +186,9 @@ def _from_manifest(
         raise RequestError(f"{place}: layout {manifest['layout']!r} is not {LAYOUT}; made by another version of lm?")
     try:
         listed = manifest["splits"][split]["shards"]
-        entries = {str(one["file"]): (one["size"], tuple(map(int, one["row_groups"]))) for one in listed}
+        entries = {
+            str(one["file"]): (one["size"], tuple(map(int, one["row_groups"])), one.get("digest")) for one in listed
+        }
         tokenizer, vocab_size, made = str(manifest["tokenizer"]), int(manifest["vocab_size"]), manifest["column"]
     except (KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{place} is damaged ({error!r}); run `lm data prepare` again") from error
@@ -165,7 +196,7 @@ def _from_manifest(
         raise RequestError(f"{place}: the token column is {made!r}, not {column.name!r}; set data.column")
     _check_tokenizer(source, tokenizer, tokenizer_sha256)
     found = {f"{split}/{shard.name}": shard for shard in shards}
-    for file, (size, _) in entries.items():
+    for file, (size, _, _) in entries.items():
         if file.startswith("/") or ".." in file.split("/"):
             raise RequestError(f"{place} lists {file!r}, which is outside of its folder")
         if file not in found:
@@ -178,13 +209,30 @@ def _from_manifest(
     for file in found.keys() - entries.keys():
         stray = found[file].file
         raise RequestError(f"shard {stray} is not in its manifest; move it away, or prepare the folder again")
-    return Catalog([replace(found[file], row_groups=counts) for file, (_, counts) in entries.items()], vocab_size)
+    complete = [
+        replace(found[file], row_groups=counts, digest=digest) for file, (_, counts, digest) in entries.items()
+    ]
+    if not is_remote(source):
+        _check_newer(complete, manifest[MODIFIED])
+    return Catalog(complete, vocab_size)
+
+
+def _check_newer(shards: list[Shard], written: int) -> None:
+    """Look at the footers of shards that changed after the manifest was written, which is written last."""
+
+    def check(shard: Shard) -> None:
+        with _readable(shard), shard.open():
+            pass
+
+    newer = [shard for shard in shards if shard.digest is not None and (shard.modified or 0) > written]
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        list(pool.map(check, newer))
 
 
 # ---- anyone's files -------------------------------------------------------------------------------------------------
 
 
-def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None) -> Shard:
+def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None, patience: float) -> Shard:
     """The shard with the token counts of its row groups."""
 
     def read() -> Shard:
@@ -192,17 +240,26 @@ def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None) -> 
             column.check_type(parquet.schema_arrow, shard.file)
             made_with = (parquet.metadata.metadata or {}).get(TOKENIZER_KEY)
             if made_with is not None:
-                _check_tokenizer(shard.file, made_with.decode(), tokenizer_sha256)
+                _check_tokenizer(shard.file, made_with.decode(errors="replace"), tokenizer_sha256)
             try:
-                return replace(shard, row_groups=tuple(column.count(handle, parquet, shard.file)))
+                counts = tuple(column.count(handle, parquet, shard.file))
             except RunError as error:  # bad rows that are found before any work are a wrong request
                 raise RequestError(str(error)) from error
+            return replace(shard, row_groups=counts, digest=footer_digest(handle))
 
+    with _readable(shard):
+        return with_retries(read, shard.file, patience) if is_remote(shard.file) else read()
+
+
+@contextmanager
+def _readable(shard: Shard) -> Iterator[None]:
+    """A file that cannot be read is told by its name."""
     try:
-        return with_retries(read, shard.file) if is_remote(shard.file) else read()
-    except (pa.ArrowException, OSError) as error:
+        yield
+    except DAMAGE as error:
         raise RequestError(
-            f"shard {shard.file} is not a readable Parquet file ({first_line(error)}); is it truncated or damaged?"
+            f"shard {shard.file} is not a readable Parquet file ({first_line(error)}); is it truncated, damaged or "
+            "another one?"
         ) from error
 
 

@@ -51,8 +51,7 @@ class Column:
                 f"shard {file} has no column {self.name!r}; it has {', '.join(schema.names) or 'none'}; set data.column"
             )
         kind = schema.field(self.name).type
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        if not (is_list and pa.types.is_integer(kind.value_type)):
+        if not _holds_ids(kind):
             text = "; tokenize it first with `lm data prepare`" if pa.types.is_string(kind) else ""
             raise RequestError(f"shard {file}: column {self.name!r} is {kind}, not a list of integers{text}")
 
@@ -70,7 +69,8 @@ class Column:
 
         def count_one(group: int) -> int:
             chunk = parquet.metadata.row_group(group).column(leaf)
-            facts = chunk.statistics
+            sound = chunk.physical_type == parquet.schema.column(leaf).physical_type  # or Arrow aborts the process
+            facts = chunk.statistics if sound else None
             if facts is not None and facts.has_null_count:
                 if not facts.has_min_max or (facts.min >= 0 and facts.max < self.limit):
                     return chunk.num_values - facts.null_count
@@ -79,9 +79,16 @@ class Column:
         return [count_one(group) for group in range(parquet.metadata.num_row_groups)]
 
     def _leaf(self, footer: pq.FileMetaData) -> int:
-        """Where the column's values stand among all leaves of the schema."""
-        paths = (footer.schema.column(i).path for i in range(footer.num_columns))
-        return next(i for i, path in enumerate(paths) if path.startswith(self.name + "."))
+        """Where the column's values stand among all leaves of the schema.
+
+        Raises:
+            pyarrow.ArrowInvalid: there is no such column, though there was: the footer is damaged or another.
+        """
+        paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
+        leaf = next((i for i, path in enumerate(paths) if path.startswith(self.name + ".")), None)
+        if leaf is None:
+            raise pa.ArrowInvalid(f"there is no column {self.name!r} of lists")
+        return leaf
 
     def decode(self, handle: pa.NativeFile, parquet: pq.ParquetFile, groups, file: str) -> np.ndarray:
         """All tokens of some row groups, end to end.
@@ -118,7 +125,10 @@ class Column:
 
     def _chunks(self, parquet: pq.ParquetFile, groups) -> list[pa.Array]:
         table = parquet.read_row_groups(list(groups), columns=[self.name], use_threads=False)
-        return table.column(0).chunks
+        column = table.column(self.name)  # of a damaged footer there may be none, or another kind
+        if not _holds_ids(column.type):
+            raise pa.ArrowInvalid(f"column {self.name!r} is {column.type}, not a list of integers")
+        return column.chunks
 
     def _blame(self, parquet: pq.ParquetFile, groups, file: str) -> str:
         """Say what is wrong with row groups that hold bad ids, with the first bad row group and row."""
@@ -152,6 +162,11 @@ class Column:
             reason = f"token id {ids[outside[0]]} is outside {vocabulary}; was it made with another tokenizer?"
             found.append((row, reason))
         return min(found, default=None)
+
+
+def _holds_ids(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return is_list and pa.types.is_integer(kind.value_type)
 
 
 def _values(rows: pa.Array) -> np.ndarray | None:

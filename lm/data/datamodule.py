@@ -3,7 +3,6 @@
 The stop after `data/batch` on a batch's way; `module.training_step` is next. It knows nothing of the model.
 """
 
-import json
 import logging
 from collections import deque
 from pathlib import Path
@@ -11,16 +10,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
 
 from lm.data.batch import Batch
+from lm.data.buffer import TIMEOUT
 from lm.data.order import Order, lanes_for
 from lm.data.prepare import PrepareOptions, prepare
 from lm.data.remote import BlockCache
 from lm.data.shards import Shards
-from lm.data.stream import Stream, Windows
+from lm.data.stream import OnBadShard, Reading, Stream, Windows
 from lm.data.texts import Texts
 from lm.data.tokenizer import Tokenizer
+from lm.data.workers import Workers
+from lm.documents import fits, parse_json
 from lm.errors import RequestError
 from lm.quantities import Count
 
@@ -44,6 +45,10 @@ class DataModule(LightningDataModule):
         val_tokens: Tokens of a validation, rounded down to whole samples; all of them if not given.
         shuffle_buffer: Tokens that may be held in memory to shuffle; part of what decides the order.
         num_workers: Loader processes; 0 decodes in a thread of the training process, which is faster.
+        timeout: Seconds to wait for a batch before the run ends: a file system or loader process that does not answer.
+            Reads of remote shards that fail are tried again for half of it.
+        on_bad_shard: What a fit does when it meets a block of tokens that is damaged: `raise` ends it; `skip` leaves
+            out its samples, counts them in `data/skipped_samples` and goes on; all other samples stay where they are.
         cache_dir: Folder for blocks of remote shards.
         cache_bytes: Most that the folder may hold.
         texts: For `lm predict`: text files, JSONL or Parquet.
@@ -64,6 +69,8 @@ class DataModule(LightningDataModule):
         val_tokens: Count | None = None,
         shuffle_buffer: Count = Count(96 * 2**20),
         num_workers: int = 0,
+        timeout: float = TIMEOUT,
+        on_bad_shard: OnBadShard = "raise",
         cache_dir: str = "data/cache",
         cache_bytes: Count = Count(20 * 10**9),
         texts: str | list[str] | None = None,
@@ -83,7 +90,13 @@ class DataModule(LightningDataModule):
         self.global_batch_tokens = global_batch_tokens
         self.val_tokens = val_tokens
         self.shuffle_buffer = shuffle_buffer
+        if num_workers < 0:
+            raise RequestError(f"data.num_workers {num_workers} must be at least 0")
+        if timeout <= 0:
+            raise RequestError(f"data.timeout {timeout:g} must be more than 0 seconds")
         self.num_workers = num_workers
+        self.timeout = timeout
+        self.on_bad_shard = on_bad_shard
         self.cache = BlockCache(Path(cache_dir), cache_bytes)
         self.texts = [texts] if isinstance(texts, str) else texts
         self.seed = 0  # of the order of samples; the CLI sets it to seed_everything
@@ -116,7 +129,14 @@ class DataModule(LightningDataModule):
         """Of a folder that is there, the options must be those of the config; the texts may be gone by now."""
         if self.prepare_options is None:
             return
-        made = json.loads((self.path / "manifest.json").read_text(encoding="utf-8")).get("options", {})
+        file = self.path / "manifest.json"
+        try:
+            manifest = parse_json(file.read_bytes())
+        except (OSError, ValueError) as error:
+            raise RequestError(f"{file} is damaged ({error}); run `lm data prepare` again") from error
+        made = manifest.get("options", {}) if fits(manifest, {}) else {}
+        if not fits(made, {}):
+            raise RequestError(f"{file} is damaged: its options are no object; run `lm data prepare` again")
         wanted = vars(self.prepare_options)
         names = ["val_fraction", "text_key"]
         if wanted["tokenizer"] in ("bpe", "char"):
@@ -151,7 +171,7 @@ class DataModule(LightningDataModule):
             return None
         return Shards.open(
             source, self.column, vocab_size=self.tokenizer.vocab_size, tokenizer_sha256=self.tokenizer.sha256,
-            cache=self.cache,
+            cache=self.cache, patience=self.timeout / 2,  # so that it is the read that says what is wrong
         )
 
     @property
@@ -176,8 +196,9 @@ class DataModule(LightningDataModule):
             self.shards["train"], self.order(), seq_len=self.seq_len, start=self.consumed,
             global_batch=self.global_batch, micro_batch=self.micro_batch_size,
             rank=self.trainer.global_rank, world=self.trainer.world_size, shuffle_buffer=self.shuffle_buffer,
+            reading=self._reading(),
         )
-        return self._loader(stream)
+        return Workers(stream, self.num_workers) if self.num_workers else stream
 
     def val_dataloader(self) -> Any:
         """The first `val_tokens` of the validation shards, in order."""
@@ -207,22 +228,9 @@ class DataModule(LightningDataModule):
         return Windows(
             self.shards[split], seq_len=self.seq_len, micro_batch=self.micro_batch_size,
             limit=None if tokens is None else max(1, tokens // self.seq_len),
-            rank=self.trainer.global_rank, world=self.trainer.world_size,
+            rank=self.trainer.global_rank, world=self.trainer.world_size, reading=self._reading(),
         )
 
-    def _loader(self, stream: Stream) -> Any:
-        if self.num_workers == 0:
-            return stream
-        # A generator of its own, so that starting workers takes nothing from the training's random numbers.
-        return DataLoader(
-            stream, batch_size=None, num_workers=self.num_workers, worker_init_fn=_ignore_signals,
-            generator=torch.Generator(),
-        )
-
-
-def _ignore_signals(worker: int) -> None:
-    """A signal to the process group is the training process's to handle; workers end when it does."""
-    import signal
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    def _reading(self) -> Reading:
+        """A damaged block is skipped in a fit alone: there are metrics, log and alerts that tell of it."""
+        return Reading(self.timeout, self.on_bad_shard if self.trainer.fitting else "raise")

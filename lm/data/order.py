@@ -100,12 +100,7 @@ class Order:
             if self.shuffle:
                 sequence = permutation(len(self.windows), self.seed, epoch, 0).astype(np.int64)
             starts = np.cumsum(self.windows[sequence]) - self.windows[sequence]
-            self._lane = _bit_reversed(self.lanes)  # whose turn it is
-        full, longer = divmod(self.total, self.lanes)
-        sizes = np.full(self.lanes, full)
-        sizes[self._lane[:longer]] += 1  # the last round is not a whole one
-        self._lane_starts = np.cumsum(sizes) - sizes
-        self._recent = (epoch, sequence, starts)  # one assignment: safe to share between threads
+            self._recent = (epoch, sequence, starts)  # one assignment: safe to share between threads
         return sequence, starts
 
 

@@ -15,7 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-CODECS = {"UNCOMPRESSED": None, "LZ4": "lz4_raw", "ZSTD": "zstd", "SNAPPY": "snappy"}
+LAYOUT = 1
+LAYOUT_KEY = b"lm.layout"  # Parquet metadata of our own shards: how their pages are written
+CODEC = "lz4_raw"  # in that layout; to ask a damaged footer for the codec makes Arrow abort the process
+# What reading damaged bytes leads to, in Arrow and around it; a failing disk or network is an OSError, too.
+DAMAGE = (
+    LookupError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError, SystemError, OSError,
+    pa.ArrowException,
+)  # fmt: skip
 # Fields of a PageHeader, and of the DataPageHeader inside it
 TYPE, SIZE, COMPRESSED_SIZE, CHECKSUM, DATA_PAGE = 1, 2, 3, 4, 5
 VALUES = 1
@@ -36,21 +43,21 @@ def read_tokens(
     Returns:
         (tokens,) of `dtype`; None if this is not our layout, has an id that `dtype` cannot hold, or is damaged.
     """
+    if (footer.metadata or {}).get(LAYOUT_KEY) != str(LAYOUT).encode():
+        return None
     chunk = footer.row_group(group).column(leaf)
     nested = footer.schema.column(leaf).max_repetition_level == 1
     if not nested or chunk.physical_type != "INT32" or set(chunk.encodings) != {"RLE", "BYTE_STREAM_SPLIT"}:
         return None
-    if chunk.compression not in CODECS:
-        return None
     data = memoryview(handle.read_at(chunk.total_compressed_size, chunk.data_page_offset))
     tokens = np.empty(chunk.num_values, dtype=dtype)
     try:
-        return tokens if _decode(data, CODECS[chunk.compression], tokens) else None
-    except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, OSError, pa.ArrowException):
-        return None  # what damaged bytes lead to; the read itself stands outside, so a failing disk or network is heard
+        return tokens if _decode(data, tokens) else None
+    except DAMAGE:
+        return None  # the read itself stands outside, so a failing disk or network is heard
 
 
-def _decode(data: memoryview, codec: str | None, tokens: np.ndarray) -> bool:
+def _decode(data: memoryview, tokens: np.ndarray) -> bool:
     """Fill `tokens` from the pages of a column chunk; False if a page is not as expected."""
     place = done = 0
     while done < len(tokens):
@@ -60,8 +67,7 @@ def _decode(data: memoryview, codec: str | None, tokens: np.ndarray) -> bool:
         about = header[DATA_PAGE]
         if header[TYPE] != 0 or CHECKSUM in header and zlib.crc32(page) != header[CHECKSUM] % 2**32:
             return False
-        if codec is not None:
-            page = memoryview(pa.Codec(codec).decompress(page, header[SIZE])).cast("B")
+        page = memoryview(pa.Codec(CODEC).decompress(page, header[SIZE])).cast("B")
         count = about[VALUES]
         if count < 1:  # or a damaged header could turn in circles
             return False

@@ -112,7 +112,7 @@ def encode_unit(unit: Unit, recipe: Recipe) -> int:
     """
     name = unit.slices[0][0].name
     if is_remote(name):
-        with_retries(lambda: _encode_remote(unit, recipe), name)
+        with_retries(lambda: _encode_remote(unit, recipe), name, patience=None)
     else:
         _encode(unit, recipe)
     return unit.text_bytes
@@ -260,4 +260,5 @@ def write_shard(shard: Shard, folder: Path) -> dict[str, Any]:
             writer.write(np.fromfile(folder / file, dtype, count, offset=before), np.diff(edges[first : last + 1]))
             first = last
     size = writer.close()
-    return {"file": f"{shard.path.parent.name}/{shard.path.name}", "size": size, "row_groups": writer.row_groups}
+    name = f"{shard.path.parent.name}/{shard.path.name}"
+    return {"file": name, "size": size, "row_groups": writer.row_groups, "digest": writer.digest}

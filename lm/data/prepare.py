@@ -16,9 +16,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from lm.data.catalog import LAYOUT
 from lm.data.encoder import id_type
 from lm.data.files import TextFile, find_files
+from lm.data.pages import LAYOUT
 from lm.data.parts import (
     Recipe,
     Shard,
@@ -34,6 +34,7 @@ from lm.data.splits import Split, divide
 from lm.data.tokenizer import Tokenizer, train_bpe, train_char
 from lm.data.workforce import Workforce
 from lm.data.writer import COLUMN, write_text
+from lm.documents import fits, parse_json
 from lm.errors import Interrupted, RequestError
 from lm.quantities import Count
 
@@ -180,7 +181,7 @@ def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | Non
 def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest of a finished folder, if there is one."""
     try:
-        manifest = json.loads((output / MANIFEST).read_text("utf-8"))
+        manifest = parse_json((output / MANIFEST).read_bytes())
         made = {name: manifest[name] for name in plan}
     except FileNotFoundError:
         return None
@@ -201,7 +202,12 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
         write_text(parts / PLAN, json.dumps(plan))
-    begun = json.loads((parts / PLAN).read_text("utf-8"))
+    try:
+        begun = parse_json((parts / PLAN).read_bytes())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{parts / PLAN} is damaged ({error}); remove {output} or give another --output") from error
+    if not fits(begun, {"sources": list, "options": dict}):
+        raise RequestError(f"{parts / PLAN} is damaged; remove {output} or give another --output")
     if difference := _difference(begun | {"sources": plan["sources"]}, plan):
         raise RequestError(
             f"{output} holds an unfinished preparation that was begun otherwise: {difference}; "

@@ -5,12 +5,18 @@ Beside the batch's way: `data/shards` opens every source through `open_filesyste
 """
 
 import hashlib
+import logging
+import math
 import os
 import random
+import re
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +24,21 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from lm.errors import LmError, RequestError, RunError
+from lm.leaving import may_hang
+
+log = logging.getLogger(__name__)
+_told = -math.inf  # when a failed read was last spoken of
 
 ATTEMPTS = 5
-FIRST_PAUSE = 0.5  # seconds; doubled after each failure, so about eight seconds are waited in all
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds; doubled after each failure
+PATIENCE = 150.0  # seconds
+QUIET = 60.0  # seconds
 NPY_HEADER = 128  # bytes, of a one-dimensional array
 ARROW_SCHEMES = ("s3", "gs", "gcs")
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_REFUSED = re.compile(  # how pyarrow words what S3 will not answer better the next time
+    r"AWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH)|HTTP status 301\)"
+)
 
 
 def is_remote(source: str) -> bool:
@@ -59,12 +74,15 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
         raise RequestError(f"{source}: cannot be opened ({first_line(error)}); is the URL right?") from error
 
 
-def with_retries(read: Callable, name: str):
+def with_retries(read: Callable, name: str, patience: float | None = PATIENCE):
     """Call `read` until it succeeds, with pauses that double.
 
     Args:
         read: a read that may be repeated.
         name: the URL, for the message.
+        patience: seconds for all attempts together. One that gets no answer is given up after half of what is left,
+            for the next to begin on a new connection. None: an attempt may take as long as it does, and there are
+            `ATTEMPTS`.
 
     Returns:
         What `read` returns.
@@ -72,25 +90,66 @@ def with_retries(read: Callable, name: str):
     Raises:
         RunError: the last attempt failed too; names the URL.
     """
-    for attempt in range(ATTEMPTS):
+    end = None if patience is None else time.monotonic() + patience
+    last = None
+    for attempt in count(1):
         try:
-            return read()
+            return read() if end is None else _within((end - time.monotonic()) / 2, read)
         except Exception as error:
             if not _may_pass(error):
                 raise
-            last = error
-        if attempt + 1 < ATTEMPTS:
-            time.sleep(FIRST_PAUSE * 2**attempt * random.uniform(0.8, 1.2))  # not all ranks at the same moment
+            if last is None or not isinstance(error, _NoAnswer):  # what the store said tells more
+                last = error
+        # Not all ranks at the same moment.
+        pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.8, 1.2)
+        if attempt == ATTEMPTS if end is None else time.monotonic() + pause >= end:
+            break
+        _tell(name, first_line(last))
+        time.sleep(pause)
+    within = "" if patience is None else f" in {patience:g} s"
     raise RunError(
-        f"{name}: {ATTEMPTS} attempts to read it failed, the last with: {first_line(last)}; "
-        "check the network and the credentials, then resume"
+        f"{name}: {attempt} attempts to read it failed{within}: {first_line(last)}; "
+        "check the network and the credentials, then go on with `--ckpt_path auto`"
     ) from last
+
+
+def _tell(name: str, reason: str) -> None:
+    """Say that a read is tried again, once a minute: when a store is gone all reads fail."""
+    global _told
+    if time.monotonic() - _told > QUIET:
+        _told = time.monotonic()
+        log.warning("%s: a read failed and is tried again: %s", name, reason)
+
+
+class _NoAnswer(OSError):
+    """An attempt that was given up."""
+
+
+def _within(seconds: float, read: Callable):
+    """What `read` returns, or an OSError if that takes too long: it is left to itself then, and dropped."""
+    result: Future = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(read())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=work, name="lm-remote", daemon=True)
+    may_hang(thread)
+    thread.start()
+    try:
+        return result.result(seconds)
+    except TimeoutError as error:
+        if result.done():  # the read's own
+            raise
+        raise _NoAnswer(f"no answer in {seconds:.1f} s") from error
 
 
 def _may_pass(error: Exception) -> bool:
     """Whether trying again could help: failed reads, and whatever a client library raises (not all are OSError)."""
     if isinstance(error, OSError):
-        return not isinstance(error, _PERMANENT)
+        return not isinstance(error, _PERMANENT) and not _REFUSED.search(str(error))
     return not isinstance(error, (LmError, pa.ArrowException)) and type(error).__module__ != "builtins"
 
 

@@ -7,6 +7,7 @@ A *block* is a run of row groups of one shard, and it is what is read at once; a
 tokens of a block, at a stride of `seq_len`, so that each token is a target once. Windows do not cross blocks.
 """
 
+import errno
 import hashlib
 import json
 from collections import Counter
@@ -19,7 +20,8 @@ import pyarrow.parquet as pq
 
 from lm.data.catalog import Shard, find_shards
 from lm.data.column import Column
-from lm.data.remote import BlockCache, first_line, is_remote, with_retries
+from lm.data.pages import DAMAGE
+from lm.data.remote import PATIENCE, BlockCache, first_line, is_remote, with_retries
 from lm.errors import RequestError, RunError
 
 BLOCK_TOKENS = 2**20  # long enough to be read at full speed, short enough for a quick first batch
@@ -38,12 +40,17 @@ class Block(NamedTuple):
         return f"shard {self.file}, row group{f's {first} to {last}' if first < last else f' {first}'}"
 
 
+class BadBlock(RunError):
+    """The file is there, and what is in it cannot be used: damaged, changed, or ids outside of the vocabulary."""
+
+
 class Fingerprint(NamedTuple):
     """What must not change of a shard between a stop and a resume."""
 
     name: str
     size: int
     tokens: int
+    digest: str | None = None  # of its content; None where it is not known
 
 
 class Shards:
@@ -54,8 +61,11 @@ class Shards:
         tokens: of all blocks.
     """
 
-    def __init__(self, shards: Sequence[Shard], column: Column, source: str, cache: BlockCache | None = None):
-        self.column, self.source, self.cache = column, source, cache
+    def __init__(
+        self, shards: Sequence[Shard], column: Column, source: str, cache: BlockCache | None = None,
+        patience: float = PATIENCE,
+    ):
+        self.column, self.source, self.cache, self.patience = column, source, cache, patience
         self.blocks = [block for shard in shards for block in _blocks(shard)]
         self.tokens = sum(block.tokens for block in self.blocks)
         self._shards = {shard.file: shard for shard in shards}
@@ -69,6 +79,7 @@ class Shards:
         vocab_size: int | None = None,
         tokenizer_sha256: str | None = None,
         cache: BlockCache | None = None,
+        patience: float = PATIENCE,
     ) -> "Shards":
         """Find shards and learn their token counts; tokens are read only where the footers have no statistics.
 
@@ -79,6 +90,7 @@ class Shards:
             vocab_size: ids must be below it; None takes the manifests', or else 2**31.
             tokenizer_sha256: of the tokenizer in use; shards that say that another one made them are refused.
             cache: keeps blocks of remote shards on this machine.
+            patience: seconds that a read of a remote shard is tried again.
 
         Raises:
             RequestError: nothing there, no such column, a wrong type, a damaged file, another tokenizer, or shards
@@ -88,14 +100,14 @@ class Shards:
         sources = [source] if isinstance(source, str) else list(source)
         if not sources:
             raise RequestError("no shards were named; give a folder, a glob, a file or a URL")
-        catalogs = [find_shards(one, Column(column, vocab_size), tokenizer_sha256) for one in sources]
+        catalogs = [find_shards(one, Column(column, vocab_size), tokenizer_sha256, patience) for one in sources]
         if vocab_size is None and all(catalog.vocab_size for catalog in catalogs):
             vocab_size = max(catalog.vocab_size for catalog in catalogs)
         shards = [shard for catalog in catalogs for shard in catalog.shards]
         file, times = Counter(shard.file for shard in shards).most_common(1)[0]
         if times > 1:
             raise RequestError(f"shard {file} is named {times} times, but an epoch has each window once")
-        return cls(shards, Column(column, vocab_size), ", ".join(sources), cache)
+        return cls(shards, Column(column, vocab_size), ", ".join(sources), cache, patience)
 
     def windows(self, seq_len: int) -> np.ndarray:
         """How many windows each block has: (blocks,) int64, `max(0, (tokens - 1) // seq_len)`."""
@@ -132,8 +144,9 @@ class Shards:
             (tokens,) uint16 where the vocabulary has at most 65536 ids, else uint32; all ids inside the vocabulary.
 
         Raises:
-            RunError: nulls, ids outside the vocabulary, damaged bytes, or a number of tokens that is not what the
-                footer or manifest said; names the file, row group and row.
+            BadBlock: nulls, ids outside the vocabulary, damaged bytes, or a number of tokens or content that is not
+                what the footer or manifest said; names the file, row group and row.
+            RunError: the file cannot be opened or read at all.
         """
         block = self.blocks[index]
         if not is_remote(block.file):
@@ -145,29 +158,60 @@ class Shards:
         tokens = self.cache.get(key) if self.cache else None
         if tokens is None or tokens.shape != (block.tokens,) or not column.holds(tokens):
             try:
-                tokens = with_retries(lambda: self._decode(block), str(block))
+                tokens = with_retries(lambda: self._fetch(block), str(block), self.patience)
             except OSError as error:  # one that trying again cannot cure
                 raise RunError(f"{block}: cannot be read ({first_line(error)}); was it moved or deleted?") from error
             if self.cache:
                 self.cache.put(key, tokens)
         return tokens
 
+    def _fetch(self, block: Block) -> np.ndarray:
+        """A remote block. What comes damaged may have been damaged on the way, so it is fetched once more."""
+        try:
+            return self._decode(block)
+        except BadBlock:
+            self._footers.pop(block.file, None)
+            return self._decode(block)
+
     def _decode(self, block: Block) -> np.ndarray:
         shard = self._shards[block.file]
         try:
             with shard.open(self._footers.get(shard.file)) as (handle, parquet):
                 self._keep_footer(shard.file, parquet.metadata)
-                tokens = self.column.decode(handle, parquet, block.row_groups, shard.file)
+                tokens = self._decode_groups(handle, parquet, block, block.row_groups)
                 if len(tokens) != block.tokens:
-                    raise RunError(self._miscounted(handle, parquet, block))
+                    raise BadBlock(self._miscounted(handle, parquet, block))
                 return tokens
-        except (pa.ArrowException, OSError) as error:
-            if isinstance(error, OSError) and is_remote(shard.file):
-                raise  # may be the network: tried again
-            raise RunError(
-                f"{block}: cannot be decoded ({first_line(error)}); the file is truncated, damaged or was changed: "
-                "fetch or write it again"
-            ) from error
+        except DAMAGE as error:
+            raise self._not_readable(block, str(block), error) from error
+
+    def _decode_groups(
+        self, handle: pa.NativeFile, parquet: pq.ParquetFile, block: Block, groups: Sequence[int]
+    ) -> np.ndarray:
+        """The tokens of row groups; where several cannot be decoded, the first bad one is named."""
+        try:
+            return self.column.decode(handle, parquet, groups, block.file)
+        except RunError as error:
+            raise BadBlock(str(error)) from error
+        except DAMAGE as error:
+            for group in groups if len(groups) > 1 else ():
+                self._decode_groups(handle, parquet, block, [group])
+            where = f"shard {block.file}, row group {groups[0]}" if len(groups) == 1 else str(block)
+            raise self._not_readable(block, where, error) from error
+
+    def _not_readable(self, block: Block, where: str, error: Exception) -> Exception:
+        """What to say of a failed read: damage, a file that is not there or a disk that fails; or try it again."""
+        missing = isinstance(error, OSError) and error.errno is not None and error.errno != errno.EIO
+        if isinstance(error, OSError) and is_remote(block.file):
+            return error  # may be the network: tried again
+        if missing:
+            return RunError(
+                f"{where}: cannot be read ({first_line(error)}); put it back, and `--ckpt_path auto` goes on"
+            )
+        return BadBlock(
+            f"{where}: cannot be decoded ({first_line(error)}); the file is truncated, damaged or was changed: "
+            "fetch or write it again"
+        )
 
     def _keep_footer(self, file: str, footer: pq.FileMetaData) -> None:
         if len(self._footers) >= FOOTERS_KEPT:
@@ -186,8 +230,10 @@ class Shards:
         )
 
     def fingerprint(self) -> list[Fingerprint]:
-        """Name below its source, bytes and tokens of every shard, in order."""
-        return [Fingerprint(shard.name, shard.size, sum(shard.row_groups)) for shard in self._shards.values()]
+        """Name below its source, bytes, tokens and content of every shard, in order."""
+        return [
+            Fingerprint(shard.name, shard.size, sum(shard.row_groups), shard.digest) for shard in self._shards.values()
+        ]
 
     @property
     def digest(self) -> str:
@@ -209,12 +255,13 @@ def describe_difference(old, new, most: int = 3) -> str:
     before, after = {entry.name: entry for entry in old}, {entry.name: entry for entry in new}
     lines = [f"{name} is gone" for name in before.keys() - after.keys()]
     lines += [f"{name} is new" for name in after.keys() - before.keys()]
-    lines += [
-        f"{name} had {was.size} bytes and {was.tokens} tokens, now {after[name].size} and {after[name].tokens}"
-        for name, was in before.items()
-        if name in after and after[name] != was
-    ]
-    if not lines and old != new:
+    for name in before.keys() & after.keys():
+        was, now = before[name], after[name]
+        if was[:3] != now[:3]:
+            lines.append(f"{name} had {was.size} bytes and {was.tokens} tokens, now {now.size} and {now.tokens}")
+        elif was.digest != now.digest and None not in (was.digest, now.digest):
+            lines.append(f"{name} is as long as it was and holds something else")
+    if not lines and [entry[:3] for entry in old] != [entry[:3] for entry in new]:
         lines = ["the same shards in another order"]
     more = [f"and {len(lines) - most} more"] if len(lines) > most else []
     return ", ".join(sorted(lines)[:most] + more)

@@ -2,29 +2,28 @@
 
 Between `data/order`, which says what each sample is, and `data/datamodule`, which hands the batches to Lightning.
 
-`Stream` and `Windows` say which samples make which micro-batch; `assemble` copies their rows out of blocks, which a
-`BlockBuffer` decodes ahead. Decoding runs in threads of the training process: Arrow and numpy let go of the
-interpreter lock while they work, and copying batches between processes costs more than reading them. Copying the rows
-takes some 50 microseconds a batch, less than handing it over from yet another thread would.
+`Stream` and `Windows` say which samples make which micro-batch; `assemble` copies their rows out of blocks, which
+`data/buffer` decodes ahead. Decoding runs in threads of the training process: Arrow and numpy let go of the
+interpreter lock while they work, and copying batches between processes (`data/workers`) costs more than reading them.
+Copying the rows takes some 50 microseconds a batch, less than handing it over from yet another thread would.
 """
 
-import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from lm.data.batch import Batch, Cursor
+from lm.data.buffer import TIMEOUT, BlockBuffer
 from lm.data.order import BLOCKS_AHEAD, Order
-from lm.data.shards import BLOCK_TOKENS, Shards
+from lm.data.shards import BLOCK_TOKENS, BadBlock, Shards
 from lm.errors import RequestError
 
-DECODERS = 2  # threads; one reads several hundred million tokens a second
+OnBadShard = Literal["raise", "skip"]
 LOCATED = 1024  # samples that are located in one call of numpy
 MOST_AHEAD = 4096  # samples that blocks are decoded ahead for; less where BLOCKS_AHEAD blocks have fewer windows
 
@@ -35,6 +34,19 @@ class Request(NamedTuple):
     samples: np.ndarray
     cursor: Cursor | None = None
     padding: int = 0
+
+
+class Reading(NamedTuple):
+    """What to do when a block cannot be read.
+
+    Args:
+        timeout: seconds that are waited for one.
+        on_bad_shard: `raise`; or `skip`, which leaves the targets of a damaged block out of the loss. Every sample
+            keeps its place in the order, so nothing else changes.
+    """
+
+    timeout: float = TIMEOUT
+    on_bad_shard: OnBadShard = "raise"
 
 
 class Stream(IterableDataset):
@@ -53,6 +65,7 @@ class Stream(IterableDataset):
         rank: this process; it takes every `world`-th sample of a step.
         world: number of processes.
         shuffle_buffer: tokens of decoded blocks that are held at most; None takes what the order's lanes need.
+        reading: what to do when a block cannot be read, or not soon.
 
     Raises:
         ValueError: `global_batch` is not a multiple of `world * micro_batch`.
@@ -61,7 +74,7 @@ class Stream(IterableDataset):
 
     def __init__(
         self, shards: Shards, order: Order, *, seq_len: int, start: int, global_batch: int, micro_batch: int,
-        rank: int = 0, world: int = 1, shuffle_buffer: int | None = None,
+        rank: int = 0, world: int = 1, shuffle_buffer: int | None = None, reading: Reading = Reading(),
     ):
         if global_batch % (world * micro_batch):
             raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks x {micro_batch} samples")
@@ -75,6 +88,7 @@ class Stream(IterableDataset):
         self.shards, self.order, self.seq_len, self.start = shards, order, seq_len, start
         self.global_batch, self.micro_batch, self.rank, self.world = global_batch, micro_batch, rank, world
         self.buffer = needed if shuffle_buffer is None else shuffle_buffer
+        self.reading = reading
 
     def requests(self) -> Iterator[Request]:
         """What this rank's micro-batches are made of; endless."""
@@ -87,7 +101,12 @@ class Stream(IterableDataset):
             start = end
 
     def __iter__(self) -> Iterator[Batch]:
-        return assemble(self.shards, self.order, self.seq_len, _mine(self), self.buffer)
+        return self.batches()
+
+    def batches(self, worker: int = 0, workers: int = 1) -> Iterator[Batch]:
+        """Every `workers`-th batch from the `worker`-th on: those of all workers, taken in turn, are in order again."""
+        requests = islice(self.requests(), worker, None, workers)
+        return assemble(self.shards, self.order, self.seq_len, requests, self.buffer, self.reading)
 
 
 class Windows(IterableDataset):
@@ -103,13 +122,14 @@ class Windows(IterableDataset):
         limit: how many windows; None takes all.
         rank: this process; each takes one run of consecutive windows.
         world: number of processes.
+        reading: what to do when a block cannot be read, or not soon.
     """
 
     def __init__(
         self, shards: Shards, *, seq_len: int, micro_batch: int, limit: int | None = None,
-        rank: int = 0, world: int = 1,
+        rank: int = 0, world: int = 1, reading: Reading = Reading(),
     ):
-        self.shards, self.seq_len, self.micro_batch = shards, seq_len, micro_batch
+        self.shards, self.seq_len, self.micro_batch, self.reading = shards, seq_len, micro_batch, reading
         self.order = Order(shards.windows(seq_len), seed=0, shuffle=False)
         self.total = self.order.total if limit is None else min(limit, self.order.total)
         share = -(-self.total // world)
@@ -124,64 +144,14 @@ class Windows(IterableDataset):
             yield Request(samples, padding=self.micro_batch - len(samples))
 
     def __iter__(self) -> Iterator[Batch]:
-        return assemble(self.shards, self.order, self.seq_len, _mine(self), self.buffer)
-
-
-def _mine(dataset: Stream | Windows) -> Iterator[Request]:
-    """In a DataLoader's worker w of W, requests w, w + W, ...: taken in turn they are in order again."""
-    worker = get_worker_info()
-    return islice(dataset.requests(), worker.id if worker else 0, None, worker.num_workers if worker else 1)
+        return assemble(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading)
 
 
 # ---- rows out of blocks ---------------------------------------------------------------------------------------------
 
 
-class BlockBuffer:
-    """Decoded blocks, never more than `capacity` tokens, decoded by threads before they are needed.
-
-    Samples are `want`ed some way ahead of being taken, in the same order; their numbers are the clock. The block
-    whose latest wanted sample is the oldest goes first, and none goes while a wanted sample is still to be taken.
-    """
-
-    def __init__(self, shards: Shards, capacity: int):
-        self.shards, self.capacity, self.held = shards, capacity, 0
-        self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="lm-decode")
-        self.blocks: OrderedDict[int, Future] = OrderedDict()  # the one that goes first stands first
-        self.wanted: dict[int, int] = {}  # block -> the latest sample that wants it
-        self.decoded: dict[int, np.ndarray] = {}  # what `get` has seen; asking a Future for each row takes its lock
-
-    def want(self, block: int, sample: int, taken: int) -> bool:
-        """See to it that `block` is decoded for `sample`; False if there is no room while `taken` is being taken."""
-        if block in self.blocks:
-            self.blocks.move_to_end(block)
-        else:
-            tokens = self.shards.blocks[block].tokens
-            while self.blocks and self.held + tokens > self.capacity:
-                oldest = next(iter(self.blocks))
-                if self.wanted[oldest] >= taken:
-                    return False
-                del self.blocks[oldest], self.wanted[oldest], self.decoded[oldest]
-                self.held -= self.shards.blocks[oldest].tokens
-            self.held += tokens
-            self.blocks[block] = self.pool.submit(self.shards.read, block)
-        self.wanted[block] = sample
-        return True
-
-    def get(self, block: int) -> np.ndarray:
-        """The tokens of a wanted block, as soon as they are decoded."""
-        tokens = self.decoded.get(block)
-        if tokens is None:
-            tokens = self.decoded[block] = self.blocks[block].result()
-        return tokens
-
-    def close(self) -> None:
-        """Drop what is not begun; the threads end with what they are at."""
-        if not sys.is_finalizing():  # when the interpreter exits it has ended them already
-            self.pool.shutdown(wait=False, cancel_futures=True)
-
-
 def assemble(
-    shards: Shards, order: Order, seq_len: int, requests: Iterator[Request], capacity: int
+    shards: Shards, order: Order, seq_len: int, requests: Iterator[Request], capacity: int, reading: Reading = Reading()
 ) -> Iterator[Batch]:
     """Turn requests into batches.
 
@@ -191,13 +161,17 @@ def assemble(
         seq_len: T.
         requests: what to make.
         capacity: tokens of decoded blocks to hold at most; at least the largest block.
+        reading: what to do when a block cannot be read, or not soon.
 
     Yields:
         A batch of (B, T + 1) tokens for each request.
+
+    Raises:
+        RunError: a block cannot be read; names the file.
     """
     dtype = shards.column.dtype if shards.column.dtype == np.uint16 else np.dtype(np.int32)
     ahead = min(MOST_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))  # on this stretch as many blocks begin
-    buffer = BlockBuffer(shards, capacity)
+    buffer = BlockBuffer(shards, capacity, reading.timeout)
     plan = _located(order, requests)
     waiting, unwanted = deque(), deque()  # located requests, and those of their blocks that are not wanted yet
     wanted = taken = 0
@@ -222,14 +196,20 @@ def assemble(
         while waiting:
             request, blocks, windows = waiting.popleft()
             rows = np.zeros((len(blocks) + request.padding, seq_len + 1), dtype=dtype)  # (B, T + 1)
-            for row, block, window in zip(rows, blocks, windows):
+            bad = {}
+            for place, (block, window) in enumerate(zip(blocks, windows)):
                 if wanted == taken:
                     look_ahead()  # the buffer was full; nothing that was taken needs its block any more
                 first = window * seq_len
-                row[:] = buffer.get(block)[first : first + seq_len + 1]
+                try:
+                    rows[place] = buffer.get(block)[first : first + seq_len + 1]
+                except BadBlock as damage:
+                    if reading.on_bad_shard == "raise":
+                        raise
+                    bad[place] = str(damage)
                 taken += 1
             look_ahead()  # so that decoding goes on while the batch is trained on
-            yield _batch(rows, request)
+            yield _batch(rows, request, bad)
     finally:
         buffer.close()
 
@@ -246,9 +226,12 @@ def _located(order: Order, requests: Iterator[Request]) -> Iterator[tuple[Reques
         size = max(1, LOCATED // max(1, ends[-1] // len(group)))
 
 
-def _batch(rows: np.ndarray, request: Request) -> Batch:
+def _batch(rows: np.ndarray, request: Request, bad: dict[int, str]) -> Batch:
+    """`bad` says of rows that could not be read what is wrong with their block."""
     tokens, mask = torch.from_numpy(rows), None
-    if request.padding:
+    if request.padding or bad:
         mask = torch.ones(len(rows), rows.shape[1] - 1, dtype=torch.bool)  # (B, T)
         mask[len(rows) - request.padding :] = False
-    return Batch(tokens, request.cursor, mask)
+        for place in bad:
+            mask[place] = False
+    return Batch(tokens, request.cursor, mask, tuple(bad.values()))

@@ -96,10 +96,10 @@ def _cores() -> int:
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A parent that was killed cannot tell its workers to stop."""
     multiprocessing.parent_process().join()
     os._exit(1)

@@ -8,17 +8,19 @@ second (zstd: 1.4 bytes, three quarters of the speed).
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm.data.catalog import LAYOUT
+from lm.data.catalog import footer_digest
 from lm.data.column import TOKENIZER_KEY
+from lm.data.pages import LAYOUT, LAYOUT_KEY
 
 COLUMN = "input_ids"
-LAYOUT_KEY = b"lm.layout"
+DIGEST_KEY = "lm.digest"  # in the footer: of all tokens, so that no two contents have the same one
 ROW_GROUP_TOKENS = 2**20  # what the loader reads at once
 
 
@@ -36,6 +38,8 @@ class ShardWriter:
     def __init__(self, path: Path, dtype: np.dtype, tokenizer_sha256: str) -> None:
         self.path = path
         self.row_groups: list[int] = []  # tokens of each
+        self.digest = ""  # of the footer, once it is written
+        self._tokens_digest = blake2b(digest_size=16)
         self._tokens: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
         self._held = 0
@@ -77,6 +81,7 @@ class ShardWriter:
         offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)  # (rows + 1,)
         column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens), type=self._schema.field(0).type)
         self._parquet.write_table(pa.table([column], schema=self._schema), row_group_size=max(1, len(rows)))
+        self._tokens_digest.update(tokens)
         self.row_groups.append(len(tokens))
         self._tokens, self._rows, self._held = [], [], 0
 
@@ -88,7 +93,10 @@ class ShardWriter:
         """
         if self._held:
             self._flush()
+        self._parquet.add_key_value_metadata({DIGEST_KEY: self._tokens_digest.hexdigest()})
         self._parquet.close()
+        with pa.OSFile(str(self._temporary)) as file:
+            self.digest = footer_digest(file)
         with open(self._temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(self._temporary, self.path)
