@@ -5,7 +5,6 @@ writes to it through `record`, which never fails and never takes longer than `PA
 """
 
 import hashlib
-import json
 import logging
 import sqlite3
 import threading
@@ -15,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lm import registry_file
+from lm.documents import parse_json
 from lm.errors import LmError, RequestError
 from lm.evaluation_log import joined
 from lm.runs import ROOT, Run
+from lm.spending import number
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +71,32 @@ def _validation_losses(run: Run) -> list[float]:
         if b'"val/loss"' not in line and b'"resumed_at"' not in line:
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:  # a line that a kill cut short
             continue
-        if "resumed_at" in entry:
-            kept = [(step, loss) for step, loss in kept if step <= entry["resumed_at"]]
-        else:
-            kept.append((entry["step"], entry["val/loss"]))
+        numbers = entry if isinstance(entry, dict) else {}
+        step, loss = number(numbers.get("step")), numbers.get("val/loss")
+        if (resumed_at := number(numbers.get("resumed_at"))) is not None:
+            kept = [(at, loss) for at, loss in kept if at <= resumed_at]
+        elif step is not None and isinstance(loss, int | float):
+            kept.append((step, float(loss)))
     return [loss for _, loss in kept if loss == loss]
 
 
 # ---- what a training writes ------------------------------------------------------------------------------------------
 
 
-def record(run: Run) -> None:
+def record(run: Run, again: bool = False) -> bool:
     """Note how a run stands; to be called when it starts and when it ends.
 
     It never raises and returns within `PATIENCE` seconds: what goes wrong is one line in the log.
+
+    Args:
+        run: the run.
+        again: it went wrong before, so the line was said.
+
+    Returns:
+        Whether it went well.
     """
     failures: list[Exception] = []
 
@@ -104,7 +114,10 @@ def record(run: Run) -> None:
         failures.append(error)
     if thread.is_alive() or failures:
         reason = failures[0] if failures else "it does not answer"
-        log.warning("the registry of runs was not updated: %s; `lm runs rebuild` makes up for it", reason)
+        level = logging.DEBUG if again else logging.WARNING
+        log.log(level, "the registry of runs was not updated: %s; `lm runs rebuild` makes up for it", reason)
+        return False
+    return True
 
 
 def note(runs: Iterable[Run], forget_others: bool = False) -> None:

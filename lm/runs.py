@@ -7,34 +7,19 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lm import __version__
+from lm import evaluation_log, run_lock, run_shapes
+from lm.documents import fits, parse_json, parse_yaml
 from lm.errors import RequestError
+from lm.run_files import Attempts, append_line, read_lines, write_atomically
+from lm.spending import number
 
 ROOT = Path("checkpoints")
 STEP = re.compile(r"step-(\d{8,})")
 SILENCE = 30.0  # seconds without a heartbeat after which a run is taken for dead
-
-
-def write_atomically(path: Path, text: str, durable: bool = True) -> None:
-    """Replace a file so that a reader sees the old or the new text and never a part.
-
-    Args:
-        durable: wait until it would survive a power cut, too.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 class Run:
@@ -46,6 +31,8 @@ class Run:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self.attempt = Attempts()  # for what a training can do without
+        self.seen: tuple[float, float] | None = None  # what `entered` said when it was seen that nobody trains it
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -61,12 +48,10 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """What stands in the resolved config; {} where it cannot be read."""
-        import yaml
-
         try:
-            # The loader in C is ten times as fast, and not in every build of PyYAML.
-            return yaml.load(self.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
-        except (OSError, yaml.YAMLError):
+            found = parse_yaml(self.config.read_bytes())
+            return found if isinstance(found, dict) else {}
+        except (OSError, ValueError):
             return {}
 
     def started_in(self) -> Path:
@@ -74,7 +59,9 @@ class Run:
 
         It is told from where the run lies; the working directory, where the folder of the runs was moved.
         """
-        root = Path(self.settings().get("trainer", {}).get("default_root_dir") or ROOT)
+        trainer = self.settings().get("trainer")
+        given = trainer.get("default_root_dir") if isinstance(trainer, dict) else None
+        root = Path(given) if isinstance(given, str) else ROOT
         runs = self.path.resolve().parent
         if not root.is_absolute() and runs.parts[-len(root.parts) :] == root.parts:
             return Path(*runs.parts[: -len(root.parts)])
@@ -84,9 +71,19 @@ class Run:
 
     @classmethod
     def all(cls, root: Path | str = ROOT) -> list["Run"]:
-        """Every run under `root`, by the time it was started or last gone on with, oldest first."""
+        """Every run under `root`, in the order in which they were started or last gone on with."""
         runs = [cls(file.parent) for file in Path(root).glob("*/run.json")]
-        return sorted(runs, key=lambda run: (run.read("run.json").get("entered", 0), run.name))
+        return sorted(runs, key=lambda run: (*run.entered(), run.name))
+
+    def entered(self) -> tuple[float, float]:
+        """The number and the time at which it was started or last gone on with: no two sessions have the same."""
+        facts = self.read("run.json")
+        return number(facts.get("turn")) or 0, number(facts.get("entered")) or 0.0
+
+    @classmethod
+    def next_turn(cls, root: Path | str) -> int:
+        """What who starts a run or goes on with one notes as `turn`: a clock may have been set back since the last."""
+        return 1 + int(max((run.entered()[0] for run in cls.all(root)), default=0))
 
     @classmethod
     def newest(cls, root: Path | str = ROOT, name: str | None = None) -> "Run | None":
@@ -112,6 +109,38 @@ class Run:
         """The run that a checkpoint's folder lies in; None for other folders."""
         run = cls(checkpoint.resolve().parent)
         return run if (checkpoint / "trainer.json").exists() and (run.path / "run.json").exists() else None
+
+    def refuse_if_trained(self) -> None:
+        """Refuse to go on with a run that a process is training now.
+
+        Raises:
+            RequestError: one is; the message says which.
+        """
+        self.seen = self.seen or self.entered()
+        try:
+            holder, taken = run_lock.look(self.path)
+        except run_lock.LocksMissing:
+            said = {**self.read("state.json"), **self.read("heartbeat.json")}
+            holder, taken = run_lock.Holder.of(said), self.status() == "running"
+        if taken and holder.pid != os.getpid():
+            raise self._taken(holder)
+
+    def hold(self) -> None:
+        """Be the one process that trains this run, until it ends.
+
+        Raises:
+            RequestError: another one is; the message says which.
+            OSError: the folder cannot be written to.
+        """
+        try:
+            if (holder := run_lock.hold(self.path)) is not None:
+                raise self._taken(holder)
+        except run_lock.LocksMissing:
+            self.refuse_if_trained()
+
+    def _taken(self, holder: run_lock.Holder) -> RequestError:
+        cure = f"wait for its end, or stop it{f' (`kill {holder.pid}`)' * bool(holder.pid)}, and give the command again"
+        return RequestError(f"run {self.path} is being trained by {holder}: {cure}")
 
     @classmethod
     def create(cls, name: str, root: Path | str = ROOT) -> "Run":
@@ -170,13 +199,20 @@ class Run:
         facts = self.read("run.json")
         said = facts.get("status", "unknown")
         if said != "running":
-            return said
+            return said if isinstance(said, str) else "unknown"
+        here = socket.gethostname()
+        try:
+            holder, taken = run_lock.look(self.path)
+            if taken or holder.host == here:
+                return "running" if taken else "dead"
+        except run_lock.LocksMissing:
+            pass
+        # Nobody can tell, or it was taken on another machine, whose locks may not be seen from here.
         beat = self.read("heartbeat.json")
-        of_this_session = beat.get("time", 0.0) >= facts.get("entered", 0.0)
-        if of_this_session and beat.get("host") == socket.gethostname() and not _exists(beat.get("pid")):
+        entered, time_of_beat = number(facts.get("entered")) or 0.0, number(beat.get("time")) or 0.0
+        if time_of_beat >= entered and beat.get("host") == here and not _exists(beat.get("pid")):
             return "dead"
-        last = max(beat.get("time", 0.0), facts.get("entered", 0.0))
-        return "running" if time.time() - last < SILENCE else "dead"
+        return "running" if time.time() - max(time_of_beat, entered) < SILENCE else "dead"
 
     def describe(self, **facts: Any) -> None:
         """Write or update `run.json`."""
@@ -185,29 +221,39 @@ class Run:
     def read(self, name: str) -> dict[str, Any]:
         """One of the run's JSON files; empty where it is absent or was never finished."""
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            return run_shapes.known(name, parse_json((self.path / name).read_bytes()))
         except (OSError, ValueError):
             return {}
 
     def write_state(self, state: dict[str, Any]) -> None:
-        """Replace `state.json`, the live state that `lm monitor` reads."""
-        write_atomically(self.path / "state.json", json.dumps(state) + "\n", durable=False)
+        """Replace `state.json`, the live state that `lm monitor` reads, if it can be written."""
+        path = self.path / "state.json"
+        self.attempt(path, lambda: write_atomically(path, json.dumps(state) + "\n", durable=False))
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """Add one line to `metrics.jsonl`."""
+        """Add one line to `metrics.jsonl`, if it can be written."""
         self._append("metrics.jsonl", metrics)
 
+    def mark_resume(self, step: int) -> None:
+        """Have `metrics.jsonl` say that the run goes on from a step, so that what came after it counts no more; an
+        OSError where it cannot."""
+        append_line(self.path / "metrics.jsonl", {"resumed_at": step})
+
     def append_alert(self, alert: dict[str, Any]) -> None:
-        """Add one line to `alerts.jsonl`: `step`, `time`, `guard`, `action`, `message`."""
+        """Add one line to `alerts.jsonl`, if it can be written: `step`, `time`, `guard`, `action`, `message`."""
         self._append("alerts.jsonl", alert)
 
     def alerts(self) -> list[dict[str, Any]]:
         """What guards had to say, oldest first."""
-        return list(self._lines("alerts.jsonl"))
+        return list(read_lines(self.path / "alerts.jsonl"))
 
     def append_evaluation(self, evaluation: dict[str, Any]) -> None:
-        """Add one line to `evaluations.jsonl`."""
-        self._append("evaluations.jsonl", evaluation)
+        """Add one line to `evaluations.jsonl`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        append_line(self.path / "evaluations.jsonl", evaluation)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """How good the run's model was found to be on tasks and texts, the newest evaluation last.
@@ -216,13 +262,14 @@ class Run:
         `accuracy`, `centered` and so on), `core` (the mean of `centered`; None where there is none), `texts` (by name,
         with `bits_per_byte` and so on) and `settings`.
         """
-        return list(self._lines("evaluations.jsonl"))
+        lines = read_lines(self.path / "evaluations.jsonl")
+        return [line for line in lines if fits(line, evaluation_log.SHAPE)]
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl` by step. After a resume the later line of a step counts, and what a stopped
         run had logged beyond the checkpoint that it was resumed from does not."""
         kept: list[dict[str, Any]] = []
-        for line in self._lines("metrics.jsonl"):
+        for line in filter(None, map(run_shapes.measured, read_lines(self.path / "metrics.jsonl"))):
             if "resumed_at" in line:
                 kept = [entry for entry in kept if entry["step"] <= line["resumed_at"]]
             else:
@@ -230,34 +277,16 @@ class Run:
         return kept
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
-        with open(self.path / name, "ab+") as file:
-            if file.tell():  # a kill may have cut the last line short
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.write((json.dumps(line) + "\n").encode())
-
-    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
-        try:
-            text = (self.path / name).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return
-        for line in text.splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:  # a line that a kill cut short
-                continue
+        self.attempt(self.path / name, lambda: append_line(self.path / name, line))
 
 
 def _exists(pid: int | None) -> bool:
     """Whether a process of this machine is there; where it cannot be told, yes."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, TypeError):  # somebody else's; or none is known
         return True
-    return True
+    except (OSError, TypeError, OverflowError) as error:  # somebody else's, or none is known
+        return not isinstance(error, ProcessLookupError)
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -269,24 +298,3 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def run_facts() -> dict[str, Any]:
-    """What `run.json` records of where and how a run was started: versions, command, host, git revision."""
-    from importlib.metadata import version
-
-    try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
-        revision = git.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        revision = ""
-    packages = ("torch", "lightning", "torchmetrics", "safetensors", "tokenizers", "pyarrow", "numpy")
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "entered": time.time(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "host": socket.gethostname(),
-        "python": sys.version.split()[0],
-        "versions": {"lm": __version__, **{name: version(name) for name in packages}},
-        "git": revision or None,
-    }

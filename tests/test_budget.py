@@ -8,7 +8,6 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
-from trainings import lm, make_workplace, write_config
 
 from lm.callbacks.budget import Budget, BudgetConfig, judge
 from lm.errors import RequestError
@@ -237,6 +236,30 @@ def test_what_is_spent_ends_at_once_without_a_checkpoint(tmp_path, monkeypatch):
     assert [act[:3] for act in simulation.acts] == [(510, "stop", False)]
 
 
+def test_a_cap_that_comes_before_the_projection_has_settled_ends_with_a_checkpoint_under_it(tmp_path, monkeypatch):
+    """Ten seconds a log line: at $90 of $100 there is time for no more than one more and a checkpoint."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(100, warn_at=1))
+    simulation.lines(100, 1)
+    assert [act[:3] for act in simulation.acts] == [(90, "stop", True)]
+    assert "$90.00 so far" in simulation.acts[0][3] and simulation.budget.meter.read().usd == pytest.approx(90)
+
+
+def test_steps_that_become_slow_all_of_a_sudden_end_with_a_checkpoint_under_the_cap(tmp_path, monkeypatch):
+    """From step 500 on they take 45 times as long: it ends before the median of their times has seen that."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(2000, warn_at=1))
+    simulation.lines(50, 1)
+    simulation.lines(50, 45)
+    ((step, action, save, message),) = simulation.acts
+    assert (action, save) == ("stop", True) and simulation.budget.meter.read().usd < 2000, message
+
+
+def test_a_damaged_budget_file_is_no_fresh_budget(tmp_path, monkeypatch):
+    for content in ('{"spent_', "[]", "{}", '{"spent_usd": "9", "hours_elapsed": NaN}'):
+        (tmp_path / "budget.json").write_text(content)
+        with pytest.raises(RequestError, match="is damaged, so what the run has cost is not known"):
+            Simulation(tmp_path, monkeypatch, hourly(2000))
+
+
 def test_a_run_whose_budget_is_spent_is_not_gone_on_with(tmp_path, monkeypatch):
     (tmp_path / "budget.json").write_text('{"spent_usd": 2000, "hours_elapsed": 0.5}')
     with pytest.raises(RuntimeError, match=r"\$2,000.00 of \$2,000.00 are spent"):
@@ -317,30 +340,3 @@ def test_the_file_is_not_written_at_every_line(tmp_path, monkeypatch):
     monkeypatch.setattr(Budget, "_write", lambda self, trainer: writes.append(setattr(self, "_written", self._clock())))
     simulation.lines(90, 0.2)
     assert 10 <= len(writes) <= 19
-
-
-# ---- in a training ---------------------------------------------------------------------------------------------------
-
-
-def test_a_training_that_costs_too_much_ends_with_a_checkpoint_and_counts_on(tmp_path):
-    """A dollar a second and steps for hours: it ends in time. Another session adds to what was spent, and where that is
-    all of the budget, it ends before its first step."""
-    folder = make_workplace(tmp_path)
-    budget = {"cap_usd": 600, "rate_usd_per_hr": 3600}
-    many = {"trainer.max_steps": 10**6, "trainer.val_interval": 10**6, "trainer.checkpoint_interval": 10**6}
-    write_config(folder, guards={"budget": budget}, **many)
-    arguments = ("fit", "--config", "small.yaml", "--ckpt_path", "auto")
-    fit = lm(folder, *arguments, expect=3)
-    run = Run(folder / "checkpoints" / "small")
-    assert "Traceback" not in fit.stderr and "of $600.00; " in fit.stderr.splitlines()[-1]
-    (step,) = run.steps()
-    assert 12 < step < 100 and run.status() == "stopped"
-    first = run.read("budget.json")
-    assert 0 < first["spent_usd"] < 600 < first["projected_total_usd"]
-    assert first["spent_usd"] == pytest.approx(first["hours_elapsed"] * 3600)
-
-    write_config(folder, guards={"budget": {**budget, "cap_usd": 2}}, **many)
-    fit = lm(folder, *arguments, expect=3)
-    assert "of $2.00 are spent: the end, without a checkpoint" in fit.stderr.splitlines()[-1]
-    assert run.read("budget.json")["spent_usd"] > first["spent_usd"] + 1 and list(run.steps()) == [step]
-    assert [(alert["guard"], alert["action"]) for alert in run.alerts()] == [("budget", "stop")] * 2

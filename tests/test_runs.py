@@ -8,8 +8,9 @@ import pytest
 from lm.checkpoint import point, write_folder
 from lm.errors import RequestError
 from lm.inspection.seen import samples_at
-from lm.resume import compare, find_checkpoint
+from lm.resume import compare, find_checkpoint, sealed
 from lm.runs import Run
+from lm.sealed import stated_digest
 
 
 def make(root, name, entered=0.0):
@@ -106,6 +107,7 @@ def test_auto_follows_a_run_that_went_on_from_an_earlier_step(tmp_path):
     for step in (3, 9, 12):
         save(run, step)
     current = save(run, 6, ["last"])
+    run.describe(left_behind=[stated_digest(run.steps()[step] / "trainer.json") for step in (9, 12)])
     assert find("auto", tmp_path)[0] == current
     (current / "trainer.json").write_text("{")
     assert find("auto", tmp_path)[0] == run.steps()[3]
@@ -142,7 +144,7 @@ def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path)
     run = make(tmp_path, "a")
     model = {"decoder": {"hidden_size": 8}, "optimizer": {"lr": 0.1}}
     config = {"seed_everything": 1, "model": model, "data": {"path": "x"}}
-    run.config.write_text(json.dumps(config))
+    run.config.write_text(sealed(json.dumps(config) + "\n"))
     harmless = json.loads(json.dumps(config))
     harmless["model"]["optimizer"]["lr"] = 0.2
     harmless["data"]["micro_batch_size"] = 4
@@ -157,3 +159,17 @@ def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path)
         with pytest.raises(RequestError, match="cannot go on with another " + ".".join(path)):
             compare(run, changed, force=False)
         compare(run, changed, force=True)
+
+
+def test_a_config_of_a_run_that_is_damaged_is_named_and_not_compared(tmp_path):
+    """Cut at the end of a line it is YAML all the same, and would look like another config."""
+    run = make(tmp_path, "a")
+    text = sealed("model: {decoder: {hidden_size: 8}}\ndata: {path: x}\n")
+    config = {"model": {"decoder": {"hidden_size": 8}}, "data": {"path": "x"}}
+    for damaged in (text.partition("\n")[0] + "\n", text.replace("8", "9", 1), text[:-9], "", "\0" * 50, None):
+        run.config.write_text(text)
+        assert compare(run, config, force=False) == []
+        run.config.unlink() if damaged is None else run.config.write_text(damaged)
+        with pytest.raises(RequestError, match="config.yaml is damaged, .* put it back, or give --force"):
+            compare(run, config, force=False)
+        compare(run, config, force=True)

@@ -362,7 +362,7 @@ def test_rm_of_a_link_removes_what_it_points_to(place):
 def test_rm_refuses_a_running_run(place):
     run = make("a", status="running", entered=time.time())
     refused = runs("rm", "a", "--yes", expect=2)
-    assert "is running on" in refused.stderr and str(os.getpid()) in refused.stderr and run.path.exists()
+    assert "is being trained by" in refused.stderr and str(os.getpid()) in refused.stderr and run.path.exists()
 
 
 def test_a_rebuilt_registry_is_the_one_that_was_lost(place):

@@ -121,8 +121,8 @@ def test_a_replay_is_bounded(tmp_path):
     run = Run.create("long", tmp_path)
     lines = ({"step": step, "tokens": step * 10, "time": 1.0, "train/loss": 2.0} for step in range(1, 2501))
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    logger = EventFile(str(tmp_path), name="long", version="", default_hp_metric=False)
-    logger.go_on_after(2500, run)
+    logger = EventFile(run)
+    logger.go_on_after(2500)
     logger.finalize("success")
     assert REPLAYED / 2 < len(values(run, "tokens/train_loss")) <= REPLAYED
 

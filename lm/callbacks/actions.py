@@ -1,11 +1,11 @@
 """What a guard may do to a run when it finds something, in one place for all of them."""
 
 import logging
-import time
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 
+from lm import steady_clock
 from lm.errors import GuardStop
 from lm.trainer import Trainer
 
@@ -36,9 +36,8 @@ def act(
     """
     if trainer.is_global_zero:
         log.warning("%s: %s%s", guard, message, "" if action == "warn" else f": {action}")
-        trainer.run.append_alert(
-            {"step": trainer.global_step, "time": time.time(), "guard": guard, "action": action, "message": message}
-        )
+        said = {"guard": guard, "action": action, "message": message}
+        trainer.run.append_alert({"step": trainer.global_step, "time": steady_clock.now(), **said})
     for callback in trainer.callbacks:
         if hasattr(callback, "on_guard"):
             callback.on_guard(trainer, pl_module, guard, action, message)

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from lm.callbacks.actions import act, agree
 from lm.errors import RequestError
-from lm.runs import write_atomically
+from lm.runs import Run, write_atomically
 from lm.spending import Cost, Meter, Pace, Sidecar, number, seconds_since_process_start
 from lm.trainer import Trainer
 
@@ -97,7 +97,8 @@ class Budget(Callback):
     run, a checkpoint and the end; it is spent, the end at once, without a checkpoint.
 
     The first steps are slow and say little. So a projection (see `Pace`) stops a run only once it is measured over 10
-    log lines of this session and is over the cap for the third time in a row.
+    log lines of this session and is over the cap for the third time in a row. Before that, and where steps become
+    slower all of a sudden, the last log line that leaves time for one more and a checkpoint is the one that stops it.
 
     Args:
         config: the cap and the rate.
@@ -111,6 +112,8 @@ class Budget(Callback):
         self._sidecar: Sidecar | None = None
         self._pace = Pace()
         self._line: tuple[float, int] | None = None  # when the newest log line was, and after which step
+        self._told: tuple[float, int] | None = None  # when the newest log line was written, and after which step
+        self._since: tuple[float, int] | None = None  # all seconds and steps between it and the one before
         self._validation_began = 0.0
         self._written = -math.inf
         self._end_by_sidecar: float | None = None  # US dollars, where it says so
@@ -121,8 +124,7 @@ class Budget(Callback):
         if not self.config.wanted:
             return
         if trainer.is_global_zero:
-            before = trainer.run.read("budget.json")
-            cost = Cost(number(before.get("hours_elapsed")) or 0.0, number(before.get("spent_usd")))
+            cost = _spent_before(trainer.run)
             self.meter = Meter(self.config.rate_usd_per_hr, cost, seconds_since_process_start(), self._clock)
             self._sidecar = Sidecar(Path(self.config.file), self._clock) if self.config.file else None
         verdict = agree(trainer, self._look(trainer))
@@ -154,6 +156,8 @@ class Budget(Callback):
         if self._line and step > self._line[1]:
             self._pace.steps.append((now - self._line[0]) / (step - self._line[1]))
         self._line = (now, step)
+        self._since = (now - self._told[0], step - self._told[1]) if self._told else None
+        self._told = (now, step)
         verdict = agree(trainer, self._look(trainer))
         if verdict and verdict.kind not in self._said and (verdict.kind == "near" or step < trainer.max_steps):
             self._act(trainer, pl_module, verdict)
@@ -179,7 +183,21 @@ class Budget(Callback):
             self._write(trainer)
         verdict = judge(self.config, cost, end if self._pace.settled else None)
         self._over = self._over + 1 if verdict and verdict.kind == "projected" else 0
-        return judge(self.config, cost, None) if 0 < self._over < IN_A_ROW else verdict
+        verdict = judge(self.config, cost, None) if 0 < self._over < IN_A_ROW else verdict
+        return verdict if verdict and verdict.kind != "near" else self._last_moment(trainer, cost) or verdict
+
+    def _last_moment(self, trainer: Trainer, cost: Cost) -> Verdict | None:
+        """Whether the cap would be spent by the time of the next log line and, as long again, a checkpoint."""
+        if self._since is None or self._since[1] < 1:
+            return None
+        seconds, steps = self._since
+        left = (trainer.max_steps - trainer.global_step) / steps
+        coming = self.meter.read(ahead=(1 - 1e-9) * seconds * min(2.0, left))
+        verdict = judge(self.config, coming, None)
+        if verdict is None or verdict.kind != "spent":
+            return None
+        have = f"{cost.hours:,.2f} hours" if cost.usd is None else f"${cost.usd:,.2f}"
+        return Verdict("projected", f"{have} so far, and before the next log line is written {verdict.reason}")
 
     def _end(self, trainer: Trainer) -> Cost | None:
         """What the whole run will have cost."""
@@ -227,6 +245,22 @@ class Budget(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self.meter is not None:
             self._write(trainer)
+
+
+def _spent_before(run: Run) -> Cost:
+    """What the run's earlier sessions cost.
+
+    Raises:
+        RequestError: the file that has it is damaged; to count from 0 would be to spend the cap twice.
+    """
+    before = run.read("budget.json")
+    hours, usd = number(before.get("hours_elapsed")), number(before.get("spent_usd"))
+    if (run.path / "budget.json").exists() and hours is None and usd is None:
+        raise RequestError(
+            f"{run.path / 'budget.json'} is damaged, so what the run has cost is not known: write "
+            '{"hours_elapsed": H, "spent_usd": S} into it, or remove it to count from 0'
+        )
+    return Cost(hours or 0.0, usd)
 
 
 def _left(trainer: Trainer) -> tuple[int, int]:

@@ -4,13 +4,13 @@ import json
 import math
 from typing import Any
 
-import yaml
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.summary import hparams
 
+from lm.callbacks.event_writer import EventWriter, Summaries
 from lm.callbacks.run_log import RunLog
 from lm.checkpoint import step_of
 from lm.errors import GuardStop
@@ -38,20 +38,34 @@ RESULTS = ("val/best_loss", "val/bpb", "train/loss", "perf/tokens_per_second")  
 
 
 class EventFile(TensorBoardLogger):
-    """TensorBoard's event file and nothing beside it."""
+    """TensorBoard's event file of a run and nothing beside it.
 
-    def go_on_after(self, step: int, run: Run) -> None:
+    Args:
+        run: whose folder it goes to.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(str(run.path.parent), name=run.path.name, version="", default_hp_metric=False)
+        self._run = run
+
+    @property
+    def experiment(self) -> Summaries:
+        """What takes values, texts and histograms."""
+        if self._experiment is None:
+            self._experiment = Summaries(EventWriter(self._run.path, self._run.attempt))
+        return self._experiment
+
+    def go_on_after(self, step: int) -> None:
         """Begin a stretch of training: what this folder's files have of later steps is to be forgotten.
 
         TensorBoard goes by x, and tokens are beyond every step, so the losses over tokens are written once more.
 
         Args:
             step: the newest optimizer step that counts; 0 in a new run.
-            run: has their losses.
         """
         start = SessionLog(status=SessionLog.START)  # the first one too, or TensorBoard takes the second for the first
         self.experiment.file_writer.add_event(Event(step=step + 1, session_log=start))
-        lines = [line for line in run.metrics() if OVER_TOKENS.keys() & line.keys()]
+        lines = [line for line in self._run.metrics() if OVER_TOKENS.keys() & line.keys()]
         stride = math.ceil(len(lines) / REPLAYED)
         for index, line in enumerate(lines):
             if "val/loss" in line or index % stride == 0:
@@ -78,7 +92,7 @@ class EventFile(TensorBoardLogger):
             self.experiment.file_writer.add_summary(Summary(value=values), step, time)
 
     def save(self) -> None:
-        self.experiment.flush()
+        """Nothing: no event is held back, and there are no other files."""
 
 
 class Curves(Callback):
@@ -92,15 +106,10 @@ class Curves(Callback):
         if not trainer.is_global_zero:
             return
         run = trainer.run
-        logger = EventFile(str(run.path.parent), name=run.name, version="", default_hp_metric=False, flush_secs=5)
+        logger = EventFile(run)
         trainer.loggers = [logger]
         logger.experiment.add_custom_scalars(LAYOUT)
-        logger.go_on_after(step_of(trainer.ckpt_path), run)
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """What is gone on from must have its points in the file, however the process ends."""
-        if trainer.is_global_zero:
-            trainer.logger.save()
+        logger.go_on_after(step_of(trainer.ckpt_path))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close(trainer, finished=True)
@@ -123,7 +132,7 @@ class Curves(Callback):
 
 def _parameters(run: Run) -> dict[str, Any]:
     """The resolved config under dotted names, in what the HParams tab can show: numbers and texts."""
-    config = flatten(yaml.safe_load(run.config.read_text(encoding="utf-8")) or {})
+    config = flatten(run.settings())
     plain = {name: value for name, value in config.items() if value is not None and name != "run"}
     return {
         name: value if isinstance(value, int | float | str) and not isinstance(value, bool) else json.dumps(value)

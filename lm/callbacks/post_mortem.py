@@ -7,7 +7,6 @@ the step, so they are read again when they are needed.
 import logging
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 
-from lm import post_mortem
+from lm import post_mortem, steady_clock
 from lm.alerts import Watch
 from lm.callbacks.actions import Action, act, agree
 from lm.callbacks.pauses import not_training
@@ -184,7 +183,7 @@ class PostMortem(Callback):
         worst = left_out[0] if left_out else max(steps, key=lambda step: step.loss)
         before = [loss for step, loss in self._losses if step < steps[0].step and math.isfinite(loss)][-WINDOW:]
         return Moment(
-            run=trainer.run.name, step=trainer.global_step, time=time.time(), guard=guard, action=action,
+            run=trainer.run.name, step=trainer.global_step, time=steady_clock.now(), guard=guard, action=action,
             message=message, tokens_per_step=trainer.steps.tokens_per_step, worst=worst.step,
             steps=[tuple(step) for step in steps], baseline=statistics.median(before) if before else None,
             injected=injected(trainer, worst.step) is not None,

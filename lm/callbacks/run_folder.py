@@ -3,22 +3,30 @@
 import getpass
 import json
 import logging
+import shutil
 import socket
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 
+from lm import run_lock
 from lm.checkpoint import samples_of, step_of
 from lm.data.shards import describe_difference
-from lm.errors import GuardStop, Interrupted, LmError, RequestError
+from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.hardware import device_name
-from lm.runs import Run, run_facts, write_atomically
+from lm.resume import sealed
+from lm.run_facts import run_facts
+from lm.run_files import write_atomically
+from lm.runs import Run
 from lm.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 ENDS = {Interrupted: "interrupted", GuardStop: "stopped"}
+SETTLING = 2.0  # seconds that a run which another process is just starting may take to say so
 
 
 class RunFolder(Callback):
@@ -29,13 +37,15 @@ class RunFolder(Callback):
         name: of this name.
         config: text of the resolved config.
         force: go on with a run though its shards changed.
+        auto: there was no run to go on with, and if there is one by now, no other is started beside it.
     """
 
-    def __init__(self, run: Run | None, name: str, config: str, force: bool = False) -> None:
+    def __init__(self, run: Run | None, name: str, config: str, force: bool = False, auto: bool = False) -> None:
         self._resumed = run
         self._name = name
         self._config = config
         self._force = force
+        self._auto = auto
         self._log: logging.Handler | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -46,19 +56,54 @@ class RunFolder(Callback):
             _say_where(trainer.run)
 
     def _claim(self, trainer: Trainer) -> str:
+        """Make this process the one that trains the run, and have the folder say so.
+
+        Raises:
+            RequestError: another process is, or has just been; or the run may not be gone on with.
+            RunError: the folder cannot be written to.
+        """
         shards = trainer.datamodule.describe_shards()
-        if self._resumed is None:
-            run = Run.create(self._name, trainer.default_root_dir)
-        else:
-            run = self._resumed
-            self._refuse_changed_shards(run, shards)
-        write_atomically(run.config, self._config)
+        run = self._resumed or self._new(trainer.default_root_dir)
+        try:
+            run.hold()
+            if self._resumed is not None:
+                self._refuse_moved_on(run)
+                self._refuse_changed_shards(run, shards)
+            self._describe(trainer, run, shards)
+        except OSError as error:
+            if self._resumed is None:  # nothing is in it yet, and the name is free again
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise RunError(f"cannot write to the run folder {run.path}: {error.strerror or error}") from error
+        return str(run.path)
+
+    def _new(self, root: str) -> Run:
+        """A folder that nobody else has. Of two processes that find no run to go on with, one starts it."""
+        first = Run(Path(root) / self._name)
+        until = time.monotonic() + SETTLING
+        while self._auto and first.path.exists() and not first.read("run.json") and time.monotonic() < until:
+            time.sleep(0.05)
+        if self._auto and first.read("run.json").get("name") == self._name:
+            first.refuse_if_trained()
+            raise RequestError(f"run {first.path} has been there since this process started: the same command goes on")
+        return Run.create(self._name, root)
+
+    def _refuse_moved_on(self, run: Run) -> None:
+        """Between the choice of a checkpoint and now another process may have trained the run and ended."""
+        if run.seen not in (None, run.entered()):
+            raise RequestError(
+                f"another process has gone on with run {run.path} while this one started; the same command goes on "
+                "from where that one ended"
+            )
+
+    def _describe(self, trainer: Trainer, run: Run, shards: dict[str, Any]) -> None:
+        write_atomically(run.config, sealed(self._config))
         write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
-        facts, before = run_facts(), {}
+        facts, before, name = run_facts(), {}, self._name
         if self._resumed is not None:
             before = run.read("run.json")
             facts["started"] = before.get("started", facts["started"])
-            run.append_metrics({"resumed_at": step_of(trainer.ckpt_path)})
+            name = before.get("name") or name  # `small` also of `small-2`: what `auto` looks for
+            run.mark_resume(step_of(trainer.ckpt_path))
         elif trainer.ckpt_path:  # a new run that does not begin from scratch
             facts["began_from"] = str(trainer.ckpt_path)
         # Which samples a step saw: from each `step` on, a global batch of so many samples, the first one `sample`.
@@ -67,19 +112,18 @@ class RunFolder(Callback):
         stretches.append({"step": step, "sample": sample, "global_batch": trainer.steps.global_batch})
         device = device_name(trainer.strategy.root_device)
         run.describe(
-            id=run.name, name=self._name, status="running", reason=None, device=device, world_size=trainer.world_size,
-            stretches=stretches, **facts,
-        )
-        return str(run.path)
+            id=run.name, name=name, status="running", reason=None, device=device, world_size=trainer.world_size,
+            stretches=stretches, turn=Run.next_turn(run.path.parent), **facts,
+        )  # fmt: skip
 
     def _refuse_changed_shards(self, run: Run, shards: dict[str, Any]) -> None:
         before = run.read("data.json")
-        if before and before != shards and not self._force:
-            differences = {
-                split: describe_difference(before.get(split, []), shards.get(split, []))
-                for split in sorted(before.keys() | shards.keys())
-            }
-            difference = "; ".join(f"{split}: {text}" for split, text in differences.items() if text)
+        differences = {
+            split: describe_difference(before.get(split, []), shards.get(split, []))
+            for split in sorted(before.keys() | shards.keys())
+        }
+        difference = "; ".join(f"{split}: {text}" for split, text in differences.items() if text)
+        if before and difference and not self._force:
             raise RequestError(
                 f"the shards changed since {run.path} was started, so its order of samples is gone: {difference}; "
                 "put them back, start a new run, or give --force"
@@ -87,7 +131,7 @@ class RunFolder(Callback):
 
     # ---- how it ended -------------------------------------------------------------------------------------------
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
         self._end(trainer, "finished", reason)
 
@@ -97,11 +141,17 @@ class RunFolder(Callback):
         text = str(exception) if isinstance(exception, LmError) else f"{type(exception).__name__}: {exception}"
         self._end(trainer, ENDS.get(type(exception), "failed"), text)
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Nothing is written after this. A fit that fails keeps the lock until its process ends, and its writers."""
+        if trainer.run is not None:
+            run_lock.release(trainer.run.path)
+
     def _end(self, trainer: Trainer, status: str, reason: str) -> None:
         if not trainer.is_global_zero:
             return
-        trainer.run.describe(status=status, reason=reason, step=trainer.global_step)
-        trainer.run.write_state({**trainer.run.read("state.json"), "status": status, "reason": reason})
+        run, step = trainer.run, trainer.global_step
+        run.attempt(run.path / "run.json", lambda: run.describe(status=status, reason=reason, step=step))
+        run.write_state({**run.read("state.json"), "status": status, "reason": reason})
         if self._log is not None:
             self._log.handle(logging.makeLogRecord({"levelno": logging.INFO, "msg": f"{status}: {reason}"}))
             logging.getLogger("lm").removeHandler(self._log)
@@ -109,9 +159,20 @@ class RunFolder(Callback):
             self._log = None
 
 
+class LogFile(logging.FileHandler):
+    """A file that may be on a full disk: what cannot be written to it was said on the console."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing; the run's other files say that the disk is full."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 def _keep_log(run: Run) -> logging.Handler:
     """Have everything that is said also written to `log.txt`, with the time."""
-    handler = logging.FileHandler(run.path / "log.txt", encoding="utf-8")
+    handler = LogFile(run.path / "log.txt", encoding="utf-8")
     formatter = logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%SZ")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)

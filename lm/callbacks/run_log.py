@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 
+from lm import steady_clock
 from lm.quantities import format_count
 from lm.trainer import Trainer
 
@@ -77,7 +78,7 @@ class RunLog(Callback):
         tokens = trainer.tokens_seen
         for logger in trainer.loggers:
             logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
-        trainer.run.append_metrics({"step": step, "tokens": tokens, "time": time.time(), **metrics})
+        trainer.run.append_metrics({"step": step, "tokens": tokens, "time": steady_clock.now(), **metrics})
         kinds = {_kind(name) for name in told}
         others = {name: value for name, value in self.latest.items() if _kind(name) not in kinds}
         self.latest = others | metrics  # what the newest line of its kind does not have is not known any more

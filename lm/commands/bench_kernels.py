@@ -22,7 +22,8 @@ from lm.errors import RequestError
 from lm.hardware import device_name
 from lm.kernels import nvrtc
 from lm.quantities import Count
-from lm.runs import run_facts, write_atomically
+from lm.run_facts import run_facts
+from lm.runs import write_atomically
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100")  # whose machine code is looked at where there is no GPU

@@ -27,8 +27,8 @@ from lm.commands.step_loops import Turns
 from lm.commands.step_modes import measure_modes, parse_modes, show_modes
 from lm.commands.step_report import report, show
 from lm.config_file import config_parser
-from lm.data.catalog import LAYOUT
 from lm.data.datamodule import DataModule
+from lm.data.pages import LAYOUT
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.data.writer import COLUMN, ROW_GROUP_TOKENS, ShardWriter
 from lm.errors import Interrupted, RequestError, RunError

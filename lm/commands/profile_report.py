@@ -16,7 +16,7 @@ from lm.kernels.operations import choose
 from lm.model.accounting import parameters
 from lm.module import LanguageModule
 from lm.quantities import format_count
-from lm.runs import run_facts
+from lm.run_facts import run_facts
 from lm.trainer import Trainer
 
 FORMULAS = {

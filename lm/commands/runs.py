@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
         print(f"forgot {', '.join(gone)}, which was gone")
         return
     path = folder.path.resolve()
-    if folder.status() == "running":
-        pid = folder.read("heartbeat.json").get("pid", folder.read("state.json").get("pid", "unknown"))
-        host = folder.read("run.json").get("host")
-        raise RequestError(f"run {path} is running on {host}, process {pid}: stop it before it is removed")
+    folder.refuse_if_trained()
     checkpoints = [step.name for step in folder.steps().values()]
     print(f"{path}: {folder.status()}, {format_bytes(size(path))}, checkpoints: {', '.join(checkpoints) or 'none'}")
     if not yes:
@@ -80,6 +78,8 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
         if input("remove it for good? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was removed")
             return
+    with suppress(OSError):  # of a disk that cannot be written to, which the next line says
+        folder.hold()
     dead = path.with_name(f".removed-{path.name}-{os.getpid()}")
     os.rename(path, dead)
     (dead / "run.json").unlink()  # what a kill leaves here is no run

@@ -20,7 +20,7 @@ from lm.model.accounting import parameters
 from lm.model.memory import Step, training_memory
 from lm.module import LanguageModule
 from lm.quantities import format_bytes, format_count
-from lm.runs import run_facts
+from lm.run_facts import run_facts
 from lm.trainer import Trainer
 
 FORMULAS = {

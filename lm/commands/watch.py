@@ -3,7 +3,6 @@
 `monitor` asks, `dashboard` draws. Nothing here writes into the run.
 """
 
-import json
 import math
 import os
 import statistics
@@ -12,7 +11,10 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from lm.documents import parse_json
+from lm.run_shapes import measured
 from lm.runs import STEP, Run
+from lm.spending import number
 
 BLOCK = 2**25  # bytes of a file that one look reads at most
 PARSED = 4000  # lines of a block that are parsed, if there are more; those of validations and of resumes all are
@@ -85,9 +87,9 @@ class Watch:
             "checkpoint": _checkpoint(run, "last", now),
             "best_checkpoint": _checkpoint(run, "best", now),
             "machine": beat.get("machine") or None,
-            "heartbeat_age_seconds": now - beat["time"] if "time" in beat else None,
-            "logged_age_seconds": now - live["time"] if "time" in live else None,
-            "started_age_seconds": now - facts["entered"] if "entered" in facts else None,
+            "heartbeat_age_seconds": _age(now, beat.get("time")),
+            "logged_age_seconds": _age(now, live.get("time")),
+            "started_age_seconds": _age(now, facts.get("entered")),
             "alerts": list(self._alerts),
         }
         return self.state
@@ -96,11 +98,11 @@ class Watch:
         if self._metrics.replaced():
             self._forget()
             self._alert_lines.rewind()
-        for line in worth_parsing(self._metrics.read()):
-            entry = parse(line)
+        lines = worth_parsing(self._metrics.read())
+        for entry in filter(None, (measured(parse(line)) for line in lines)):
             if "resumed_at" in entry:
                 self._go_back(entry["resumed_at"])
-            elif "step" in entry:
+            else:
                 self._add(entry)
         self._alerts.extend(alert for line in self._alert_lines.read() if (alert := parse(line)))
 
@@ -121,11 +123,17 @@ class Watch:
         self._pace.restart()
 
 
+def _age(now: float, then: Any) -> float | None:
+    """Seconds; 0 of what is to come, by a clock that was set back."""
+    return None if number(then) is None else max(0.0, now - then)
+
+
 def _checkpoint(run: Run, link: str, now: float) -> dict[str, Any] | None:
     path = run.link(link)
     step = STEP.fullmatch(path.name) if path else None
     try:
-        return {"name": path.name, "step": int(step[1]), "age_seconds": now - path.stat().st_mtime} if step else None
+        age = _age(now, path.stat().st_mtime) if step else None
+        return {"name": path.name, "step": int(step[1]), "age_seconds": age} if step else None
     except OSError:  # removed in between
         return None
 
@@ -186,7 +194,7 @@ def worth_parsing(lines: list[bytes]) -> list[bytes]:
 def parse(line: bytes) -> dict[str, Any]:
     """A line's object; empty where a kill cut it short."""
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError:
         return {}
     return entry if isinstance(entry, dict) else {}
@@ -212,8 +220,8 @@ class Curve:
         while len(self._stretches) > self._most:
             self._span *= 2
             stretches, self._stretches = self._stretches, []
-            for number, *sums in stretches:
-                self._put([number // 2, *sums])
+            for stretch, *sums in stretches:
+                self._put([stretch // 2, *sums])
 
     def _put(self, stretch: list[float]) -> None:
         if self._stretches and self._stretches[-1][0] == stretch[0]:

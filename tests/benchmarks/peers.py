@@ -73,7 +73,7 @@ def everyone() -> list[str]:
 
 def compare(task: dict[str, Any], names: list[str], rounds: int) -> dict[str, Any]:
     """Let the contenders take turns, and report; one that breaks is out, and the others go on."""
-    from lm.runs import run_facts
+    from lm.run_facts import run_facts
 
     contenders, unavailable = {}, {}
     for name in names:

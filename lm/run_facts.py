@@ -1,0 +1,31 @@
+"""Where and how a run was started."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lm import __version__
+
+
+def run_facts() -> dict[str, Any]:
+    """What `run.json` records of where and how a run was started: versions, command, host, git revision."""
+    from importlib.metadata import version
+
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        revision = git.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        revision = ""
+    packages = ("torch", "lightning", "torchmetrics", "safetensors", "tokenizers", "pyarrow", "numpy")
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "entered": time.time(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "host": socket.gethostname(),
+        "python": sys.version.split()[0],
+        "versions": {"lm": __version__, **{name: version(name) for name in packages}},
+        "git": revision or None,
+    }
