@@ -8,6 +8,7 @@ from importlib import import_module
 
 from lm import __version__
 from lm.errors import LmError, RequestError
+from lm.stop_signals import STOP
 from lm.terminal import HarmlessFormatter, harmless
 
 # name -> "module:function" and what it does
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     except LmError as error:
         if debug:
             raise
-        print(harmless(f"lm {arguments[0]}: {error}"), file=sys.stderr)
+        _say(f"lm {arguments[0]}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -90,9 +91,16 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             raise
-        message = f"lm {arguments[0]}: {type(error).__name__}: {error} (--debug shows where)"
-        print(harmless(message), file=sys.stderr)
+        _say(f"lm {arguments[0]}: {type(error).__name__}: {error} (--debug shows where)")
         return 1
+
+
+def _say(message: str) -> None:
+    """The last word; where nobody listens any more, a closed terminal or pipe, the exit code has to do."""
+    try:
+        print(harmless(message), file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # or Python's own last flush changes the code
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -100,6 +108,8 @@ def _dispatch(arguments: list[str]) -> int:
     if name is None:
         raise RequestError(_unknown(arguments))
     module, _, function = COMMANDS[name][0].partition(":")
+    if name == "fit":
+        STOP.catch()  # before the imports, which take seconds
     function = getattr(import_module(module), function)
     if module == "lm.lightning_cli":
         function(arguments)

@@ -1,6 +1,7 @@
 """How the processes of a training on many devices start, and how all of them end together and with one voice."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,7 +72,9 @@ class Launcher(_SubprocessScriptLauncher):
         except LmError:
             raise
         except Exception as error:  # perhaps no more than the echo of another rank's end
-            failure = self._failure(within=1.0)
+            left.set()
+            late = re.search("timed ?out|timeout", str(error), re.IGNORECASE)
+            failure = self._silence(error) if late else self._failure(within=1.0)
             if failure is None:
                 raise
             raise failure from error
@@ -105,6 +108,22 @@ class Launcher(_SubprocessScriptLauncher):
             if time.monotonic() >= until:
                 return None
             time.sleep(0.05)
+
+    def _silence(self, error: Exception) -> RunError:
+        """Who did not answer. Those that waited like this process end by themselves; who stays is what they waited for.
+        """
+        until = time.monotonic() + PATIENCE + 2.0
+        while time.monotonic() < until and any(process.poll() is None for process in self.procs):
+            time.sleep(0.05)
+        silent = [f"{rank} (pid {process.pid})" for rank, process in enumerate(self.procs, start=1)
+                  if process.poll() is None]  # fmt: skip
+        if not silent and (failure := self._failure()) is not None and "was killed" in str(failure):
+            return failure
+        who = f"local rank {', '.join(silent)}" if silent else "a rank of another node"
+        return RunError(
+            f"{who} did not answer in time, so it hangs (see trainer.rank_timeout); `--ckpt_path auto` goes on from "
+            f"the newest checkpoint; what the wait ended with: {str(error).strip().splitlines()[0]}"
+        )
 
     def _end(self, patience: float) -> None:
         """Wait for the other processes of this node, kill those that stay, and reap all."""

@@ -10,16 +10,18 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lm.arguments import spell_out
 from lm.callbacks.registration import Registration
 from lm.callbacks.run_folder import RunFolder
 from lm.callbacks.standard import standard_callbacks
-from lm.config_file import BESIDE, ConfigFile, TrainingErrors, config_name, link_seq_len
+from lm.config_file import BESIDE, ConfigFile, TrainingErrors, config_name, link_seq_len, refuse_nulls
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.module import LanguageModule
-from lm.resume import compare, find_checkpoint
+from lm.registry import record
+from lm.resume import compare, find_checkpoint, settle
 from lm.runs import ROOT, Run
 from lm.trainer import Trainer
 
@@ -67,6 +69,7 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        refuse_nulls(config)
         root = config.trainer.default_root_dir
         link_seq_len(config)
         name = config.run or config_name(config)
@@ -95,16 +98,30 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
         config = self.config[self.subcommand]
-        run_folder = RunFolder(self.resumed_run, config.run, self.config_text, config.force)
+        auto = config.ckpt_path == "auto"
+        run_folder = RunFolder(self.resumed_run, config.run, self.config_text, config.force, auto=auto)
         beside = {name: self._get(self.config_init, name) for name in BESIDE}
         callbacks = standard_callbacks(trainer_config, run_folder, **beside)
-        return self._instantiate_trainer(trainer_config, [*callbacks, Registration()])
+        try:
+            return self._instantiate_trainer(trainer_config, [*callbacks, Registration()])
+        except (MisconfigurationException, ValueError, TypeError) as error:
+            raise RequestError(f"trainer: {' '.join(str(error).split())}") from error
 
     def _run_subcommand(self, subcommand: str) -> None:
         if self.stays_stopped:
             log.info("the run has finished: it was stopped early; change trainer.early_stopping to go on")
             return
         super()._run_subcommand(subcommand)
+
+    def after_fit(self) -> None:
+        """A run that was killed between its last checkpoint and the note that it has finished gets the note now."""
+        run, trained = self.resumed_run, self.trainer.run is not None
+        if run is None or trained or not self.trainer.is_global_zero or run.status() == "running":
+            return
+        settle(run, self.checkpoint)
+        if run.status() not in ("finished", "stopped"):
+            run.describe(status="finished", reason="all steps done", step=self.trainer.steps.max_steps)
+            record(run)
 
     def after_validate(self) -> None:
         self._print_metrics()

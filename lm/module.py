@@ -76,6 +76,7 @@ class LanguageModule(LightningModule):
         self.cursor: Cursor | None = None  # of the newest micro-batch that was trained on
         self.tally = Tally()  # no buffers: DDP would overwrite them with those of rank zero
         self.recent_steps: list[Step] = []  # since the log line before the newest one
+        self.step_began: tuple[int, dict[str, Tensor]] | None = None  # samples before the newest step, and generators
         self._token_bytes: Tensor | None = None  # (V,) UTF-8 bytes of each token, on the device
         self._resumed: dict[str, Any] = {}  # what a checkpoint holds for this rank alone
 
@@ -112,6 +113,8 @@ class LanguageModule(LightningModule):
             f"a CUDA device, and this is a {device.type}": device.type != "cuda",
             f"one device, and these are {self.trainer.world_size}": self.trainer.world_size > 1,
             "model.document_mask off: how many documents there are differs from batch to batch": self.document_mask,
+            "data.on_bad_shard raise: what is skipped differs from batch to batch":
+                self.trainer.datamodule.on_bad_shard == "skip",
         }
         for need, missing in reasons.items():
             if missing:
@@ -127,6 +130,16 @@ class LanguageModule(LightningModule):
         return self.decoder(input_ids, labels=batch.labels, document_ids=documents, z_loss=z_loss)
 
     # ---- training -----------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Remember how an optimizer step began: until it is taken it may be given up."""
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.step_began = batch.cursor.start, snapshot.rng_state()
+        self.trainer.repeatable = True
+
+    def on_after_backward(self) -> None:
+        """What comes now changes weights, or is for the callbacks to do."""
+        self.trainer.repeatable = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of one micro-batch.
@@ -230,12 +243,16 @@ class LanguageModule(LightningModule):
 
     # ---- validating, testing, predicting ------------------------------------------------------------------------
 
+    def on_validation_start(self) -> None:
+        self.trainer.repeatable = self.trainer.fitting
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         if self._token_bytes is None:
             self._token_bytes = self.trainer.datamodule.token_bytes.to(self.device)
         self.validation.update(self.losses(batch).each, batch.labels, self._token_bytes)
 
     def on_validation_epoch_end(self) -> None:
+        self.trainer.repeatable = False
         self._log_evaluation("val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:

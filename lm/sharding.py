@@ -7,8 +7,10 @@ may stop under one strategy and go on under another.
 
 import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -23,13 +25,23 @@ from torch.optim import Optimizer
 
 from lm.launcher import Launcher
 
+STARTING = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
+
 
 class ReplicatedStrategy(DDPStrategy):
-    """DDP: every rank holds the whole model, and gradients are averaged with the last micro-batch of a step."""
+    """DDP: every rank holds the whole model, and gradients are averaged with the last micro-batch of a step.
 
-    def __init__(self) -> None:
+    Args:
+        rank_timeout: seconds that ranks wait for one another, once they train.
+    """
+
+    def __init__(self, rank_timeout: float) -> None:
         # Nothing in the model is a buffer that ranks could disagree on, and the gradients need no second copy.
-        super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True)
+        super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True, timeout=STARTING)
+        self.rank_timeout = rank_timeout
+
+    def on_train_start(self) -> None:
+        _wait_no_longer(self.rank_timeout)
 
     def _configure_launcher(self) -> None:
         self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -42,10 +54,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     Args:
         world_size: devices over all nodes; each holds one shard.
+        rank_timeout: seconds that ranks wait for one another, once they train.
     """
 
-    def __init__(self, world_size: int) -> None:
-        super().__init__(data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    def __init__(self, world_size: int, rank_timeout: float) -> None:
+        super().__init__(
+            data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=False,
+            timeout=STARTING,
+        )  # fmt: skip
+        self.rank_timeout = rank_timeout
+
+    def on_train_start(self) -> None:
+        _wait_no_longer(self.rank_timeout)
 
     def _configure_launcher(self) -> None:
         self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -113,3 +133,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
             }
             options = StateDictOptions(full_state_dict=True)
             set_optimizer_state_dict(self.model, optimizer, state, options=options)
+
+
+def _wait_no_longer(seconds: float) -> None:
+    """How long ranks wait for one another from now on; torch has no public name for changing it."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)

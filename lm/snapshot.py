@@ -36,8 +36,13 @@ def complete(module: LightningModule, checkpoint: dict[str, Any]) -> None:
         names = parameter_names(module.decoder, module.optimizers(use_pl_optimizer=False))
         checkpoint["optimizer"] = name_state(states[0], names)
     checkpoint["lr_schedulers"] = []
-    checkpoint["cursor"] = {"consumed": module.cursor.end} if module.cursor else {"consumed": 0}
-    checkpoint["ranks"] = _gather({"rng": _rng_state()})
+    if module.trainer.in_a_step:  # it is given up: what was drawn and read for it is as if it had not been
+        consumed, rng = module.step_began
+    else:
+        consumed, rng = module.cursor.end if module.cursor else 0, rng_state()
+    checkpoint["cursor"] = {"consumed": consumed}
+    checkpoint["ranks"] = _gather({"rng": rng})
+    checkpoint["owes_validation"] = module.trainer.owes_validation
     checkpoint["tally"] = module.tally.state_dict()
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
     checkpoint["files"] = model_files(module.config, module.trainer.datamodule.tokenizer, dtype)
@@ -121,7 +126,8 @@ def _refuse_other_tokenizer(files: dict[str, str], tokenizer: Tokenizer) -> None
         )
 
 
-def _rng_state() -> dict[str, Tensor]:
+def rng_state() -> dict[str, Tensor]:
+    """This rank's random number generators."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

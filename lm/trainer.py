@@ -12,15 +12,19 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
 
-from lm.checkpoint import FolderCheckpointIO, step_of
-from lm.errors import GuardStop, RequestError
+from lm import out_of_memory
+from lm.checkpoint import owes_validation, step_of
+from lm.checkpoint_io import FolderCheckpointIO
+from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.hardware import keep_freed_memory
+from lm.loops import EpochLoop, FitLoop
 from lm.precision import Float8Precision, Precision, choose
 from lm.quantities import Count
 from lm.runs import Run
 from lm.schedule import lengths
 from lm.sharding import FullyShardedStrategy, ReplicatedStrategy
 from lm.steps import Steps, plan_steps
+from lm.stop_signals import STOP, GivenUp
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +51,8 @@ class Trainer(lightning.Trainer):
         val_interval: Optimizer steps between validations; the last step is always validated.
         checkpoint_interval: Optimizer steps between checkpoints.
         keep_checkpoints: How many of the newest checkpoints are kept beside the best.
+        stop_within: Seconds that a step may still take after a signal, on a single device; then the run ends as it was
+            before that step. 0: as long as it takes.
         log_interval: Optimizer steps between log lines.
         histogram_interval: Optimizer steps between histograms of the weights in TensorBoard; none: no histograms.
         early_stopping: When to stop before the steps are done; off unless a patience is given.
@@ -60,6 +66,8 @@ class Trainer(lightning.Trainer):
         devices: How many devices of a node, or which.
         num_nodes: How many nodes.
         strategy: Over several devices: `ddp` has a whole model on each, `fsdp2` a shard. `auto` is `ddp`.
+        rank_timeout: Seconds that ranks wait for one another before the run ends; longer than anything that one of
+            them does alone, such as an evaluation.
         deterministic: Refuse operations whose result may differ from run to run.
         detect_anomaly: Find the operation that made a NaN; slow.
         profiler: One of Lightning's profilers: `simple` or `advanced`.
@@ -74,6 +82,7 @@ class Trainer(lightning.Trainer):
         val_interval: Count = Count(250),
         checkpoint_interval: Count = Count(250),
         keep_checkpoints: int = 1,
+        stop_within: float = 15.0,
         log_interval: Count = Count(10),
         histogram_interval: Count | None = None,
         early_stopping: EarlyStoppingConfig = EarlyStoppingConfig(),
@@ -84,6 +93,7 @@ class Trainer(lightning.Trainer):
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
         strategy: Literal["auto", "ddp", "fsdp2"] = "auto",
+        rank_timeout: float = 1800.0,
         deterministic: bool = False,
         detect_anomaly: bool = False,
         profiler: Literal["simple", "advanced"] | None = None,
@@ -98,16 +108,25 @@ class Trainer(lightning.Trainer):
         for name, value in at_least_one.items():
             if value is not None and value < 1:
                 raise RequestError(f"trainer.{name} {value} must be at least 1")
+        if not 0 <= stop_within < float("inf"):
+            raise RequestError(f"trainer.stop_within {stop_within} is a number of seconds: 0 or more")
+        if not 0 < rank_timeout < float("inf"):
+            raise RequestError(f"trainer.rank_timeout {rank_timeout} is a number of seconds: more than 0")
         self._wanted = {"max_steps": max_steps, "max_tokens": max_tokens}
         self.val_interval = val_interval
         self.checkpoint_interval = checkpoint_interval
         self.keep_checkpoints = keep_checkpoints
+        self.stop_within = stop_within
+        self.rank_timeout = rank_timeout
         self.log_interval = log_interval
         self.histogram_interval = histogram_interval
         self.early_stopping = early_stopping
         self.steps: Steps | None = None  # known when a fit starts
         self.run: Run | None = None  # the run folder, once it is claimed
         self.stop: GuardStop | None = None  # why the run is to end after this optimizer step; the same on every rank
+        self.owes_validation = False  # the newest step's was not done when the run was stopped, and comes first
+        self.repeatable = False  # what is under way changes nothing, and is done again where it is given up
+        self._memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
         if SLURMEnvironment.detect():
@@ -129,7 +148,7 @@ class Trainer(lightning.Trainer):
             accelerator=accelerator,
             devices=devices,
             num_nodes=num_nodes,
-            strategy=_strategy(strategy, accelerator, devices, num_nodes),
+            strategy=_strategy(strategy, accelerator, devices, num_nodes, rank_timeout),
             deterministic=deterministic,
             detect_anomaly=detect_anomaly,
             profiler=profiler,
@@ -137,6 +156,8 @@ class Trainer(lightning.Trainer):
             default_root_dir=default_root_dir,
             plugins=plugins,
         )
+        self.fit_loop = FitLoop(self, max_epochs=-1)
+        self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
         if isinstance(chosen, Float8Precision):
             chosen.refuse(self.strategy.root_device)
 
@@ -161,7 +182,7 @@ class Trainer(lightning.Trainer):
         )
         lengths(self.steps.max_steps, model.schedule_config)  # refuses a schedule that does not fit
         log.info(str(self.steps))
-        if step_of(ckpt_path) >= self.steps.max_steps:
+        if step_of(ckpt_path) >= self.steps.max_steps and not owes_validation(ckpt_path):
             log.info("the run has finished: all %d steps are done", self.steps.max_steps)
             return
         if self.strategy.root_device.type == "cpu":
@@ -172,14 +193,51 @@ class Trainer(lightning.Trainer):
         self.fit_loop.epoch_loop.max_steps = self.steps.max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
+    def _fit_impl(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._fit_impl(*args, **kwargs)
+        except Exception as error:
+            module = self.lightning_module
+            if module is None or module.config.vocab_size is None or not out_of_memory.ran_out(error):
+                raise
+            raise out_of_memory.explain(error, self, self._memory_before) from error
+
+    def _have_callbacks(self, do: str) -> None:
+        for callback in self.callbacks:
+            if hasattr(callback, do):
+                getattr(callback, do)(self)
+
+    def _run_stage(self) -> Any:
+        self._memory_before = out_of_memory.process_bytes()
+        try:
+            return super()._run_stage()
+        except GivenUp:
+            self._have_callbacks("give_up")
+            raise
+        except RunError:
+            if self.repeatable and self.fitting:  # data that cannot be read
+                self._have_callbacks("keep_last_step")
+            raise
+        except LmError:
+            raise
+        except Exception as error:
+            if STOP.received is None or not self.fitting:
+                raise
+            # A signal to the whole group may end processes first that this one depends on.
+            raise Interrupted(
+                f"{STOP.received.name}: ended without a checkpoint, because {type(error).__name__}: {error}; "
+                "the same command with `--ckpt_path auto` goes on from the newest one"
+            ) from error
+
     def recount(self, checkpoint: dict[str, Any]) -> None:
-        """Count the steps of a checkpoint in this run's micro-batches, which may be of another size."""
+        """Go on where a checkpoint was taken: its steps in this run's micro-batches, which may be of another size."""
         if not self.fitting or "loops" not in checkpoint:  # an imported model: no step was taken yet
             return
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for span in ("total", "current"):
             shift = checkpoint["global_step"] * self.accumulate_grad_batches - progress[span]["ready"]
             progress[span] = {name: count + shift for name, count in progress[span].items()}
+        self.owes_validation = checkpoint["owes_validation"]
 
     # ---- where the training stands, for callbacks ----------------------------------------------------------------
 
@@ -191,6 +249,11 @@ class Trainer(lightning.Trainer):
     def step_taken(self, batch_idx: int) -> int | None:
         """The optimizer steps taken so far, if this micro-batch ended one; else None."""
         return self.global_step if (batch_idx + 1) % self.accumulate_grad_batches == 0 else None
+
+    @property
+    def in_a_step(self) -> bool:
+        """Whether micro-batches of a step were begun that is not taken yet."""
+        return self.fit_loop.epoch_loop.batch_progress.total.ready != self.global_step * self.accumulate_grad_batches
 
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows this optimizer step."""
@@ -204,7 +267,9 @@ class Trainer(lightning.Trainer):
         return cursor.end * self.datamodule.seq_len if cursor else 0
 
 
-def _strategy(name: str, accelerator: str, devices: int | str | list[int], num_nodes: int) -> Strategy | str:
+def _strategy(
+    name: str, accelerator: str, devices: int | str | list[int], num_nodes: int, rank_timeout: float
+) -> Strategy | str:
     on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     if isinstance(devices, str) and "," in devices:
         devices = [index for index in devices.split(",") if index.strip()]
@@ -216,7 +281,9 @@ def _strategy(name: str, accelerator: str, devices: int | str | list[int], num_n
         count = torch.cuda.device_count() if on_gpu else 1
     if count * num_nodes == 1:
         return "auto"
-    return FullyShardedStrategy(count * num_nodes) if name == "fsdp2" else ReplicatedStrategy()
+    return (
+        FullyShardedStrategy(count * num_nodes, rank_timeout) if name == "fsdp2" else ReplicatedStrategy(rank_timeout)
+    )
 
 
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")

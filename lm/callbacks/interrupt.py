@@ -1,47 +1,48 @@
-"""Ends a run between two optimizer steps: for a signal with exit code 75, for a guard with 3."""
+"""Ends a run after a signal, with a checkpoint and exit code 75; and for a guard, with 3."""
 
-import os
-import signal
-from types import FrameType
+import logging
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Checkpoint
 
 from lm.errors import Interrupted
+from lm.stop_signals import STOP
 from lm.trainer import Trainer
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+log = logging.getLogger(__name__)
 
 
-class Interrupt(Callback):
-    """Ends a run at the next optimizer step after a signal reached any rank, with a checkpoint, or after a guard asked
-    for it, with one if it is wanted. A second SIGINT ends it at once."""
+class Interrupt(Checkpoint):
+    """Ends a run after a signal reached any rank, with a checkpoint, or after a guard asked for it, with one if it is
+    wanted.
+
+    It ends at the next optimizer step, or at the next batch of a validation, which is then made up for when the run
+    goes on. On a single device, what is not there after `trainer.stop_within` seconds is given up and done again
+    later: a wait for data, a compilation, a long evaluation. A second SIGINT ends the process at once.
+
+    It is a Checkpoint because Lightning calls those last, in their order: it must know what `Checkpoints` has done.
+    """
 
     def __init__(self) -> None:
-        self.received: int | None = None
         self._ranks: dist.ProcessGroup | None = None  # to agree on the CPU, where no GPU is waited for
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._install()
+            STOP.catch()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning registers its own handlers just before this; they would exit 0 and save nothing. Under DDP it also
         # broadcasts a flag every micro-batch for them, a synchronisation that nobody needs any more.
-        self._install()
+        STOP.catch()
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-        self._ranks = dist.new_group(backend="gloo") if trainer.world_size > 1 else None
-
-    def _install(self) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            os._exit(128 + number)
-        self.received = number
+        waits = timedelta(seconds=trainer.rank_timeout)
+        self._ranks = dist.new_group(backend="gloo", timeout=waits) if trainer.world_size > 1 else None
+        alone = trainer.world_size == 1  # ranks that wait for each other can give up nothing
+        STOP.note(trainer.stop_within if alone else 0.0, lambda: trainer.repeatable)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -51,28 +52,63 @@ class Interrupt(Callback):
         if step is not None and (without_saving or not trainer.validates_after(step)):
             self._stop_if_asked(trainer)
 
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.fitting and self._any_rank_asked():
+            trainer.owes_validation = True
+            self._stop(trainer)
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.fitting:
+        if trainer.fitting and (trainer.stop is not None or not trainer.should_stop):  # else it ends here anyway
             self._stop_if_asked(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        STOP.forget_patience()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        STOP.forget_patience()
+
+    def give_up(self, trainer: Trainer) -> None:
+        """End a run in the middle of something that will be done again: after the last whole step."""
+        trainer.owes_validation |= trainer.validating
+        self._stop(trainer, f"; what came next took more than {trainer.stop_within:g} s and is done again")
+
+    def keep_last_step(self, trainer: Trainer) -> None:
+        """Take a checkpoint of the last whole step, where what failed after it has changed nothing."""
+        trainer.owes_validation |= trainer.validating
+        if trainer.world_size == 1 and trainer.global_step:
+            trainer.checkpoint_callback.save(trainer)
+            trainer.checkpoint_io.drain()
+            log.info("there is a checkpoint of step %d", trainer.global_step)
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         asked = self._any_rank_asked()
-        if trainer.global_step >= trainer.max_steps or not (asked or trainer.stop):
-            return  # the run goes on, or is over anyway
-        if trainer.checkpoint_callback.requested or trainer.stop is None:
+        if trainer.global_step < trainer.max_steps and (asked or trainer.stop is not None):
+            self._stop(trainer)
+
+    def _stop(self, trainer: Trainer, given_up: str = "") -> None:
+        STOP.forget_patience()
+        if (trainer.checkpoint_callback.requested or trainer.stop is None) and trainer.global_step:
             trainer.checkpoint_callback.save(trainer)
             trainer.checkpoint_io.drain()
         trainer.strategy.barrier()  # whoever watches the processes may kill all when the first one ends
         if trainer.stop is not None:
             raise trainer.stop
-        name = signal.Signals(self.received).name if self.received else "a signal on another rank"
+        where = f"after step {trainer.global_step} with a checkpoint" if trainer.global_step else "in the first step"
+        if trainer.owes_validation:
+            where += ", before its validation was done"
         raise Interrupted(
-            f"{name}: stopped after step {trainer.global_step} with a checkpoint; "
-            "the same command with `--ckpt_path auto` goes on"
+            f"{told()}: stopped {where}{given_up}; the same command with `--ckpt_path auto` goes on"
         )
 
     def _any_rank_asked(self) -> bool:
-        asked = torch.tensor(int(self.received is not None))
+        asked = torch.tensor(int(STOP.received is not None))
         if self._ranks is not None:
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._ranks)
         return bool(asked)
+
+
+def told() -> str:
+    """The signal that this run is ended for."""
+    return STOP.received.name if STOP.received is not None else "a signal on another rank"

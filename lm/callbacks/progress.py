@@ -1,6 +1,7 @@
 """A progress bar, on a terminal only."""
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -53,5 +54,6 @@ class ProgressBar(Callback):
 
     def _stop(self) -> None:
         if self._progress is not None:
-            self._progress.stop()
+            with suppress(OSError):  # the terminal was closed
+                self._progress.stop()
             self._progress = None

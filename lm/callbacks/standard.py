@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
 
 from lm.callbacks.checkpoints import Checkpoints
 from lm.callbacks.curves import Curves
 from lm.callbacks.data_wait import DataWait
+from lm.callbacks.early_stopping import EarlyStopping
 from lm.callbacks.evaluations import EvaluationConfig, Evaluations
 from lm.callbacks.guards import GuardsConfig, guard_callbacks
 from lm.callbacks.heartbeat import Heartbeat
@@ -20,6 +20,7 @@ from lm.callbacks.progress import ProgressBar
 from lm.callbacks.run_folder import RunFolder
 from lm.callbacks.run_log import RunLog
 from lm.callbacks.samples import Samples, SamplesConfig
+from lm.callbacks.skipped_data import SkippedData
 from lm.callbacks.throughput import Throughput
 
 
@@ -42,7 +43,7 @@ def standard_callbacks(
     early, every = trainer["early_stopping"], trainer["histogram_interval"]
     stopping, asked_for = [], []
     if early.patience is not None:
-        stopping.append(EarlyStopping("val/loss", early.min_delta, early.patience, check_on_train_epoch_end=False))
+        stopping.append(EarlyStopping(early.patience, early.min_delta))
     if every is not None:
         asked_for.append(Histograms(every))
     if samples.prompts:
@@ -53,14 +54,15 @@ def standard_callbacks(
         run_folder,
         Curves(),
         Heartbeat(),
-        *stopping,
         LastStep(),
+        SkippedData(),
         RunLog(trainer["log_interval"]),
         Throughput(),
         DataWait(),
         *guard_callbacks(guards),
         ProgressBar(),
         *asked_for,
+        *stopping,  # after what a validation is followed by, which may be given up and then counts for nothing
         Checkpoints(trainer["checkpoint_interval"], early.min_delta, trainer["keep_checkpoints"]),
         Interrupt(),
         Predictions(),
