@@ -4,6 +4,8 @@ import os
 import signal
 import tempfile
 
+pytest_plugins = ["fault_report"]
+
 os.environ["LM_REGISTRY"] = os.path.join(tempfile.mkdtemp(prefix="lm-registry-"), "runs.db")
 
 # In the background of a shell SIGINT is ignored, and so it would be by every process that a test interrupts.

@@ -35,27 +35,50 @@ class KillAt(Callback):
         micro_batch: when the training begins this micro-batch of this process, counted over the run; or
         validation: when this batch of a validation begins; or
         save: when a checkpoint is being written.
+        hook: when Lightning calls this hook of callbacks.
+        step: only after this optimizer step, where it is given.
+        rank: only in this one of the processes of a node, where it is given.
+        group: the whole process group, as a Ctrl-C does; it becomes one of its own, with all that it starts.
     """
 
-    def __init__(self, signal_name: str, micro_batch: int = -1, validation: int = -1, save: bool = False) -> None:
+    def __init__(
+        self, signal_name: str, micro_batch: int = -1, validation: int = -1, save: bool = False, hook: str = "",
+        step: int | None = None, rank: int | None = None, group: bool = False,
+    ) -> None:  # fmt: skip
         self.number = getattr(signal, signal_name)
         self.micro_batch = micro_batch
         self.validation = validation
         self.save = save
+        self.step = step
+        self.rank = rank
+        self.group = group
+        if group and "LOCAL_RANK" not in os.environ:
+            os.setpgid(0, 0)
+        if hook:
+            setattr(self, hook, self._at_hook)
 
     def _kill(self) -> None:
-        os.kill(os.getpid(), self.number)
+        if self.rank not in (None, int(os.environ.get("LOCAL_RANK", 0))):
+            return
+        if self.group:
+            os.killpg(0, self.number)
+        else:
+            os.kill(os.getpid(), self.number)
+
+    def _at_hook(self, trainer, *args, **kwargs) -> None:
+        if self.step in (None, trainer.global_step):
+            self._kill()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.micro_batch:
             self._kill()
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        if batch_idx == self.validation:
+        if batch_idx == self.validation and self.step in (None, trainer.global_step):
             self._kill()
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        if self.save:
+        if self.save and self.step in (None, trainer.global_step):
             threading.Thread(target=self._kill_in_write, args=(trainer.run.path,), daemon=True).start()
 
     def _kill_in_write(self, run: Path) -> None:

@@ -12,14 +12,19 @@ PACKAGE = Path(__file__).parent.parent / "lm"
 
 # The floor of a module is that of the longest prefix here. Imports go down, or stay inside one package of a floor.
 FLOORS = {
-    "lm": 0, "lm.errors": 0, "lm.terminal": 0, "lm.quantities": 0,
+    "lm": 0, "lm.errors": 0, "lm.terminal": 0, "lm.quantities": 0, "lm.leaving": 0, "lm.stop_signals": 0.2,
+    "lm.documents": 0,
+    "lm.run_shapes": 0.5,
     "lm.steps": 0.5, "lm.muon": 0.5, "lm.hardware": 0.5, "lm.telemetry": 0.5, "lm.plain": 0.5, "lm.kernels": 0.5,
+    "lm.sealed": 0.5, "lm.room": 0.5, "lm.leftovers": 0.5,
     "lm.arguments": 1, "lm.model": 1, "lm.data": 1, "lm.optim": 1, "lm.schedule": 1, "lm.checkpoint": 1, "lm.runs": 1,
-    "lm.launcher": 1, "lm.devices": 1,
+    "lm.launcher": 1, "lm.loops": 1, "lm.devices": 1,
     "lm.expressions": 0.5, "lm.alerts": 1, "lm.spending": 0.5, "lm.registry_file": 1, "lm.registry": 1.5,
+    "lm.run_files": 0.7, "lm.run_lock": 0.7, "lm.run_facts": 0.5, "lm.steady_clock": 0, "lm.out_of_memory": 1.7,
     "lm.incident": 0.5, "lm.post_mortem_page": 1, "lm.post_mortem": 1.5, "lm.probe": 2, "lm.evidence": 2.5,
     "lm.sharding": 1.5, "lm.precision": 1.5, "lm.scaling": 1.5,
     "lm.metrics": 1.5, "lm.snapshot": 1.5, "lm.micro_step": 1, "lm.tally": 1,
+    "lm.checkpoint_io": 1.5,
     "lm.module": 2, "lm.trainer": 2, "lm.resume": 2, "lm.generation": 2,
     "lm.sampling": 1, "lm.weights": 1.5, "lm.completion": 2.1, "lm.pretrained": 2.2,
     "lm.decode_step": 1.5, "lm.evaluation_log": 0.5, "lm.reload_check": 2.3, "lm.provenance": 2.3, "lm.model_card": 2.4,

@@ -116,6 +116,7 @@ def test_a_stop_leaves_last_as_it_was_and_says_why_everywhere(workplace):
     assert run.status() == "finished" and [line["step"] for line in run.metrics() if "optim/lr" in line][-1] == 12
 
 
+@pytest.mark.fault(9)
 def test_a_rollback_returns_to_good_weights_and_goes_on_with_the_next_samples(workplace):
     """After step 8 the weights of 7 are back, with their optimizer; the steps and their samples go on."""
     rollback = {"guards.alerts": {"step == 8 and loss > 0": "rollback"}}
@@ -129,6 +130,7 @@ def test_a_rollback_returns_to_good_weights_and_goes_on_with_the_next_samples(wo
     assert (run.path / "step-00000012" / "trainer.json").exists()
 
 
+@pytest.mark.fault(9)
 def test_a_kill_after_a_rollback_does_not_bring_the_bad_stretch_back(workplace):
     """With checkpoints far apart, the step of the rollback is saved at once."""
     changes = {"trainer.checkpoint_interval": 3, "guards.alerts": {"step == 7 and loss > 0": "rollback"}}
@@ -147,19 +149,30 @@ def test_a_rollback_with_nothing_to_return_to_or_too_many_of_them_stops(workplac
     assert len(run.read("run.json")["rollbacks"]) == 2 and run.read("state.json")["step"] == 9
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_all_ranks_agree(workplace, strategy):
-    """What only the last rank finds is skipped, rolled back and stopped by all of them, and they end together."""
+    """What only the last rank finds is skipped, rolled back and stopped by all of them, and they end together; the
+    samples of the step, of both ranks, are kept for a look."""
+    poison = {"class_path": "test_guards.Poison", "init_args": {"gradient": [3], "loss": [5]}}
+    for trace in workplace.glob("trace-*.jsonl"):
+        trace.unlink()
     changes = {
+        "trainer.callbacks": [{"class_path": "recorder.Recorder"}, poison],
         "trainer.devices": 2, "trainer.strategy": strategy, "data.micro_batch_size": 2,
         "guards.alerts": {"step == 7 and loss > 0": "rollback", "step == 10 and loss > 0": "stop"},
     }  # fmt: skip
-    _, run = fit(workplace, strategy, poison={"gradient": [3], "loss": [5]}, expect=3, **KEEP_ALL, **changes)
+    _, run = fit(workplace, strategy, expect=3, **KEEP_ALL, **changes)
     for step in (3, 5, 7):
         for name in ("model.safetensors", "optimizer.safetensors"):
             assert same(tensors(run, step - 1, name), tensors(run, step, name)), step
     assert not same(tensors(run, 1), tensors(run, 2)) and not same(tensors(run, 8), tensors(run, 9))
     assert run.status() == "stopped" and run.read("state.json")["step"] == 10
+    kept = [entry["token_ids"] for entry in json.loads((run.path / "postmortem-00000003/tokens.json").read_text())]
+    traces = [json.loads(line) for path in workplace.glob("trace-*.jsonl") for line in path.read_text().splitlines()]
+    tokens = [entry["tokens"] for entry in traces if entry["step"] == 3]
+    seen = [some[at : at + 33] for some in tokens for at in range(0, len(some), 33)]
+    assert sorted(kept) == sorted(seen) and len(seen) == 8
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------

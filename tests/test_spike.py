@@ -84,6 +84,7 @@ def expected(folder):
     return [json.loads(line) for line in (folder / "expected.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.fault(9)
 def test_five_steps_are_replaced_and_no_other(workplace):
     """The steps around are those of a run without the drill."""
     (workplace / "trace.jsonl").unlink(missing_ok=True)
@@ -105,6 +106,7 @@ def test_it_is_logged_as_such(workplace):
     assert sorted(marked) == STEPS and run.read("run.json")["injected"] == {"steps": STEPS}
 
 
+@pytest.mark.fault(9)
 def test_it_is_survived_and_written_up_with_its_recovery(workplace):
     run = Run(workplace / "checkpoints" / "drill")
     assert run.read("run.json")["status"] == "finished"
@@ -121,6 +123,7 @@ def test_another_division_sees_the_same(workplace):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(9)
 def test_a_resume_in_the_middle_injects_the_rest(workplace):
     """Killed in the last injected step, gone on with from step 33: the losses are those of a run without a stop."""
     (workplace / "trace.jsonl").unlink(missing_ok=True)

@@ -97,3 +97,15 @@ def expected(folder: Path) -> dict[tuple[int, int], str]:
     """As `losses`, of the uninterrupted run whose trace was put aside as `expected.jsonl`."""
     entries = [json.loads(line) for line in (folder / "expected.jsonl").read_text().splitlines()]
     return {(entry["step"], entry["micro"]): entry["loss"] for entry in entries}
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Live processes that were started in a folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cwd").resolve() == folder.resolve() and (entry / "stat").read_text().split(") ")[-1][0] != "Z":
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found

@@ -6,13 +6,6 @@ import pytest
 from trainings import lm, make_workplace, write_config
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of this folder kills or starves real trainings: it belongs to the slow part."""
-    for item in items:
-        if "fault" in {mark.name for mark in item.iter_markers()}:
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory):
     """A folder where `small` was trained without a stop: prepared data, its run, `expected.jsonl` with its losses."""

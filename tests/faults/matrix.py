@@ -1,4 +1,17 @@
-"""The faults that are tried, and what must happen: the table of the README's reliability section."""
+"""The faults that are tried, and what must happen: the table of the README's reliability section.
+
+    python tests/faults/matrix.py tests/faults/results.json
+
+writes it, from what `pytest --fault-report` found.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path, PurePosixPath
+
+README = Path(__file__).resolve().parent.parent.parent / "README.md"
+BEGIN, END = "<!-- faults -->\n", "<!-- /faults -->\n"
 
 # number -> what goes wrong, what must happen
 FAULTS = {
@@ -28,3 +41,37 @@ FAULTS = {
     24: ("the wall clock jumps", "time left, cost and heartbeat stay sane"),
     25: ("1,000 random configs and 1,000 mutated files", "one line of ours or a right result; no traceback, no hang"),
 }  # fmt: skip
+
+
+def table(results: dict[str, dict[str, str]]) -> str:
+    """The table in Markdown.
+
+    Args:
+        results: fault number -> test -> `passed`, `skipped` or `failed`.
+    """
+    lines = ["| | fault | what happens | tests that passed |", "|---:|---|---|---|"]
+    for number, (fault, promise) in FAULTS.items():
+        lines.append(f"| {number} | {fault} | {promise} | {_summary(results.get(str(number), {}))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _summary(tests: dict[str, str]) -> str:
+    """How many passed and where they are; what failed or was skipped is said."""
+    if not tests:
+        return "**not tried**"
+    count = Counter(tests.values())
+    files = sorted({test.partition("::")[0] for test in tests})
+    links = ", ".join(f"[{PurePosixPath(file).stem.removeprefix('test_')}]({file})" for file in files)
+    bad = "".join(f", **{count[outcome]} {outcome}**" for outcome in ("failed", "skipped") if count[outcome])
+    return f"{count['passed']}{bad}: {links}"
+
+
+def write(readme: Path, results: dict[str, dict[str, str]]) -> None:
+    """Put the table in its place in the README."""
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    readme.write_text(before + BEGIN + table(results) + END + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(README, json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

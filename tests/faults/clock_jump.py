@@ -1,0 +1,22 @@
+"""Test equipment that a config names: a machine whose clock is set anew while it trains."""
+
+import time
+
+from lightning.pytorch import Callback
+
+
+class Jump(Callback):
+    """Sets the clock of this process.
+
+    Args:
+        at: micro-batches of this process, counted over the run.
+        seconds: by how much the clock is off from each on.
+    """
+
+    def __init__(self, at: list[int], seconds: list[float]) -> None:
+        self.jumps = dict(zip(at, seconds, strict=True))
+        self.true = time.time
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (off := self.jumps.get(batch_idx)) is not None:
+            time.time = lambda: self.true() + off

@@ -1,0 +1,170 @@
+"""Test equipment: a real S3 server, and a proxy before it that fails in the ways that object stores do."""
+
+import http.client
+import logging
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
+from pathlib import Path
+
+ERROR = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>try again later</Message></Error>'
+CODES = {403: b"AccessDenied", 429: b"TooManyRequests", 500: b"InternalError", 503: b"SlowDown"}
+
+
+class Proxy(ThreadingHTTPServer):
+    """Hands requests on to a server, and fails some of them.
+
+    A fault is 403, 429, 500 or 503; `stall`, no answer; `reset`; `cut`, half of the body that was announced; `lie`,
+    half of it, announced as such; `drip`, a byte now and then.
+
+    Attributes:
+        met: how often each fault was met; None counts what was answered well.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behind = port
+        self.met: Counter = Counter()
+        self.well = threading.Event()  # nothing fails any more
+        self._faults: Iterator[int | str | None] = repeat(None)
+        self._lock = threading.Lock()
+
+    def fail(self, faults: Iterable[int | str | None]) -> None:
+        """From now on the requests meet these one after another, and none when they are over."""
+        with self._lock:
+            self._faults = chain(faults, repeat(None))
+            self.met.clear()
+            self.well.clear()
+
+    def recover(self) -> None:
+        """From now on nothing fails, and what hangs goes on."""
+        self.fail([])
+        self.well.set()
+
+    def next_fault(self) -> int | str | None:
+        with self._lock:
+            fault = next(self._faults)
+            self.met[fault] += 1
+            return fault
+
+    def handle_error(self, request: object, address: object) -> None:
+        """A client that went away is no news here."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def answer(self) -> None:
+        fault = self.server.next_fault()
+        if fault == "stall":
+            self.server.well.wait(60)
+            fault = "reset"
+        if fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+            return
+        if fault in CODES:
+            body = ERROR % CODES[fault]
+            self.head(fault, {"Content-Type": "application/xml", "Content-Length": str(len(body))})
+            self.wfile.write(b"" if self.command == "HEAD" else body)
+            return
+        status, headers, body = self.behind()
+        if fault == "lie":
+            body = body[: len(body) // 2]
+        if self.command != "HEAD":
+            headers["Content-Length"] = str(len(body))
+        self.head(status, headers)
+        if self.command == "HEAD":
+            return
+        if fault == "cut":
+            self.wfile.write(body[: len(body) // 2])
+            self.close_connection = True
+        elif fault == "drip":
+            for place in range(len(body)):
+                self.wfile.write(body[place : place + 1])
+                self.server.well.wait(0.2)
+        else:
+            self.wfile.write(body)
+
+    do_GET = do_HEAD = answer
+
+    def behind(self) -> tuple[int, dict[str, str], bytes]:
+        """What the server behind answers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.behind, timeout=60)
+        try:
+            connection.request(self.command, self.path, headers=dict(self.headers))
+            response = connection.getresponse()
+            body = response.read()
+        finally:
+            connection.close()
+        headers = {name: value for name, value in response.getheaders() if name.lower() != "transfer-encoding"}
+        return response.status, headers, body
+
+    def head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+class Store:
+    """A bucket `corpus` behind a `proxy`.
+
+    Attributes:
+        environment: what makes a process find it.
+    """
+
+    def __init__(self, server_port: int, proxy: Proxy) -> None:
+        self.proxy = proxy
+        self.environment = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_address[1]}", "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+        }  # fmt: skip
+        import boto3
+
+        self.client = boto3.client(
+            "s3", endpoint_url=f"http://127.0.0.1:{server_port}", aws_access_key_id="test",
+            aws_secret_access_key="test", region_name="us-east-1",
+        )  # fmt: skip
+        self.client.create_bucket(Bucket="corpus")
+
+    def upload(self, folder: Path, prefix: str) -> None:
+        """Put all files of a folder below `s3://corpus/<prefix>/`."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.client.upload_file(str(path), "corpus", f"{prefix}/{path.relative_to(folder).as_posix()}")
+
+
+@contextmanager
+def object_store() -> Iterator[Store]:
+    """A server and its proxy on this machine."""
+    from moto.server import ThreadedMotoServer
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
+    server.start()
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    proxy = Proxy(port)
+    thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield Store(port, proxy)
+    finally:
+        proxy.recover()
+        proxy.shutdown()
+        proxy.server_close()
+        server.stop()

@@ -1,0 +1,101 @@
+"""Another config on a resume: what is changed is shown and taken; what would make the run a lie is refused."""
+
+import contextlib
+import io
+import shutil
+
+import pytest
+from trainings import expected, lm, losses, write_config
+
+from lm.cli import main
+from lm.resume import FIXED
+from lm.runs import Run
+
+pytestmark = pytest.mark.fault(14)
+
+# One change of each key that is fixed when a run starts, and how it is typed.
+LIES = {
+    "seed_everything": ["--seed_everything=8"],
+    "model.decoder": ["--model.decoder.hidden_size=64"],
+    "model.document_mask": ["--model.document_mask=true"],
+    "data.path": ["--data.path=data/other"],
+    "data.train": ["--data.path=null", "--data.train=data/small/train", "--data.tokenizer=data/small"],
+    "data.tokenizer": ["--data.tokenizer=data/small/tokenizer.json"],
+    "data.prepare": ["--data.prepare.val_fraction=0.3"],
+    "data.column": ["--data.column=tokens"],
+    "data.seq_len": ["--data.seq_len=16"],
+    "data.shuffle_buffer": ["--data.shuffle_buffer=1M"],
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(uninterrupted, tmp_path_factory):
+    """A run that was stopped after 6 of 12 steps."""
+    folder = tmp_path_factory.mktemp("changed") / "work"
+    shutil.copytree(uninterrupted, folder, symlinks=True, ignore=shutil.ignore_patterns("checkpoints"))
+    stop = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGTERM", "micro_batch": 11}}
+    callbacks = [{"class_path": "recorder.Recorder"}, stop]
+    lm(folder, "fit", "--config", str(write_config(folder, **{"trainer.callbacks": callbacks})), expect=75)
+    write_config(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(stopped, tmp_path, monkeypatch):
+    folder = tmp_path / "work"
+    shutil.copytree(stopped, folder, symlinks=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def go_on(folder, *changes, expect=0):
+    return lm(folder, "fit", "--config", "small.yaml", "--ckpt_path", "auto", *changes, expect=expect)
+
+
+def test_every_fixed_key_is_refused_by_name_and_nothing_is_written(copied, monkeypatch):
+    """Also the keys that are refused for what they are, before they are compared."""
+    assert LIES.keys() == set(FIXED)
+    config = str(write_config(copied, **{"trainer.callbacks": None}))
+    before = {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*")}
+    for key, change in LIES.items():
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            assert main(["fit", "--config", config, "--ckpt_path", "auto", *change]) == 2, key
+        assert f"cannot go on with another {key}" in err.getvalue() or f", {key}" in err.getvalue(), err.getvalue()
+        assert "start a new run, or give --force" in err.getvalue().splitlines()[-1]
+    assert {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*")} == before
+
+
+def test_what_may_change_is_shown_and_used(copied):
+    """The learning rate, the betas, the decay, the schedule, the batch: of the command, from the next step on."""
+    changes = [
+        "--model.optimizer.lr=0.02", "--model.optimizer.betas=[0.8, 0.9]", "--model.optimizer.weight_decay=0.5",
+        "--model.schedule.name=linear", "--data.global_batch_tokens=512", "--trainer.gradient_clip_val=0.5",
+    ]  # fmt: skip
+    shown = go_on(copied, *changes).stderr
+    for text in ("model.optimizer.lr: 0.01 -> 0.02", "model.optimizer.betas: ", "model.optimizer.weight_decay: ",
+                 "model.schedule.name: cosine -> linear", "data.global_batch_tokens: 256 -> 512",
+                 "trainer.gradient_clip_val: 1.0 -> 0.5"):  # fmt: skip
+        assert f"changed since the run was started: {text}" in shown
+    run = Run(copied / "checkpoints/small")
+    lines = {line["step"]: line for line in run.metrics() if "optim/lr" in line}
+    assert lines[7]["optim/lr"] > lines[6]["optim/lr"] and lines[8]["tokens"] == 6 * 256 + 2 * 512
+    assert run.settings()["model"]["optimizer"]["lr"] == 0.02  # and the next one is compared with this
+
+
+def test_another_optimizer_is_refused_before_it_meets_a_state_that_is_not_its_own(copied):
+    refused = go_on(copied, "--model.optimizer.name=muon", expect=2)
+    assert refused.stderr.splitlines()[-1].endswith("set model.optimizer.name back")
+    go_on(copied)
+    assert losses(copied) == expected(copied)
+
+
+def test_what_was_refused_is_done_when_forced(copied):
+    """With another order of the samples the run goes on and says what it is by now."""
+    done = go_on(copied, "--seed_everything=8", "--force")
+    assert "changed since the run was started: seed_everything: 7 -> 8" in done.stderr
+    run = Run(copied / "checkpoints/small")
+    assert run.status() == "finished" and run.settings()["seed_everything"] == 8
+    assert losses(copied) != expected(copied)
+    assert {step: loss for step, loss in losses(copied).items() if step[0] <= 6} == {
+        step: loss for step, loss in expected(copied).items() if step[0] <= 6
+    }  # fmt: skip

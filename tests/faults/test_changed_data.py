@@ -1,0 +1,98 @@
+"""A resume on other data is refused with the difference; a resume on other ranks or workers sees the same samples."""
+
+import json
+import shutil
+
+import pytest
+from trainings import expected, lm, losses, write_config
+
+from lm.runs import Run
+
+
+def rows_by_step(folder, *names):
+    """Step -> its rows of tokens, sorted: which rank had which, and when, is the division's affair."""
+    steps = {}
+    for path in [path for name in names for path in folder.glob(name)]:
+        for entry in map(json.loads, path.read_text().splitlines()):
+            tokens = entry["tokens"]
+            steps.setdefault(entry["step"], []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
+    return {step: sorted(rows) for step, rows in steps.items()}
+
+
+@pytest.mark.fault(13)
+def test_ranks_workers_and_micro_batches_may_change_at_every_stop(workplace):
+    """One process, two ranks, other micro-batches, loader processes, one process: each step has its samples."""
+    divisions = {
+        3: {}, 5: {"trainer.devices": 2, "data.micro_batch_size": 2}, 7: {"data.micro_batch_size": 1},
+        9: {"data.micro_batch_size": 8, "data.num_workers": 2},
+        10: {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.num_workers": 1}, 12: {},
+    }  # fmt: skip
+    for last, division in divisions.items():
+        config = write_config(workplace, "divided", **{"trainer.max_steps": last, **division})
+        lm(workplace, "fit", "--config", str(config), "--ckpt_path", "auto")
+    assert rows_by_step(workplace, "trace*.jsonl") == rows_by_step(workplace, "expected.jsonl")
+    run = Run(workplace / "checkpoints" / "divided")
+    assert [line["step"] for line in run.metrics() if "train/loss" in line] == list(range(1, 13))
+    assert not (workplace / "checkpoints" / "divided-2").exists()
+
+
+@pytest.mark.fault(11)
+def test_other_shards_are_refused_with_the_difference_until_they_are_put_back(workplace):
+    """One added, one removed, one changed and as long as it was, a folder made anew: exit 2, and no step is taken."""
+    first = write_config(workplace, "small", **{"trainer.callbacks": [
+        {"class_path": "recorder.Recorder"},
+        {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 9}},
+    ]})  # fmt: skip
+    lm(workplace, "fit", "--config", str(first), expect=-9)
+    config = str(write_config(workplace, "small"))
+    data, whole = workplace / "data/small", workplace / "whole"
+    shutil.copytree(data, whole)
+    shard = data / "train/00000.parquet"
+
+    def add():
+        shutil.copy(shard, data / "train/00001.parquet")
+
+    def change():
+        content = bytearray(shard.read_bytes())
+        content[-200] ^= 1  # in the footer, where no checksum of a page is
+        shard.write_bytes(content)
+
+    def prepare_again():
+        first, *_ = sorted((workplace / "texts").glob("*.txt"))
+        shutil.copytree(workplace / "texts", workplace / "other")
+        (workplace / "other" / first.name).write_text(first.read_text().replace("letter", "better"))
+        shutil.rmtree(data)
+        lm(workplace, "data", "prepare", "--input", "other", "--output", str(data), "--tokenizer", "char",
+           "--val_fraction", "0.2")  # fmt: skip
+
+    for damage, said in (
+        (add, "00001.parquet is not in its manifest"), (shard.unlink, "train: the folder holds no .parquet file"),
+        (change, "00000.parquet is not a readable"), (prepare_again, "00000.parquet"),
+    ):  # fmt: skip
+        damage()
+        refused = lm(workplace, "fit", "--config", config, "--ckpt_path", "auto", expect=2)
+        assert said in refused.stderr.splitlines()[-1] and "Traceback" not in refused.stderr
+        shutil.rmtree(data)
+        shutil.copytree(whole, data)
+    assert "the shards changed since checkpoints/small was started" in refused.stderr
+    lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
+    assert losses(workplace) == expected(workplace)
+
+
+@pytest.mark.fault(12)
+def test_a_tokenizer_or_vocabulary_that_does_not_match_is_refused_before_the_first_step(workplace):
+    """One that did not make the shards, a model with fewer rows, and data of another tokenizer on a resume."""
+    few = write_config(workplace, "few", **{"model.decoder.vocab_size": 3})
+    assert "smaller than the tokenizer's" in lm(workplace, "fit", "--config", str(few), expect=2).stderr
+    lm(workplace, "data", "prepare", "--input", "texts", "--output", "data/other", "--tokenizer", "bpe",
+       "--vocab_size", "300", "--val_fraction", "0.2")  # fmt: skip
+    mixed = write_config(workplace, "mixed", **{"data.tokenizer": "data/other"})
+    refused = lm(workplace, "fit", "--config", str(mixed), expect=2)
+    assert "was made with another tokenizer" in refused.stderr.splitlines()[-1]
+    assert not (workplace / "checkpoints").exists() and not (workplace / "trace.jsonl").exists()
+    lm(workplace, "fit", "--config", str(write_config(workplace, "small", **{"trainer.max_steps": 1})))
+    other = str(write_config(workplace, "small", **{"data.path": "data/other", "data.prepare": None}))
+    for force, said in ((), "cannot go on with another data.path"), (("--force", "true"), "checkpoint"):
+        refused = lm(workplace, "fit", "--config", other, "--ckpt_path", "auto", *force, expect=2)
+        assert said in refused.stderr.splitlines()[-1]
+    assert Run(workplace / "checkpoints" / "small").read("state.json")["step"] == 1

@@ -1,0 +1,77 @@
+"""The wall clock of the machine is set while a run is trained: nothing that is told of the run leaps with it."""
+
+import json
+import time
+from itertools import pairwise
+
+import pytest
+from trainings import expected, lm, losses, start, write_config
+
+from lm import steady_clock
+from lm.commands.watch import Watch
+from lm.runs import Run
+
+DAY = 86_400.0
+FIT = ("fit", "--config", "small.yaml", "--ckpt_path", "auto")
+
+
+@pytest.mark.fault(24)
+def test_a_clock_that_jumps_a_day_forth_and_two_back_changes_nothing(workplace, monkeypatch):
+    """Also a look from a machine whose clock is years ahead: the run is running, its time left is a matter of seconds,
+    and what it costs is what it took. A budget of half an hour is not spent by a leap of a day."""
+    callbacks = [
+        {"class_path": "recorder.Recorder"},
+        {"class_path": "clock_jump.Jump", "init_args": {"at": [5, 13], "seconds": [DAY, -DAY]}},
+        {"class_path": "waiting.WaitAt", "init_args": {"micro_batch": 19}},
+    ]  # fmt: skip
+    budget = {"max_hours": 0.5, "rate_usd_per_hr": 3.6}
+    write_config(workplace, **{"trainer.callbacks": callbacks}, guards={"budget": budget})
+    began = time.time()
+    process = start(workplace, *FIT)
+    run = Run(workplace / "checkpoints" / "small")
+    try:
+        while not ((workplace / "waits").exists() and run.read("heartbeat.json").get("time", began) < began - DAY / 2):
+            assert process.poll() is None and time.time() - began < 120, process.communicate()
+            time.sleep(0.1)
+        assert run.status() == "running"
+        seen = json.loads(lm(workplace, "monitor", "small", "--json").stdout)
+        assert seen["status"] == "running" and seen["step"] == 9 and 0 <= seen["eta_seconds"] < 60
+        ages = [seen[f"{name}_age_seconds"] for name in ("heartbeat", "logged", "started")]
+        assert min(ages) >= 0 and ages[2] < 120
+        rows = json.loads(lm(workplace, "runs", "ls", "--json").stdout)
+        assert [row["status"] for row in rows if row["path"] == str(run.path.resolve())] == ["running"]
+        assert "is being trained by process" in lm(workplace, *FIT, expect=2).stderr
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda true=time.time: true() + 1000 * DAY)
+            assert run.status() == "running" and 0 <= Watch(run).look()["eta_seconds"] < 60
+        (workplace / "go").touch()
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    took = time.time() - began
+    assert losses(workplace) == expected(workplace) and run.status() == "finished"
+    assert run.read("state.json")["eta_seconds"] == 0
+    times = [line["time"] for line in run.metrics()]
+    assert all(a <= b for a, b in pairwise(times)) and began <= times[0] and times[-1] - times[0] < took
+    cost = run.read("budget.json")
+    assert 0 < cost["hours_elapsed"] * 3600 < took + 5
+    assert cost["spent_usd"] == pytest.approx(cost["hours_elapsed"] * 3.6)
+
+
+def test_of_runs_of_a_name_the_newest_is_the_one_started_last_whatever_the_clock_said(tmp_path):
+    """The first was started by a clock that was a year ahead."""
+    first, second = Run.create("a", tmp_path), Run.create("a", tmp_path)
+    for run, entered in ((first, time.time() + 365 * DAY), (second, time.time())):
+        run.describe(name="a", entered=entered, turn=Run.next_turn(tmp_path))
+    assert Run.newest(tmp_path, "a").name == second.name and [run.name for run in Run.all(tmp_path)] == ["a", "a-2"]
+    first.describe(turn=Run.next_turn(tmp_path))  # gone on with
+    assert Run.newest(tmp_path, "a").name == first.name
+
+
+def test_dates_go_on_when_the_clock_is_set(monkeypatch):
+    before, true = steady_clock.now(), time.time
+    assert abs(before - true()) < 60
+    for jump in (DAY, -DAY):
+        monkeypatch.setattr(time, "time", lambda jump=jump: true() + jump)
+        assert before <= steady_clock.now() < before + 60

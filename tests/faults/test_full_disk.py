@@ -1,0 +1,112 @@
+"""A full disk costs a training the log of that time, and nothing else, until a checkpoint must be written."""
+
+import json
+import sys
+
+import pytest
+from mounts import Mounts
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trainings import expected, losses, write_config
+
+from lm.run_files import Attempts, append_line, read_lines, write_atomically
+from lm.runs import Run
+
+pytestmark = pytest.mark.fault(3)
+
+
+@pytest.fixture
+def mounts(workplace):
+    mounts = Mounts(workplace)
+    yield mounts
+    mounts.close()
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A function that runs Python in a folder on a file system of its own that has no byte left."""
+    mounts = Mounts(tmp_path)
+    mounts.run("mkdir", "disk")
+    mounts.run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "disk")
+    yield mounts
+    mounts.close()
+
+
+def test_a_disk_that_is_full_for_a_while_is_told_once_and_the_training_goes_on(workplace, mounts):
+    """From step 2 to step 7 no block can be had. What the curves and the log have of other steps is whole."""
+    mounts.run("mkdir", "checkpoints")
+    mounts.run("mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", "checkpoints")
+
+    def at(step, command):
+        return {"class_path": "at_step.AtStep", "init_args": {"step": step, "command": command}}
+
+    callbacks = [
+        {"class_path": "recorder.Recorder"}, at(2, "cat /dev/zero > checkpoints/filler 2>/dev/null; true"),
+        at(7, "rm checkpoints/filler"),
+    ]  # fmt: skip
+    changes = {"trainer.checkpoint_interval": 9, "trainer.val_interval": 12, "trainer.callbacks": callbacks,
+               "trainer.histogram_interval": 1}  # fmt: skip
+    said = mounts.lm("fit", "--config", str(write_config(workplace, **changes)))
+    assert losses(workplace) == expected(workplace)
+    told = [line for line in said.splitlines() if "No space left on device" in line]
+    assert len(told) == 1 and "what the run logs is missing" in told[0]
+    assert len([line for line in said.splitlines() if "is written again" in line]) == 1
+
+    run = Run(mounts.at("checkpoints/small"))
+    text = (run.path / "metrics.jsonl").read_text()
+    steps = [json.loads(line)["step"] for line in text.splitlines()]
+    assert text.endswith("\n") and {1, 8, 12} <= set(steps)
+    assert run.read("run.json")["status"] == "finished" and run.read("state.json")["step"] == 12
+    curves = EventAccumulator(str(run.path), size_guidance={"scalars": 0, "histograms": 0})
+    curves.Reload()
+    for points in (curves.Scalars("train/loss"), curves.Histograms("weights/model.norm.weight")):
+        steps = {point.step for point in points}
+        assert {1, 8, 12} <= steps and len({4, 5, 6} & steps) < 3
+    assert "finished: all steps done" in (run.path / "log.txt").read_text()
+
+
+def test_a_line_is_added_whole_or_not_at_all(full):
+    """Lines of a kilobyte until the disk is full, and a file that cannot be replaced: nothing half is left."""
+    code = """if True:
+        from pathlib import Path
+        from lm.run_files import append_line, read_lines, write_atomically
+        path, other = Path("disk/lines"), Path("disk/other")
+        write_atomically(other, "before")
+        for number in range(1000):
+            try:
+                append_line(path, {"number": number, "text": "x" * 1000})
+            except OSError as error:
+                break
+        size = path.stat().st_size
+        try:
+            write_atomically(other, "y" * 9000)
+        except OSError:
+            print("full")
+        assert [line["number"] for line in read_lines(path)] == list(range(number)) and number > 10
+        assert path.read_bytes().endswith(b"}\\n") and other.read_text() == "before"
+        assert sorted(file.name for file in path.parent.iterdir()) == ["lines", "other"]
+    """
+    assert full.run(sys.executable, "-c", code).stdout == "full\n"
+
+
+def test_a_line_that_a_kill_cut_short_is_ended_before_the_next(tmp_path):
+    path = tmp_path / "lines"
+    append_line(path, {"step": 1})
+    path.write_bytes(path.read_bytes() + b'{"step": 2, "lo')
+    append_line(path, {"step": 3})
+    append_line(path, {"step": 4})
+    path.write_bytes(path.read_bytes() + b'[1]\n\xff\n7\n{"step": NaN}')
+    assert [line.get("step") for line in read_lines(path)][:3] == [1, 3, 4]
+    write_atomically(path, "")
+    assert list(read_lines(path)) == [] == list(read_lines(tmp_path / "none"))
+
+
+def test_what_is_missing_is_said_once_until_all_is_written_again(caplog):
+    attempt = Attempts()
+
+    def fails():
+        raise OSError(28, "No space left on device")
+
+    assert [attempt("a", fails), attempt("b", fails), attempt("a", fails), attempt("a", str)] == [False] * 3 + [True]
+    assert len(caplog.records) == 1 and "a cannot be written: No space left on device" in caplog.text
+    assert attempt("b", str) and len(caplog.records) == 2 and "written again" in caplog.text
+    assert not attempt("b", fails) and len(caplog.records) == 3

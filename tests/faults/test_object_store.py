@@ -1,0 +1,108 @@
+"""An object store that fails, stalls or cuts answers costs time; one that is gone ends a run that goes on later."""
+
+import time
+from itertools import chain, repeat
+
+import pytest
+from object_store import object_store
+from trainings import lm, losses, make_workplace, start, trace, write_config
+
+from lm.data.shards import Shards
+from lm.errors import RequestError
+from lm.runs import Run
+
+pytestmark = pytest.mark.fault(22)
+
+DATA = {"micro_batch_size": 4, "global_batch_tokens": 256, "val_tokens": 512, "shuffle_buffer": 1024,
+        "cache_bytes": 0, "timeout": 16}  # fmt: skip
+REMOTE = {**DATA, "train": "s3://corpus/many/train", "val": "s3://corpus/many/val", "tokenizer": "data/many"}
+PASSING = ("reset", None, 500, None, "cut", 503, None, 429, None, "lie", "lie", None, "stall", None, "drip")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a run on many small shards, and its exact losses."""
+    place = make_workplace(tmp_path_factory.mktemp("store"))
+    prepare = {"input": ["texts"], "tokenizer": "char", "val_fraction": 0.2, "shard_tokens": 256}
+    config = write_config(place, "local", data={**DATA, "path": "data/many", "prepare": prepare})
+    lm(place, "fit", "--config", str(config))
+    return place
+
+
+@pytest.fixture(scope="module")
+def straight(place):
+    return losses(place)
+
+
+@pytest.fixture(scope="module")
+def served(place, straight):
+    """The shards in a bucket behind a proxy."""
+    with object_store() as store:
+        store.upload(place / "data" / "many", "many")
+        yield store
+
+
+@pytest.fixture
+def store(place, served):
+    (place / "trace.jsonl").unlink(missing_ok=True)
+    yield served
+    served.proxy.recover()
+
+
+def validations(run):
+    return {entry["step"]: entry["val/loss"] for entry in run.metrics() if "val/loss" in entry}
+
+
+def test_faults_that_pass_cost_time_and_nothing_else(place, straight, store):
+    """Every kind of fault is met in one run, and its losses are those of the same shards on a disk."""
+    config = write_config(place, "bumpy", data={**REMOTE, "timeout": 60})
+    store.proxy.fail(chain(repeat(None, 20), PASSING))
+    lm(place, "fit", "--config", str(config), **store.environment)
+    assert losses(place) == straight and {*PASSING} <= store.proxy.met.keys()
+
+
+# So many requests are answered: more than the beginning takes, fewer than the run.
+@pytest.mark.parametrize(("fault", "workers", "answered"), [(503, 0, 60), ("drip", 2, 90)])
+def test_a_store_that_is_gone_ends_the_run_and_it_goes_on_later(place, straight, store, fault, workers, answered):
+    """One line after a bounded time, no step lost, and the same command goes on bit for bit when it is back."""
+    config = write_config(place, f"gone-{fault}", data={**REMOTE, "num_workers": workers})
+    command = ("fit", "--config", str(config), "--ckpt_path", "auto")
+    store.proxy.fail(chain(repeat(None, answered), repeat(fault)))
+    ended = lm(place, *command, expect=1, **store.environment)
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("lm fit: shard s3://corpus/many/") and "attempts to read it failed in 8 s" in line
+    assert "--ckpt_path auto" in line and "Traceback" not in ended.stderr
+    run = Run(place / "checkpoints" / f"gone-{fault}")
+    assert run.read("run.json")["status"] == "failed"
+    taken = max(entry["step"] for entry in trace(place))
+    assert list(run.steps())[-1] in (taken, taken - 1)  # the newest of all steps that were whole
+    store.proxy.recover()
+    lm(place, *command, **store.environment)
+    assert losses(place) == straight and run.read("run.json")["status"] == "finished"
+    assert validations(run) == validations(Run(place / "checkpoints" / "local"))
+
+
+def test_a_store_that_does_not_answer_at_the_start_is_not_waited_for_without_end(place, store):
+    """Footers and manifests are read under the same bound, and the process ends though its reads never return."""
+    config = write_config(place, "silent", data={**REMOTE, "timeout": 8})
+    store.proxy.fail(chain(repeat(None, 1), repeat("stall")))
+    process = start(place, "fit", "--config", str(config), **store.environment)
+    while not store.proxy.met["stall"]:
+        time.sleep(0.05)
+        assert process.poll() is None, process.communicate()
+    began = time.monotonic()
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 1 and time.monotonic() - began < 60
+    assert "s3://corpus/many" in err.splitlines()[-1] and "in 4 s" in err.splitlines()[-1]
+    assert not (place / "checkpoints" / "silent").exists()
+
+
+def test_a_store_that_refuses_is_not_asked_again(store, monkeypatch):
+    """Credentials that are wrong are told at once, not after the patience with a store that is away."""
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    store.proxy.fail(repeat(403))
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="^s3://corpus/many/train: cannot be listed .*ACCESS_DENIED"):
+        Shards.open("s3://corpus/many/train")
+    assert time.monotonic() - began < 10

@@ -1,0 +1,66 @@
+"""One of two ranks dies or hangs: the other ends soon and says so, and the run goes on bit for bit."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from trainings import lm, processes_of, start, write_config
+
+from lm.runs import Run
+
+pytestmark = pytest.mark.fault(18)
+TWO = {
+    "trainer.devices": 2, "trainer.strategy": "ddp", "data.micro_batch_size": 2, "trainer.checkpoint_interval": 2,
+    "trainer.val_interval": 100,
+}  # fmt: skip
+TIMEOUT = 15  # seconds that ranks wait for one another
+
+
+def config(folder, name, *callbacks, **changes):
+    named = [{"class_path": "recorder.Recorder"}, *callbacks]
+    return str(write_config(folder, name, **{**TWO, "trainer.callbacks": named, **changes}))
+
+
+def losses(folder) -> dict[tuple[int, int, int], str]:
+    """(rank, step, micro-batch) -> the loss that counted in the end, exactly; the traces are removed."""
+    found = {}
+    for path in folder.glob("trace-*.jsonl"):
+        for entry in map(json.loads, path.read_text().splitlines()):
+            found[entry["rank"], entry["step"], entry["micro"]] = entry["loss"]
+        path.unlink()
+    return found
+
+
+def send(name, rank, step):
+    return {"class_path": "test_distributed.Send", "init_args": dict(name=name, rank=rank, step=step)}
+
+
+def test_a_rank_that_is_killed_or_hangs_ends_the_other_and_the_run_goes_on(workplace):
+    """SIGKILL to rank one, SIGSTOP to rank one, SIGKILL to rank zero: bounded, named, nobody left, all losses equal."""
+    lm(workplace, "fit", "--config", config(workplace, "straight"))
+    expected = losses(workplace)
+    run = Run(workplace / "checkpoints" / "relay")
+    for name, rank, step, code, said in (
+        ("SIGKILL", 1, 3, 1, "local rank 1 was killed by SIGKILL"),
+        ("SIGSTOP", 1, 5, 1, "did not answer in time, so it hangs"),
+        ("SIGKILL", 0, 9, -signal.SIGKILL, ""),
+    ):
+        path = config(workplace, "relay", send(name, rank, step), **{"trainer.rank_timeout": TIMEOUT})
+        process = start(workplace, "fit", "--config", path, "--ckpt_path", "auto")
+        err = process.communicate(timeout=180)[1]
+        ended = time.time()
+        assert process.returncode == code and said in err.splitlines()[-1], err
+        last = max(os.path.getmtime(path) for path in workplace.glob("trace-*.jsonl"))
+        assert ended - last < (TIMEOUT if name == "SIGSTOP" else 0) + 30
+        until = time.monotonic() + 20
+        while processes_of(workplace):
+            assert time.monotonic() < until, "a rank outlived the other"
+            time.sleep(0.1)
+        assert run.status() == ("dead" if rank == 0 else "failed") and "Traceback" not in err
+        if rank == 1:
+            assert said in run.read("run.json")["reason"] and "`--ckpt_path auto` goes on" in err
+    lm(workplace, "fit", "--config", config(workplace, "relay"), "--ckpt_path", "auto")
+    assert losses(workplace) == expected and len(expected) == 2 * 2 * 12 and run.status() == "finished"
+    assert list(run.steps())[-1] == 12 and not (workplace / "checkpoints" / "relay-2").exists()

@@ -1,0 +1,166 @@
+"""Saves that are killed, run out of disk, or find their folder read-only or gone: what was whole stays whole."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from trainings import PLACES, expected, lm, losses, trace, write_config
+
+from lm.checkpoint import find_damage
+from lm.runs import Run
+
+ELSEWHERE = Path("/dev/shm")  # a file system of its own
+
+
+def fit(folder, name, *arguments, callbacks=(), expect=0, changes=None, **environment):
+    """`lm fit --ckpt_path auto` of the run `name`, with equipment; returns how it ended, and the first step it took."""
+    callbacks = [{"class_path": "recorder.Recorder"}, *callbacks]
+    config = write_config(folder, name, **{"trainer.callbacks": callbacks, **(changes or {})})
+    before = len(trace(folder)) if (folder / "trace.jsonl").exists() else 0
+    done = lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", *arguments, expect=expect, **environment)
+    steps = [entry["step"] for entry in trace(folder)[before:]] if (folder / "trace.jsonl").exists() else []
+    return done, steps[0] if steps else None
+
+
+def kill(event, path, time=1):
+    return {"class_path": "kill_in_save.KillInSave", "init_args": {"event": event, "path": path, "time": time}}
+
+
+# Checkpoints follow steps 3, 6, 9, 12 and the validations of 4, 8, 12, each of them a new best.
+KILLS = [  # each with the step that the killed session begins with
+    (1, kill("open", "*/.tmp-step-00000003-*/trainer.json")),  # half written
+    (1, kill("os.rename", "*/.tmp-step-00000004-*")),  # whole, and not yet under its name
+    (4, kill("os.rename", "*/.last-*", time=2)),  # under its name, and not yet the last
+    (7, kill("os.rmdir", "*.dead-step-*")),  # while an old one is removed
+]
+
+
+@pytest.mark.fault(2)
+def test_a_kill_in_any_part_of_a_save_loses_nothing_that_was_whole(workplace):
+    """The runs are on another file system than temporary files and the rest, behind a link; one run, killed in each
+    part of a save in turn, goes on from the newest checkpoint that had its name."""
+    if not ELSEWHERE.is_dir() or os.stat(ELSEWHERE).st_dev == os.stat(workplace).st_dev:
+        pytest.skip("there is no second file system")
+    with tempfile.TemporaryDirectory(dir=ELSEWHERE) as there:
+        (workplace / "checkpoints").symlink_to(there)
+        for begins, killer in KILLS:
+            _, first = fit(workplace, "cut", callbacks=[killer], expect=-signal.SIGKILL, TMPDIR=str(workplace))
+            assert first == begins
+        _, first = fit(workplace, "cut")
+        assert first == 9 and losses(workplace) == expected(workplace)
+        run = Run(workplace / "checkpoints" / "cut")
+        assert list(run.steps()) == [12] and run.link("last").name == run.link("best").name == "step-00000012"
+        assert not list(run.path.glob(".*")) and not (workplace / "checkpoints" / "cut-2").exists()
+
+
+# ---- the disk --------------------------------------------------------------------------------------------------------
+
+
+class Mounts:
+    """File systems that only the trainings of one test see: a process that holds a namespace, entered by others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        holder = ["unshare", "--map-root-user", "--mount", "sh", "-c", "echo there && exec sleep 1000"]
+        self.holder = subprocess.Popen(holder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        if self.holder.stdout.readline() != "there\n":
+            pytest.skip(f"file systems cannot be mounted here: {self.holder.communicate()[1]}")
+
+    def run(self, *command: str, expect: int = 0) -> subprocess.CompletedProcess:
+        enter = ["nsenter", f"--target={self.holder.pid}", "--user", "--mount", "--preserve-credentials",
+                 "sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *command]  # fmt: skip
+        env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(enter, env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def lm(self, *arguments: str, expect: int = 0) -> str:
+        """What `lm` said in the end: standard error."""
+        said = self.run(sys.executable, "-m", "lm", *arguments, expect=expect).stderr
+        assert "Traceback" not in said
+        return said
+
+    def at(self, path: str) -> Path:
+        """A path of theirs, to be looked at from outside."""
+        return Path(f"/proc/{self.holder.pid}/root") / (self.folder / path).relative_to("/")
+
+    def close(self) -> None:
+        self.holder.kill()
+        self.holder.communicate()
+
+
+@pytest.fixture
+def mounts(workplace):
+    mounts = Mounts(workplace)
+    yield mounts
+    mounts.close()
+
+
+def at_step(step, command):
+    return {"class_path": "at_step.AtStep", "init_args": {"step": step, "command": command}}
+
+
+def configured(folder, name, *callbacks):
+    return str(write_config(folder, name, **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, *callbacks]}))
+
+
+@pytest.mark.fault(3)
+@pytest.mark.parametrize("filled", ["by its checkpoints", "by somebody else"])
+def test_a_full_disk_ends_it_with_one_line_and_keeps_the_checkpoint_before(workplace, mounts, filled):
+    """A tmpfs with room for one checkpoint, or one that another program fills to the last byte after step 4. Whoever
+    plans or starts a run there is warned where that can be known."""
+    small = filled == "by its checkpoints"
+    mounts.run("mkdir", "checkpoints")
+    mounts.run("mount", "-t", "tmpfs", "-o", f"size={'500k' if small else '20m'}", "tmpfs", "checkpoints")
+    fill = at_step(4, "sleep 1; cat /dev/zero > checkpoints/filler 2>/dev/null; true")
+    config = configured(workplace, "full", *([] if small else [fill]))
+    if small:
+        assert "checkpoints of 232 KiB need 696 KiB at once, and 500 KiB are free" in mounts.run(
+            sys.executable, "-m", "lm", "plan", "--config", config, expect=2
+        ).stdout
+    said = mounts.lm("fit", "--config", config, expect=1)
+    assert ("checkpoints of 232 KiB need 696 KiB at once" in said) == small
+    ends = [line for line in said.splitlines() if line.startswith("lm fit:")]
+    assert len(ends) == 1 and "could not write the checkpoint checkpoints/full/step-0000000" in ends[0]
+    assert "No space left on device, " in ends[0] and "make room" in ends[0]
+    run = Run(mounts.at("checkpoints/full"))
+    (kept,) = run.steps().values()
+    assert find_damage(kept) is None and kept.name == os.readlink(run.path / "last")
+    assert not list(run.path.glob(".*-step-*"))
+    mounts.run(*(["mount", "-o", "remount,size=9m", "checkpoints"] if small else ["rm", "checkpoints/filler"]))
+    mounts.lm("fit", "--config", configured(workplace, "full"), "--ckpt_path", "auto")
+    assert losses(workplace) == expected(workplace) and run.read("run.json")["status"] == "finished"
+
+
+READ_ONLY = "mount --bind checkpoints checkpoints && mount -o remount,bind,ro checkpoints"
+
+
+@pytest.mark.fault(4)
+def test_a_folder_that_became_read_only_ends_it_with_the_next_checkpoint(workplace, mounts):
+    """And is refused at once where it is so from the beginning, also to a run that would go on."""
+    said = mounts.lm("fit", "--config", configured(workplace, "small", at_step(4, "sleep 1;" + READ_ONLY)), expect=1)
+    (end,) = [line for line in said.splitlines() if line.startswith("lm fit:")]
+    assert "could not write the checkpoint checkpoints/small/step-00000004: Read-only file system" in end
+    again = mounts.lm("fit", "--config", configured(workplace, "small"), "--ckpt_path", "auto", expect=1)
+    assert "checkpoints/small" in again.splitlines()[-1] and "Read-only file system" in again.splitlines()[-1]
+    new = mounts.lm("fit", "--config", configured(workplace, "small"), expect=2)
+    assert new.splitlines()[-1] == "lm fit: cannot make the run folder checkpoints/small-2: Read-only file system"
+    mounts.run("umount", "checkpoints")
+    mounts.lm("fit", "--config", configured(workplace, "small"), "--ckpt_path", "auto")
+    assert losses(workplace) == expected(workplace)
+
+
+@pytest.mark.fault(4)
+def test_a_folder_that_vanished_ends_it_with_the_next_step(workplace):
+    """Nothing is made in its place, and what is put back goes on."""
+    done, _ = fit(workplace, "small", callbacks=[at_step(5, "sleep 1; mv checkpoints/small away")], expect=1)
+    (end,) = [line for line in done.stderr.splitlines() if line.startswith("lm fit:")]
+    assert "the run folder checkpoints/small is gone" in end and "Traceback" not in done.stderr
+    assert trace(workplace)[-1]["step"] in (5, 6) and not list((workplace / "checkpoints").iterdir())
+    (workplace / "away").rename(workplace / "checkpoints" / "small")
+    _, first = fit(workplace, "small")
+    assert first == 5 and losses(workplace) == expected(workplace)

@@ -1,0 +1,288 @@
+"""A signal ends a training with a checkpoint of all that was done, whatever it is at; the next command goes on."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from trainings import PLACES, expected, lm, losses, make_workplace, start, trace, write_config
+
+from lm.runs import Run
+
+RECORDER = {"class_path": "recorder.Recorder"}
+
+
+def validations(folder, run):
+    entries = Run(folder / "checkpoints" / run).metrics()
+    return {entry["step"]: entry["val/loss"] for entry in entries if "val/loss" in entry}
+
+
+def equipment(name, **arguments):
+    return {"class_path": name, "init_args": arguments}
+
+
+def interrupted(folder, name, *callbacks, environment={}, **changes):
+    """A fit that a signal ends with exit code 75; returns the run and what it said."""
+    config = write_config(folder, name, **{"trainer.callbacks": [RECORDER, *callbacks], **changes})
+    result = lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=75, **environment)
+    run = Run(folder / "checkpoints" / name)
+    assert run.read("run.json")["status"] == run.read("state.json")["status"] == "interrupted"
+    assert "Traceback" not in result.stderr
+    return run, result.stderr
+
+
+def go_on(folder, name, **changes):
+    """The same command without what had interrupted it."""
+    config = write_config(folder, name, **{"trainer.callbacks": [RECORDER], **changes})
+    lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto")
+    run = Run(folder / "checkpoints" / name)
+    assert run.status() == "finished"
+    return run
+
+
+@pytest.mark.fault(6)
+@pytest.mark.fault(7)
+def test_the_step_is_finished_and_saved_and_none_is_trained_on_twice(uninterrupted, workplace):
+    """One run, stopped again and again; in its last save there is nothing left to stop, and it ends as any other."""
+    for kill, step in (
+        (dict(signal_name="SIGINT", micro_batch=0), 1),
+        (dict(signal_name="SIGTERM", save=True, step=3), None),  # a step or two later, while that is being written
+        (dict(signal_name="SIGTERM", micro_batch=10), 6),
+        (dict(signal_name="SIGHUP", micro_batch=13), 7),
+        (dict(signal_name="SIGUSR1", micro_batch=15), 8),  # which is validated
+    ):
+        run, said = interrupted(workplace, "stopped", equipment("recorder.KillAt", **kill))
+        assert step in (None, list(run.steps())[-1]) and f"{kill['signal_name']}: stopped after step" in said
+    assert re.search("stopped .*interrupted", lm(workplace, "runs", "ls").stdout)
+    last = equipment("recorder.KillAt", signal_name="SIGTERM", save=True, step=12)
+    go_on(workplace, "stopped", **{"trainer.callbacks": [RECORDER, last], "trainer.stop_within": 0.01})
+    assert losses(workplace) == expected(workplace) and len(trace(workplace)) == 24
+    assert validations(workplace, "stopped") == validations(uninterrupted, "small")
+
+
+@pytest.mark.fault(6)
+def test_a_validation_ends_at_its_next_batch_and_is_made_up_for(uninterrupted, workplace):
+    """On a machine that is taken away there is no time for the rest of it; its loss, and which checkpoint is the best,
+    are those of a run that was never stopped. So it is for the one after the last step."""
+    for step in (4, 12):
+        kill = equipment("recorder.KillAt", signal_name="SIGTERM", validation=1, step=step)
+        run, said = interrupted(workplace, "validating", kill, equipment("interruptions.Validations"))
+        assert f"stopped after step {step} with a checkpoint, before its validation was done" in said
+        assert list(run.steps())[-1] == step and step not in validations(workplace, "validating")
+        assert (workplace / "validations.jsonl").read_text().splitlines()[-1] == f"[{step}, 0]"
+    go_on(workplace, "validating")
+    assert losses(workplace) == expected(workplace) and len(trace(workplace)) == 24
+    assert validations(workplace, "validating") == validations(uninterrupted, "small")
+    small = Run(uninterrupted / "checkpoints" / "small")
+    assert run.link("best").name == small.link("best").name and list(run.steps()) == list(small.steps())
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (run.link("last") / file).read_bytes() == (small.link("last") / file).read_bytes()
+
+
+@pytest.mark.fault(6)
+def test_a_wait_for_data_or_for_a_step_is_given_up(uninterrupted, workplace):
+    """Before the first step, in the middle of a step, and between two: what was begun is as if it had not been.
+
+    Lightning asks for a micro-batch while it still holds the one before.
+    """
+    for what, micro_batch, step in (("Stall", 0, 0), ("EndlessForward", 7, 3), ("Stall", 2, 3), ("Stall", 5, 5)):
+        stuck = equipment(f"interruptions.{what}", micro_batch=micro_batch)
+        changes = {"trainer.callbacks": [RECORDER, stuck], "trainer.stop_within": 1}
+        config = str(write_config(workplace, "stuck", **changes))
+        process = start(workplace, "fit", "--config", config, "--ckpt_path", "auto")
+        run = Run(workplace / "checkpoints" / "stuck")
+        while run.status() != "running" or run.read("state.json").get("step", 0) < step:
+            time.sleep(0.1)
+            assert process.poll() is None, process.communicate()
+        time.sleep(1.0)
+        process.terminate()
+        began = time.monotonic()
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == 75 and time.monotonic() - began < 30, said
+        assert run.status() == "interrupted" and list(run.steps())[-1:] == [step][: step > 0]
+    go_on(workplace, "stuck")
+    assert losses(workplace) == expected(workplace)
+    assert validations(workplace, "stuck") == validations(uninterrupted, "small")
+
+
+@pytest.mark.fault(6)
+def test_samples_that_do_not_end_are_given_up_and_made_up_for(uninterrupted, workplace):
+    """What follows a validation is part of it: all of it is done again."""
+    samples = {"samples.prompts": ["Chapter"], "samples.max_new_tokens": 4}
+    kill = equipment("recorder.KillAt", signal_name="SIGTERM", hook="on_validation_end", step=8)
+    late = {"trainer.stop_within": 1, **samples}
+    run, said = interrupted(workplace, "sampling", kill, equipment("interruptions.EndlessSamples", step=8), **late)
+    assert "stopped after step 8 with a checkpoint, before its validation was done" in said
+    go_on(workplace, "sampling", **samples)
+    assert losses(workplace) == expected(workplace)
+    assert validations(workplace, "sampling") == validations(uninterrupted, "small")
+    written = [json.loads(line)["step"] for line in (run.path / "samples.jsonl").read_text().splitlines()]
+    assert written == [4, 8, 12]
+
+
+@pytest.mark.fault(6)
+@pytest.mark.parametrize("stop_within, steps", [(0, [1]), (1, [])])
+def test_a_compilation_is_waited_for_or_given_up(workplace, stop_within, steps):
+    """The first micro-batch is compiled, which takes a while: then its step is saved, or there is none to save."""
+    name = f"compiled-{stop_within}"
+    compiled = {"model.compile": "inductor", "trainer.stop_within": stop_within}
+    run, said = interrupted(
+        workplace, name, equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=0), **compiled,
+        environment={"TORCHINDUCTOR_CACHE_DIR": str(workplace / "inductor")},
+    )  # fmt: skip
+    assert list(run.steps()) == steps
+    assert ("stopped after step 1" if steps else "stopped in the first step") in said
+    assert not processes_of(workplace)
+
+
+def processes_of(folder, patience=10.0):
+    """What still runs in a folder after so many seconds, in which helpers may see that they are alone."""
+    until, found = time.monotonic() + patience, running_in(folder)
+    while found and time.monotonic() < until:
+        time.sleep(0.2)
+        found = running_in(folder)
+    return found
+
+
+def running_in(folder):
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{pid}/cwd") == str(folder):
+                found.append(open(f"/proc/{pid}/cmdline").read())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.fault(6)
+def test_before_the_first_step_it_ends_at_once_and_the_same_command_starts_again(workplace):
+    """While Python imports what it needs, and when the run has its folder already: it goes on in the same one."""
+    config = str(write_config(workplace, "early", **{"trainer.callbacks": [RECORDER]}))
+    process = start(workplace, "fit", "--config", config, "--ckpt_path", "auto")
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
+    process.terminate()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75 and "lm fit: SIGTERM: ended before the first step" in said
+    kill = equipment("recorder.KillAt", signal_name="SIGTERM", hook="on_train_start")
+    run, said = interrupted(workplace, "early", kill)
+    assert "ended before the first step" in said and not run.steps()
+    go_on(workplace, "early")
+    assert losses(workplace) == expected(workplace) and not (workplace / "checkpoints" / "early-2").exists()
+
+
+@pytest.mark.fault(6)
+def test_while_the_data_is_prepared_it_ends_at_once(tmp_path):
+    """Nobody is left working on it, and the next command makes the data and trains."""
+    workplace = make_workplace(tmp_path / "workplace")
+    (workplace / "texts" / "long.txt").write_text("All of it again, and again. " * 1_000_000)
+    config = str(write_config(workplace, "slow", **{"trainer.max_steps": 1}))
+    process = start(workplace, "fit", "--config", config)
+    while not (workplace / "data").exists():
+        time.sleep(0.05)
+        assert process.poll() is None, process.communicate()
+    process.terminate()
+    said = process.communicate(timeout=240)[1]
+    assert process.returncode == 75 and "ended before the first step" in said and "Traceback" not in said
+    assert not processes_of(workplace) and not (workplace / "checkpoints").exists()
+    (workplace / "texts" / "long.txt").unlink()
+    lm(workplace, "fit", "--config", config)
+
+
+@pytest.mark.fault(7)
+def test_a_second_interrupt_ends_it_at_once(workplace):
+    """In a step that would take an hour; the steps before it are there."""
+    slow = {"trainer.callbacks": [RECORDER, equipment("interruptions.SlowSteps", seconds=3600)]}
+    config = write_config(workplace, "impatient", **slow)
+    process = start(workplace, "fit", "--config", str(config))
+    while not (workplace / "checkpoints/impatient/state.json").exists():
+        time.sleep(0.1)
+        assert process.poll() is None, process.communicate()
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert process.wait(timeout=60) == 130 and time.monotonic() - began < 5
+    assert "Traceback" not in process.communicate()[1]
+    go_on(workplace, "impatient")
+    assert losses(workplace) == expected(workplace)
+
+
+@pytest.mark.fault(7)
+def test_a_ctrl_c_reaches_the_loaders_too_and_does_not_hurt(uninterrupted, workplace):
+    """A terminal sends it to every process of the group."""
+    kill = equipment("recorder.KillAt", signal_name="SIGINT", micro_batch=9, group=True)
+    run, said = interrupted(workplace, "grouped", kill, **{"data.num_workers": 2})
+    assert list(run.steps())[-1] == 5 and not processes_of(workplace)
+    go_on(workplace, "grouped", **{"data.num_workers": 2})
+    assert losses(workplace) == expected(workplace) and len(trace(workplace)) == 24
+    assert validations(workplace, "grouped") == validations(uninterrupted, "small")
+
+
+@pytest.mark.fault(6)
+@pytest.mark.fault(7)
+def test_two_ranks_end_a_validation_and_a_step_together(workplace):
+    """A signal reaches the second one alone, in a validation; then, as a Ctrl-C, both, in a step."""
+    two = {"trainer.devices": 2, "data.micro_batch_size": 2, "trainer.max_steps": 6}
+    lm(workplace, "fit", "--config", str(write_config(workplace, "two", **two, **{"trainer.callbacks": []})))
+    kill = equipment("recorder.KillAt", signal_name="SIGTERM", validation=1, rank=1)
+    run, said = interrupted(workplace, "both", kill, **two)
+    assert "a signal on another rank: stopped after step 4" in said and list(run.steps())[-1] == 4
+    together = equipment("recorder.KillAt", signal_name="SIGINT", micro_batch=9, rank=0, group=True)
+    run, said = interrupted(workplace, "both", together, **two)
+    assert list(run.steps())[-1] == 5 and not processes_of(workplace)
+    go_on(workplace, "both", **two)
+    assert validations(workplace, "both") == validations(workplace, "two")
+
+
+@pytest.mark.fault(6)
+def test_a_closed_terminal_ends_it_like_any_signal(workplace):
+    """An ssh session that breaks off: SIGHUP, and nothing can be said any more."""
+    slow = {"trainer.max_steps": 1000, "trainer.callbacks": [equipment("interruptions.SlowSteps", seconds=0.05)]}
+    config = write_config(workplace, "hung-up", **slow)
+    terminal, its_other_end = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lm", "fit", "--config", str(config)], cwd=workplace, env=environment,
+        stdin=its_other_end, stdout=its_other_end, stderr=its_other_end, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(its_other_end)
+    run = Run(workplace / "checkpoints" / "hung-up")
+    os.set_blocking(terminal, False)
+    while run.read("state.json").get("step", 0) < 2:
+        time.sleep(0.1)
+        assert process.poll() is None
+        try:
+            os.read(terminal, 65536)
+        except BlockingIOError:
+            pass
+    os.close(terminal)
+    assert process.wait(timeout=60) == 75 and run.status() == "interrupted"
+    assert list(run.steps())[-1] == run.read("run.json")["step"]
+
+
+@pytest.mark.fault(7)
+def test_a_ctrl_c_that_ends_the_pipe_too_is_saved_from(workplace):
+    """`lm fit 2>&1 | tee log`: the reader is gone first."""
+    slow = {"trainer.max_steps": 1000, "trainer.callbacks": [equipment("interruptions.SlowSteps", seconds=0.05)]}
+    process = start(workplace, "fit", "--config", str(write_config(workplace, "piped", **slow)))
+    run = Run(workplace / "checkpoints" / "piped")
+    while run.read("state.json").get("step", 0) < 2:
+        time.sleep(0.1)
+        assert process.poll() is None, process.communicate()
+    process.stderr.close()
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 75 and run.status() == "interrupted"
