@@ -12,9 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "lm"
 
 # The floor of a module is that of the longest prefix here. Imports go down, or stay inside one package of a floor.
 FLOORS = {
-    "lm": 0, "lm.errors": 0, "lm.terminal": 0, "lm.quantities": 0, "lm.leaving": 0, "lm.stop_signals": 0.2,
-    "lm.documents": 0,
-    "lm.run_shapes": 0.5,
+    "lm": 0, "lm.errors": 0, "lm.terminal": 0, "lm.quantities": 0, "lm.leaving": 0, "lm.documents": 0,
+    "lm.stop_signals": 0.2, "lm.run_shapes": 0.5,
     "lm.steps": 0.5, "lm.muon": 0.5, "lm.hardware": 0.5, "lm.telemetry": 0.5, "lm.plain": 0.5, "lm.kernels": 0.5,
     "lm.sealed": 0.5, "lm.room": 0.5, "lm.leftovers": 0.5,
     "lm.arguments": 1, "lm.model": 1, "lm.data": 1, "lm.optim": 1, "lm.schedule": 1, "lm.checkpoint": 1, "lm.runs": 1,

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from random import Random
+from typing import Any
 from typing import Protocol
 
 from soak_damage import Ballast, Damage, damage
@@ -19,7 +20,7 @@ DIVISIONS = [
     ("--data.micro_batch_size=2",), ("--data.micro_batch_size=8",), ("--trainer.devices=2",),
     ("--trainer.devices=2", "--data.micro_batch_size=2"), ("--data.micro_batch_size=1", "--data.num_workers=2"),
 ]  # fmt: skip
-GRACEFUL = ("SIGTERM", "SIGINT", "SIGUSR1")
+GRACEFUL = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 
 
 class Wrong(Exception):
@@ -93,7 +94,7 @@ class OneRun:
         """Whether it was the last one."""
         options = self.random.choice(DIVISIONS + [()] * 3) if self.divided else ()
         options = options or self.random.choice([(), (), (), ("--data.num_workers=2",)])
-        whole, last = self.whole_checkpoints(), self.last()
+        whole, last, entered = self.whole_checkpoints(), self.last(), self.says("entered")
         name = f"run-{self.index:04d}-session-{len(self.sessions):02d}"
         process = self.soak.start(name, *options)
         self.groups.append(process.pid)
@@ -117,7 +118,7 @@ class OneRun:
         self.began_rightly(whole, last)
         if self.sessions[-1]:  # it came as far as reading what was broken
             self.damages = [found for found in self.damages if found.checkpoint and not self.rewritten(found)]
-        self.ended_rightly(ending, code, told)
+        self.ended_rightly(ending, code, told, claimed=self.says("entered") != entered)
         if max(self.whole_checkpoints(), default=0) < self.least(whole, last):
             raise Wrong(f"a whole checkpoint was lost: {sorted(whole)} before, {sorted(self.whole_checkpoints())} now")
         self.nobody_left()
@@ -163,7 +164,7 @@ class OneRun:
             code, words = self.soak.wait(self.soak.start("second"), "second")
         finally:
             process.send_signal(signal.SIGCONT)
-        if code != 2 and self.status() != "finished":
+        if code != 2 and self.says("status") != "finished":
             raise Wrong(f"a second fit was not refused: exit {code}: {words.splitlines()[-1:]}")
 
     # ---- what must hold -----------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class OneRun:
         if began == 0 and any(found.checkpoint for found in self.damages) and not whole:
             raise Wrong("nothing whole was left, and it silently began anew")
 
-    def ended_rightly(self, ending: str | None, code: int, told: str) -> None:
+    def ended_rightly(self, ending: str | None, code: int, told: str, claimed: bool) -> None:
         entries = self.sessions[-1]
         right = {
             None: (0,), "a second fit": (0,), "SIGKILL": (0, -signal.SIGKILL),
@@ -232,8 +233,8 @@ class OneRun:
             raise Wrong(f"ended by {ending} it left with {code}: {told}")
         if code in (1, 75) and not told:
             raise Wrong(f"exit {code} without a word")
-        said = self.status()
-        if code == 75 and said not in ("interrupted", None):
+        said = self.says("status")
+        if code == 75 and claimed and said not in ("interrupted", None):
             raise Wrong(f"exit 75, and run.json says {said}")
         if ending in GRACEFUL and code == 75 and entries:
             newest = max(self.whole_checkpoints(), default=0)
@@ -241,9 +242,10 @@ class OneRun:
             if newest < taken - 1:  # one step may be half done
                 raise Wrong(f"{ending} lost steps: {taken} were taken, and the newest checkpoint is {newest}")
 
-    def status(self) -> str | None:
+    def says(self, fact: str) -> Any:
+        """What stands in run.json; None where it is spoiled or not there."""
         try:
-            return json.loads((self.path / "run.json").read_text())["status"]
+            return json.loads((self.path / "run.json").read_text())[fact]
         except (OSError, ValueError, KeyError):
             return None
 
@@ -264,8 +266,8 @@ class OneRun:
             step: sorted(tokens) for step, (_, tokens) in straight.items()
         }:
             raise Wrong("its steps saw other samples")
-        if self.status() != "finished":
-            raise Wrong(f"exit 0, and run.json says {self.status()}")
+        if self.says("status") != "finished":
+            raise Wrong(f"exit 0, and run.json says {self.says("status")}")
         self.soak.counts["finished runs"] += 1
         if not self.divided:
             self.compare_bits(mine)
