@@ -3,13 +3,16 @@
 import sys
 
 from lm.leaving import leave
+from lm.stop_signals import STOP
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
     from lm.cli import main as run
 
-    leave(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    STOP.over()
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -81,8 +81,6 @@ def _fill(folder: Path, content: dict[str, Any]) -> None:
     for key, name in TENSORS.items():
         if key in content:
             save_file(content[key], folder / name, metadata={"format": "pt"})
-    for path in folder.iterdir():  # safetensors makes files that only their owner may read
-        path.chmod(0o666 & ~_umask())
     for name, text in content.get("files", {}).items():
         (folder / name).write_text(text, encoding="utf-8")
     for key, name in TENSORS.items():
@@ -91,6 +89,9 @@ def _fill(folder: Path, content: dict[str, Any]) -> None:
     digests = {path.name: digest(path) for path in sorted(folder.iterdir())}
     rest = {key: encode(value) for key, value in content.items() if key not in (*TENSORS, "files")}
     (folder / "trainer.json").write_bytes(seal({"format": FORMAT, "digests": digests, **rest}))
+    mode = (folder / "trainer.json").stat().st_mode
+    for path in folder.iterdir():
+        path.chmod(mode)  # safetensors makes files that only their owner may read
     for path in (*folder.iterdir(), folder):
         sync(path)
 
@@ -173,7 +174,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     try:
         document = unseal(text)
     except MALFORMED as error:
-        if earlier := re.match(rb'{"format": (\d+), ', text):
+        if earlier := re.match(rb'{"format": (\d{1,9}), ', text):
             raise RequestError(_other_format(int(earlier[1]))) from error
         raise RequestError(f"trainer.json is damaged ({error})") from error
     if document.get("format") != FORMAT:
@@ -241,12 +242,6 @@ def _verify(path: Path, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if not torch.equal(file.get_tensor(name).view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
                 raise OSError(f"{path.name}: tensor {name} read back differently than it was written")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def sync(path: Path) -> None:

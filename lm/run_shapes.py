@@ -47,6 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+ALERT = {"step": int, "time": float, "guard": str, "action": str, "message": str}  # a line of alerts.jsonl
+
 
 def known(file: str, document: Any) -> dict[str, Any]:
     """The facts of a file that have their shape; none where it is no object."""

@@ -245,7 +245,7 @@ class Run:
 
     def alerts(self) -> list[dict[str, Any]]:
         """What guards had to say, oldest first."""
-        return list(read_lines(self.path / "alerts.jsonl"))
+        return [line for line in read_lines(self.path / "alerts.jsonl") if fits(line, run_shapes.ALERT)]
 
     def append_evaluation(self, evaluation: dict[str, Any]) -> None:
         """Add one line to `evaluations.jsonl`.

@@ -50,6 +50,13 @@ class StopSignals:
         if self.received is not None:
             self._be_patient()
 
+    def over(self) -> None:
+        """The exit code is known, and no signal is to change it. While Python ends it gives those that it handles their
+        default back, which kills; those that are ignored stay so. Ctrl-C may still end an end that hangs."""
+        for number in SIGNALS:
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
+
     def forget_patience(self) -> None:
         """Nothing is given up any more. An alarm that went off while Python ends would kill the process."""
         self._patience = 0.0

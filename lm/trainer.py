@@ -103,7 +103,7 @@ class Trainer(lightning.Trainer):
         at_least_one = {
             "val_interval": val_interval, "checkpoint_interval": checkpoint_interval, "log_interval": log_interval,
             "histogram_interval": histogram_interval, "keep_checkpoints": keep_checkpoints,
-            "early_stopping.patience": early_stopping.patience,
+            "early_stopping.patience": early_stopping.patience, "num_nodes": num_nodes,
         }  # fmt: skip
         for name, value in at_least_one.items():
             if value is not None and value < 1:
@@ -214,14 +214,11 @@ class Trainer(lightning.Trainer):
         except GivenUp:
             self._have_callbacks("give_up")
             raise
-        except RunError:
-            if self.repeatable and self.fitting:  # data that cannot be read
-                self._have_callbacks("keep_last_step")
-            raise
-        except LmError:
-            raise
         except Exception as error:
-            if STOP.received is None or not self.fitting:
+            STOP.forget_patience()  # what is done about it is not given up
+            if isinstance(error, RunError) and self.repeatable and self.fitting:  # data that cannot be read
+                self._have_callbacks("keep_last_step")
+            if isinstance(error, LmError) or STOP.received is None or not self.fitting:
                 raise
             # A signal to the whole group may end processes first that this one depends on.
             raise Interrupted(
@@ -230,14 +227,19 @@ class Trainer(lightning.Trainer):
             ) from error
 
     def recount(self, checkpoint: dict[str, Any]) -> None:
-        """Go on where a checkpoint was taken: its steps in this run's micro-batches, which may be of another size."""
+        """Go on where a checkpoint was taken: its steps in this run's micro-batches, which may be of another size.
+
+        What was begun of a step that was given up counts as not begun: Lightning counts from `completed`, and would end
+        the next step too early.
+        """
         if not self.fitting or "loops" not in checkpoint:  # an imported model: no step was taken yet
             return
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        taken = checkpoint["global_step"] * self.accumulate_grad_batches
         for span in ("total", "current"):
-            shift = checkpoint["global_step"] * self.accumulate_grad_batches - progress[span]["ready"]
-            progress[span] = {name: count + shift for name, count in progress[span].items()}
-        self.owes_validation = checkpoint["owes_validation"]
+            shift = taken - progress[span]["processed"]
+            progress[span] = {name: min(count + shift, taken) for name, count in progress[span].items()}
+        self.owes_validation = checkpoint["owes_validation"] and self.datamodule.has_validation
 
     # ---- where the training stands, for callbacks ----------------------------------------------------------------
 

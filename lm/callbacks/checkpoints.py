@@ -47,6 +47,7 @@ class Checkpoints(ModelCheckpoint):
         self.best_name: str | None = None
         self.saved_step = -1
         self.requested = False
+        self.left_behind: set[str] = set()  # later checkpoints of the run that is gone on with from an earlier one
 
     def request(self) -> None:
         """Have a checkpoint taken after this optimizer step; on every rank."""
@@ -71,6 +72,7 @@ class Checkpoints(ModelCheckpoint):
         run, chosen = trainer.run, Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
         clear(run)
         left_behind = [path for step, path in run.steps().items() if step > self.saved_step]
+        self.left_behind = {path.name for path in left_behind}
         run.describe(left_behind=[stated_digest(path / "trainer.json") for path in left_behind])
         if chosen and chosen.parent == run.path.resolve():
             link_to(run.path / chosen.name, self.best_name)
@@ -143,18 +145,19 @@ class Checkpoints(ModelCheckpoint):
         self.saved_step = trainer.global_step
         path = trainer.run.path / self._name(trainer)
         self.last_model_path = str(path)
+        self.left_behind = self.left_behind - {path.name}  # a new set: the writer may be looking at the other
         best = self.best_name
         step = trainer.global_step
         trainer.save_checkpoint(str(path), storage_options=lambda: self._move_links(trainer.run, step, path.name, best))
 
     def _move_links(self, run: Run, step: int, last: str, best: str | None) -> None:
-        """After the write: point at what is whole now and drop what nothing needs, also what lies beyond this step
-        because the run was gone on with from an earlier one."""
+        """After the write: point at what is whole now and drop what nothing needs, also what was left behind because
+        the run was gone on with from an earlier step."""
         link_to(run.path / last, best)
         steps = run.steps()
-        newest = {path.name for path in [path for at, path in steps.items() if at <= step][-self.keep :]}
+        kept = [path.name for at, path in steps.items() if at <= step and path.name not in self.left_behind]
         for path in steps.values():
-            if path.name not in newest | {last, best}:
+            if path.name not in (*kept[-self.keep :], last, best):
                 remove(path)
 
     @staticmethod

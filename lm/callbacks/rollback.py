@@ -64,7 +64,10 @@ class Rollback(Callback):
 
     def _last_good(self, trainer: Trainer) -> Path | None:
         trainer.checkpoint_io.drain()
-        folders = [path for step, path in trainer.run.steps().items() if step <= self._good]
+        left_behind = trainer.checkpoint_callback.left_behind  # they are of another stretch of training
+        folders = [
+            path for step, path in trainer.run.steps().items() if step <= self._good and path.name not in left_behind
+        ]
         return next((path for path in reversed(folders) if find_damage(path) is None), None)
 
     def _return_to(self, trainer: Trainer, pl_module: LightningModule, folder: Path) -> None:

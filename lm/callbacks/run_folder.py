@@ -118,6 +118,11 @@ class RunFolder(Callback):
 
     def _refuse_changed_shards(self, run: Run, shards: dict[str, Any]) -> None:
         before = run.read("data.json")
+        if not before and (run.path / "data.json").exists() and not self._force:
+            raise RequestError(
+                f"{run.path / 'data.json'} is damaged, so it is not known which shards the run saw: put it back, start "
+                "a new run, or give --force"
+            )
         differences = {
             split: describe_difference(before.get(split, []), shards.get(split, []))
             for split in sorted(before.keys() | shards.keys())

@@ -11,8 +11,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from lm.documents import parse_json
-from lm.run_shapes import measured
+from lm.documents import fits, parse_json
+from lm.run_shapes import ALERT, measured
 from lm.runs import STEP, Run
 from lm.spending import number
 
@@ -104,7 +104,7 @@ class Watch:
                 self._go_back(entry["resumed_at"])
             else:
                 self._add(entry)
-        self._alerts.extend(alert for line in self._alert_lines.read() if (alert := parse(line)))
+        self._alerts.extend(alert for line in self._alert_lines.read() if fits(alert := parse(line), ALERT))
 
     def _add(self, entry: dict[str, Any]) -> None:
         step = entry["step"]

@@ -170,7 +170,7 @@ def _baselines(file: Path) -> dict[str, float]:
     try:
         with open(file, encoding="utf-8", newline="") as table:
             found = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(table)}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise RequestError(f"{file}: expected columns 'Eval Task' and 'Random baseline', in percent") from error
     for label, share in found.items():
         if not 0 <= share < 1:

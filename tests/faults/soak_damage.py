@@ -87,7 +87,7 @@ def leave_debris(run: Path, registry: Path, random: Random) -> Damage | None:
     """What processes that were killed may leave: half a checkpoint, half a file."""
     if not run.is_dir():
         return None
-    name = random.choice([".tmp-step-00000035-4194000", ".old-step-00000005-4194000"])
+    name = random.choice([".tmp-step-00000035-4194000", ".dead-step-00000005-4194000"])
     (run / name).mkdir(exist_ok=True)
     (run / name / "model.safetensors").write_bytes(JUNK)
     return Damage(f"{name} left behind")

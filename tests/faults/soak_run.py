@@ -9,8 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from random import Random
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 from soak_damage import Ballast, Damage, damage
 from soak_watch import count_lines, fold, group, kill_group, kill_quietly, read_trace, validations
@@ -267,7 +266,7 @@ class OneRun:
         }:
             raise Wrong("its steps saw other samples")
         if self.says("status") != "finished":
-            raise Wrong(f"exit 0, and run.json says {self.says("status")}")
+            raise Wrong(f"exit 0, and run.json says {self.says('status')}")
         self.soak.counts["finished runs"] += 1
         if not self.divided:
             self.compare_bits(mine)

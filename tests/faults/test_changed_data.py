@@ -75,6 +75,12 @@ def test_other_shards_are_refused_with_the_difference_until_they_are_put_back(wo
         shutil.rmtree(data)
         shutil.copytree(whole, data)
     assert "the shards changed since checkpoints/small was started" in refused.stderr
+    record = workplace / "checkpoints/small/data.json"
+    text = record.read_text()
+    record.write_text(text[:50])
+    refused = lm(workplace, "fit", "--config", config, "--ckpt_path", "auto", expect=2)
+    assert "data.json is damaged, so it is not known which shards" in refused.stderr.splitlines()[-1]
+    record.write_text(text)
     lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
     assert losses(workplace) == expected(workplace)
 

@@ -286,3 +286,29 @@ def test_a_ctrl_c_that_ends_the_pipe_too_is_saved_from(workplace):
     process.stdout.close()
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 75 and run.status() == "interrupted"
+
+
+ENDING = """
+import os, sys, time
+
+class Slow:  # goes when Python has given the signals their default back
+    def __del__(self, write=os.write, sleep=time.sleep):
+        write(1, b"ending\\n")
+        sleep(1)
+
+slow = Slow()
+sys.argv = ["lm", "fit", "--config", "nowhere.yaml"]
+from lm.__main__ import main
+main()
+"""
+
+
+@pytest.mark.fault(6)
+def test_the_exit_code_stays_when_the_work_is_over(tmp_path):
+    """A signal that comes while Python clears up is too late to change what was reported."""
+    command = [sys.executable, "-c", ENDING]
+    env = {**os.environ, "PYTHONPATH": PLACES}
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout.readline() == b"ending\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 2
