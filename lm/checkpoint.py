@@ -28,7 +28,7 @@ from lm.quantities import format_bytes
 from lm.sealed import seal, unseal
 
 FORMAT = 3  # 2: what was not logged yet stands under `tally`; 3: trainer.json has a digest of itself
-FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))  # no space left; quota exceeded
+NO_SPACE, NO_QUOTA = os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)
 TENSORS = {"state_dict": "model.safetensors", "optimizer": "optimizer.safetensors"}
 # What parsing a document raises that nobody wrote like this: digests hold, and yet it makes no sense.
 MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, OverflowError)
@@ -99,13 +99,14 @@ def _fill(folder: Path, content: dict[str, Any]) -> None:
 def _reason(error: Exception, folder: Path, content: dict[str, Any]) -> str:
     """Why a write failed, and what to do: a full disk with the figures."""
     if isinstance(error, FileNotFoundError) and not folder.parent.is_dir():
-        return f"the folder {folder.parent} is gone"
+        return f"the folder {folder.parent} is gone; put it back, and `--ckpt_path auto` goes on"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    full = next((full for full in FULL if full in text), None)  # safetensors says it among other things
-    if full:
-        size = sum(tensor.nbytes for key in TENSORS for tensor in content.get(key, {}).values())
-        free = shutil.disk_usage(folder.parent).free
-        text = f"{full}, {format_bytes(free)} free of the {format_bytes(size)} that it takes; make room"
+    size = format_bytes(sum(tensor.nbytes for key in TENSORS for tensor in content.get(key, {}).values()))
+    if NO_SPACE in text:  # safetensors says it among other things
+        free = format_bytes(shutil.disk_usage(folder.parent).free)
+        text = f"{NO_SPACE}, {free} free of the {size} that it takes; make room"
+    elif NO_QUOTA in text:  # nobody tells how much of it is left
+        text = f"{NO_QUOTA}, and it takes {size}; make room"
     return f"{text}; the ones before it are untouched, and `--ckpt_path auto` goes on from there"
 
 

@@ -20,7 +20,7 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: it is no JSON, no UTF-8, nested too deep, or has a whole number of more than 64 bits.
     """
     try:
-        return json.loads(text, parse_int=_whole)
+        return _JSON.decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except RecursionError:
         raise ValueError("values are nested too deep to be read") from None
 
@@ -30,6 +30,9 @@ def _whole(digits: str) -> int:
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"a number of {len(digits)} digits")
     return number
+
+
+_JSON = json.JSONDecoder(parse_int=_whole)  # `json.loads` would make one for every line of a file
 
 
 def fits(value: Any, shape: Any) -> bool:
@@ -101,3 +104,14 @@ def _measure(events: Iterable[Any]) -> None:
             raise ValueError(f"values are nested deeper than {DEEPEST}")
         if size > LARGEST:
             raise ValueError(f"it has more than {LARGEST:,} characters when its aliases are written out")
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -73,7 +73,7 @@ class Launcher(_SubprocessScriptLauncher):
             raise
         except Exception as error:  # perhaps no more than the echo of another rank's end
             left.set()
-            late = re.search("timed ?out|timeout", str(error), re.IGNORECASE)
+            late = isinstance(error, RuntimeError) and re.search("timed ?out|timeout", str(error), re.IGNORECASE)
             failure = self._silence(error) if late else self._failure(within=1.0)
             if failure is None:
                 raise
@@ -112,7 +112,7 @@ class Launcher(_SubprocessScriptLauncher):
     def _silence(self, error: Exception) -> RunError:
         """Who did not answer. Those that waited like this process end by themselves; who stays is what they waited for.
         """
-        until = time.monotonic() + PATIENCE + 2.0
+        until = time.monotonic() + 2 * PATIENCE  # they wait for this one first, and then take a moment to end
         while time.monotonic() < until and any(process.poll() is None for process in self.procs):
             time.sleep(0.05)
         silent = [f"{rank} (pid {process.pid})" for rank, process in enumerate(self.procs, start=1)

@@ -29,8 +29,9 @@ def leave(code: int) -> None:
             thread.join(max(0.0, end - time.monotonic()))
     if not any(thread.is_alive() for thread in list(_calls)):
         sys.exit(code)
-    if "pyarrow.fs" in sys.modules:
-        atexit.unregister(sys.modules["pyarrow.fs"].ensure_s3_finalized)
+    waits = getattr(sys.modules.get("pyarrow.fs"), "ensure_s3_finalized", None)  # not in every build of pyarrow
+    if waits is not None:
+        atexit.unregister(waits)
     atexit._run_exitfuncs()
     with suppress(OSError):  # nobody may be reading any more
         sys.stdout.flush()

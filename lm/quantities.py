@@ -8,7 +8,7 @@ MULTIPLIERS = {
     "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
 }
 LARGEST = 10**18  # before its suffix
-_PATTERN = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([KMBGT]?i?)\s*", re.IGNORECASE)
+_PATTERN = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e[+-]?\d{1,4})?)\s*([KMBGT]?i?)\s*", re.IGNORECASE)
 
 
 class Count(int):

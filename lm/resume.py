@@ -10,9 +10,10 @@ from typing import Any
 
 from lm import registry
 from lm.checkpoint import best_of, find_damage, link_to
+from lm.documents import flatten
 from lm.errors import RequestError
 from lm.leftovers import put_back
-from lm.runs import ROOT, STEP, Run, flatten
+from lm.runs import ROOT, STEP, Run
 from lm.sealed import stated_digest
 
 log = logging.getLogger(__name__)
@@ -163,8 +164,7 @@ def newest_whole(run: Run) -> Path | None:
     Raises:
         RequestError: there are checkpoints, and all are damaged: to start anew would be a loss that nobody asked for.
     """
-    last, left_behind = run.link("last"), run.read("run.json").get("left_behind")
-    left_behind = left_behind if isinstance(left_behind, list) else []
+    last, left_behind = run.link("last"), run.read("run.json").get("left_behind", [])
     found = {path.name: path for path in run.path.glob("step-*") if STEP.fullmatch(path.name)}
     link = run.path / "last"
     if link.is_symlink() and STEP.fullmatch(gone := os.readlink(link)) and gone not in found:

@@ -61,7 +61,7 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
     try:
         end = os.fstat(descriptor).st_size
         cut = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
-        append(descriptor, b"\n" * cut + (json.dumps(line) + "\n").encode())
+        append(descriptor, b"\n" * cut + (json.dumps(line, ensure_ascii=False) + "\n").encode())
     finally:
         os.close(descriptor)
 

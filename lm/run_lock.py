@@ -131,3 +131,12 @@ def _read(descriptor: int) -> Holder:
         return Holder.of(parse_json(os.pread(descriptor, 4096, 0)))
     except (OSError, ValueError):
         return Holder.of(None)
+
+
+def exists(pid: int | None) -> bool:
+    """Whether a process of this machine is there; where it cannot be told, yes."""
+    try:
+        os.kill(pid, 0)
+        return True
+    except (OSError, TypeError, OverflowError) as error:  # somebody else's, or none is known
+        return not isinstance(error, ProcessLookupError)

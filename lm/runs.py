@@ -4,6 +4,7 @@ Nothing here imports torch, so that commands which only look at runs answer at o
 """
 
 import json
+import logging
 import os
 import re
 import socket
@@ -16,6 +17,8 @@ from lm.documents import fits, parse_json, parse_yaml
 from lm.errors import RequestError
 from lm.run_files import Attempts, append_line, read_lines, write_atomically
 from lm.spending import number
+
+log = logging.getLogger(__name__)
 
 ROOT = Path("checkpoints")
 STEP = re.compile(r"step-(\d{8,})")
@@ -122,8 +125,21 @@ class Run:
         except run_lock.LocksMissing:
             said = {**self.read("state.json"), **self.read("heartbeat.json")}
             holder, taken = run_lock.Holder.of(said), self.status() == "running"
-        if taken and holder.pid != os.getpid():
+        if (taken or self._beats_elsewhere()) and holder.pid != os.getpid():
             raise self._taken(holder)
+
+    def _beats_elsewhere(self) -> bool:
+        """Whether a process of another machine trains the run though its lock looks free from here: some shared file
+        systems keep locks to each machine. A beat that is still to be seen as fresh is waited for."""
+        beat = self.read("heartbeat.json")
+        if beat.get("host") in (None, socket.gethostname()) or self.status() != "running":
+            return False
+        log.info("waiting to see whether a process on %s still trains %s: %.0f s at most", beat["host"], self, SILENCE)
+        while self.status() == "running":
+            if self.read("heartbeat.json").get("time") != beat.get("time"):
+                return True
+            time.sleep(1)
+        return False
 
     def hold(self) -> None:
         """Be the one process that trains this run, until it ends.
@@ -210,7 +226,7 @@ class Run:
         # Nobody can tell, or it was taken on another machine, whose locks may not be seen from here.
         beat = self.read("heartbeat.json")
         entered, time_of_beat = number(facts.get("entered")) or 0.0, number(beat.get("time")) or 0.0
-        if time_of_beat >= entered and beat.get("host") == here and not _exists(beat.get("pid")):
+        if time_of_beat >= entered and beat.get("host") == here and not run_lock.exists(beat.get("pid")):
             return "dead"
         return "running" if time.time() - max(time_of_beat, entered) < SILENCE else "dead"
 
@@ -278,23 +294,3 @@ class Run:
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         self.attempt(self.path / name, lambda: append_line(self.path / name, line))
-
-
-def _exists(pid: int | None) -> bool:
-    """Whether a process of this machine is there; where it cannot be told, yes."""
-    try:
-        os.kill(pid, 0)
-        return True
-    except (OSError, TypeError, OverflowError) as error:  # somebody else's, or none is known
-        return not isinstance(error, ProcessLookupError)
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -85,6 +85,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         self.lightning_module.decoder.set_requires_gradient_sync(last)
 
+    def teardown(self) -> None:
+        super().teardown()
+        self.checkpoint_io.teardown()  # Lightning's leaves it out here: writes end, and what failed is told
+
     # ---- checkpoints: full tensors, through the same CheckpointIO as every other strategy -----------------------
 
     @property

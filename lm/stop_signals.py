@@ -17,6 +17,11 @@ class GivenUp(BaseException):
     """Raised in the middle of what took too long after a signal. No handler of errors is to take it for one."""
 
 
+def never() -> bool:
+    """Nothing may be given up."""
+    return False
+
+
 class StopSignals:
     """What this process was told.
 
@@ -28,7 +33,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.noted = False
-        self._repeatable: Callable[[], bool] = lambda: False
+        self._repeatable: Callable[[], bool] = never
         self._patience = 0.0
 
     def catch(self) -> None:
@@ -37,7 +42,7 @@ class StopSignals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored: it runs under nohup
                 signal.signal(number, self._handle)
 
-    def note(self, patience: float = 0.0, repeatable: Callable[[], bool] = lambda: False) -> None:
+    def note(self, patience: float = 0.0, repeatable: Callable[[], bool] = never) -> None:
         """From here on a signal is noted, and raises nothing at once.
 
         Args:
@@ -59,8 +64,10 @@ class StopSignals:
 
     def forget_patience(self) -> None:
         """Nothing is given up any more. An alarm that went off while Python ends would kill the process."""
-        self._patience = 0.0
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._repeatable = never  # or what is asked would keep the whole training in memory
+        if self._patience:  # else the alarm, if there is one, is somebody else's
+            self._patience = 0.0
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:

@@ -9,7 +9,7 @@ import lightning.pytorch as lightning
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.strategies import Strategy
 
 from lm import out_of_memory
@@ -242,6 +242,11 @@ class Trainer(lightning.Trainer):
         self.owes_validation = checkpoint["owes_validation"] and self.datamodule.has_validation
 
     # ---- where the training stands, for callbacks ----------------------------------------------------------------
+
+    @property
+    def checkpoint_callback(self) -> Checkpoint | None:
+        """The one that takes the run's checkpoints; a user may have one of Lightning's beside it."""
+        return next((each for each in self.checkpoint_callbacks if hasattr(each, "request")), None)
 
     @property
     def fitting(self) -> bool:

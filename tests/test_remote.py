@@ -12,11 +12,12 @@ from shard_files import write_folder, write_manifest
 
 from lm.data import remote
 from lm.data.remote import BlockCache, open_filesystem, with_retries
-from lm.data.shards import Shards
+from lm.data.shards import BadBlock, Shards
+from lm.data.writer import ShardWriter
 from lm.errors import RequestError, RunError
 
 BLOCK = np.arange(1000, dtype=np.uint16)
-KEPT = BLOCK.nbytes + 128  # as a .npy file
+KEPT = BLOCK.nbytes + 128 + 4  # as a .npy file, and its checksum
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,26 @@ def test_any_fsspec_scheme_is_read(tmp_path):
         open_filesystem("nowhere://x")
 
 
+def test_a_remote_shard_that_is_damaged_is_no_failure_of_the_network(tmp_path):
+    """It is fetched once more, for it may have been damaged on the way, and not for as long as there is patience."""
+    import fsspec
+
+    write_shard(tmp_path / "0.parquet", 4000)
+    content = bytearray((tmp_path / "0.parquet").read_bytes())
+    content[2000] ^= 1
+    fsspec.filesystem("memory").pipe_file("/damaged/0.parquet", bytes(content))
+    shards = Shards.open("memory://damaged", vocab_size=1000)
+    with pytest.raises(BadBlock, match="memory://.*damaged/0.parquet, row group 0: cannot be decoded"):
+        shards.read(0)
+
+
+def write_shard(path, tokens):
+    """One shard in our own layout."""
+    writer = ShardWriter(path, np.dtype(np.uint16), "")
+    writer.write(np.random.default_rng(0).integers(0, 1000, tokens, np.uint16), np.array([tokens]))
+    writer.close()
+
+
 def test_a_server_that_is_away_for_a_while_is_waited_for(monkeypatch):
     """Reads that fail are tried again with growing pauses."""
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
@@ -163,6 +184,18 @@ def test_the_cache_drops_what_was_used_longest_ago(tmp_path):
     assert np.array_equal(cache.get(keys[0]), BLOCK)  # used just now
     cache.put(keys[3], BLOCK)
     assert [cache.get(key) is not None for key in keys] == [True, False, True, True]
+
+
+def test_a_kept_block_of_which_a_byte_changed_is_not_believed(tmp_path):
+    """Wherever the byte is; ids that are still inside the vocabulary would tell nobody."""
+    cache, key = BlockCache(tmp_path, 10**6), BlockCache.key("s3://a")
+    for place in (0, 9, 60, 128, 1000, KEPT - 1):
+        cache.put(key, BLOCK)
+        assert np.array_equal(cache.get(key), BLOCK)
+        content = bytearray((tmp_path / key).read_bytes())
+        content[place] ^= 1
+        (tmp_path / key).write_bytes(content)
+        assert cache.get(key) is None and not (tmp_path / key).exists()
 
 
 def test_the_cache_stays_within_its_bytes(tmp_path):

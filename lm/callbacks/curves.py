@@ -13,8 +13,9 @@ from torch.utils.tensorboard.summary import hparams
 from lm.callbacks.event_writer import EventWriter, Summaries
 from lm.callbacks.run_log import RunLog
 from lm.checkpoint import step_of
+from lm.documents import flatten
 from lm.errors import GuardStop
-from lm.runs import Run, flatten
+from lm.runs import Run
 from lm.trainer import Trainer
 
 # The Custom Scalars tab: category -> chart -> its curves.

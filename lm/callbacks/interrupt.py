@@ -22,7 +22,8 @@ class Interrupt(Checkpoint):
 
     It ends at the next optimizer step, or at the next batch of a validation, which is then made up for when the run
     goes on. On a single device, what is not there after `trainer.stop_within` seconds is given up and done again
-    later: a wait for data, a compilation, a long evaluation. A second SIGINT ends the process at once.
+    later: a wait for data, a compilation, the samples or tasks after a validation. A second SIGINT ends the process at
+    once.
 
     It is a Checkpoint because Lightning calls those last, in their order: it must know what `Checkpoints` has done.
     """

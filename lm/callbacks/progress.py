@@ -41,7 +41,8 @@ class ProgressBar(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._progress is not None:
             newest = {name: value for name, value in self._metrics(trainer).items() if name.startswith("val/")}
-            self._progress.console.print(line(trainer.global_step, trainer.max_steps, newest), highlight=False)
+            with suppress(OSError):  # the terminal was closed, and there is a checkpoint to take
+                self._progress.console.print(line(trainer.global_step, trainer.max_steps, newest), highlight=False)
 
     def _metrics(self, trainer: Trainer) -> dict[str, Any]:
         return next(callback.latest for callback in trainer.callbacks if isinstance(callback, RunLog))

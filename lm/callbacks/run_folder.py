@@ -70,10 +70,12 @@ class RunFolder(Callback):
                 self._refuse_moved_on(run)
                 self._refuse_changed_shards(run, shards)
             self._describe(trainer, run, shards)
-        except OSError as error:
+        except BaseException as error:  # a signal too
             if self._resumed is None:  # nothing is in it yet, and the name is free again
                 shutil.rmtree(run.path, ignore_errors=True)
-            raise RunError(f"cannot write to the run folder {run.path}: {error.strerror or error}") from error
+            if isinstance(error, OSError):
+                raise RunError(f"cannot write to the run folder {run.path}: {error.strerror or error}") from error
+            raise
         return str(run.path)
 
     def _new(self, root: str) -> Run:

@@ -1,6 +1,5 @@
 """What the model writes while it learns: the same prompts and the same random numbers again and again."""
 
-import json
 import logging
 import textwrap
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.generation import generate
 from lm.quantities import Count
+from lm.run_files import append_line
 from lm.sampling import Sampling
 from lm.sharding import FullyShardedStrategy
 from lm.trainer import Trainer
@@ -137,8 +137,8 @@ class Samples(Callback):
             # TensorBoard reads Markdown; indented, a text is shown as it is.
             shown = textwrap.indent(prompt + text, "    ", lambda line: True)
             trainer.loggers[0].experiment.add_text(f"sample/{index}", shown, global_step=step)
-        with open(trainer.run.path / "samples.jsonl", "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        for line in lines:
+            append_line(trainer.run.path / "samples.jsonl", line)
 
 
 def continued(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:

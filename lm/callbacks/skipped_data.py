@@ -22,6 +22,7 @@ class SkippedData(Callback):
         self._told: list[str] = []  # what is wrong with which block
         self._new: list[str] = []  # of these, what was not told yet
         self._here: list[str] = []  # an entry a row, on this rank since the ranks spoke of it
+        self._in_step: list[str] = []  # those of a step that is not taken yet
         self._validated: set[str] = set()  # blocks of validations, likewise
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -30,7 +31,10 @@ class SkippedData(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        self._here += batch.bad
+        self._in_step += batch.bad
+        if trainer.step_taken(batch_idx) is not None:  # one that is given up is done again, and would count twice
+            self._here += self._in_step
+            self._in_step = []
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int,

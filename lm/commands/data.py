@@ -91,7 +91,7 @@ def _manifest(file: Path) -> dict[str, Any] | None:
     if not fits(manifest, {"splits": {...: {"documents": int, "bytes": int}}}) or not manifest["splits"]:
         raise RequestError(f"{file} is damaged: it tells of no splits; run `lm data prepare` again")
     for name in manifest["splits"]:
-        if Path(name).name != name:
+        if name in ("", "..") or Path(name).name != name:
             raise RequestError(f"{file} has a split {name!r}, which is outside of its folder")
     return manifest
 
@@ -110,7 +110,7 @@ def _counts(shards: Shards, told: dict[str, Any] | None) -> dict[str, Any]:
     size = sum(file.size for file in files)
     counts: dict[str, Any] = {"tokens": shards.tokens, "shards": len(files), "file_bytes": size}
     if told is not None:
-        per_token = told["bytes"] / shards.tokens
+        per_token = told["bytes"] / max(1, shards.tokens)
         counts |= {"documents": told["documents"], "bytes": told["bytes"], "bytes_per_token": per_token}
     return counts
 

@@ -42,6 +42,7 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
     temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     sweep(target)
+    sweep(target.with_name(f".tmp-{target.name}-*"))  # what writing the temporary one left
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         write_folder(temporary, content(model))

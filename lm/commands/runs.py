@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from lm import registry, registry_file
+from lm import registry, registry_file, run_lock
 from lm.errors import LmError, RequestError
 from lm.quantities import format_bytes, format_count
 from lm.runs import ROOT, Run
@@ -82,6 +82,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
         folder.hold()
     dead = path.with_name(f".removed-{path.name}-{os.getpid()}")
     os.rename(path, dead)
+    run_lock.release(path)  # a network's file system cannot remove a folder with a file that is open
     (dead / "run.json").unlink()  # what a kill leaves here is no run
     shutil.rmtree(dead)
     if folder.path.is_symlink():

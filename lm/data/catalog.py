@@ -26,6 +26,7 @@ from lm.errors import RequestError, RunError
 
 MODIFIED = "modified"  # when the manifest that was read was written, ns
 FOOTER_THREADS = 16
+FOOTER_BYTES = 2**16  # most footers have fewer, so one request to an object store gets all of it
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,11 @@ class Shard:
             pyarrow.ArrowInvalid: its footer is another; Arrow does not survive all damage to one, so it never sees it.
         """
         with self.filesystem.open_input_file(self.path) as handle:
-            if footer is None and self.digest is not None and footer_digest(handle) != self.digest:
-                raise pa.ArrowInvalid("its footer is not the one that it had when it was written")
+            if footer is None:
+                read = read_footer(handle)
+                if self.digest is not None and footer_digest(read) != self.digest:
+                    raise pa.ArrowInvalid("its footer is not the one that it had when it was written")
+                footer = pq.read_metadata(pa.BufferReader(read))  # the very bytes that were looked at
             yield handle, pq.ParquetFile(
                 handle, metadata=footer, pre_buffer=is_remote(self.file), page_checksum_verification=True
             )
@@ -75,19 +79,26 @@ class Catalog:
     vocab_size: int | None = None
 
 
-def footer_digest(handle: pa.NativeFile) -> str:
-    """What tells one content of a shard from another, in 32 hex digits: the footer has places, sizes and least and
-    greatest ids of all row groups, and in our own shards a digest of all tokens.
+def read_footer(handle: pa.NativeFile) -> bytes:
+    """The footer of a Parquet file, up to the end of the file.
 
     Raises:
         pyarrow.ArrowInvalid: this is no Parquet file, or not the whole of it.
     """
     size = handle.size()
-    end = handle.read_at(8, size - 8) if size >= 12 else b""
-    length = int.from_bytes(end[:4], "little") + 8
-    if end[4:] != b"PAR1" or length > size - 4:
+    first = max(0, size - FOOTER_BYTES)
+    end = handle.read_at(size - first, first)
+    length = int.from_bytes(end[-8:-4], "little") + 8
+    if end[-4:] != b"PAR1" or length > size - 4:
         raise pa.ArrowInvalid("it has no Parquet footer at its end")
-    return blake2b(handle.read_at(length, size - length), digest_size=16).hexdigest()
+    return end[-length:] if length <= len(end) else handle.read_at(length, size - length)
+
+
+def footer_digest(footer: bytes) -> str:
+    """What tells one content of a shard from another, in 32 hex digits: the footer has places, sizes and least and
+    greatest ids of all row groups, and in our own shards a digest of all tokens.
+    """
+    return blake2b(footer, digest_size=16).hexdigest()
 
 
 def find_shards(
@@ -245,7 +256,7 @@ def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None, pat
                 counts = tuple(column.count(handle, parquet, shard.file))
             except RunError as error:  # bad rows that are found before any work are a wrong request
                 raise RequestError(str(error)) from error
-            return replace(shard, row_groups=counts, digest=footer_digest(handle))
+            return replace(shard, row_groups=counts, digest=footer_digest(read_footer(handle)))
 
     with _readable(shard):
         return with_retries(read, shard.file, patience) if is_remote(shard.file) else read()

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lm.data.pages import read_tokens
+from lm.data.pages import is_ours, read_tokens
 from lm.errors import RequestError, RunError
 
 LARGEST_ID = 2**31  # without a vocabulary: what an int32 tensor can carry
@@ -109,7 +109,12 @@ class Column:
         leaf = self._leaf(parquet.metadata)
         values = [read_tokens(handle, parquet.metadata, group, leaf, self.dtype) for group in groups]
         if any(part is None or not self.holds(part) for part in values):
-            values = [_values(chunk) for chunk in self._chunks(parquet, groups)]
+            try:
+                values = [_values(chunk) for chunk in self._chunks(parquet, groups)]
+            except OSError as error:  # as Arrow also calls damage; but our own pages were read a moment ago
+                if all(is_ours(parquet.metadata, group, leaf) for group in groups):
+                    raise pa.ArrowInvalid(str(error)) from error
+                raise
         if any(part is None or not self.holds(part) for part in values):
             raise RunError(self._blame(parquet, groups, file))
         if len(values) == 1 and values[0].dtype == self.dtype and values[0].flags.owndata:

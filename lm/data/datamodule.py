@@ -6,6 +6,7 @@ The stop after `data/batch` on a batch's way; `module.training_step` is next. It
 import logging
 from collections import deque
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ class DataModule(LightningDataModule):
         self.shuffle_buffer = shuffle_buffer
         if num_workers < 0:
             raise RequestError(f"data.num_workers {num_workers} must be at least 0")
-        if timeout <= 0:
-            raise RequestError(f"data.timeout {timeout:g} must be more than 0 seconds")
+        if not 0 < timeout <= TIMEOUT_MAX / 2:  # which leaves room to add to it
+            raise RequestError(f"data.timeout {timeout:g} is a number of seconds: more than 0")
         self.num_workers = num_workers
         self.timeout = timeout
         self.on_bad_shard = on_bad_shard

@@ -43,18 +43,24 @@ def read_tokens(
     Returns:
         (tokens,) of `dtype`; None if this is not our layout, has an id that `dtype` cannot hold, or is damaged.
     """
-    if (footer.metadata or {}).get(LAYOUT_KEY) != str(LAYOUT).encode():
+    if not is_ours(footer, group, leaf):
         return None
     chunk = footer.row_group(group).column(leaf)
-    nested = footer.schema.column(leaf).max_repetition_level == 1
-    if not nested or chunk.physical_type != "INT32" or set(chunk.encodings) != {"RLE", "BYTE_STREAM_SPLIT"}:
-        return None
     data = memoryview(handle.read_at(chunk.total_compressed_size, chunk.data_page_offset))
     tokens = np.empty(chunk.num_values, dtype=dtype)
     try:
         return tokens if _decode(data, tokens) else None
     except DAMAGE:
         return None  # the read itself stands outside, so a failing disk or network is heard
+
+
+def is_ours(footer: pq.FileMetaData, group: int, leaf: int) -> bool:
+    """Whether a row group is in our own layout."""
+    if (footer.metadata or {}).get(LAYOUT_KEY) != str(LAYOUT).encode():
+        return False
+    chunk = footer.row_group(group).column(leaf)
+    nested = footer.schema.column(leaf).max_repetition_level == 1
+    return nested and chunk.physical_type == "INT32" and set(chunk.encodings) == {"RLE", "BYTE_STREAM_SPLIT"}
 
 
 def _decode(data: memoryview, tokens: np.ndarray) -> bool:
@@ -107,12 +113,13 @@ def _read_length(data: memoryview, place: int) -> tuple[int, int]:
 
 def _read_varint(data: memoryview, place: int) -> tuple[int, int]:
     value = shift = 0
-    while True:
+    while shift < 64:  # or damaged bytes could make a number of megabytes
         byte = data[place]
         value |= (byte & 0x7F) << shift
         place, shift = place + 1, shift + 7
         if byte < 0x80:
             return value, place
+    raise ValueError("a number of more than 64 bits")
 
 
 def _read_zigzag(data: memoryview, place: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
@@ -33,7 +34,7 @@ ATTEMPTS = 5
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds; doubled after each failure
 PATIENCE = 150.0  # seconds
 QUIET = 60.0  # seconds
-NPY_HEADER = 128  # bytes, of a one-dimensional array
+AROUND_BLOCK = 128 + 4  # bytes of a kept block beside its tokens: NumPy's header and a checksum
 ARROW_SCHEMES = ("s3", "gs", "gcs")
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _REFUSED = re.compile(  # how pyarrow words what S3 will not answer better the next time
@@ -158,6 +159,10 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+def _checksum(block: np.ndarray) -> bytes:
+    return zlib.crc32(block).to_bytes(4, "little")
+
+
 class BlockCache:
     """Decoded blocks of remote shards in a local folder, bounded, least recently used out first.
 
@@ -182,18 +187,21 @@ class BlockCache:
         """The block kept under `key`, or None; it becomes the most recently used."""
         path = self.folder / key
         try:
-            block = np.load(path, allow_pickle=False)
+            with open(path, "rb") as file:
+                block = np.load(file, allow_pickle=False)
+                if file.read() != _checksum(block):
+                    raise ValueError("its checksum is another")
             os.utime(path)
             return block
         except OSError:  # not there, most often
             return None
-        except (ValueError, EOFError):  # damaged, for instance by a machine that lost power: fetch it again
+        except Exception:  # damaged, for instance by a machine that lost power: fetch it again
             path.unlink(missing_ok=True)
             return None
 
     def put(self, key: str, block: np.ndarray) -> None:
         """Keep a block, if it fits at all; a full disk is a warning, since training goes on without a cache."""
-        needed = block.nbytes + NPY_HEADER
+        needed = block.nbytes + AROUND_BLOCK
         if needed > self.max_bytes:
             return
         temporary = None
@@ -203,6 +211,7 @@ class BlockCache:
             with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".tmp", delete=False) as file:
                 temporary = file.name
                 np.save(file, block, allow_pickle=False)
+                file.write(_checksum(block))
             os.replace(temporary, self.folder / key)
         except FileNotFoundError:  # in a crowded cache another process made room with our temporary file
             return

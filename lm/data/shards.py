@@ -153,7 +153,8 @@ class Shards:
             return self._decode(block)
         shard, column = self._shards[block.file], self.column
         key = BlockCache.key(
-            shard.file, shard.size, shard.modified, tuple(block.row_groups), column.name, column.dtype.name
+            shard.file, shard.size, shard.modified, shard.digest, tuple(block.row_groups), column.name,
+            column.dtype.name,
         )
         tokens = self.cache.get(key) if self.cache else None
         if tokens is None or tokens.shape != (block.tokens,) or not column.holds(tokens):
@@ -183,7 +184,9 @@ class Shards:
                     raise BadBlock(self._miscounted(handle, parquet, block))
                 return tokens
         except DAMAGE as error:
-            raise self._not_readable(block, str(block), error) from error
+            if _may_be_the_network(error, block):
+                raise
+            raise _not_readable(str(block), error) from error
 
     def _decode_groups(
         self, handle: pa.NativeFile, parquet: pq.ParquetFile, block: Block, groups: Sequence[int]
@@ -194,24 +197,12 @@ class Shards:
         except RunError as error:
             raise BadBlock(str(error)) from error
         except DAMAGE as error:
+            if _may_be_the_network(error, block):
+                raise
             for group in groups if len(groups) > 1 else ():
                 self._decode_groups(handle, parquet, block, [group])
             where = f"shard {block.file}, row group {groups[0]}" if len(groups) == 1 else str(block)
-            raise self._not_readable(block, where, error) from error
-
-    def _not_readable(self, block: Block, where: str, error: Exception) -> Exception:
-        """What to say of a failed read: damage, a file that is not there or a disk that fails; or try it again."""
-        missing = isinstance(error, OSError) and error.errno is not None and error.errno != errno.EIO
-        if isinstance(error, OSError) and is_remote(block.file):
-            return error  # may be the network: tried again
-        if missing:
-            return RunError(
-                f"{where}: cannot be read ({first_line(error)}); put it back, and `--ckpt_path auto` goes on"
-            )
-        return BadBlock(
-            f"{where}: cannot be decoded ({first_line(error)}); the file is truncated, damaged or was changed: "
-            "fetch or write it again"
-        )
+            raise _not_readable(where, error) from error
 
     def _keep_footer(self, file: str, footer: pq.FileMetaData) -> None:
         if len(self._footers) >= FOOTERS_KEPT:
@@ -239,6 +230,23 @@ class Shards:
     def digest(self) -> str:
         """The fingerprint in 16 hex digits."""
         return hashlib.blake2b(json.dumps(self.fingerprint()).encode(), digest_size=8).hexdigest()
+
+
+def _may_be_the_network(error: Exception, block: Block) -> bool:
+    """Then the read is tried again."""
+    return isinstance(error, OSError) and is_remote(block.file)
+
+
+def _not_readable(where: str, error: Exception) -> RunError:
+    """What to say of a failed read: damage, or else a file that is not there, or a machine that could not read it."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno != errno.EIO:
+        return RunError(f"{where}: cannot be read ({first_line(error)}); put it back, and `--ckpt_path auto` goes on")
+    if isinstance(error, MemoryError):  # never skipped: the next time there may be enough
+        return RunError(f"{where}: not enough memory to decode it ({first_line(error)}), unless the file is damaged")
+    return BadBlock(
+        f"{where}: cannot be decoded ({first_line(error)}); the file is truncated, damaged or was changed: "
+        "fetch or write it again"
+    )
 
 
 def describe_difference(old, new, most: int = 3) -> str:

@@ -206,7 +206,7 @@ def assemble(
                 except BadBlock as damage:
                     if reading.on_bad_shard == "raise":
                         raise
-                    bad[place] = str(damage)
+                    bad[place] = str(damage.with_traceback(None))  # the same one for all its rows: they would add up
                 taken += 1
             look_ahead()  # so that decoding goes on while the batch is trained on
             yield _batch(rows, request, bad)

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm.data.catalog import footer_digest
+from lm.data.catalog import footer_digest, read_footer
 from lm.data.column import TOKENIZER_KEY
 from lm.data.pages import LAYOUT, LAYOUT_KEY
 
@@ -96,7 +96,7 @@ class ShardWriter:
         self._parquet.add_key_value_metadata({DIGEST_KEY: self._tokens_digest.hexdigest()})
         self._parquet.close()
         with pa.OSFile(str(self._temporary)) as file:
-            self.digest = footer_digest(file)
+            self.digest = footer_digest(read_footer(file))
         with open(self._temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(self._temporary, self.path)

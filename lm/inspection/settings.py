@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm.runs import Run, flatten
+from lm.documents import flatten
+from lm.runs import Run
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -93,7 +93,7 @@ def test_a_wait_for_data_or_for_a_step_is_given_up(uninterrupted, workplace):
 
     Lightning asks for a micro-batch while it still holds the one before.
     """
-    for what, micro_batch, step in (("Stall", 0, 0), ("EndlessForward", 7, 3), ("Stall", 2, 3), ("Stall", 5, 5)):
+    for what, micro_batch, step in (("Stall", 0, 0), ("EndlessForward", 11, 5), ("Stall", 6, 7), ("Stall", 7, 10)):
         stuck = equipment(f"interruptions.{what}", micro_batch=micro_batch)
         changes = {"trainer.callbacks": [RECORDER, stuck], "trainer.stop_within": 1}
         config = str(write_config(workplace, "stuck", **changes))
