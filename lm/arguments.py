@@ -143,6 +143,9 @@ def shorten(message: str, known: list[str], elsewhere: dict[str, str]) -> str:
         told += f", got {union[2]}" if " got " not in told.replace("Got", "got") else ""
         text = f"{text.split(': ')[0]}: {told}"
     text = re.sub(r"^(\S+): Unable to load config .*", r"\1 is a group of options: give each with its name", text)
+    text = re.sub(r"Not a valid subclass of (\w+)", r"expected the options of a \1", text)
+    text = re.sub(r" Subclass types expect .*", "", text)
+    text = re.sub(r"Expected a dot import path string: .*?(?=, got )", "expected a class_path or options", text)
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r"expected expected", "expected", text)

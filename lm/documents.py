@@ -73,7 +73,7 @@ def parse_yaml(text: str | bytes) -> Any:
         _measure(yaml.parse(text, loader))
         return yaml.load(text, loader)
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(" ".join(str(error).split()).replace('in "<byte string>", ', "at ")) from error
     except (AttributeError, LookupError, TypeError, ArithmeticError) as error:  # a tag on what is not of its kind
         raise ValueError(f"a value is not what its tag says ({error})") from error
 

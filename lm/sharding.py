@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lm.launcher import Launcher
 
 STARTING = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
+NCCL_LATER = 60.0  # seconds
 
 
 class ReplicatedStrategy(DDPStrategy):
@@ -140,5 +141,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def _wait_no_longer(seconds: float) -> None:
-    """How long ranks wait for one another from now on; torch has no public name for changing it."""
+    """How long ranks wait for one another from now on; torch has no public name for changing it.
+
+    NCCL ends its process without a word when its time is over. The ranks also ask one another on the CPU, after every
+    step (`callbacks/interrupt`): who hears nothing there says so and ends in order, so NCCL waits longer than that.
+    """
+    if dist.get_backend() == "nccl":
+        seconds += NCCL_LATER
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)

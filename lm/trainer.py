@@ -28,6 +28,8 @@ from lm.stop_signals import STOP, GivenUp
 
 log = logging.getLogger(__name__)
 
+YEAR = 365 * 24 * 3600  # seconds
+
 
 @dataclass
 class EarlyStoppingConfig:
@@ -108,10 +110,10 @@ class Trainer(lightning.Trainer):
         for name, value in at_least_one.items():
             if value is not None and value < 1:
                 raise RequestError(f"trainer.{name} {value} must be at least 1")
-        if not 0 <= stop_within < float("inf"):
-            raise RequestError(f"trainer.stop_within {stop_within} is a number of seconds: 0 or more")
-        if not 0 < rank_timeout < float("inf"):
-            raise RequestError(f"trainer.rank_timeout {rank_timeout} is a number of seconds: more than 0")
+        if not 0 <= stop_within <= YEAR:
+            raise RequestError(f"trainer.stop_within {stop_within} is a number of seconds: from 0 to {YEAR:,}")
+        if not 0 < rank_timeout <= YEAR:
+            raise RequestError(f"trainer.rank_timeout {rank_timeout} is a number of seconds: more than 0, to {YEAR:,}")
         self._wanted = {"max_steps": max_steps, "max_tokens": max_tokens}
         self.val_interval = val_interval
         self.checkpoint_interval = checkpoint_interval
