@@ -149,8 +149,9 @@ def test_the_card_has_the_evaluations_of_this_very_step(workplace, exported, tmp
     model = load_pretrained(run, device="cpu")
     task = {"interval": [0.2, 0.4], "accuracy": 0.3, "num_fewshot": 5, "items": 120, "baseline": 0.25, "centered": 0.1}
     lines = [
-        {"step": step, "tasks": {"speeches": {**task, "accuracy": accuracy}}, "core": 0.0667,
-         "core_interval": [0.0, 0.1], "texts": {"/home/me/book.txt": {"bits_per_byte": 1.25, "tokens": 9}}}
+        {"step": step, "checkpoint": None, "time": 1.0, "settings": {}, "core": 0.0667, "core_interval": [0.0, 0.1],
+         "tasks": {"speeches": {**task, "accuracy": accuracy}},
+         "texts": {"/home/me/book.txt": {"bits_per_byte": 1.25, "loss": 2.0, "tokens": 9}}}
         for step, accuracy in ((model.step, 0.3), (model.step + 1, 0.9))
     ]  # fmt: skip
     (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
