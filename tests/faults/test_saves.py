@@ -2,13 +2,13 @@
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from trainings import PLACES, expected, lm, losses, trace, write_config
+from mounts import Mounts
+from trainings import expected, lm, losses, trace, write_config
 
 from lm.checkpoint import find_damage
 from lm.runs import Run
@@ -58,39 +58,6 @@ def test_a_kill_in_any_part_of_a_save_loses_nothing_that_was_whole(workplace):
 
 
 # ---- the disk --------------------------------------------------------------------------------------------------------
-
-
-class Mounts:
-    """File systems that only the trainings of one test see: a process that holds a namespace, entered by others."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        holder = ["unshare", "--map-root-user", "--mount", "sh", "-c", "echo there && exec sleep 1000"]
-        self.holder = subprocess.Popen(holder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        if self.holder.stdout.readline() != "there\n":
-            pytest.skip(f"file systems cannot be mounted here: {self.holder.communicate()[1]}")
-
-    def run(self, *command: str, expect: int = 0) -> subprocess.CompletedProcess:
-        enter = ["nsenter", f"--target={self.holder.pid}", "--user", "--mount", "--preserve-credentials",
-                 "sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *command]  # fmt: skip
-        env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(enter, env=env, capture_output=True, text=True, timeout=240)
-        assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
-
-    def lm(self, *arguments: str, expect: int = 0) -> str:
-        """What `lm` said in the end: standard error."""
-        said = self.run(sys.executable, "-m", "lm", *arguments, expect=expect).stderr
-        assert "Traceback" not in said
-        return said
-
-    def at(self, path: str) -> Path:
-        """A path of theirs, to be looked at from outside."""
-        return Path(f"/proc/{self.holder.pid}/root") / (self.folder / path).relative_to("/")
-
-    def close(self) -> None:
-        self.holder.kill()
-        self.holder.communicate()
 
 
 @pytest.fixture
