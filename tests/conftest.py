@@ -8,6 +8,9 @@ pytest_plugins = ["fault_report"]
 
 os.environ["LM_REGISTRY"] = os.path.join(tempfile.mkdtemp(prefix="lm-registry-"), "runs.db")
 
-# In the background of a shell SIGINT is ignored, and so it would be by every process that a test interrupts.
+# In the background of a shell SIGINT is ignored, and SIGHUP under nohup, and so they would be by every process that a
+# test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
