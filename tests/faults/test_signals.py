@@ -6,10 +6,12 @@ import os
 import pty
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import termios
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,9 @@ def interrupted(folder, name, *callbacks, environment={}, **changes):
     result = lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=75, **environment)
     run = Run(folder / "checkpoints" / name)
     assert run.read("run.json")["status"] == run.read("state.json")["status"] == "interrupted"
+    with closing(sqlite3.connect(os.environ["LM_REGISTRY"])) as registry:
+        found = registry.execute("SELECT status FROM runs WHERE path = ?", (str(run.path.resolve()),))
+        assert found.fetchall() == [("interrupted",)]
     assert "Traceback" not in result.stderr
     return run, result.stderr
 
