@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from mounts import Mounts
 from trainings import lm, make_workplace, write_config
 
 
@@ -20,3 +21,11 @@ def workplace(uninterrupted, tmp_path):
     """A fresh copy of the texts, the prepared data and the expected losses, for one test to break."""
     shutil.copytree(uninterrupted, tmp_path / "workplace", symlinks=True, ignore=shutil.ignore_patterns("checkpoints"))
     return tmp_path / "workplace"
+
+
+@pytest.fixture
+def mounts(workplace):
+    """File systems that only the trainings in `workplace` see."""
+    mounts = Mounts(workplace)
+    yield mounts
+    mounts.close()

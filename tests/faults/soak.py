@@ -130,6 +130,8 @@ def main() -> int:
         # Mounts in here are nobody else's and go with the process.
         os.execvp("unshare", ["unshare", "-m", sys.executable, *sys.argv, "--mounted"])
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # not without the sessions
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup: it stays so here, and not for the sessions
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="lm-soak-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     return soak(folder, options.minutes, options.seed, options.mounted, options.first)

@@ -15,13 +15,6 @@ pytestmark = pytest.mark.fault(3)
 
 
 @pytest.fixture
-def mounts(workplace):
-    mounts = Mounts(workplace)
-    yield mounts
-    mounts.close()
-
-
-@pytest.fixture
 def full(tmp_path):
     """A function that runs Python in a folder on a file system of its own that has no byte left."""
     mounts = Mounts(tmp_path)

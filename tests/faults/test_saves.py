@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from mounts import Mounts
 from trainings import expected, lm, losses, trace, write_config
 
 from lm.checkpoint import find_damage
@@ -58,13 +57,6 @@ def test_a_kill_in_any_part_of_a_save_loses_nothing_that_was_whole(workplace):
 
 
 # ---- the disk --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mounts(workplace):
-    mounts = Mounts(workplace)
-    yield mounts
-    mounts.close()
 
 
 def at_step(step, command):
