@@ -115,3 +115,9 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def number(value: Any) -> float | None:
+    """A finite number >= 0 out of a file that may hold anything, else None."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return float(value) if fits else None

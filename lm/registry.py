@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from lm import registry_file
-from lm.documents import parse_json
+from lm.documents import number, parse_json
 from lm.errors import LmError, RequestError
 from lm.evaluation_log import joined
 from lm.runs import ROOT, Run
-from lm.spending import number
 
 log = logging.getLogger(__name__)
 

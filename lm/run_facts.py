@@ -1,5 +1,6 @@
 """Where and how a run was started."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -29,3 +30,13 @@ def run_facts() -> dict[str, Any]:
         "versions": {"lm": __version__, **{name: version(name) for name in packages}},
         "git": revision or None,
     }
+
+
+def seconds_since_process_start() -> float:
+    """How long this process has been there; 0 where the system does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # from the third on, proc(5)
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine's
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0

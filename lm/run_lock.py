@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.documents import parse_json
-from lm.spending import number
+from lm.documents import number, parse_json
 
 try:
     import fcntl

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lm import evaluation_log, run_lock, run_shapes
-from lm.documents import fits, parse_json, parse_yaml
+from lm.documents import fits, number, parse_json, parse_yaml
 from lm.errors import RequestError
 from lm.run_files import Attempts, append_line, read_lines, write_atomically
-from lm.spending import number
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,6 @@
 """What a run costs while it runs: a meter that goes on over its sessions, another program's count, the time to come."""
 
 import json
-import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from lm.documents import number
 
 STALE = 600.0  # seconds without news after which another program's count is no longer taken for the present
 SETTLED = 10  # log lines that a pace is taken from before it says anything
@@ -117,19 +117,3 @@ class Pace:
     @property
     def settled(self) -> bool:
         return len(self.steps) >= SETTLED
-
-
-def number(value: Any) -> float | None:
-    """A finite number >= 0 out of a file that may hold anything, else None."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-    return float(value) if fits else None
-
-
-def seconds_since_process_start() -> float:
-    """How long this process has been there; 0 where the system does not tell."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # from the third on, proc(5)
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine's
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-    except (OSError, ValueError, IndexError, AttributeError):
-        return 0.0

@@ -11,8 +11,9 @@ import pytest
 
 from lm.callbacks.budget import Budget, BudgetConfig, judge
 from lm.errors import RequestError
+from lm.run_facts import seconds_since_process_start
 from lm.runs import Run
-from lm.spending import STALE, Cost, Meter, Pace, Sidecar, seconds_since_process_start
+from lm.spending import STALE, Cost, Meter, Pace, Sidecar
 
 
 class Clock:

@@ -14,9 +14,11 @@ from typing import NamedTuple
 from lightning.pytorch import Callback, LightningModule
 
 from lm.callbacks.actions import act, agree
+from lm.documents import number
 from lm.errors import RequestError
+from lm.run_facts import seconds_since_process_start
 from lm.runs import Run, write_atomically
-from lm.spending import Cost, Meter, Pace, Sidecar, number, seconds_since_process_start
+from lm.spending import Cost, Meter, Pace, Sidecar
 from lm.trainer import Trainer
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,9 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from lm.documents import fits, parse_json
+from lm.documents import fits, number, parse_json
 from lm.run_shapes import ALERT, measured
 from lm.runs import STEP, Run
-from lm.spending import number
 
 BLOCK = 2**25  # bytes of a file that one look reads at most
 PARSED = 4000  # lines of a block that are parsed, if there are more; those of validations and of resumes all are

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -19,14 +18,13 @@ import pyarrow.parquet as pq
 
 from lm.data.column import TOKENIZER_KEY, Column
 from lm.data.glob import glob_expression, split_glob
-from lm.data.pages import DAMAGE, LAYOUT
+from lm.data.pages import DAMAGE, LAYOUT, footer_digest, read_footer
 from lm.data.remote import PATIENCE, first_line, is_remote, open_filesystem, with_retries
 from lm.documents import parse_json
 from lm.errors import RequestError, RunError
 
 MODIFIED = "modified"  # when the manifest that was read was written, ns
 FOOTER_THREADS = 16
-FOOTER_BYTES = 2**16  # most footers have fewer, so one request to an object store gets all of it
 
 
 @dataclass(frozen=True)
@@ -77,28 +75,6 @@ class Catalog:
 
     shards: list[Shard]
     vocab_size: int | None = None
-
-
-def read_footer(handle: pa.NativeFile) -> bytes:
-    """The footer of a Parquet file, up to the end of the file.
-
-    Raises:
-        pyarrow.ArrowInvalid: this is no Parquet file, or not the whole of it.
-    """
-    size = handle.size()
-    first = max(0, size - FOOTER_BYTES)
-    end = handle.read_at(size - first, first)
-    length = int.from_bytes(end[-8:-4], "little") + 8
-    if end[-4:] != b"PAR1" or length > size - 4:
-        raise pa.ArrowInvalid("it has no Parquet footer at its end")
-    return end[-length:] if length <= len(end) else handle.read_at(length, size - length)
-
-
-def footer_digest(footer: bytes) -> str:
-    """What tells one content of a shard from another, in 32 hex digits: the footer has places, sizes and least and
-    greatest ids of all row groups, and in our own shards a digest of all tokens.
-    """
-    return blake2b(footer, digest_size=16).hexdigest()
 
 
 def find_shards(

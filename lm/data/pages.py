@@ -10,6 +10,7 @@ The format: https://github.com/apache/parquet-format, `src/main/thrift/parquet.t
 """
 
 import zlib
+from hashlib import blake2b
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 
 LAYOUT = 1
 LAYOUT_KEY = b"lm.layout"  # Parquet metadata of our own shards: how their pages are written
+FOOTER_BYTES = 2**16  # most footers have fewer, so one request to an object store gets all of it
 CODEC = "lz4_raw"  # in that layout; to ask a damaged footer for the codec makes Arrow abort the process
 # What reading damaged bytes leads to, in Arrow and around it; a failing disk or network is an OSError, too.
 DAMAGE = (
@@ -149,3 +151,25 @@ def _read_struct(data: memoryview, place: int) -> tuple[dict, int]:
         else:
             raise ValueError(f"field type {kind} is not one of a page header")
     return fields, place + 1
+
+
+def read_footer(handle: pa.NativeFile) -> bytes:
+    """The footer of a Parquet file, up to the end of the file.
+
+    Raises:
+        pyarrow.ArrowInvalid: this is no Parquet file, or not the whole of it.
+    """
+    size = handle.size()
+    first = max(0, size - FOOTER_BYTES)
+    end = handle.read_at(size - first, first)
+    length = int.from_bytes(end[-8:-4], "little") + 8
+    if end[-4:] != b"PAR1" or length > size - 4:
+        raise pa.ArrowInvalid("it has no Parquet footer at its end")
+    return end[-length:] if length <= len(end) else handle.read_at(length, size - length)
+
+
+def footer_digest(footer: bytes) -> str:
+    """What tells one content of a shard from another, in 32 hex digits: the footer has places, sizes and least and
+    greatest ids of all row groups, and in our own shards a digest of all tokens.
+    """
+    return blake2b(footer, digest_size=16).hexdigest()

@@ -15,9 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm.data.catalog import footer_digest, read_footer
 from lm.data.column import TOKENIZER_KEY
-from lm.data.pages import LAYOUT, LAYOUT_KEY
+from lm.data.pages import LAYOUT, LAYOUT_KEY, footer_digest, read_footer
 
 COLUMN = "input_ids"
 DIGEST_KEY = "lm.digest"  # in the footer: of all tokens, so that no two contents have the same one
