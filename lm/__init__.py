@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from lm.pretrained import Pretrained
-    from lm.runs import Run
+    from lm.inference.pretrained import Pretrained
+    from lm.runs.run import Run
 
 __all__ = ["load_model", "load_run"]
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ def load_run(path: "str | Path") -> "Run":
     Raises:
         RequestError: there is no such run; the message has the nearest names.
     """
-    from lm.registry import find
+    from lm.runs.registry import find
 
     return find(str(path))
 
@@ -44,6 +44,6 @@ def load_model(
     Raises:
         RequestError: there is no model, it is damaged, or it is of another architecture.
     """
-    from lm.pretrained import load_pretrained
+    from lm.inference.pretrained import load_pretrained
 
     return load_pretrained(path, device, dtype)

@@ -2,13 +2,12 @@
 
 import sys
 
-from lm.leaving import leave
-from lm.stop_signals import STOP
+from lm.system.process import STOP, leave
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    from lm.cli import main as run
+    from lm.cli.main import main as run
 
     code = run(sys.argv[1:])
     STOP.over()

@@ -1,4 +1,4 @@
-"""The house stays a house: imports go down the floors, no cycles, files that fit a head."""
+"""The rooms of `lm/` stay as they are: imports go down the floors only, there are no cycles, no pickles."""
 
 import ast
 import subprocess
@@ -10,29 +10,26 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lm"
 
-# The floor of a module is that of the longest prefix here. Imports go down, or stay inside one package of a floor.
-FLOORS = {
-    "lm": 0, "lm.errors": 0, "lm.terminal": 0, "lm.quantities": 0, "lm.leaving": 0, "lm.documents": 0,
-    "lm.stop_signals": 0.2, "lm.run_shapes": 0.5,
-    "lm.steps": 0.5, "lm.muon": 0.5, "lm.hardware": 0.5, "lm.telemetry": 0.5, "lm.plain": 0.5, "lm.kernels": 0.5,
-    "lm.sealed": 0.5, "lm.room": 0.5, "lm.leftovers": 0.5,
-    "lm.arguments": 1, "lm.model": 1, "lm.data": 1, "lm.optim": 1, "lm.schedule": 1, "lm.checkpoint": 1, "lm.runs": 1,
-    "lm.launcher": 1, "lm.loops": 1, "lm.devices": 1,
-    "lm.expressions": 0.5, "lm.alerts": 1, "lm.spending": 0.5, "lm.registry_file": 1, "lm.registry": 1.5,
-    "lm.run_files": 0.7, "lm.run_lock": 0.7, "lm.run_facts": 0.5, "lm.steady_clock": 0, "lm.out_of_memory": 1.7,
-    "lm.incident": 0.5, "lm.post_mortem_page": 1, "lm.post_mortem": 1.5, "lm.probe": 2, "lm.evidence": 2.5,
-    "lm.sharding": 1.5, "lm.precision": 1.5, "lm.scaling": 1.5,
-    "lm.metrics": 1.5, "lm.snapshot": 1.5, "lm.micro_step": 1, "lm.tally": 1,
-    "lm.checkpoint_io": 1.5,
-    "lm.module": 2, "lm.trainer": 2, "lm.resume": 2, "lm.generation": 2,
-    "lm.sampling": 1, "lm.weights": 1.5, "lm.completion": 2.1, "lm.pretrained": 2.2,
-    "lm.decode_step": 1.5, "lm.evaluation_log": 0.5, "lm.reload_check": 2.3, "lm.provenance": 2.3, "lm.model_card": 2.4,
-    "lm.evaluation": 2.5, "lm.inspection": 2.5,
-    "lm.callbacks": 3,
-    "lm.config_file": 3.5,
-    "lm.commands": 4,
-    "lm.lightning_cli": 5, "lm.cli": 6, "lm.__main__": 7,
-}  # fmt: skip
+# A module may import its own room and the rooms on the floors below that are named beside it.
+ROOMS = {
+    "errors": (0, ""),
+    "system": (1, "errors"),
+    "kernels": (1, "errors"),
+    "data": (2, "errors system"),
+    "runs": (2, "errors system"),
+    "model": (2, "errors system kernels"),
+    "inference": (3, "errors system kernels data runs model"),
+    "evaluation": (3, "errors system kernels data runs model"),
+    "training": (4, "errors system kernels data runs model evaluation"),
+    "inspection": (4, "errors system kernels data runs model inference"),
+    "training.callbacks": (5, "errors system kernels data runs model evaluation inference training"),
+    "cli": (6, "errors system kernels data runs model evaluation inference training training.callbacks inspection"),
+    "__main__": (7, "errors system cli"),
+}
+WITHOUT_TORCH = [
+    "lm", "lm.errors", "lm.system", "lm.runs", "lm.cli.main", "lm.cli.runs", "lm.cli.runs_compare", "lm.cli.monitor",
+    "lm.cli.charts", "lm.cli.scale", "lm.model.config", "lm.model.estimates",
+]  # fmt: skip
 
 
 def name_of(path: Path) -> str:
@@ -43,10 +40,10 @@ def name_of(path: Path) -> str:
 FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def unit(module: str) -> str:
-    """The longest prefix of a module that has a floor."""
-    parts = module.split(".")
-    return next(".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in FLOORS)
+def room(module: str) -> str:
+    """Which room a module is in: `training.callbacks` is a room of its own."""
+    name = module.removeprefix("lm.")
+    return "training.callbacks" if name.startswith("training.callbacks") else name.partition(".")[0]
 
 
 def imports(path: Path) -> set[str]:
@@ -61,16 +58,23 @@ def imports(path: Path) -> set[str]:
     return {name for name in found if name in FILES and name != "lm"}
 
 
-def test_every_module_has_a_floor():
-    assert [name for name in FILES if name != "lm" and unit(name) == "lm"] == []
+def test_the_rooms_are_these():
+    at_root = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert at_root == {name.partition(".")[0] for name in ROOMS} | {"__init__"}
+
+
+def test_packages_are_empty():
+    assert [path for path in PACKAGE.rglob("*/__init__.py") if path.read_text()] == []
 
 
 def test_imports_go_down_the_floors():
+    for name, (floor, below) in ROOMS.items():
+        assert all(ROOMS[other][0] < floor for other in below.split()), name
     climbs = [
         f"{name} imports {other}"
         for name, path in FILES.items()
         for other in imports(path)
-        if unit(name) != unit(other) and FLOORS[unit(other)] >= FLOORS[unit(name)] and name != "lm"  # the front door
+        if name != "lm" and room(other) != room(name) and room(other) not in ROOMS[room(name)][1].split()
     ]
     assert climbs == []
 
@@ -82,19 +86,8 @@ def test_no_cycles():
     assert graph == {}
 
 
-def test_model_and_data_do_not_know_each_other_and_the_model_knows_nothing_of_training():
-    for name, path in FILES.items():
-        modules = imports(path)
-        text = path.read_text()
-        if name.startswith("lm.model"):
-            assert not any(other.startswith("lm.data") for other in modules) and "lightning" not in text, name
-        if name.startswith("lm.data"):
-            assert not any(other.startswith("lm.model") for other in modules), name
-
-
-def test_files_fit_a_head():
-    long = {name: lines for name, path in FILES.items() if (lines := len(path.read_text().splitlines())) > 300}
-    assert long == {}
+def test_the_model_knows_nothing_of_lightning():
+    assert [name for name, path in FILES.items() if room(name) == "model" and "lightning" in path.read_text()] == []
 
 
 def test_names_say_something():
@@ -111,10 +104,23 @@ def test_nothing_is_unpickled_or_evaluated():
                 assert (node.value.id, node.attr) != ("torch", "load") and node.value.id != "pickle", path
 
 
+def test_what_only_looks_imports_no_torch():
+    """`lm runs`, `lm monitor` and `lm scale` answer at once; a checkpoint's tensors need torch."""
+    light = [
+        name
+        for name in FILES
+        if any(name == start or name.startswith(start + ".") and start != "lm" for start in WITHOUT_TORCH)
+        and name != "lm.runs.checkpoint"
+    ]
+    code = "import sys, importlib\nfor name in sys.argv[1:]:\n importlib.import_module(name)\n"
+    code += " assert 'torch' not in sys.modules and 'lightning' not in sys.modules, name"
+    subprocess.run([sys.executable, "-c", code, *light], check=True)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
 def test_the_command_line_answers_without_torch(arguments):
     """`lm --help` is there at once: under half a second, and torch is not even imported."""
-    code = f"import sys; from lm.cli import main; main({arguments!r}); assert 'torch' not in sys.modules"
+    code = f"import sys; from lm.cli.main import main; main({arguments!r}); assert 'torch' not in sys.modules"
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     assert time.monotonic() - began < 2  # half a second on an idle machine

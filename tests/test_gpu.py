@@ -10,20 +10,18 @@ import pytest
 import torch
 from trainings import lm, losses, make_workplace, trace, write_config
 
-from lm.data.batch import Batch
-from lm.hardware import has_fp8
-from lm.kernels import fp8
+from lm.data.loader import Batch
+from lm.kernels import linear
 from lm.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
 from lm.kernels.operations import FUSED, PLAIN
 from lm.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_plain
 from lm.kernels.rms_norm import norm_linear, norm_linear_plain, rms_norm, rms_norm_plain
 from lm.kernels.swiglu import swiglu_linear, swiglu_linear_plain
-from lm.micro_step import MicroStep
-from lm.model.compiled import compile_decoder
+from lm.model.compile import MicroStep, compile_decoder
 from lm.model.config import DecoderConfig
-from lm.model.decoder import Decoder
-from lm.model.layers import Linear, rotary_table
-from lm.runs import Run
+from lm.model.decoder import Decoder, Linear, rotary_table
+from lm.runs.run import Run
+from lm.system.hardware import has_fp8
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product of the process
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -249,11 +247,11 @@ def test_fp8_products_are_those_of_the_emulation(scaling, gradient, transposed, 
     a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((rows, inner), (columns, inner)))
     a[0, 3] = 900.0
     a, b = (t.t().contiguous().t() if transposed else t for t in (a, b))
-    for here, there in zip(fp8.scaled(a, torch.float8_e4m3fn, scaling),
-                           fp8.scaled(a.cpu(), torch.float8_e4m3fn, scaling), strict=True):
+    for here, there in zip(linear.scaled(a, torch.float8_e4m3fn, scaling),
+                           linear.scaled(a.cpu(), torch.float8_e4m3fn, scaling), strict=True):
         assert torch.equal(here.float().cpu(), there.float())
-    got, again = (fp8.product(a, b, scaling, gradient=gradient) for _ in range(2))
-    emulated = fp8.product(a.cpu(), b.cpu(), scaling, gradient=gradient).cuda().float()
+    got, again = (linear.product(a, b, scaling, gradient=gradient) for _ in range(2))
+    emulated = linear.product(a.cpu(), b.cpu(), scaling, gradient=gradient).cuda().float()
     assert got.dtype == torch.bfloat16 and torch.equal(got, again)
     assert (got.float() - emulated).norm() < 6e-3 * emulated.norm()
 
@@ -263,7 +261,7 @@ def test_fp8_products_are_those_of_the_emulation(scaling, gradient, transposed, 
 def test_fp8_products_of_fp32_are_fp32(scaling):
     torch.manual_seed(1)
     a, b = torch.randn(48, 80, device="cuda"), torch.randn(96, 80, device="cuda")
-    got, emulated = fp8.product(a, b, scaling), fp8.product(a.cpu(), b.cpu(), scaling).cuda()
+    got, emulated = linear.product(a, b, scaling), linear.product(a.cpu(), b.cpu(), scaling).cuda()
     assert got.dtype == torch.float32 and (got - emulated).norm() < 6e-3 * emulated.norm()
 
 

@@ -1,6 +1,6 @@
 """Loader processes: each makes every n-th batch of a stream, and they are taken in turn.
 
-Beside the batch's way, between `data/stream` and `data/datamodule`; most trainings do without (`data.num_workers: 0`).
+Beside the batch's way, between `data/loader` and `data/datamodule`; most trainings do without (`data.num_workers: 0`).
 The processes are begun anew and not forked, since neither Arrow's threads nor the client of an object store survive a
 fork, and a forked process would hold what the training has open: its run's lock, the pipes of the other processes.
 """
@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from lm.data.batch import Batch
-from lm.data.stream import Stream
-from lm.data.workforce import end_with_parent
+from lm.data.encode import end_with_parent
+from lm.data.loader import Batch, Stream
 from lm.errors import LmError, RunError
 
 STARTING = 300.0  # seconds for a process to begin; torch alone takes seconds to import

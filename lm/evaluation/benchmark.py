@@ -10,11 +10,9 @@ import torch.distributed
 
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
-from lm.evaluation.prompts import Begin, Prompt, chosen_items, prompts
-from lm.evaluation.scoring import Row, Score, score
-from lm.evaluation.statistics import Interval, centered, mean_interval, standard_error, wilson
+from lm.evaluation.scoring import Begin, Prompt, Row, Score, chosen_items, prompts, score
+from lm.evaluation.statistics import Interval, centered, mean_interval, perplexity, standard_error, wilson
 from lm.evaluation.tasks import Item, Kind, Task
-from lm.metrics import perplexity
 from lm.model.decoder import Decoder
 
 BATCH_TOKENS = 16_384

@@ -13,12 +13,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lm.errors import RequestError
-from lm.inspection.drawing import SEQUENTIAL, figure, finish, heat
-from lm.inspection.html import visible
-from lm.kernels.attention import Reach, masked_reach
-from lm.model.attention import SelfAttention
-from lm.model.decoder import Decoder
-from lm.pretrained import Pretrained
+from lm.inference.pretrained import Pretrained
+from lm.inspection.drawing import SEQUENTIAL, figure, finish, heat, visible
+from lm.model.attention import Reach, masked_reach
+from lm.model.decoder import Decoder, SelfAttention
 
 COLUMNS = 4  # heads beside each other
 

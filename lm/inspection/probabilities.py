@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 from matplotlib.figure import Figure
 
-from lm.completion import Written
 from lm.errors import RequestError
-from lm.inspection.drawing import BLUE, ORANGE, figure, finish
-from lm.inspection.html import Html, colored_text, table, visible
-from lm.pretrained import Pretrained
+from lm.inference.completion import Written
+from lm.inference.pretrained import Pretrained
+from lm.inspection.drawing import BLUE, ORANGE, Html, colored_text, figure, finish, table, visible
 
 TINY = 2.0**-1074  # the smallest number above 0
 CHUNK = 128  # tokens whose distributions are looked at together

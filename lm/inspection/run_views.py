@@ -6,15 +6,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from lm import registry
-from lm.inspection.curves import Agreement, Series, curve
-from lm.inspection.drawing import BLUE, GREEN, ORANGE, PURPLE, VERMILION, figure, finish
-from lm.inspection.html import Html, table, wrapped
-from lm.inspection.samples import read_samples, spread
-from lm.inspection.settings import differences, labels
-from lm.inspection.throughput import Interval, time_spent
-from lm.quantities import format_count
-from lm.runs import Run
+from lm.inspection.drawing import BLUE, GREEN, ORANGE, PURPLE, VERMILION, Html, figure, finish, table, wrapped
+from lm.runs import registry
+from lm.runs.history import Agreement, Interval, Series, curve, differences, labels, read_samples, spread, time_spent
+from lm.runs.run import Run
+from lm.system.units import format_count
 
 PANELS = {  # title -> label of the y axis, and the metrics that are drawn
     "loss": ("nats a token", {"training": "train/loss", "validation": "val/loss"}),

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.kernels import launch
-from lm.kernels.library import define
+from lm.kernels import runtime
+from lm.kernels.runtime import define
 
 CHUNK_BYTES = 256 * 2**20  # of logits
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # costs (N), losses (N), dx (N, C), dweight (V, C)
+
 
 # ---- chunk by chunk --------------------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ def constants(dtype: torch.dtype, vocab: int, gradient: bool, softcapped: bool) 
     vec, stride, warps = 16 // dtype.itemsize, _stride(vocab, dtype), 1
     while warps < 16 and stride > vec * warps * 32 * 4:  # few enough for two rows a multiprocessor
         warps *= 2
-    return dict(T=launch.TYPES[dtype], VOCAB=vocab, STRIDE=stride, VEC=vec, WARPS=warps, GRADIENT=int(gradient),
+    return dict(T=runtime.TYPES[dtype], VOCAB=vocab, STRIDE=stride, VEC=vec, WARPS=warps, GRADIENT=int(gradient),
                 SOFTCAPPED=int(softcapped))  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def _cuda(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | Non
     def overwrite(logits: Tensor, labels: Tensor, weights: Tensor | None, losses: Tensor, costs: Tensor) -> None:
         rows, vocab = logits.shape
         chosen = constants(logits.dtype, vocab, gradient, softcap != 0)
-        run = launch.program("cross_entropy", logits.device, **chosen)
+        run = runtime.program("cross_entropy", logits.device, **chosen)
         run("cross_entropy", rows, chosen["WARPS"] * 32, logits, labels, weights, losses, costs, ignore_index, z_loss,
             softcap)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lm.errors import RequestError
-from lm.kernels import nvrtc
+from lm.kernels import runtime
 from lm.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
 from lm.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_plain
 from lm.kernels.rms_norm import norm_linear, norm_linear_plain, rms_norm, rms_norm_plain
@@ -64,6 +64,6 @@ def _missing(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
-    if not nvrtc.available():
+    if not runtime.available():
         return "NVRTC is not installed (pip install cuda-bindings nvidia-cuda-nvrtc)"
     return None

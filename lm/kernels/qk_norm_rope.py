@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.kernels import launch
-from lm.kernels.library import define
+from lm.kernels import runtime
+from lm.kernels.runtime import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass with weights, each of which leaves a partial sum
 Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, H, D), k (B, T, KV, D), v (B, T, KV, D)
@@ -78,16 +78,16 @@ def constants(dtype: torch.dtype, weight_dtype: torch.dtype | None, heads: int, 
     lanes = 1
     while lanes < 32 and lanes < dim // 2 // vec:
         lanes *= 2
-    return dict(T=launch.TYPES[dtype], W=launch.TYPES[weight_dtype or torch.float32], DIM=dim, HEADS=heads,
+    return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype or torch.float32], DIM=dim, HEADS=heads,
                 KV_HEADS=kv_heads, VEC=vec, LANES=lanes, NORM=int(weight_dtype is not None))  # fmt: skip
 
 
 def _program(like: Tensor, weight: Tensor | None, heads: int, kv_heads: int, dim: int,
-             *tensors: Tensor | None) -> tuple[launch.Program, int]:  # fmt: skip
+             *tensors: Tensor | None) -> tuple[runtime.Program, int]:  # fmt: skip
     """The kernels for these heads, and how many heads a block of 256 threads works on at once."""
-    vec = launch.vector(dim // 2, like, weight, *tensors)
+    vec = runtime.vector(dim // 2, like, weight, *tensors)
     chosen = constants(like.dtype, None if weight is None else weight.dtype, heads, kv_heads, dim, vec)
-    return launch.program("qk_norm_rope", like.device, **chosen), 256 // chosen["LANES"]
+    return runtime.program("qk_norm_rope", like.device, **chosen), 256 // chosen["LANES"]
 
 
 def _cuda_forward(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
@@ -120,7 +120,7 @@ def _cuda_backward(
     blocks = -(-tokens * (heads + 2 * kv_heads) // groups)
     dweights, partial = dq.new_empty(0), None
     if q_weight is not None:
-        blocks = min(blocks, BLOCKS_PER_MULTIPROCESSOR * launch.multiprocessors(dq.device))
+        blocks = min(blocks, BLOCKS_PER_MULTIPROCESSOR * runtime.multiprocessors(dq.device))
         dweights = q_weight.new_empty((2, dim))
         partial = dq.new_empty((blocks, 2, dim), dtype=torch.float32)
     strided = [argument for d in gradients for argument in (d, *d.stride()[:3])]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.kernels import launch, linear
-from lm.kernels.fp8 import Scaling
-from lm.kernels.library import define
+from lm.kernels import linear, runtime
+from lm.kernels.linear import Scaling
+from lm.kernels.runtime import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide its loads, few enough for short partial sums
 
@@ -58,15 +58,15 @@ def _warps(pieces: int, held: int) -> int:
 def constants(dtype: torch.dtype, weight_dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
     """What the kernels are compiled for: rows of this width, loaded in vectors of `vec`."""
     warps = [_warps(width // vec, max(1, held // vec)) for held in (16, 8)]
-    return dict(T=launch.TYPES[dtype], W=launch.TYPES[weight_dtype], WIDTH=width, VEC=vec, FORWARD_WARPS=warps[0],
+    return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype], WIDTH=width, VEC=vec, FORWARD_WARPS=warps[0],
                 BACKWARD_WARPS=warps[1])  # fmt: skip
 
 
-def _program(width: int, *tensors: Tensor | None) -> tuple[launch.Program, int, int]:
+def _program(width: int, *tensors: Tensor | None) -> tuple[runtime.Program, int, int]:
     """The kernels for rows of this width, and the threads of a forward and of a backward block."""
     x, weight = tensors[:2]
-    chosen = constants(x.dtype, weight.dtype, width, launch.vector(width, *tensors))
-    run = launch.program("rms_norm", x.device, **chosen)
+    chosen = constants(x.dtype, weight.dtype, width, runtime.vector(width, *tensors))
+    run = runtime.program("rms_norm", x.device, **chosen)
     return run, chosen["FORWARD_WARPS"] * 32, chosen["BACKWARD_WARPS"] * 32
 
 
@@ -95,7 +95,7 @@ def _cuda_backward(
     dx, dweight = torch.empty_like(stream), torch.empty_like(weight)
     y = torch.empty_like(stream) if again else stream.new_empty(0)
     run, _, threads = _program(width, stream, weight, dy, dstream)
-    blocks = min(rows, BLOCKS_PER_MULTIPROCESSOR * launch.multiprocessors(stream.device))
+    blocks = min(rows, BLOCKS_PER_MULTIPROCESSOR * runtime.multiprocessors(stream.device))
     partial = weight.new_empty((blocks, width), dtype=torch.float32)
     run("rms_norm_backward", blocks, threads, dy, dstream, stream, weight, rstd, dx, y if again else None, partial,
         rows)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.kernels import launch, linear
-from lm.kernels.fp8 import Scaling
-from lm.kernels.library import define
+from lm.kernels import linear, runtime
+from lm.kernels.linear import Scaling
+from lm.kernels.runtime import define
 
 # ---- in plain PyTorch ------------------------------------------------------------------------------------------------
 
@@ -50,13 +50,13 @@ def _cuda_backward(dz: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Te
 
 def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
     """What the kernels are compiled for: results of this width, loaded in vectors of `vec`."""
-    return dict(T=launch.TYPES[dtype], WIDTH=width, VEC=vec)
+    return dict(T=runtime.TYPES[dtype], WIDTH=width, VEC=vec)
 
 
-def _program(gate_up: Tensor, *others: Tensor) -> tuple[launch.Program, int]:
+def _program(gate_up: Tensor, *others: Tensor) -> tuple[runtime.Program, int]:
     width = gate_up.shape[-1] // 2
-    vec = launch.vector(width, gate_up, *others)
-    run = launch.program("swiglu", gate_up.device, **constants(gate_up.dtype, width, vec))
+    vec = runtime.vector(width, gate_up, *others)
+    run = runtime.program("swiglu", gate_up.device, **constants(gate_up.dtype, width, vec))
     return run, gate_up.numel() // 2 // vec
 
 

@@ -1,9 +1,9 @@
-"""The shape of a decoder: `model/decoder` builds it, `model/accounting` counts it, `model/huggingface` writes it."""
+"""The shape of a decoder: `model/decoder` builds it, `model/estimates` counts it, `model/huggingface` writes it."""
 
 from dataclasses import dataclass
 
 from lm.errors import RequestError
-from lm.quantities import Count
+from lm.system.units import Count
 
 LARGEST = 2**31 - 1  # of a dimension
 MOST_LAYERS = 10_000

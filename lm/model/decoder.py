@@ -1,9 +1,12 @@
-"""The decoder: token ids in, logits or losses out. Here a batch leaves `module.training_step` and meets the weights.
+"""The decoder: token ids in, logits or losses out.
 
-Read `config`, `layers`, `attention`, then this. The losses go back to `module`, the gradients to `optim`.
+Sixth stop of a batch: it comes from `training/module.training_step`, and the losses are computed in
+`kernels/cross_entropy`. RMSNorm, MLP, SelfAttention, Block and Decoder stand here in this order.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -11,12 +14,205 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.errors import RequestError
-from lm.kernels.attention import Reach, chosen_kernels, documents_from, reach
+from lm.kernels.linear import Scaling, linear
 from lm.kernels.operations import PLAIN, Operations
-from lm.model.attention import SelfAttention
-from lm.model.cache import Continuation
+from lm.model.attention import Past, Reach, attend, chosen_kernels, documents_from, reach
 from lm.model.config import DecoderConfig
-from lm.model.layers import MLP, RMSNorm, Rotary, rotary_table
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+# The parts of a block that look at one token at a time: its matrices, the weights of RMSNorm, and the rotary angles.
+#
+# Their arithmetic is in `kernels/rms_norm`, `kernels/swiglu` and `kernels/qk_norm_rope`, because it is joined there
+# with what stands before and after. `model/decoder`, where tokens meet, is next; `model/decoder` joins all.
+
+
+class Linear(nn.Linear):
+    """A block's matrix, without a bias.
+
+    Attributes:
+        scaling: how its products are scaled in FP8; None: they are in the precision of the activations.
+    """
+
+    scaling: Scaling | None = None
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+
+class RMSNorm(nn.Module):
+    """The weight of a normalisation over the last dimension, and what is added to the mean square."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class MLP(nn.Module):
+    """The matrices of `down(silu(gate(x)) * up(x))` (Shazeer, 2020, arXiv:2002.05202), gate and up in one."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+
+class Rotary(NamedTuple):
+    """How far each token's queries and keys are turned."""
+
+    cos: Tensor  # (P, head_dim / 2) fp32, a row a position
+    sin: Tensor  # the same
+    positions: Tensor | None  # (B, T) int32, the rows that tokens take; None: token t takes row t
+
+
+def rotary_table(length: int, head_dim: int, theta: float, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding (Su et al., 2021, arXiv:2104.09864).
+
+    Pair `i` of a head turns by `position * theta ** (-2i / head_dim)`. Nothing of it is stored: the angles are
+    recomputed in fp32 for every batch, so no cast or meta device can spoil them, and that costs next to nothing.
+
+    Args:
+        length: positions, from 0.
+        head_dim: width of a head, even.
+        theta: base of the wavelengths.
+        device: where the tables are to be.
+
+    Returns:
+        Two tensors `(length, head_dim / 2)` in fp32.
+    """
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    angles = positions[:, None] * (1.0 / theta**exponent)  # (length, head_dim / 2)
+    return angles.cos(), angles.sin()
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+# Attention: the only place where tokens of a sequence see each other. `model/decoder` stacks it with the MLP.
+#
+# Which library's kernel does it is decided in `model/attention`; heads are laid out `(B, T, heads, head_dim)`.
+
+
+class SelfAttention(nn.Module):
+    """Causal attention with grouped key and value heads (Ainslie et al., 2023, arXiv:2305.13245)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.dropout = config.dropout
+        self.qkv_proj = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
+        self.eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def split(self, qkv: Tensor, rotary: Rotary, operations: Operations) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, ready to attend: normalised where asked for, and rotated.
+
+        Args:
+            qkv: `(B, T, (H + 2 KV) * head_dim)`, what `qkv_proj` gives.
+            rotary: of the tokens' positions.
+            operations: who does the arithmetic.
+
+        Returns:
+            `(B, T, H, head_dim)`, and twice `(B, T, KV, head_dim)`.
+        """
+        q_weight, k_weight = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        return operations.qk_norm_rope(qkv, q_weight, k_weight, *rotary, self.heads, self.kv_heads, self.eps)
+
+    def forward(self, qkv: Tensor, rotary: Rotary, reach: Reach, operations: Operations) -> Tensor:
+        """Mix tokens with those before them.
+
+        Args:
+            qkv, rotary, operations: as for `split`.
+            reach: who sees whom.
+
+        Returns:
+            `(B, T, C)`.
+        """
+        q, k, v = self.split(qkv, rotary, operations)
+        out = attend(q, k, v, reach, self.dropout if self.training else 0.0)  # (B, T, H, D)
+        return linear(out.flatten(2), self.o_proj.weight, self.o_proj.scaling)  # (B, T, H * D) -> (B, T, C)
+
+
+# ---- cache -----------------------------------------------------------------------------------------------------------
+# What is kept of the tokens that a decoder has read, so that writing one more token reads that one alone.
+#
+# `lm/inference/generation` makes a cache and hands a `Continuation` of it to `model/decoder` at every step; training
+# has none.
+
+
+class Continuation(NamedTuple):
+    """Tokens that go on from what was read before."""
+
+    rotary: Rotary  # of where they stand
+    reaches: list[Reach]  # what they see in each layer
+    last: Tensor  # (B,) which of a row's tokens is its last
+
+
+class Cache:
+    """Keys and values of every layer, for rows of unequal length.
+
+    The slot of a token is its position, so positions alone say who sees whom. Rows are filled up at their ends: what
+    fills a shorter one takes slots that its tokens do not see, and that those which follow overwrite.
+
+    Args:
+        config: of the decoder.
+        rows: B.
+        slots: S, the most tokens that a row is to hold, with what fills it up.
+        device: where the decoder is.
+        dtype: the precision of the computation.
+    """
+
+    def __init__(self, config: DecoderConfig, rows: int, slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.windows = config.windows
+        self.table = rotary_table(slots, config.head_dim, config.rope_theta, device)
+        shape = (len(self.windows), 2, rows, slots, config.num_key_value_heads, config.head_dim)
+        self.layers = torch.zeros(shape, dtype=dtype, device=device)  # keys, then values
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # (B,), tokens of each row
+        self.used = 0  # slots that may hold something, the same for all rows
+
+    def extend(self, length: int, counts: Tensor) -> Continuation:
+        """Where the next tokens stand and what they see. The decoder is then to be called with them, once.
+
+        Args:
+            length: T, with what fills up the shorter rows.
+            counts: `(B,)`, how many of them are a row's own, at least one.
+        """
+        self.used += length
+        return self.place(length, counts, self.used)
+
+    def place(self, length: int, counts: Tensor, slots: int) -> Continuation:
+        """The same for tokens that are counted in `used` already, with more slots in sight than are used.
+
+        What it computes has one shape however many tokens there were, so that it can be compiled or recorded.
+
+        Args:
+            length, counts: as for `extend`.
+            slots: S, at least `used`.
+        """
+        device = self.lengths.device
+        positions = self.lengths[:, None] + torch.arange(length, device=device)  # (B, T)
+        self.lengths += counts
+        behind = positions[:, :, None] - torch.arange(slots, device=device)  # (B, T, S), how far back a slot is
+        masks = {None: (behind >= 0)[:, None]}  # (B, 1, T, S)
+        for window in set(self.windows) - {None}:
+            masks[window] = masks[None] & (behind < window)[:, None]
+        reaches = [
+            Reach(window, None, masks[window], Past(keys, values, positions))
+            for window, (keys, values) in zip(self.windows, self.layers, strict=True)
+        ]
+        return Continuation(Rotary(*self.table, positions.int()), reaches, counts - 1)
+
+
+# ---- decoder ---------------------------------------------------------------------------------------------------------
+# The decoder: token ids in, logits or losses out. Here a batch leaves `module.training_step` and meets the weights.
+#
+# Read `config`, `layers`, `attention`, then this. The losses go back to `module`, the gradients to `optim`.
 
 IGNORED = -100  # the label of a position that has no loss, as in PyTorch
 
@@ -197,3 +393,19 @@ def initialize(model: Decoder) -> None:
             nn.init.normal_(weight, std=std / math.sqrt(2 * model.config.num_hidden_layers))
         else:
             nn.init.normal_(weight, std=std)
+
+
+# ---- mode ------------------------------------------------------------------------------------------------------------
+# Evaluation mode for a while, in the middle of a training.
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode while it lasts; then each part is as it was."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

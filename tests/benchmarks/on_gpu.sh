@@ -62,20 +62,20 @@ run() {
 }
 
 tests() {
-    run 580 tests "$python" -m pytest tests/test_gpu*.py tests/test_telemetry.py -m 'gpu and not slow' ${gpu:---co} -k 'not sanitizer' --durations 10
+    run 580 tests "$python" -m pytest tests -m 'gpu and not slow' ${gpu:---co} -k 'not sanitizer' --durations 10
 }
 
 trainings() {
-    run 580 trainings "$python" -m pytest tests/test_gpu*.py tests/test_telemetry.py -m 'gpu and slow' ${gpu:---co} --durations 10
+    run 580 trainings "$python" -m pytest tests -m 'gpu and slow' ${gpu:---co} --durations 10
 }
 
 sanitizer() {
-    run 580 sanitizer "$python" -m pytest tests/test_gpu*.py tests/test_telemetry.py -m gpu ${gpu:---co} -k sanitizer --durations 10
+    run 580 sanitizer "$python" -m pytest tests -m gpu ${gpu:---co} -k sanitizer --durations 10
 }
 
 kernels() {
     for dtype in bf16 fp16; do
-        run 280 "kernels-$dtype" "$python" -m lm bench kernels --dtype $dtype \
+        run 280 "kernels-$dtype" "$python" tests/benchmarks/bench_kernels.py --dtype $dtype \
             --output "$out/$stamp-kernels-$dtype-$device.json"
     done
 }

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.commands.step_modes import Mode
+from lm.cli.bench import Mode
 from lm.kernels.operations import choose
-from lm.micro_step import MicroStep
-from lm.model.compiled import compile_decoder
+from lm.model.compile import MicroStep, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_json

@@ -31,11 +31,11 @@ FORMULAS = {
 
 
 def main(arguments: list[str]) -> None:
-    from lm.arguments import spell_out
-    from lm.commands.bench_step import find_vocab_size
-    from lm.config_file import config_name, config_parser
+    from lm.cli.bench import find_vocab_size
+    from lm.cli.config import config_name, config_parser
     from lm.errors import RequestError
-    from lm.runs import write_atomically
+    from lm.system.arguments import spell_out
+    from lm.system.files import write_atomically
 
     parser = config_parser("peers.py")
     parser.description = "Time a training step of a config's decoder here and in other projects, in turns."
@@ -73,7 +73,7 @@ def everyone() -> list[str]:
 
 def compare(task: dict[str, Any], names: list[str], rounds: int) -> dict[str, Any]:
     """Let the contenders take turns, and report; one that breaks is out, and the others go on."""
-    from lm.run_facts import run_facts
+    from lm.system.process import run_facts
 
     contenders, unavailable = {}, {}
     for name in names:
@@ -177,10 +177,10 @@ def contend(task: dict[str, Any]) -> None:
     import torch
     from peer_models import Training, build
 
-    from lm.commands.step_loops import peak_memory, process_age, synchronize
-    from lm.hardware import device_name, keep_freed_memory, peak_flops
-    from lm.model.accounting import flops_per_token
+    from lm.cli.bench import peak_memory, process_age, synchronize
     from lm.model.config import DecoderConfig
+    from lm.model.estimates import flops_per_token
+    from lm.system.hardware import device_name, keep_freed_memory, peak_flops
 
     half = {"bf16-mixed": torch.bfloat16, "32-true": None}
     if task["precision"] not in half:
@@ -224,7 +224,7 @@ def show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from lm.quantities import format_count
+    from lm.system.units import format_count
 
     title = f"{found['config']}, {found['micro_batch_size']} x {found['seq_len']} tokens, {found['precision']}"
     table = Table(title=title)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from lm.kernels import launch, nvrtc
+from lm.kernels import runtime
 
 HEADER = Path(__file__).parent / "cuda_on_cpu.h"
 FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden")
@@ -61,13 +61,13 @@ def _compile(source: Path, defines: dict[str, object]) -> Path:
     text = source.read_text()
     whole = f'#include "{HEADER}"\n{constants}#define EMULATED\n#include "{source}"\n'
     whole += "".join(f"EMULATE({name})\n" for name in KERNEL.findall(text))
-    parts = (whole, text, (nvrtc.SOURCES / nvrtc.PRELUDE).read_text(), HEADER.read_text(), repr(FLAGS))
+    parts = (whole, text, (runtime.SOURCES / runtime.PRELUDE).read_text(), HEADER.read_text(), repr(FLAGS))
     path = CACHE / f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
     if not path.exists():
         CACHE.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "unit.cpp").write_text(whole)
-            command = ["g++", *FLAGS, f"-I{HEADER.parent}", f"-I{nvrtc.SOURCES}", "-w", "-o", f"{folder}/unit.so",
+            command = ["g++", *FLAGS, f"-I{HEADER.parent}", f"-I{runtime.SOURCES}", "-w", "-o", f"{folder}/unit.so",
                        f"{folder}/unit.cpp"]  # fmt: skip
             subprocess.run(command, check=True)
             finished = tempfile.NamedTemporaryFile(dir=CACHE, delete=False).name
@@ -83,8 +83,8 @@ def emulated(request, monkeypatch):
         pytest.skip("no g++ to compile the emulation with")
 
     def program(name, device, **defines):
-        return Program(nvrtc.SOURCES / f"{name}.cu", defines, request.param)
+        return Program(runtime.SOURCES / f"{name}.cu", defines, request.param)
 
-    monkeypatch.setattr(launch, "program", program)
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(runtime, "program", program)
+    monkeypatch.setattr(runtime, "multiprocessors", lambda device: 3)
     return request.param

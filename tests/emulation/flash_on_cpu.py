@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.kernels import attention
-from lm.kernels.attention import way_for
+from lm.model import attention
+from lm.model.attention import way_for
 
 
 def _weights(q: Tensor, k: Tensor, starts: Tensor, scale: float, left: int) -> Tensor:

@@ -78,13 +78,13 @@ class EndlessSamples(Callback):
         self.step = step
 
     def setup(self, trainer, pl_module, stage):
-        from lm.callbacks import samples
+        from lm.training.callbacks import evaluation
 
-        generate = samples.generate
+        generate = evaluation.generate
 
         def endless(*args, **kwargs):
             while trainer.global_step == self.step:
                 time.sleep(1.0)
             return generate(*args, **kwargs)
 
-        samples.generate = endless
+        evaluation.generate = endless

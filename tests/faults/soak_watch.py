@@ -5,7 +5,7 @@ import os
 import signal
 from pathlib import Path
 
-from lm.runs import Run
+from lm.runs.run import Run
 
 
 def read_trace(place: Path) -> list[dict]:

@@ -5,7 +5,7 @@ import signal
 import pytest
 from trainings import lm, losses, write_config
 
-from lm.runs import Run
+from lm.runs.run import Run
 
 FIT = ("fit", "--config", "small.yaml", "--ckpt_path", "auto")
 MANY = {"trainer.max_steps": 10**6, "trainer.val_interval": 10**6, "trainer.checkpoint_interval": 10**6}

@@ -7,9 +7,9 @@ import shutil
 import pytest
 from trainings import expected, lm, losses, write_config
 
-from lm.cli import main
-from lm.resume import FIXED
-from lm.runs import Run
+from lm.cli.main import main
+from lm.runs.resume import FIXED
+from lm.runs.run import Run
 
 pytestmark = pytest.mark.fault(14)
 

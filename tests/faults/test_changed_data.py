@@ -6,7 +6,7 @@ import shutil
 import pytest
 from trainings import expected, lm, losses, write_config
 
-from lm.runs import Run
+from lm.runs.run import Run
 
 
 def rows_by_step(folder, *names):

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 from trainings import expected, lm, losses, start, write_config
 
-from lm import steady_clock
-from lm.commands.watch import Watch
-from lm.runs import Run
+from lm.runs.history import Watch
+from lm.runs.run import Run
+from lm.system import process as steady_clock
 
 DAY = 86_400.0
 FIT = ("fit", "--config", "small.yaml", "--ckpt_path", "auto")

@@ -6,10 +6,10 @@ import shutil
 import pytest
 from trainings import expected, lm, losses, trace, write_config
 
-from lm.cli import main
+from lm.cli.main import main
 from lm.errors import RequestError
-from lm.resume import find_checkpoint
-from lm.runs import Run
+from lm.runs.resume import find_checkpoint
+from lm.runs.run import Run
 
 pytestmark = pytest.mark.fault(5)
 

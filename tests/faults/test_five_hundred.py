@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trainings import start, write_config
 
-from lm.runs import Run
+from lm.runs.run import Run
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from mounts import Mounts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainings import expected, losses, write_config
 
-from lm.run_files import Attempts, append_line, read_lines, write_atomically
-from lm.runs import Run
+from lm.runs.run import Run
+from lm.system.files import Attempts, append_line, read_lines, write_atomically
 
 pytestmark = pytest.mark.fault(3)
 
@@ -61,7 +61,7 @@ def test_a_line_is_added_whole_or_not_at_all(full):
     """Lines of a kilobyte until the disk is full, and a file that cannot be replaced: nothing half is left."""
     code = """if True:
         from pathlib import Path
-        from lm.run_files import append_line, read_lines, write_atomically
+        from lm.system.files import append_line, read_lines, write_atomically
         path, other = Path("disk/lines"), Path("disk/other")
         write_atomically(other, "before")
         for number in range(1000):

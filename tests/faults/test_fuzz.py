@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from mutations import NUMBERS, TEXTS, VALUES, bounds, changed, damaged, examples
 from trainings import CONFIG
 
-from lm import lightning_cli
-from lm.checkpoint import find_damage, read_folder
-from lm.cli import main
-from lm.commands.plan import examine, plan_parser
+from lm.cli import config as config_module
+from lm.cli.main import main
+from lm.cli.plan import examine, plan_parser
 from lm.data.shards import Shards
 from lm.errors import LmError
 from lm.evaluation.tasks import read_tasks
-from lm.pretrained import load_pretrained
-from lm.spending import Sidecar
+from lm.inference.pretrained import load_pretrained
+from lm.runs.checkpoint import find_damage, read_folder
+from lm.training.callbacks.budget import Sidecar
 
 pytestmark = pytest.mark.fault(25)
 LONGEST = 1000  # characters of a message
@@ -53,7 +53,7 @@ def command(*arguments: str) -> bool:
         return told(lambda: main([*arguments, "--debug"]))
 
 
-class Parsed(lightning_cli.TrainingCLI):
+class Parsed(config_module.TrainingCLI):
     """`lm fit` up to the moment at which it would begin to train."""
 
     def _run_subcommand(self, subcommand):
@@ -65,11 +65,11 @@ def place(uninterrupted, tmp_path_factory):
     """A copy of the trained folder, and the working directory."""
     folder = tmp_path_factory.mktemp("fuzz") / "work"
     shutil.copytree(uninterrupted, folder, symlinks=True)
-    before, root = os.getcwd(), lightning_cli.TrainingCLI
+    before, root = os.getcwd(), config_module.TrainingCLI
     os.chdir(folder)
-    lightning_cli.TrainingCLI = Parsed
+    config_module.TrainingCLI = Parsed
     yield folder
-    lightning_cli.TrainingCLI = root
+    config_module.TrainingCLI = root
     os.chdir(before)
 
 

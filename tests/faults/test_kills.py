@@ -8,7 +8,7 @@ import time
 import pytest
 from trainings import expected, lm, losses, start, trace, write_config
 
-from lm.runs import Run
+from lm.runs.run import Run
 
 SEEDS = range(int(os.environ.get("LM_FAULT_SEEDS", 2)))
 

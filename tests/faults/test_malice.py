@@ -15,9 +15,9 @@ import torch
 import yaml
 from trainings import lm, write_config
 
-from lm.checkpoint import digest
-from lm.cli import main
-from lm.sealed import seal, unseal
+from lm.cli.main import main
+from lm.runs.checkpoint import digest
+from lm.system.files import seal, unseal
 
 pytestmark = pytest.mark.fault(21)
 CANARY = "canary"

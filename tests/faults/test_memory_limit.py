@@ -7,8 +7,8 @@ import pytest
 import torch
 from trainings import lm, losses, write_config
 
-from lm.checkpoint import find_damage
-from lm.runs import Run
+from lm.runs.checkpoint import find_damage
+from lm.runs.run import Run
 
 pytestmark = [
     pytest.mark.fault(16),

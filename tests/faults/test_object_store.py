@@ -9,7 +9,7 @@ from trainings import lm, losses, make_workplace, start, trace, write_config
 
 from lm.data.shards import Shards
 from lm.errors import RequestError
-from lm.runs import Run
+from lm.runs.run import Run
 
 pytestmark = pytest.mark.fault(22)
 

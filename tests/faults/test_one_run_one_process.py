@@ -11,11 +11,10 @@ import time
 import pytest
 from trainings import expected, lm, losses, start, write_config
 
-from lm import run_lock
-from lm.callbacks.run_folder import RunFolder
 from lm.errors import RequestError
-from lm.run_lock import FILE, Holder, LocksMissing, look
-from lm.runs import Run
+from lm.runs import run as run_lock
+from lm.runs.run import FILE, Holder, LocksMissing, Run, look
+from lm.training.callbacks.run_folder import RunFolder
 
 SLOW = [{"class_path": "recorder.Recorder"}, {"class_path": "waiting.WaitAt", "init_args": {"micro_batch": 10}}]
 FIT = ("fit", "--config", "small.yaml", "--ckpt_path", "auto")
@@ -115,7 +114,7 @@ def test_without_a_checkpoint_to_go_on_from_the_same_name_is_another_run_and_aut
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from lm.run_lock import hold
+from lm.runs.run import hold
 print(hold(Path(sys.argv[1])), flush=True)
 if sys.argv[2:] == ["fork"] and os.fork() == 0:
     time.sleep(60)

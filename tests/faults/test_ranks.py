@@ -8,7 +8,7 @@ import time
 import pytest
 from trainings import lm, processes_of, start, write_config
 
-from lm.runs import Run
+from lm.runs.run import Run
 
 pytestmark = pytest.mark.fault(18)
 TWO = {

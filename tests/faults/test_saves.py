@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from trainings import expected, lm, losses, trace, write_config
 
-from lm.checkpoint import find_damage
-from lm.runs import Run
+from lm.runs.checkpoint import find_damage
+from lm.runs.run import Run
 
 ELSEWHERE = Path("/dev/shm")  # a file system of its own
 

@@ -8,7 +8,7 @@ import pytest
 from shard_breaker import break_shard
 from trainings import lm, losses, trace, write_config
 
-from lm.runs import Run
+from lm.runs.run import Run
 
 # Fifty shards of five samples each, and a buffer that holds six of them: shards are read all along.
 MANY = {

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from trainings import PLACES, expected, lm, losses, make_workplace, start, trace, write_config
 
-from lm.runs import Run
+from lm.runs.run import Run
 
 RECORDER = {"class_path": "recorder.Recorder"}
 

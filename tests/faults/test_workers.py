@@ -9,7 +9,7 @@ import time
 import pytest
 from trainings import PLACES, expected, lm, losses, processes_of, trace, write_config
 
-from lm.runs import Run
+from lm.runs.run import Run
 
 WORKERS = {"data.num_workers": 2, "data.timeout": 3.0}
 

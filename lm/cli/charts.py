@@ -1,0 +1,208 @@
+"""Curves in the terminal: braille dots for lines, a marker for each curve, so that they read without colour too.
+
+`lm runs compare` and `lm monitor` draw with it. Nothing here knows of runs or of a terminal's size.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lm.runs.history import Series
+from lm.system.units import MULTIPLIERS
+
+COLORS = (36, 33, 35, 32, 31, 34)  # ANSI: cyan, yellow, magenta, green, red, blue
+MARKERS = "ox+*#@%&"
+# The dots of a braille cell, 4 rows of 2: each has a bit of the code point after U+2800.
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+MARKER_EVERY = 12  # cells between two markers of a curve
+
+
+def chart(
+    series: Sequence[Series],
+    width: int,
+    height: int,
+    color: bool = False,
+    x_label: str = "",
+    title: str = "",
+    y_range: tuple[float, float] | None = None,
+) -> str:
+    """Curves over one pair of axes with numbers, and a legend where there are several.
+
+    Args:
+        series: the curves; a later one is drawn over an earlier one.
+        width, height: of the text, in characters; every line is exactly as long, however small.
+        color: write ANSI colours, one a curve; otherwise plain text.
+        x_label: stands at the right end below the axis.
+        title: stands before the legend in the first line.
+        y_range: smallest and largest value of the y axis, instead of those of the curves. What lies outside is drawn
+            on the edge.
+
+    Returns:
+        `height` lines of `width` visible characters each, without a newline at the end.
+    """
+    grid = Grid(width, height)
+    points = [[(x, y) for x, y in zip(one.x, one.y, strict=True) if math.isfinite(x)] for one in series]
+    seen_x = [x for curve in points for x, y in curve if math.isfinite(y)]
+    seen_y = [y for curve in points for _, y in curve if math.isfinite(y)]
+    top = int(bool(title) or len(series) > 1)  # the line of title and legend
+    _legend(grid, series, title)
+    if not seen_x:
+        grid.put(max(0, (width - 11) // 2), height // 2, "no data yet")
+        return grid.render(color)
+    x_axis = _Axis(*_spread(min(seen_x), max(seen_x)))
+    y_axis = _Axis(*_spread(*(y_range or (min(seen_y), max(seen_y)))))
+    rows = max(1, height - top - 2)
+    y_ticks = y_axis.ticks(max(2, rows // 2))
+    left = max((len(text) for _, text in y_ticks), default=0) + 1  # columns before the plot, the axis among them
+    columns = max(1, width - left)
+    for row in range(rows):
+        grid.put(left - 1, top + row, "│")
+    for value, text in y_ticks:
+        row = top + y_axis.dot(value, rows, up=True)
+        grid.put(left - 1 - len(text), row, text + "┤")
+    grid.put(left - 1, top + rows, "└" + "─" * columns)
+    _x_ticks(grid, x_axis, left, columns, top + rows, x_label)
+    for index, curve in enumerate(points):
+        dots = [
+            (x_axis.dot(x, columns * 2), y_axis.dot(y, rows * 4, up=True)) if math.isfinite(y) else None
+            for x, y in curve
+        ]
+        marker = MARKERS[index % len(MARKERS)] if len(series) > 1 else None
+        first = MARKER_EVERY * index // len(series)  # so that markers of curves that run together stand side by side
+        _draw(grid, dots, left, top, COLORS[index % len(COLORS)], marker, first)
+    return grid.render(color)
+
+
+class Grid:
+    """Characters with colours; what is put outside of it is cut off."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self.width, self.height = width, height
+        self.cells = [[(" ", 0)] * width for _ in range(height)]  # (character, ANSI colour or 0)
+
+    def put(self, column: int, row: int, text: str, color: int = 0) -> None:
+        """Write a text from a cell on to the right."""
+        if 0 <= row < self.height:
+            for offset, character in enumerate(text):
+                if 0 <= column + offset < self.width:
+                    self.cells[row][column + offset] = (character, color)
+
+    def render(self, color: bool) -> str:
+        """The lines as text."""
+        lines = []
+        for row in self.cells:
+            parts, current = [], 0
+            for character, wanted in row:
+                if color and wanted != current:
+                    parts.append(f"\x1b[{wanted}m")  # 0 resets
+                    current = wanted
+                parts.append(character)
+            lines.append("".join(parts) + ("\x1b[0m" if current else ""))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Axis:
+    low: float
+    high: float
+
+    def dot(self, value: float, count: int, up: bool = False) -> int:
+        """Which of `count` dots a value falls on, from 0; `up` counts from the high end, as rows do."""
+        share = (value - self.low) / (self.high - self.low)
+        share = min(1.0, max(0.0, 1 - share if up else share))
+        return min(count - 1, int(share * count))
+
+    def ticks(self, most: int) -> list[tuple[float, str]]:
+        """At most so many round values on the axis, with their labels."""
+        rough = (self.high - self.low) / most
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        values = [index * step for index in range(first, last + 1)]
+        return list(zip(values, _labels(values, step), strict=True))
+
+
+def _labels(values: list[float], step: float) -> list[str]:
+    """Numbers of one axis: the same unit and as many decimals for all of them, as few as tell them apart."""
+    largest = max(map(abs, values), default=0.0)
+    if largest < 1e-4 or largest >= 1e15:
+        return [f"{value:.3g}" for value in values]
+    unit, size = next((unit, size) for unit, size in (
+        ("T", MULTIPLIERS["T"]), ("B", MULTIPLIERS["B"]), ("M", MULTIPLIERS["M"]), ("K", MULTIPLIERS["K"]), ("", 0)
+    ) if largest >= size)  # fmt: skip
+    size = size or 1
+    decimals = next((n for n in range(7) if abs(round(step / size, n) - step / size) < 1e-6 * step / size), 6)
+    return [f"{value / size:.{decimals}f}{unit if value else ''}" for value in values]
+
+
+def _spread(low: float, high: float) -> tuple[float, float]:
+    """Ends of an axis that are apart."""
+    if high > low:
+        return low, high
+    margin = abs(low) * 0.05 or 0.5
+    return low - margin, high + margin
+
+
+def _legend(grid: Grid, series: Sequence[Series], title: str) -> None:
+    grid.put(0, 0, title)
+    column = len(title) + 3 if title else 0
+    for index, one in enumerate(series if len(series) > 1 else ()):
+        color, room = COLORS[index % len(COLORS)], grid.width - column
+        text = f"{MARKERS[index % len(MARKERS)]} {one.name}"
+        grid.put(column, 0, text if len(text) <= room else text[: max(0, room - 1)] + "…", color)
+        column += len(text) + 3
+
+
+def _x_ticks(grid: Grid, axis: _Axis, left: int, columns: int, row: int, label: str) -> None:
+    end = grid.width - len(label) - 2 if label else grid.width  # where the label begins
+    grid.put(grid.width - len(label), row + 1, label)
+    free = 0  # the first column that no number stands in
+    for value, text in axis.ticks(max(2, columns // 10)):
+        column = left + axis.dot(value, columns)
+        start = min(max(0, column - len(text) // 2), grid.width - len(text))
+        if start >= free and start + len(text) <= end:
+            grid.put(column, row, "┬")
+            grid.put(start, row + 1, text)
+            free = start + len(text) + 1
+
+
+def _draw(
+    grid: Grid, dots: list[tuple[int, int] | None], left: int, top: int, color: int, marker: str | None, first: int
+) -> None:
+    """One curve as a line through its dots, over what is drawn already; then its markers."""
+    strokes = _strokes(dots)
+    cells: dict[tuple[int, int], int] = {}  # (column, row) -> bits of braille
+    middle: dict[int, int] = {}  # column -> a row that the curve passes
+    for x, (low, high) in strokes.items():
+        middle[x // 2] = (low + high) // 2 // 4
+        for y in range(low, high + 1):
+            cells[x // 2, y // 4] = cells.get((x // 2, y // 4), 0) | DOTS[y % 4][x % 2]
+    for (column, row), bits in cells.items():
+        grid.put(left + column, top + row, chr(0x2800 + bits), color)
+    if len(cells) == 1:  # one dot is easily missed
+        marker = marker or MARKERS[0]
+    if marker and middle:
+        for column in [column for column in middle if column % MARKER_EVERY == first] or [min(middle)]:
+            grid.put(left + column, top + middle[column], marker, color)
+
+
+def _strokes(dots: list[tuple[int, int] | None]) -> dict[int, tuple[int, int]]:
+    """The line through dots as a vertical stroke in each column, lowest and highest dot; None is a gap."""
+    strokes: dict[int, tuple[int, int]] = {}
+
+    def cover(x: int, *rows: int) -> None:
+        low, high = strokes.get(x, (rows[0], rows[0]))
+        strokes[x] = (min(low, *rows), max(high, *rows))
+
+    for before, dot in zip([None, *dots], dots, strict=False):
+        if dot is None:
+            continue
+        if before is None or before[0] >= dot[0]:
+            cover(dot[0], dot[1], dot[1] if before is None else before[1])
+            continue
+        slope, at = (dot[1] - before[1]) / (dot[0] - before[0]), before[1]
+        for x in range(before[0] + 1, dot[0] + 1):
+            here = round(before[1] + slope * (x - before[0]))
+            cover(x, at, here)
+            at = here
+    return strokes

@@ -1,0 +1,325 @@
+"""The one YAML: how a config is found and parsed; and the commands that run it: `fit`, `validate`, `test`, `predict`."""
+
+import logging
+import sys
+import warnings
+from dataclasses import is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from jsonargparse import SUPPRESS, ActionConfigFile, Namespace
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lm.data.datamodule import DataModule
+from lm.errors import RequestError
+from lm.runs.registry import record
+from lm.runs.resume import compare, find_checkpoint, settle
+from lm.runs.run import ROOT, Run
+from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
+from lm.system.files import parse_yaml
+from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
+from lm.training.callbacks.run_folder import Registration, RunFolder
+from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
+from lm.training.module import LanguageModule
+from lm.training.trainer import Trainer
+
+
+# ---- config file -----------------------------------------------------------------------------------------------------
+# The one YAML: how it is found, and a parser of it for commands that look at a training without running one.
+
+CLASSES = {"trainer": Trainer, "model": LanguageModule, "data": DataModule}
+# What a config has beside them.
+BESIDE = {"guards": GuardsConfig, "samples": SamplesConfig, "evaluation": EvaluationConfig}
+CONFIGS = (Path("configs"), Path(__file__).parent.parent.parent / "configs")
+
+
+class TrainingErrors(OneLineErrors):
+    """One-line errors that know what Lightning users may expect to find."""
+
+    elsewhere = {
+        "trainer.accumulate_grad_batches": "it follows from data.global_batch_tokens and data.micro_batch_size",
+        "trainer.val_check_interval": "give trainer.val_interval, in optimizer steps",
+        "trainer.limit_val_batches": "give data.val_tokens",
+        "trainer.max_epochs": "give trainer.max_steps or trainer.max_tokens",
+        "trainer.log_every_n_steps": "give trainer.log_interval",
+        "trainer.logger": "TensorBoard and metrics.jsonl are always written to the run folder",
+        "data.batch_size": "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step",
+    }
+
+
+class ConfigFile(ActionConfigFile):
+    """`--config`, looked up in `configs/` too."""
+
+    @staticmethod
+    def apply_config(parser: Any, cfg: Any, dest: str, value: Any) -> None:
+        path = find_config(value)
+        refuse_what_is_no_config(Path(path))
+        ActionConfigFile.apply_config(parser, cfg, dest, path)
+
+
+class ConfigParser(TrainingErrors, Parser):
+    """Reads a training's config, for a command that is not `fit`. `config_parser` makes one."""
+
+    def read(self, arguments: list[str]) -> Namespace:
+        """The config that a command line gives, its dataclasses built.
+
+        Raises:
+            RequestError: no config is named, or it does not fit.
+        """
+        config = self.parse_args(arguments)
+        if not config.config:
+            raise RequestError("give a training's config with --config, such as --config tiny.yaml")
+        refuse_nulls(config)
+        link_seq_len(config)
+        return self.instantiate_classes(config)
+
+
+def config_parser(prog: str) -> ConfigParser:
+    """A parser of a training's config and of overrides of it; a command adds its own options.
+
+    What stands under `trainer`, `model` and `data` comes back as keyword arguments of the three classes: nothing that
+    is large, or that opens a file, has been built by then.
+
+    Args:
+        prog: the command as it is typed.
+    """
+    parser = ConfigParser(prog=prog, allow_abbrev=False)
+    parser.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; looked up in configs/ too.")
+    parser.add_argument("--seed_everything", type=int, default=1337, help="Seed of the weights and of the order.")
+    for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
+        parser.add_argument(f"--{name}", type=str | None, default=None, help=SUPPRESS)
+    for name, kind in CLASSES.items():
+        parser.add_class_arguments(kind, name, instantiate=False)
+    for name, kind in BESIDE.items():
+        parser.add_class_arguments(kind, name)
+    return parser
+
+
+def find_config(name: str) -> str:
+    """A config as typed, else under `configs/`.
+
+    Raises:
+        RequestError: it is in neither.
+    """
+    for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
+        if path.is_file():
+            return str(path)
+    have = ", ".join(sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})) or "none"
+    raise RequestError(f"no config {name!r} here or in configs/; configs/ has: {have}")
+
+
+def refuse_what_is_no_config(path: Path) -> None:
+    """Refuse what no parser should be given, before one is.
+
+    Raises:
+        RequestError: a file that is damaged, or that has something else where a group of options belongs.
+    """
+    try:
+        document = parse_yaml(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"config {path} cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise RequestError(f"config {path} is no list of options such as `trainer:`, but {shown(document)}")
+    for name in (*CLASSES, *BESIDE):
+        group = document.get(name, {})
+        if not isinstance(group, dict):
+            raise RequestError(f"config {path}: {name} is a group of options and not {shown(group)}")
+
+
+def refuse_nulls(config: Namespace) -> None:
+    """The parser takes a null for anything, and leaves a list where a group of options belongs.
+
+    Raises:
+        RequestError: one stands where it means nothing; names the key.
+    """
+    for name, kind in (CLASSES | BESIDE).items():
+        _refuse_nulls(kind, config[name], name)
+
+
+def _refuse_nulls(kind: type, group: Any, place: str) -> None:
+    if not isinstance(group, Namespace | dict | kind):
+        raise RequestError(f"{place} is a group of options and not {shown(group)}")
+    values = group if isinstance(group, dict) else vars(group)
+    for name, hint in get_type_hints(kind.__init__).items():
+        hints = get_args(hint) or (hint,)
+        inner = next((each for each in hints if is_dataclass(each)), None)
+        value = values.get(name, ...)
+        if value is None and NoneType not in hints:
+            raise RequestError(f"{place}.{name} is null, which means nothing there: leave it out for its default")
+        if inner is not None and value not in (None, ...):
+            _refuse_nulls(inner, value, f"{place}.{name}")
+
+
+def link_seq_len(config: Namespace) -> None:
+    """The context is the model's unless the data asks for less.
+
+    Raises:
+        RequestError: the data asks for more.
+    """
+    most = config.model.decoder.max_position_embeddings
+    if config.data.seq_len is None:
+        config.data.seq_len = most
+    if config.data.seq_len > most:
+        raise RequestError(
+            f"data.seq_len {config.data.seq_len} is longer than model.decoder.max_position_embeddings {most}"
+        )
+
+
+def config_name(config: Namespace) -> str:
+    """The name of the config's file, and so of its runs; the first one's, where others amend it."""
+    files = config.get("config") or []
+    return Path(str(files[0])).stem if files else "run"
+
+
+# ---- lightning cli ---------------------------------------------------------------------------------------------------
+# `fit`, `validate`, `test`, `predict`: LightningCLI with fixed classes, runs found by name, and one-line errors.
+
+log = logging.getLogger(__name__)
+FLAGS = ("force",)
+LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input", "samples.prompts",
+         "evaluation.tasks")  # fmt: skip
+
+
+class TrainingParser(TrainingErrors, LightningArgumentParser):
+    """LightningCLI's parser with errors of one line."""
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI whose classes are fixed, so that a config needs no `class_path`."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        super().__init__(
+            LanguageModule,
+            DataModule,
+            trainer_class=Trainer,
+            parser_class=TrainingParser,
+            save_config_callback=None,  # RunFolder keeps the config, and only a fit's
+            seed_everything_default=1337,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=arguments,
+        )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = self.parser_class(**kwargs, allow_abbrev=False, prog="lm")
+        parser.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; looked up in configs/ too.")
+        return parser
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--run", type=str | None, default=None, help="Name of the run; the config's if not given.")
+        parser.add_argument("--force", type=bool, default=False, help="Go on though it is another run by now.")
+        for name, kind in BESIDE.items():
+            parser.add_class_arguments(kind, name)
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: a checkpoint here is a folder and never overrides the command line."""
+
+    # ---- between parsing and building ---------------------------------------------------------------------------
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        refuse_nulls(config)
+        root = config.trainer.default_root_dir
+        link_seq_len(config)
+        name = config.run or config_name(config)
+        self.checkpoint, self.resumed_run = find_checkpoint(
+            config.ckpt_path, name, root, named=config.run is not None, command=self.subcommand
+        )
+        if self.subcommand != "fit":
+            log.info("run %s, checkpoint %s", self.resumed_run.name if self.resumed_run else "none", self.checkpoint)
+            config.trainer.devices, config.trainer.num_nodes = (
+                (1, 1) if self.subcommand == "predict" else (config.trainer.devices, config.trainer.num_nodes)
+            )
+        config.run = self.resumed_run.name if self.resumed_run and self.subcommand == "fit" else name
+        self.config_text = self._resolved_config(config)
+        self.stays_stopped = False
+        if self.subcommand == "fit" and self.resumed_run and self.checkpoint:
+            changed = compare(self.resumed_run, yaml.safe_load(self.config_text), force=config.force)
+            early = self.resumed_run.read("run.json").get("reason") == "early stopping"
+            self.stays_stopped = early and not any(key.startswith("trainer.early_stopping") for key in changed)
+
+    def _resolved_config(self, config: Namespace) -> str:
+        kept = config.clone()
+        for name in ("config", "ckpt_path", "force"):
+            kept.pop(name, None)
+        return self._parser(self.subcommand).dump(kept, skip_none=False, skip_check=True)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
+        config = self.config[self.subcommand]
+        auto = config.ckpt_path == "auto"
+        run_folder = RunFolder(self.resumed_run, config.run, self.config_text, config.force, auto=auto)
+        beside = {name: self._get(self.config_init, name) for name in BESIDE}
+        callbacks = standard_callbacks(trainer_config, run_folder, **beside)
+        try:
+            return self._instantiate_trainer(trainer_config, [*callbacks, Registration()])
+        except (MisconfigurationException, ValueError, TypeError) as error:
+            raise RequestError(f"trainer: {' '.join(str(error).split())}") from error
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if self.stays_stopped:
+            log.info("the run has finished: it was stopped early; change trainer.early_stopping to go on")
+            return
+        super()._run_subcommand(subcommand)
+
+    def after_fit(self) -> None:
+        """A run that was killed between its last checkpoint and the note that it has finished gets the note now."""
+        run, trained = self.resumed_run, self.trainer.run is not None
+        if run is None or trained or not self.trainer.is_global_zero or run.status() == "running":
+            return
+        settle(run, self.checkpoint)
+        if run.status() not in ("finished", "stopped"):
+            run.describe(status="finished", reason="all steps done", step=self.trainer.steps.max_steps)
+            record(run)
+
+    def after_validate(self) -> None:
+        self._print_metrics()
+
+    def after_test(self) -> None:
+        self._print_metrics()
+
+    def _print_metrics(self) -> None:
+        if self.trainer.is_global_zero:
+            for name, value in self.trainer.callback_metrics.items():
+                print(f"{name} {value.item():.4f}")
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        self.datamodule.seed = self.config[subcommand].seed_everything
+        self.trainer.checkpoint_io.load_optimizer = subcommand == "fit"
+        if subcommand != "fit":
+            self.trainer.run = self.resumed_run
+        path = str(self.checkpoint) if self.checkpoint else None
+        return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": path}
+
+
+def _chosen_run(arguments: list[str]) -> Run:
+    """The run whose config a command without `--config` takes: `--run`, the one a checkpoint is in, or the newest."""
+    options = dict(pairwise([*arguments, ""]))
+    options |= dict(a.split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
+    root = options.get("--trainer.default_root_dir", str(ROOT))
+    if "--run" in options:
+        return Run.named(options["--run"], root)
+    path = Path(options.get("--ckpt_path", "")).resolve().parent
+    if options.get("--ckpt_path") not in (None, "best", "last", "auto") and (path / "run.json").exists():
+        return Run(path)
+    run = Run.newest(root)
+    if run is None:
+        raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or give --config")
+    return run
+
+
+def main(arguments: list[str]) -> None:
+    """Run `lm fit|validate|test|predict ...`."""
+    warnings.filterwarnings("ignore", module="lightning")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    command, rest = arguments[0], arguments[1:]
+    if command != "fit" and not any(a in ("-c", "--config", "-h", "--help") or a.startswith("--config=") for a in rest):
+        run = _chosen_run(rest)
+        rest = ["--config", str(run.config), "--run", run.name, *rest]
+    sys.argv = [sys.argv[0], *arguments]
+    TrainingCLI([command, *spell_out(rest, FLAGS, LISTS)])

@@ -1,0 +1,263 @@
+"""`lm export`: a model for others, a Hugging Face folder with a model card, which another process has reloaded.
+
+The folder is complete or absent: it is made beside its place and renamed at the end.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import lightning.pytorch as lightning
+import torch
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lm.errors import RequestError, RunError
+from lm.inference.export import Card, reload, write_card
+from lm.inference.pretrained import INDEX, Pretrained, load_pretrained, read_weights
+from lm.model.config import DecoderConfig
+from lm.model.huggingface import to_huggingface
+from lm.runs.checkpoint import sync, write_folder
+from lm.runs.resume import chosen_model
+from lm.runs.run import ROOT
+from lm.system.files import sweep
+from lm.training.checkpointing import model_files
+from lm.training.step_stats import Tally
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+log = logging.getLogger(__name__)
+
+SHARD_BYTES = 5 * 10**9  # the most in one file of weights
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def export(
+    run: str | None = None,
+    ckpt_path: str | None = None,
+    output: str = "",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    name: str | None = None,
+    license: str = "unknown",
+    language: list[str] | None = None,
+    root: str = str(ROOT),
+) -> None:
+    """Write a model to a folder for others: weights, tokenizer and a model card, as Hugging Face's libraries read them.
+
+    Args:
+        run: Name of the run; the newest if not given.
+        ckpt_path: `best`, `last` or a folder with a model; the best if not given.
+        output: The folder to make, which must be empty or not there.
+        dtype: Number format of the weights; as they are stored if not given.
+        name: What the model card calls the model; the folder's name if not given.
+        license: Its licence, by its SPDX identifier, such as Apache-2.0.
+        language: Languages of its texts, by their ISO 639 codes, such as en.
+        root: Folder of the runs.
+    """
+    if not output:
+        raise RequestError("give the folder to make with --output")
+    target = Path(output).resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RequestError(f"--output {output} is there already and not an empty folder; choose another")
+    for code in language or []:
+        if not re.fullmatch(r"[a-z]{2,3}", code):
+            raise RequestError(f"--language {code}: give ISO 639 codes, such as en")
+    source = chosen_model(run, ckpt_path, root)
+    model = load_pretrained(source, device="cpu", dtype=dtype and getattr(torch, dtype))
+    model.decoder.to(model.dtype)
+    card = Card(name or target.name, license, tuple(language or []))
+    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    sweep(target)
+    try:
+        temporary.mkdir(parents=True)
+        write(model, card, temporary)
+        found = reload(temporary, model, str(model.dtype).removeprefix("torch."))
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
+        os.rename(temporary, target)
+        sync(target.parent)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"could not write {target}: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    log.info(
+        "a new process loaded it with %s: logits in fp32 differ by %.1e of the largest, %d greedy tokens are the same",
+        found.loader, found.difference, found.tokens,
+    )  # fmt: skip
+    if license == "unknown":
+        log.info("the model card says that the licence is unknown: choose one with --license before you publish it")
+    print(output)
+
+
+def write(model: Pretrained, card: Card, folder: Path) -> None:
+    """Fill a folder with everything, and compare the weights with those they were made of, bit by bit.
+
+    Args:
+        model: in the number format to write.
+        card: what a person says of it.
+        folder: empty.
+
+    Raises:
+        RequestError: a weight has no finite value in this number format.
+        RunError: what was read back is not what the source holds.
+    """
+    dtype = str(model.dtype).removeprefix("torch.")
+    weights = to_huggingface(model.decoder.state_dict(), model.config)
+    for weight_name, weight in weights.items():
+        if not torch.isfinite(weight).all():
+            raise RequestError(f"{weight_name} has values that are no finite {dtype}; choose another --dtype or model")
+    files = model_files(model.config, model.tokenizer, dtype)
+    about = json.loads(model.tokenizer.files(model.config.max_position_embeddings)["tokenizer_config.json"])
+    special = {name: token for name, token in about.items() if name in SPECIAL}
+    for file, document in {"tokenizer_config.json": about, "special_tokens_map.json": special}.items():
+        files[file] = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    files["README.md"] = write_card(model, card)
+    for file, text in files.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    write_weights(weights, folder)
+    for path in folder.iterdir():  # safetensors makes files that only their owner may read
+        path.chmod((folder / "README.md").stat().st_mode)
+    verify(folder, model.path, model.dtype)
+
+
+def write_weights(weights: dict[str, Tensor], folder: Path, most: int = SHARD_BYTES) -> None:
+    """Weights as `model.safetensors`; as several files and their index where they are larger than `most` bytes."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = most
+    for name, weight in weights.items():
+        if shards[-1] and weight.nbytes > room:
+            shards.append({})
+            room = most
+        shards[-1][name] = weight.contiguous()
+        room -= weight.nbytes
+    count = len(shards)
+    names = ["model.safetensors"] if count == 1 else [
+        f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)
+    ]  # fmt: skip
+    for file, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if count > 1:
+        index = {
+            "metadata": {"total_size": sum(weight.nbytes for weight in weights.values())},
+            "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def verify(folder: Path, source: Path, dtype: torch.dtype) -> None:
+    """Compare every weight of a folder, bit by bit, with that of the source in this number format.
+
+    Raises:
+        RunError: one is not the same.
+    """
+    written, origin = read_weights(folder), read_weights(source)
+    known_without = {name for name in origin if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
+    if missing := origin.keys() - written.keys() - known_without:
+        raise RunError(f"{min(missing)} of {source} was not written")
+    for name, weight in written.items():
+        if name not in origin or not torch.equal(_bits(weight), _bits(origin[name].to(dtype))):
+            raise RunError(f"{name} read back differently than it is in {source}; is the disk failing?")
+
+
+def _bits(weight: Tensor) -> Tensor:
+    return weight.reshape(-1).view(torch.uint8)
+
+
+# ---- import model ----------------------------------------------------------------------------------------------------
+# `lm import`: a model of Hugging Face's as a checkpoint of ours, so that a new run can go on from its weights.
+#
+# The folder is a checkpoint of step 0: weights in fp32, a tokenizer, no optimizer state and nothing seen yet. `lm fit`
+# takes the decoder's shape from the `model.yaml` in it.
+
+
+def import_model(input: str = "", output: str = "", eos_token: str | None = None) -> None:
+    """Make a checkpoint to train on from: of a Llama, Qwen3 or Ministral in Hugging Face's format, or of one of ours.
+
+    Args:
+        input: The model's folder, with safetensors and a `tokenizer.json`; or a run's or a checkpoint's, whose weights
+            then make a fresh start.
+        output: The folder to make, which must be empty or not there.
+        eos_token: The token that ends a document, where the model's files do not tell.
+    """
+    if not input or not output:
+        raise RequestError("give a model's folder with --input and the folder to make with --output")
+    source, shown, target = Path(input), Path(output), Path(output).resolve()
+    _refuse(source, target)
+    model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
+    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    sweep(target)
+    sweep(target.with_name(f".tmp-{target.name}-*"))  # what writing the temporary one left
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        write_folder(temporary, content(model))
+        # Not under a digest, so that it may be changed: a person's dropout or context is no damage.
+        (temporary / "model.yaml").write_text(describe(model.config, source, shown), encoding="utf-8")
+        sync(temporary / "model.yaml")
+        sync(temporary)
+        os.rename(temporary, target)
+        sync(target.parent)
+    except OSError as error:
+        raise RunError(f"could not write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    log.info("data for it: lm data prepare --input TEXTS --output DATA --tokenizer %s", shown)
+    log.info("train on:    lm fit --config YOURS.yaml --config %s --ckpt_path %s --run NAME",
+             shown / "model.yaml", shown)  # fmt: skip
+    print(shown)
+
+
+def content(model: Pretrained) -> dict[str, object]:
+    """What `write_folder` is given: a checkpoint before the first step.
+
+    Lightning counts from the beginning where there are no `loops`, and an optimizer without state begins anew.
+    """
+    weights = to_huggingface(model.decoder.state_dict(), model.config)
+    return {
+        "state_dict": {name: weight.contiguous() for name, weight in weights.items()},
+        "optimizer": {},
+        "files": model_files(model.config, model.tokenizer, "float32"),
+        "epoch": 0,
+        "global_step": 0,
+        "pytorch-lightning_version": lightning.__version__,
+        "lr_schedulers": [],
+        "cursor": {"consumed": 0},
+        "ranks": [],
+        "tally": Tally().state_dict(),
+    }
+
+
+def describe(config: DecoderConfig, source: Path, target: Path) -> str:
+    """The decoder's shape as the YAML that `lm fit` takes beside a config of one's own.
+
+    Dropout is left to that: it belongs to the training and not to the model.
+    """
+    shape = {name: value for name, value in asdict(config).items() if name != "dropout"}
+    head = (
+        f"# The decoder of {source}. After a config of your own, whose shape it takes the place of:\n"
+        f"# lm fit --config YOURS.yaml --config {target / 'model.yaml'} --ckpt_path {target} --run NAME\n"
+    )
+    return head + yaml.safe_dump({"model": {"decoder": shape}}, sort_keys=False)
+
+
+def _refuse(source: Path, target: Path) -> None:
+    if not source.is_dir():
+        raise RequestError(f"--input {source} is no folder; give one with a config.json and safetensors in it")
+    if not any((source / name).exists() for name in ("config.json", "run.json")):
+        raise RequestError(f"--input {source} is no model: it has no config.json")
+    if not (source / "tokenizer.json").exists() and not (source / "run.json").exists():
+        raise RequestError(
+            f"{source} has no tokenizer.json; transformers makes one: "
+            f"AutoTokenizer.from_pretrained({str(source)!r}).save_pretrained({str(source)!r})"
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
+    if (target.parent / "run.json").exists():
+        raise RequestError(f"--output {target} is in the folder of a run, which it would be taken for a checkpoint of")

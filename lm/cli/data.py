@@ -1,0 +1,189 @@
+"""`lm data`: from text to shards, and a look at what a folder of shards holds."""
+
+import json as json_format
+import json as jsonlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lm.data.prepare import MANIFEST, PrepareOptions
+from lm.data.prepare import prepare as make
+from lm.data.shards import Shards
+from lm.data.tokenizer import Tokenizer
+from lm.errors import RequestError
+from lm.inspection.data import is_injected, open_data, read_step, samples_at, split_documents, steps_taken
+from lm.runs.run import ROOT, Run
+from lm.system.files import fits, parse_json
+from lm.system.units import format_count
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+log = logging.getLogger(__name__)
+
+SAMPLE_TOKENS = 100
+
+
+def prepare(**options: Any) -> None:
+    """Tokenize texts into Parquet shards; the same command goes on where it was stopped."""
+    settings = PrepareOptions(**options)
+    manifest = make(settings)
+    for name, split in manifest["splits"].items():
+        log.info(
+            "%s: %s documents, %s tokens, %.2f bytes a token, %d shards", name, f"{split['documents']:,}",
+            format_count(split["tokens"]), split["bytes"] / split["tokens"], len(split["shards"]),
+        )  # fmt: skip
+    log.info("train with --data.path %s", settings.output)
+
+
+def inspect(path: str, column: str = "input_ids", json: bool = False) -> None:
+    """What a data folder holds: splits, shards, tokens, tokenizer, and the beginning of its text.
+
+    Args:
+        path: A folder that `lm data prepare` made, or anyone's shards: a folder, glob, file or URL.
+        column: Column of token ids.
+        json: Print one JSON object.
+    """
+    found = describe(path, column)
+    if json:
+        print(json_format.dumps(found, ensure_ascii=False))
+    else:
+        _show(found)
+
+
+def describe(path: str, column: str = "input_ids") -> dict[str, Any]:
+    """What `lm data inspect --json` prints.
+
+    Returns:
+        "path", "made_by_lm", "tokenizer" (None if not known), "splits" by name, "sample" (None without a tokenizer).
+
+    Raises:
+        RequestError: there are no readable shards.
+    """
+    manifest = _manifest(Path(path) / MANIFEST)
+    tokenizer = _tokenizer_near(Path(path))
+    known = {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256}
+    if manifest is not None:
+        opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in manifest["splits"]}
+    else:
+        opened = {"": Shards.open(path, column, **known)}
+    told = {} if manifest is None else manifest["splits"]
+    splits = {name: _counts(shards, told.get(name)) for name, shards in opened.items()}
+    first = opened.get("val") or next(iter(opened.values()))
+    return {
+        "path": path,
+        "made_by_lm": manifest is not None,
+        "column": column,
+        "tokenizer": None if tokenizer is None else {
+            "vocab_size": tokenizer.vocab_size, "eos_token": tokenizer.eos_token, "eos_id": tokenizer.eos_id,
+            "sha256": tokenizer.sha256,
+        },
+        "splits": splits,
+        "sample": None if tokenizer is None or not first.blocks else tokenizer.decode(first.read(0)[:SAMPLE_TOKENS]),
+    }  # fmt: skip
+
+
+def _manifest(file: Path) -> dict[str, Any] | None:
+    """The manifest of a prepared folder; None of a folder that has none."""
+    if not file.is_file():
+        return None
+    try:
+        manifest = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} is damaged ({error}); run `lm data prepare` again") from error
+    if not fits(manifest, {"splits": {...: {"documents": int, "bytes": int}}}) or not manifest["splits"]:
+        raise RequestError(f"{file} is damaged: it tells of no splits; run `lm data prepare` again")
+    for name in manifest["splits"]:
+        if name in ("", "..") or Path(name).name != name:
+            raise RequestError(f"{file} has a split {name!r}, which is outside of its folder")
+    return manifest
+
+
+def _tokenizer_near(path: Path) -> Tokenizer | None:
+    """The tokenizer in a folder of data, or beside a split."""
+    for folder in (path, path.parent):
+        if (folder / "tokenizer.json").is_file():
+            return Tokenizer.load(folder)
+    return None
+
+
+def _counts(shards: Shards, told: dict[str, Any] | None) -> dict[str, Any]:
+    """Counts of one split; documents and bytes where the manifest tells."""
+    files = shards.fingerprint()
+    size = sum(file.size for file in files)
+    counts: dict[str, Any] = {"tokens": shards.tokens, "shards": len(files), "file_bytes": size}
+    if told is not None:
+        per_token = told["bytes"] / max(1, shards.tokens)
+        counts |= {"documents": told["documents"], "bytes": told["bytes"], "bytes_per_token": per_token}
+    return counts
+
+
+def _show(found: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    table = Table(title=found["path"], title_justify="left")
+    columns = {
+        "documents": lambda value: f"{value:,}", "tokens": format_count, "bytes": format_count,
+        "bytes_per_token": lambda value: f"{value:.3f}", "shards": str, "file_bytes": format_count,
+    }  # fmt: skip
+    table.add_column("split")
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="right")
+    for split, counts in found["splits"].items():
+        table.add_row(split, *(show(counts[name]) if name in counts else "unknown" for name, show in columns.items()))
+    console.print(table)
+    tokenizer = found["tokenizer"]
+    if tokenizer is None:
+        console.print("tokenizer: there is no tokenizer.json in the folder or beside it")
+        return
+    console.print(
+        f"tokenizer: {tokenizer['vocab_size']:,} tokens, a document ends with {tokenizer['eos_token']} "
+        f"({tokenizer['eos_id']}), SHA-256 {tokenizer['sha256'][:12]}",
+        markup=False,
+    )
+    console.print(found["sample"] or "", markup=False)
+
+
+# ---- show ------------------------------------------------------------------------------------------------------------
+# `lm data show`: the texts that a run saw at a step, and so the other end of a batch's way.
+
+
+def show(
+    run: str | None = None, step: int | None = None, limit: int = 8, json: bool = False, root: str = str(ROOT)
+) -> None:
+    """Print the samples of one optimizer step as text, with the boundaries of documents.
+
+    Args:
+        run: Name of the run; the newest if not given.
+        step: Optimizer step, from 1; the last one taken if not given.
+        limit: Samples to print; 0 for all of them.
+        json: Print one JSON object with token ids and texts instead.
+        root: Folder of the runs.
+    """
+    folder = Run.named(run, root) if run else Run.newest(root)
+    if folder is None:
+        raise RequestError(f"no run under {root} yet: start one with `lm fit`")
+    step = steps_taken(folder) if step is None else step
+    _, count = samples_at(folder, step)
+    data, injected = open_data(folder), is_injected(folder, step)
+    seen = read_step(folder, data, step, limit or None)
+    documents = [split_documents(entry.token_ids, data) for entry in seen]
+    if json:
+        samples = [entry._asdict() | {"documents": texts} for entry, texts in zip(seen, documents, strict=True)]
+        facts = {"run": folder.name, "step": step, "injected": injected, "samples_of_step": count, "samples": samples}
+        print(jsonlib.dumps(facts))
+        return
+    console = Console(highlight=False, markup=False)
+    if injected:
+        console.print(f"Step {step} was a drill (guards.inject_step): rare tokens took the place of its samples.")
+    for entry, texts in zip(seen, documents, strict=True):
+        where = "injected" if injected else f"{entry.shard}, window {entry.window}"
+        console.rule(f"sample {entry.sample}, {where}")
+        for index, text in enumerate(texts):
+            if index:
+                console.rule("a document ends, another begins", characters="·")
+            console.print(text)
+    if count > len(seen):
+        console.rule(f"{count - len(seen)} more samples in step {step}: --limit 0 shows all")

@@ -1,0 +1,247 @@
+"""`lm evaluate`: how good a checkpoint is at tasks, and how well it predicts texts or shards.
+
+What is found goes to the run that the checkpoint is of: to `evaluations.jsonl`, to the registry, and to TensorBoard at
+the checkpoint's step.
+"""
+
+import json as jsonlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lm.errors import RequestError
+from lm.evaluation import benchmark
+from lm.evaluation.bits_per_byte import CorpusResult, shards_bits_per_byte, texts_bits_per_byte
+from lm.evaluation.scoring import Begin
+from lm.evaluation.tasks import read_tasks
+from lm.inference.pretrained import Pretrained, load_pretrained
+from lm.runs import registry
+from lm.runs.resume import chosen_model
+from lm.runs.run import ROOT, Evaluation, Run, core_sentence, joined, metrics, record
+from lm.system.files import write_atomically
+from lm.system.process import harmless
+from lm.system.units import Count, format_count
+from lm.training.callbacks.logging import EventFile
+
+log = logging.getLogger(__name__)
+
+WIDE = 100  # columns of a terminal that has room for every score
+SPLITS = ("train", "val", "test", "validation")
+Bar = Callable[[str, int, int | None], None]  # a name, how much of it is done, and how much there is
+
+
+def evaluate(
+    run: str | None = None,
+    ckpt_path: str | None = None,
+    tasks: list[str] | None = None,
+    texts: list[str] | None = None,
+    shards: list[str] | None = None,
+    max_items: Count | None = None,
+    num_fewshot: int | None = None,
+    batch_tokens: Count = Count(benchmark.BATCH_TOKENS),
+    begin: Begin = "eos",
+    stride: Count | None = None,
+    device: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    output: Path | None = None,
+    json: bool = False,
+    root: str = str(ROOT),
+) -> None:
+    """Measure a checkpoint on tasks, texts or shards, and keep what was found with its run.
+
+    Args:
+        run: Name of the run, under the root or in the registry; the newest if not given.
+        ckpt_path: `best`, `last`, or a folder, also one with a model of others; the best if not given.
+        tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
+        texts: Files, folders, globs or URLs of text, for bits per byte, each on its own.
+        shards: Folders or globs of shards of token ids, the same.
+        max_items: The most items of a task, documents of a text, or windows of shards; all of them if not given.
+        num_fewshot: Solved items before each question; as the task files say if not given.
+        batch_tokens: The most tokens that go through the model at once; what is found does not depend on it.
+        begin: What a question begins with: `eos`, as documents do in training, or `nothing`.
+        stride: Tokens between the windows of a text that is longer than the context; the context if not given.
+        device: Where to compute; the GPU if there is one.
+        dtype: Of the weights; as they are stored if not given.
+        output: A file for the result as JSON, too.
+        json: Print one JSON object instead of tables.
+        root: Folder of the runs.
+    """
+    if not (tasks or texts or shards):
+        raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
+    for name, value, least in (("max_items", max_items, 1), ("num_fewshot", num_fewshot, 0),
+                               ("batch_tokens", batch_tokens, 1), ("stride", stride, 1)):  # fmt: skip
+        if value is not None and value < least:
+            raise RequestError(f"--{name} {value} must be at least {least}")
+    if output is not None and output.is_dir():
+        raise RequestError(f"--output {output} is a folder; give a file")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise RequestError(f"--output {output}: there is no folder {output.parent}")
+    questions = read_tasks(tasks or [], num_fewshot)
+    model = load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype))
+    owner = Run.of(model.path)
+    began = time.monotonic()
+    with _bars() as bar:
+        results = benchmark.evaluate(
+            model.decoder, model.tokenizer, questions, batch_tokens=batch_tokens, max_items=max_items, begin=begin,
+            progress=bar,
+        )  # fmt: skip
+        corpora = measure(model, owner, texts or [], shards or [], stride, max_items, batch_tokens, bar)
+    asked = {
+        "tasks": tasks, "texts": texts, "shards": shards, "max_items": max_items, "num_fewshot": num_fewshot,
+        "begin": begin, "stride": stride, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+    }  # fmt: skip
+    checkpoint = model.path.resolve().name
+    by_task = {result.label: result.as_dict() for result in results}
+    by_text = {name: result.as_dict() for name, result in corpora.items()}
+    found = record(model.step, checkpoint, by_task, benchmark.core(results), by_text, asked)
+    if owner is not None:
+        try:
+            keep(owner, found)
+        except OSError as error:
+            log.warning("the evaluation is not kept with run %s: %s", owner.path, error)
+    found |= {"run": owner and owner.name, "model": str(model.path), "seconds": time.monotonic() - began}
+    if output is not None:
+        write_atomically(output, jsonlib.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    if json:
+        print(jsonlib.dumps(found, ensure_ascii=False))
+    else:
+        show(found)
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    model: Pretrained, run: Run | None, texts: Sequence[str], shards: Sequence[str], stride: int | None,
+    most: int | None, batch_tokens: int, bar: Bar,
+) -> dict[str, CorpusResult]:  # fmt: skip
+    """Bits per byte of each text and of the shards, by short names.
+
+    Windows are as long as those that the run was trained on, and attention is kept inside documents where it was then.
+    """
+    config = run.settings() if run else {}
+    seq_len = config.get("data", {}).get("seq_len")
+    document_mask = config.get("model", {}).get("document_mask", False)
+    found: dict[str, CorpusResult] = {}
+    names = short_names([*texts, *shards])
+    for name, source in zip(names, texts):
+        found[name] = texts_bits_per_byte(
+            model.decoder, model.tokenizer, [source], seq_len=seq_len, stride=stride, max_documents=most,
+            batch_tokens=batch_tokens, progress=lambda done, name=name: bar(name, done, None),
+        )  # fmt: skip
+    for name, source in zip(names[len(texts) :], shards, strict=True):
+        found[name] = shards_bits_per_byte(
+            model.decoder, model.tokenizer, source, seq_len=seq_len, max_windows=most, document_mask=document_mask,
+            batch_tokens=batch_tokens, progress=lambda done, total, name=name: bar(name, done, total),
+        )  # fmt: skip
+    return found
+
+
+def short_names(sources: Sequence[str]) -> list[str]:
+    """Of each source the last part that is no pattern, without its suffix, and the one before it where that is a split;
+    all of it where that is not one's own."""
+    names = []
+    for source in sources:
+        plain = [part for part in source.removeprefix("embedded:").split("/") if part and not set(part) & set("*?[")]
+        last = plain[-1].split(".")[0] if plain else ""
+        names.append("/".join([*plain[-2:-1], last]) if last in SPLITS else last)
+    return [name if name and names.count(name) == 1 else source for name, source in zip(names, sources, strict=True)]
+
+
+@contextmanager
+def _bars() -> Iterator[Bar]:
+    """A bar a name, on a terminal only."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bars: dict[str, Any] = {}
+
+        def show(name: str, done: int, total: int | None) -> None:
+            if name not in bars:
+                bars[name] = progress.add_task(harmless(name))
+            progress.update(bars[name], completed=done, total=total)
+
+        yield show
+
+
+# ---- keeping ---------------------------------------------------------------------------------------------------------
+
+
+def keep(run: Run, found: Evaluation) -> None:
+    """Write an evaluation to the run's folder, to TensorBoard at its step, and to the registry.
+
+    Points of later steps are written once more behind it: TensorBoard drops what is further on in a curve when a point
+    of an earlier step follows.
+    """
+    run.append_evaluation(found)
+    evaluations = run.evaluations()
+    points = {one["step"]: metrics(joined(evaluations, one["step"])) for one in evaluations}
+    events = EventFile(run)
+    for step in sorted(step for step in points if step >= found["step"]):
+        events.log_metrics(points[step], step)
+    events.experiment.close()
+    registry.record(run)
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any]) -> None:
+    """The result on standard output."""
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
+    if found["tasks"]:
+        console.print(_tasks(found["tasks"], every=console.width >= WIDE))
+    if found["texts"]:
+        console.print(_texts(found["texts"]))
+    step = "" if found["step"] is None else f", step {found['step']:,}"
+    took = f"in {found['seconds']:.1f} s"
+    console.print(f"{harmless(found['model'])}{step}{core_sentence(found)}, {took}", soft_wrap=True)
+    if found["core"] is not None:
+        console.print("intervals are of 95 %; centred: guessing is 0, all right is 1", soft_wrap=True)
+
+
+def _tasks(tasks: dict[str, Any], every: bool) -> Table:
+    table = _table("task", "shots", "items", "right", "guessing", "centred", "perplexity")
+    for name in ("acc", "acc_norm") if every else ():
+        table.add_column(name, justify="right")
+    for name, task in tasks.items():
+        low, high = task["interval"]
+        shares = ("" if task[key] is None else f"{task[key]:.1%}" for key in ("acc", "acc_norm"))
+        table.add_row(
+            harmless(name), str(task["num_fewshot"]), f"{task['items']:,}",
+            f"{task['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})", f"{task['baseline']:.1%}",
+            f"{task['centered']:.3f}", "" if task["perplexity"] is None else f"{task['perplexity']:.2f}",
+            *(shares if every else ()),
+        )  # fmt: skip
+    return table
+
+
+def _texts(texts: dict[str, Any]) -> Table:
+    table = _table("text", "bits a byte", "loss", "perplexity", "tokens", "bytes")
+    for name, text in texts.items():
+        numbers = (_with_error(text["bits_per_byte"], text["stderr"]), _with_error(text["loss"], text["loss_stderr"]))
+        perplexity = "" if text["perplexity"] is None else f"{text['perplexity']:.2f}"
+        table.add_row(harmless(name), *numbers, perplexity, format_count(text["tokens"]), format_count(text["bytes"]))
+    return table
+
+
+def _table(first: str, *names: str) -> Table:
+    """One name, and numbers to its right; plain, so that it fits 80 columns."""
+    table = Table(first, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    """With its 95 % interval, where they are known."""
+    return "" if value is None else f"{value:.4f}" if error is None else f"{value:.4f} ± {1.96 * error:.4f}"

@@ -1,0 +1,131 @@
+"""The command line: one table of names, imported on use, so that `lm --help` and `lm runs ls` never import torch."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from lm import __version__
+from lm.errors import LmError, RequestError
+from lm.system.process import STOP, HarmlessFormatter, harmless
+
+# name -> "module:function" and what it does
+COMMANDS = {
+    "fit": ("lm.cli.config:main", "train a model from a config, or go on with a run"),
+    "validate": ("lm.cli.config:main", "loss, perplexity and bits per byte of a checkpoint on the validation data"),
+    "test": ("lm.cli.config:main", "the same on all of the test data"),
+    "predict": ("lm.cli.config:main", "per-token log-probabilities of texts, to Parquet"),
+    "plan": ("lm.cli.plan:plan", "what a config means before it is run, and what is wrong with it"),
+    "scale": ("lm.cli.scale:scale", "a whole config from a depth, by published scaling rules"),
+    "data prepare": ("lm.cli.data:prepare", "tokenize texts into Parquet shards"),
+    "data inspect": ("lm.cli.data:inspect", "what a data folder holds"),
+    "data show": ("lm.cli.data:show", "the texts that a run saw at a step"),
+    "generate": ("lm.cli.generate:generate", "what a checkpoint writes after prompts, or at a prompt of its own"),
+    "evaluate": ("lm.cli.evaluate:evaluate", "tasks and bits per byte of a checkpoint, with confidence intervals"),
+    "export": ("lm.cli.convert:export", "a Hugging Face folder with a model card, reloaded and compared"),
+    "import": ("lm.cli.convert:import_model", "a Hugging Face model as a checkpoint to train on from"),
+    "profile": ("lm.cli.profile:profile", "where the time of a training step goes; a trace of it"),
+    "runs ls": ("lm.cli.runs:ls", "every run: how it stands, its step, losses, tokens a second and age"),
+    "runs show": ("lm.cli.runs:show", "all that matters of one run, on a page"),
+    "runs compare": ("lm.cli.runs_compare:compare", "curves of runs in one chart, and the settings they differ in"),
+    "runs export": ("lm.cli.runs_compare:export", "a run for others: metrics, pictures, weights, and a manifest"),
+    "runs rm": ("lm.cli.runs:rm", "remove a run and its checkpoints, after a question"),
+    "runs rebuild": ("lm.cli.runs:rebuild", "make the registry of runs anew from the run folders"),
+    "monitor": ("lm.cli.monitor:monitor", "watch runs live in the terminal, or print how they stand as JSON"),
+    "bench step": ("lm.cli.bench:step", "time of a training step, and what a checkpoint costs"),
+}
+
+HELP = """lm {version}: pretrain a small language model from one YAML file
+
+usage: lm COMMAND [options]        lm COMMAND --help tells the options of one
+
+{commands}
+
+A config that is not in the working directory is looked up in configs/.
+Every command takes --debug, which shows where an error came from.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command line.
+
+    Args:
+        arguments: what stands after `lm`.
+
+    Returns:
+        The exit code: 0 finished, 1 failed, 2 the request is wrong, 3 stopped by a guard, 75 interrupted.
+    """
+    arguments = list(arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        width = max(map(len, COMMANDS))
+        commands = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())
+        print(HELP.format(version=__version__, commands=commands), end="")
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    console = logging.StreamHandler(sys.stderr)
+    # A line a log interval, unless a progress bar shows it.
+    console.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
+    console.setFormatter(HarmlessFormatter("%(message)s"))
+    logging.basicConfig(handlers=[console])
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    logging.getLogger("lm").setLevel(logging.INFO if rank == "0" else logging.ERROR)
+    try:
+        return _dispatch(arguments)
+    except LmError as error:
+        if debug:
+            raise
+        _say(f"lm {arguments[0]}: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        _say(f"lm {arguments[0]}: {type(error).__name__}: {error} (--debug shows where)")
+        return 1
+
+
+def _say(message: str) -> None:
+    """The last word; where nobody listens any more, a closed terminal or pipe, the exit code has to do."""
+    try:
+        print(harmless(message), file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # or Python's own last flush changes the code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
+    if name is None:
+        raise RequestError(_unknown(arguments))
+    module, _, function = COMMANDS[name][0].partition(":")
+    if name == "fit":
+        STOP.catch()  # before the imports, which take seconds
+    function = getattr(import_module(module), function)
+    if module == "lm.cli.config":
+        function(arguments)
+        return 0
+    from inspect import signature
+
+    if list(signature(function).parameters) == ["arguments"]:  # it parses a whole training config itself
+        function(arguments[len(name.split()) :])
+        return 0
+    from lm.system.arguments import call
+
+    return call(function, arguments[len(name.split()) :], prog=f"lm {name}") or 0
+
+
+def _unknown(arguments: list[str]) -> str:
+    from difflib import get_close_matches
+
+    family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
+    if family:
+        return f"give one of: {', '.join('lm ' + name for name in family)}"
+    close = get_close_matches(arguments[0], COMMANDS, 1)
+    return f"no command {arguments[0]!r}" + (f"; did you mean {close[0]!r}?" if close else "; lm --help lists them")

@@ -1,0 +1,483 @@
+"""`lm monitor`: runs that are training, live in a terminal, or once as JSON for programs. It only reads their files.
+
+`watch` reads them and `dashboard` makes a page of what they say.
+"""
+
+import math
+import os
+import signal
+import statistics
+import sys
+import termios
+import textwrap
+import time
+import tty
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from select import select
+from types import FrameType
+from typing import Any
+
+from rich.ansi import AnsiDecoder
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from lm.cli.charts import chart
+from lm.cli.runs import STYLES, to_json
+from lm.errors import RequestError
+from lm.runs.history import Series, Watch, smooth
+from lm.runs.registry import find
+from lm.runs.run import ROOT, Run
+from lm.system.units import format_bytes, format_count
+
+
+# ---- dashboard figures -----------------------------------------------------------------------------------------------
+# The figures of a run in words, for `dashboard` to place: a title, a bar, and sections of labels and values.
+
+UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+METRICS = {
+    "loss": ("train/loss", "{:.4f}"), "validation": ("val/loss", "{:.4f}"), "bits per byte": ("val/bpb", "{:.4f}"),
+    "lr": ("optim/lr", "{:.2e}"), "gradient norm": ("optim/grad_norm", "{:.3g}"),
+    "tokens/s": ("perf/tokens_per_second", "{}"), "MFU": ("perf/mfu", "{:.1%}"),
+}  # fmt: skip
+
+Fact = tuple[str, str, str]  # label, value, style
+
+
+def plain(text: str) -> str:
+    """What somebody else wrote, as one line that does nothing to a terminal."""
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+
+
+def duration(seconds: float) -> str:
+    """A time in at most two units: 42 s, 3 min 5 s, 2 h 10 min, 4 d 3 h."""
+    seconds = max(0, round(seconds))
+    for (unit, length), (smaller, part) in pairwise(UNITS):
+        if seconds >= length:
+            rest = seconds % length // part
+            return f"{seconds // length} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds} s"
+
+
+def title(state: dict[str, Any], width: int) -> Text:
+    """What the run is and how it does; on the right, where there is room, what it runs on."""
+    status = state["status"]
+    line = Text().append(plain(state["run"]), "bold").append("  ").append(status, f"bold {STYLES.get(status, '')}")
+    if status == "running" and state.get("phase") not in (None, "training"):
+        line.append(f", {state['phase']}")
+    if status == "dead" and state.get("heartbeat_age_seconds") is not None:
+        line.append(f", last sign of life {duration(state['heartbeat_age_seconds'])} ago")
+    if status == "gone":
+        line.append(f": {state['path']} is not there any more")
+    where = "  ".join(plain(str(state[name])) for name in ("device", "host") if state.get(name))
+    if (state.get("world_size") or 1) > 1:
+        where = f"{state['world_size']} x {where}"
+    room = width - line.cell_len - len(where)
+    return line.append(" " * room + where, "dim") if room > 1 else line
+
+
+def progress(state: dict[str, Any], width: int) -> Text:
+    """A bar, steps, tokens, and the time that is left."""
+    step, last = state.get("step"), state.get("max_steps")
+    if not last:
+        return Text("no step yet", "dim")
+    share = min(1.0, step / last)
+    text = f" {share:4.0%}  step {step:,}/{last:,}"
+    if state.get("max_tokens"):
+        text += f"  {format_count(float(state['tokens']))}/{format_count(float(state['max_tokens']))} tokens"
+    if state.get("eta_seconds") is not None:
+        text += f"  {duration(state['eta_seconds'])} left"
+    elif state["status"] == "running":
+        text += "  time left not known yet"
+    room = max(min(10, width), width - len(text))
+    done = round(share * room)
+    return Text().append("━" * done, "cyan").append("─" * (room - done), "dim").append(text)
+
+
+def training(state: dict[str, Any]) -> list[Fact]:
+    """The newest metrics, and the best validation; what is no number stands out."""
+    facts = []
+    for label, (name, form) in METRICS.items():
+        value = state.get("metrics", {}).get(name)
+        if value is not None:
+            text = format_count(float(value)) if form == "{}" else form.format(value)
+            facts.append((label, text, "" if math.isfinite(value) else "bold red"))
+        if label == "validation" and state.get("best_val_loss") is not None:
+            facts.append(("best", f"{state['best_val_loss']:.4f} at step {state['best_val_step']:,}", ""))
+    return facts
+
+
+def machine(state: dict[str, Any], most: int) -> list[Fact]:
+    """The newest reading, more GPUs than `most` in one line; of a run that is over there is none."""
+    reading = state.get("machine")
+    if not reading or state["status"] not in ("running", "dead"):
+        return []
+    gpus = reading["gpus"] or []
+    if len(gpus) > most:
+        facts = [(f"{len(gpus)} GPUs", *_gpu(together(gpus)))]
+    else:
+        facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
+    cpu, memory, process = reading["cpu"], reading["memory"], reading["process"]
+    if cpu["load_percent"] is not None:
+        facts.append(("CPU", f"{cpu['load_percent']:.0f}% of {cpu['cores']} cores", ""))
+    if memory["used_bytes"] is not None:
+        facts.append(("RAM", _of(memory["used_bytes"], memory["total_bytes"]), ""))
+    if process["memory_bytes"] is not None:
+        facts.append(("process", format_bytes(process["memory_bytes"]), ""))
+    return facts
+
+
+def together(gpus: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several GPUs as one: mean load, the fullest memory, the highest temperature, the power of all."""
+
+    def over(name: str, summary: Any) -> Any:
+        known = [gpu[name] for gpu in gpus if gpu[name] is not None]
+        return summary(known) if known else None
+
+    return {
+        "load_percent": over("load_percent", statistics.fmean),
+        "memory_used_bytes": over("memory_used_bytes", max),
+        "memory_total_bytes": over("memory_total_bytes", max),
+        "temperature_celsius": over("temperature_celsius", max),
+        "power_watts": over("power_watts", sum),
+        "power_limit_watts": over("power_limit_watts", sum),
+        "clocks_limited_by": list(dict.fromkeys(limit for gpu in gpus for limit in gpu["clocks_limited_by"] or [])),
+    }
+
+
+def _gpu(gpu: dict[str, Any]) -> tuple[str, str]:
+    """A GPU's figures in a line, and its style: what limits its clocks is worth a look."""
+    parts = []
+    if gpu["load_percent"] is not None:
+        parts.append(f"{gpu['load_percent']:.0f}%")
+    if gpu["memory_used_bytes"] is not None:
+        parts.append(_of(gpu["memory_used_bytes"], gpu["memory_total_bytes"]))
+    if gpu["temperature_celsius"] is not None:
+        parts.append(f"{gpu['temperature_celsius']:.0f}°C")
+    if gpu["power_watts"] is not None:
+        limit = "" if gpu["power_limit_watts"] is None else f"/{gpu['power_limit_watts']:.0f}"
+        parts.append(f"{gpu['power_watts']:.0f}{limit} W")
+    limits = gpu["clocks_limited_by"] or []
+    return " ".join([*parts, ", ".join(limits)]).strip() or "not known", "yellow" if limits else ""
+
+
+def _of(used: int, total: int | None) -> str:
+    if not total:
+        return format_bytes(used)
+    decimals = 0 if total >= 100 * 2**30 else 1
+    return f"{used / 2**30:,.{decimals}f}/{total / 2**30:,.{decimals}f} GiB"
+
+
+def checkpoints(state: dict[str, Any]) -> list[Fact]:
+    """The last and the best one with their ages."""
+    found = [(label, state.get(name)) for label, name in (("last", "checkpoint"), ("best", "best_checkpoint"))]
+    facts = [(label, f"{one['name']}, {duration(one['age_seconds'])} ago", "") for label, one in found if one]
+    return facts or [("checkpoint", "none yet", "")]
+
+
+def alerts(state: dict[str, Any], most: int, width: int | None = None) -> list[Text]:
+    """The newest, newest first; folded to a width where one is given."""
+    lines: list[Text] = []
+    for alert in reversed(state.get("alerts", [])[-most:]):
+        at = time.strftime("%H:%M", time.localtime(alert.get("time", 0.0)))
+        head = f"{at} {plain(str(alert.get('guard', '')))}"
+        text = f"{head} {plain(str(alert.get('message', '')))} -> {plain(str(alert.get('action', '')))}"
+        first, *more = textwrap.wrap(text, width, subsequent_indent="      ") if width else [text]
+        lines.append(Text().append(first[: len(head)], "bold yellow").append(first[len(head) :]))
+        lines += map(Text, more)
+    return lines
+
+
+# ---- dashboard -------------------------------------------------------------------------------------------------------
+# The page that `lm monitor` shows: runs as lines of text, never more or wider than there is room for.
+#
+# `watch` finds what is shown, `dashboard_figures` puts it into words and `charts` draws the curves. Nothing here reads
+# a file or knows of a terminal.
+
+LEAST = 76  # columns of a run beside another one
+WIDE = 110  # columns from which on the figures stand beside the chart
+SIDE = 46  # columns that they take at least
+LOSS = 6, 12  # rows of the smallest chart of the loss, and of the smallest that has others below it
+BELOW = 7, 15  # least and most rows of the charts below
+SMALL = (("optim/grad_norm", "gradient norm"), ("optim/lr", "learning rate"), ("perf/tokens_per_second", "tokens/s"))
+
+
+def page(watches: Sequence[Watch], width: int, height: int) -> list[Text]:
+    """Several runs on one screen: side by side where it is wide, stacked where not, fewer lines each the more they are.
+
+    Returns:
+        At most `height` lines of at most `width` cells.
+    """
+    if len(watches) > max(1, height):
+        rest = Text(f"and {len(watches) - height + 1} more")
+        return [*page(watches[: height - 1], width, height - 1), *fit([rest], width, 1)]
+    across = max(1, min(width // LEAST, math.ceil(len(watches) / 2)))
+    down = math.ceil(len(watches) / across)
+    lines: list[Text] = []
+    for row in range(down):
+        room = (height - len(lines)) // (down - row)
+        wide, apart = (width + 1) // across - 1, int(room > 5 and row < down - 1)
+        blocks = [block(watch, wide, room - apart) for watch in watches[row * across : (row + 1) * across]]
+        lines += [*beside(blocks, width, [wide] * len(blocks)), *[Text()] * apart]
+    return lines
+
+
+def block(watch: Watch, width: int, height: int) -> list[Text]:
+    """One run in `height` lines of `width` cells: what matters most stands at the top, the chart takes what is left."""
+    state = watch.state
+    head = [title(state, width), progress(state, width)]
+    if state.get("reason") and state["status"] not in ("running", "dead"):
+        head.append(Text(f"{state['status']}: {plain(state['reason'])}"))
+    if width >= WIDE and height >= 14 and watch.curves["train/loss"].points()[0]:
+        return fit([*head, *_wide(watch, width, height - len(head))], width, height)
+    numbers, said = row(training(state), width), alerts(state, 3)
+    below = [*row(machine(state, 2), width), *row(checkpoints(state), width)]
+    room = height - sum(map(len, (head, numbers, said, below)))
+    if room >= LOSS[0]:
+        numbers += _loss(watch, width, room)
+    return fit([*head, *numbers, *said, *below], width, height)
+
+
+def _wide(watch: Watch, width: int, height: int) -> list[Text]:
+    right = max(SIDE, width // 4)
+    sides = (_side(watch.state, right, gpus, airy) for gpus, airy in ((8, True), (1, True), (1, False)))
+    side = next((side for side in sides if len(side) <= height), _side(watch.state, right, 1, False))
+    left = width - right - 2
+    small = min(BELOW[1], height // 3)
+    if height - small < LOSS[1] or small < BELOW[0]:
+        curves = _loss(watch, left, height)
+    else:
+        curves = [*_loss(watch, left, height - small), *_small(watch, left, small)]
+    return beside([curves, side], width, [left, right])
+
+
+def _side(state: dict[str, Any], width: int, gpus: int, airy: bool) -> list[Text]:
+    """All figures below each other, with headings where there is room for them."""
+    lines: list[Text] = []
+    for heading, facts in (
+        ("training", column(training(state))), ("machine", column(machine(state, gpus))),
+        ("checkpoints", column(checkpoints(state))), ("alerts", alerts(state, 5, width)),
+    ):  # fmt: skip
+        if facts:
+            lines += [*[Text(), Text(heading, "bold")] * airy, *facts]
+    return lines[int(airy) :]
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+
+
+def _loss(watch: Watch, width: int, height: int) -> list[Text]:
+    """The training loss, a smoothed line through it, and the validations."""
+    steps, losses = watch.curves["train/loss"].points()
+    smoothed = smooth(losses, 1 - 1 / max(1.0, len(losses) / 60))
+    validation = watch.curves["val/loss"].points()
+    curves = [Series("loss", steps, losses), Series("smoothed", steps, smoothed), Series("validation", *validation)]
+    shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(steps) > 30)]
+    return draw(shown, width, height, "" if len(shown) > 1 else "loss", later(losses + validation[1], losses))
+
+
+def later(values: list[float], losses: list[float]) -> tuple[float, float] | None:
+    """The range of a curve without its first tenth, which falls so far that the rest would look flat."""
+    known = [value for value in values if math.isfinite(value)]
+    rest = [value for value in losses[len(losses) // 10 :] if math.isfinite(value)]
+    if len(rest) < 20:
+        return None
+    low, high = min(known), max(rest)
+    return (low, high) if high > low else None
+
+
+def _small(watch: Watch, width: int, height: int) -> list[Text]:
+    wide = (width - 2 * (len(SMALL) - 1)) // len(SMALL)
+    curves = [(Series(label, *watch.curves[name].points(most=wide)), label) for name, label in SMALL]
+    blocks = [draw([curve], wide, height, label) for curve, label in curves]
+    return beside(blocks, width, [wide] * len(SMALL))
+
+
+def draw(
+    curves: list[Series], width: int, height: int, heading: str = "", y_range: tuple[float, float] | None = None
+) -> list[Text]:
+    """A chart as lines; none before there are points."""
+    if not any(curve.x for curve in curves):
+        return []
+    text = chart(curves, width, height, color=True, x_label="step", title=heading, y_range=y_range)
+    return list(AnsiDecoder().decode(text))
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+def fit(lines: Sequence[Text], width: int, height: int) -> list[Text]:
+    """The first `height` lines, filled up or cut to `width` cells."""
+    lines = [line.copy() for line in lines[:height]]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis", pad=True)
+    return [*lines, *(Text(" " * width) for _ in range(height - len(lines)))]
+
+
+def beside(blocks: list[list[Text]], width: int, widths: list[int]) -> list[Text]:
+    """Blocks of lines next to each other, what is over of the width between them."""
+    height = max(map(len, blocks))
+    columns = [fit(lines, wide, height) for lines, wide in zip(blocks, widths, strict=True)]
+    gap = Text(" " * ((width - sum(widths)) // (len(blocks) - 1))) if len(blocks) > 1 else Text()
+    return [gap.join(cells) for cells in zip(*columns, strict=True)]
+
+
+def row(facts: list[Fact], width: int) -> list[Text]:
+    """Facts one after the other, in as many lines as it takes."""
+    lines: list[Text] = []
+    for label, value, style in facts:
+        text = Text().append(label + " ", "dim").append(value, style)
+        if lines and lines[-1].cell_len + 3 + text.cell_len <= width:
+            lines[-1].append("   ").append_text(text)
+        else:
+            lines.append(text)
+    return lines
+
+
+def column(facts: list[Fact]) -> list[Text]:
+    """Facts below each other, their values in line."""
+    wide = max((len(label) for label, _, _ in facts), default=0) + 2
+    return [Text().append(label.ljust(wide), "dim").append(value, style) for label, value, style in facts]
+
+
+# ---- monitor ---------------------------------------------------------------------------------------------------------
+
+PLAIN = 100, 30  # columns and rows of a page that is not for a terminal
+
+
+def monitor(
+    runs: list[str], json: bool = False, root: str = str(ROOT), interval: float = 1.0, once: bool = False
+) -> None:
+    """Watch runs in the terminal: curves, figures, the machine, checkpoints, alerts, and the time that is left.
+
+    Args:
+        runs: Names or paths; the active runs if not given.
+        json: Print how they stand as one JSON object and end; as a list of them if there are several.
+        root: Folder of the runs.
+        interval: Seconds between two looks.
+        once: Print one page and end, which is also what is done where there is no terminal.
+    """
+    if not 0.05 <= interval <= 3600:
+        raise RequestError(f"--interval {interval:g} must lie between 0.05 and 3600 seconds")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # where there are no braille dots
+    console = Console()
+    live = sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once
+    chosen = [find(name, root) for name in runs] or choose(root, ask=live and sys.stdin.isatty())
+    watches = [Watch(run) for run in chosen]
+    if live:
+        follow(watches, console, interval)
+        return
+    for watch in watches:
+        while not watch.state or watch.behind:
+            watch.look()
+    if json:
+        states = [watch.state for watch in watches]
+        print(to_json(states if len(states) > 1 else states[0]))
+        return
+    width, height = console.size if sys.stdout.isatty() else PLAIN
+    text = Text("\n").join(page(watches, width, (height - 1) * len(watches)))  # the prompt comes below
+    text.rstrip()
+    console.print(text, soft_wrap=True)
+
+
+def choose(root: str, ask: bool) -> list[Run]:
+    """The runs to watch where none is named: the active one; of several those that are asked for, or all; of none the
+    newest.
+
+    Raises:
+        RequestError: there is no run at all.
+    """
+    every = [(run, run.status()) for run in reversed(Run.all(root))]
+    if not every:
+        raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`")
+    active = [run for run, status in every if status == "running"]
+    if not active:
+        print(f"nothing is running under {root}; this is the newest run", file=sys.stderr)
+        return [every[0][0]]
+    if len(active) == 1 or not ask:
+        return active
+    listed = [(run, status) for run, status in every if status in ("running", "dead")]
+    console = Console(stderr=True, highlight=False)
+    wide = max(len(run.name) for run, _ in listed)
+    for number, (run, status) in enumerate(listed, 1):
+        state, entered = run.read("state.json"), run.read("run.json").get("entered", time.time())
+        line = Text(f"{number:3}  {run.name:<{wide}}  ").append(f"{status:<7}", STYLES.get(status, ""))
+        steps = f"step {state['step']}/{state['max_steps']}" if "max_steps" in state else "no step yet"
+        console.print(line.append(f"  {steps}, started {duration(time.time() - entered)} ago"))
+    while True:
+        answer = console.input("which? (numbers; Enter for all that are running) ").replace(",", " ").split()
+        if not answer:
+            return active
+        if all(word.isdigit() and 1 <= int(word) <= len(listed) for word in answer):
+            return [listed[int(word) - 1][0] for word in answer]
+
+
+def follow(watches: list[Watch], console: Console, interval: float) -> None:
+    """Show a page until q or Ctrl-C, anew at every look and when the terminal's size changes."""
+    try:
+        with _keys() as pressed, _leave_when_terminated(), Live(
+            console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
+        ) as screen:
+            while True:
+                looked = time.monotonic()
+                for watch in watches:
+                    watch.look()
+                wait = 0.0 if any(watch.behind for watch in watches) else interval
+                size = None
+                while True:
+                    if size != console.size:
+                        size = console.size
+                        lines = page(watches, size.width, max(1, size.height - 1))
+                        lines.append(_foot(size.width))
+                        text = Text("\n", no_wrap=True, end="").join(lines[: size.height])
+                        screen.update(text, refresh=True)
+                    if time.monotonic() - looked >= wait:
+                        break
+                    if b"q" in pressed(min(0.1, interval)):
+                        return
+    except KeyboardInterrupt:
+        return
+
+
+def _foot(width: int) -> Text:
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    line = Text("q leaves; the runs go on", "dim", no_wrap=True)
+    line.truncate(width)
+    return line.append(" " * max(0, width - line.cell_len - len(now)) + now if line.cell_len + len(now) < width else "")
+
+
+@contextmanager
+def _keys() -> Iterator:
+    """A function that waits so many seconds for keys, which are not shown; where nobody can press any it only waits."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: time.sleep(seconds) or b""
+        return
+    before = termios.tcgetattr(sys.stdin)
+
+    def pressed(seconds: float) -> bytes:
+        if not select([sys.stdin], [], [], seconds)[0]:
+            return b""
+        return os.read(sys.stdin.fileno(), 64) or b"q"  # nothing to read: the terminal is gone
+
+    try:
+        tty.setcbreak(sys.stdin)
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def _leave_when_terminated() -> Iterator[None]:
+    """A SIGTERM too gives the screen back."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,456 @@
+"""`lm plan`: what a config means before anybody pays for it, on one page, in seconds, with nothing built or written.
+
+`plan_facts` has the numbers, `plan_findings` what is wrong with them.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from rich.console import Console
+
+from lm.cli import plan_checks as findings
+from lm.cli.config import ConfigParser, config_name, config_parser
+from lm.cli.plan_checks import Finding
+from lm.data.datamodule import DataModule
+from lm.data.shards import Shards
+from lm.data.tokenizer import Tokenizer
+from lm.errors import LmError, RequestError
+from lm.model.config import DecoderConfig
+from lm.model.estimates import Step, checkpoint_bytes, flops_per_token, largest_micro_batch, parameters, training_memory
+from lm.system.files import room
+from lm.system.hardware import Device, find_device, peak_flops
+from lm.system.units import format_bytes, format_count
+from lm.training.optim import OptimizerConfig
+from lm.training.precision import for_cpu
+from lm.training.schedule import Steps, lengths, plan_steps
+
+
+# ---- plan facts ------------------------------------------------------------------------------------------------------
+# What a config asks for, as numbers: the parts of `lm plan`'s page. Nothing is built, allocated or written.
+#
+# `plan_findings` judges them, `plan` shows them.
+
+KERNELS_FROM = (8, 0)  # compute capability, as in `kernels/operations`
+ASSUMED_MFU = 0.4  # what published trainings of this size reach on one GPU: nanochat 41 to 50 %, OLMo-core 52 to 57 %
+SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters, and tokens of a micro-batch, under which the host decides
+RESERVE_BYTES = 2**30  # CUDA context and library workspaces; on a CPU Python and its libraries
+RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
+
+
+def model_facts(config: DecoderConfig, seq_len: int) -> dict[str, Any]:
+    """Parameters by part, and operations a token."""
+    return {
+        "parameters": parameters(config),
+        "flops_per_token": flops_per_token(config, seq_len),
+        "tied": config.tie_word_embeddings,
+        "vocab_size": config.vocab_size,
+    }
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def find_tokenizer(data: Namespace) -> Tokenizer | None:
+    """The tokenizer of a config's data; None where it is still to be made.
+
+    Raises:
+        RequestError: it is not there, and nothing says what to make it from.
+    """
+    if data.tokenizer is None and not (Path(data.path) / "tokenizer.json").exists() and data.prepare:
+        return Tokenizer.load(data.prepare.tokenizer) if data.prepare.tokenizer not in ("bpe", "char") else None
+    if data.tokenizer is None and not Path(data.path).is_dir():
+        raise RequestError(f"data.path {data.path} is not there: make it with `lm data prepare --output {data.path}`")
+    return Tokenizer.load(data.tokenizer or data.path)
+
+
+def data_facts(data: Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Tokens and shards by split, and how well the tokenizer fits a sample of them.
+
+    Raises:
+        RequestError: shards are missing, damaged or made with another tokenizer; names the file.
+    """
+    sources = {"train": data.train, "val": data.val}
+    if data.path and not (Path(data.path) / "manifest.json").exists():
+        if data.prepare is None:
+            raise RequestError(f"data.path {data.path} holds no manifest.json: make it with `lm data prepare`")
+        return {"prepared": False, "from": list(data.prepare.input)}
+    found: dict[str, Any] = {"prepared": True}
+    for split, source in sources.items():
+        if source is None and data.path and (Path(data.path) / split).is_dir():
+            source = str(Path(data.path) / split)
+        if source is None:
+            continue
+        shards = Shards.open(source, data.column, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256)
+        windows = shards.require_windows(data.seq_len)
+        found[split] = {
+            "tokens": shards.tokens, "shards": len(shards.fingerprint()), "windows": windows,
+            "dtype": str(shards.column.dtype), "bytes_per_token": _fit_of_sample(shards, tokenizer),
+        }  # fmt: skip
+    return found
+
+
+def _fit_of_sample(shards: Shards, tokenizer: Tokenizer) -> float:
+    """UTF-8 bytes a token over the first block: how well the tokenizer fits these texts."""
+    ids = shards.read(0)
+    return float(tokenizer.token_bytes()[ids].sum() / len(ids))
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[str, Any]:
+    """The algebra of the run: tokens, epochs, warm-up, validations, checkpoints."""
+    warmup, decay = lengths(steps.max_steps, config.model.schedule)
+    facts = {
+        "seq_len": steps.seq_len, "micro_batch_size": steps.micro_batch_size, "accumulate": steps.accumulate,
+        "world_size": steps.world_size, "tokens_per_step": steps.tokens_per_step, "max_steps": steps.max_steps,
+        "tokens": steps.tokens_per_step * steps.max_steps,
+        "warmup_steps": warmup, "warmup_share": warmup / steps.max_steps, "decay_steps": decay,
+        "validations": math.ceil(steps.max_steps / config.trainer.val_interval),
+        "checkpoints": math.ceil(steps.max_steps / config.trainer.checkpoint_interval),
+    }  # fmt: skip
+    if "train" in data:
+        windows = data["train"]["windows"]
+        facts["steps_per_epoch"] = windows / steps.global_batch
+        facts["epochs"] = steps.max_steps * steps.global_batch / windows
+    return facts
+
+
+# ---- device ----------------------------------------------------------------------------------------------------------
+
+
+def computation(steps: Steps, config: Namespace, device: Device, precision: str) -> Step:
+    """How a micro-batch would be computed on a device."""
+    model = config.model
+    kernels = model.kernels not in ("off", False) and bool(device.capability and device.capability >= KERNELS_FROM)
+    return Step(
+        steps.micro_batch_size, steps.seq_len, precision, kernels, model.compile, steps.accumulate, model.cuda_graphs,
+        steps.world_size, config.trainer.strategy == "fsdp2" and steps.world_size > 1,
+    )  # fmt: skip
+
+
+def memory_facts(decoder: DecoderConfig, step: Step, optimizer: OptimizerConfig, device: Device) -> dict[str, Any]:
+    """Bytes of a step by part, beside what the device has, and the largest micro-batch that would fit."""
+    muon = optimizer.name == "muon"
+    parts = training_memory(decoder, step, muon)
+    reserve = RESERVE_BYTES + int(RESERVE_SHARE * parts["peak"])
+    facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
+    if device.memory_bytes is not None:
+        room = int((device.memory_bytes - RESERVE_BYTES) / (1 + RESERVE_SHARE))
+        samples = step.micro_batch_size * step.accumulate
+        facts["largest_micro_batch"] = largest_micro_batch(decoder, step, room, samples, muon)
+    return facts
+
+
+def time_facts(
+    steps: dict[str, Any], flops: float, device: Device, precision: str, mfu: float | None, bench: Path | None,
+    model_parameters: int, usd_per_hour: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    """How long the steps take and what that costs; `seconds` is None where nothing says how fast the device is.
+
+    Raises:
+        RequestError: the bench file is of another model.
+    """
+    peak = peak_flops(device.name, precision)
+    if bench is not None:
+        rate, basis = measured_rate(bench, model_parameters, steps["seq_len"])
+    elif peak is not None and mfu:
+        rate, basis = mfu * peak / flops, f"{mfu:.0%} MFU, given"
+    elif peak is not None:
+        # What FP8 wins over bf16 is known when it is measured: not all products are in it, and converting costs.
+        fp8 = precision.startswith("fp8")
+        rate = ASSUMED_MFU * (peak_flops(device.name, "bf16") if fp8 else peak) / flops
+        basis = f"{ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
+        if model_parameters < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH:
+            basis += ", and more than so little work a kernel can reach"
+    else:
+        return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give --bench FILE"}
+    rate *= steps["world_size"]
+    seconds = steps["tokens"] / rate
+    return {
+        "seconds": seconds, "tokens_per_second": rate, "basis": basis,
+        "mfu": rate * flops / (peak * steps["world_size"]) if peak else None,
+        "usd": None if usd_per_hour is None else seconds / 3600 * usd_per_hour,
+    }  # fmt: skip
+
+
+def measured_rate(file: Path, model_parameters: int, seq_len: int) -> tuple[float, str]:
+    """Tokens a second of one device in a file of `lm bench step --output`, of several modes the fastest; and what was
+    measured there, in words.
+
+    Raises:
+        RequestError: it cannot be read, or is of another model.
+    """
+    try:
+        found = json.loads(file.read_text())
+        runs = [run for run in found.get("modes", {"": found}).values() if "unavailable" not in run]
+        fastest = max(runs, key=lambda run: run["lightning"]["tokens_per_second"])
+        shape = fastest["parameters"], fastest["seq_len"]
+        rate = float(fastest["lightning"]["tokens_per_second"])
+        if not rate > 0:
+            raise ValueError(f"{rate} tokens a second")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+        raise RequestError(f"--bench {file} is no result of `lm bench step --output`: {error}") from error
+    if shape != (model_parameters, seq_len):
+        raise RequestError(
+            f"--bench {file} is of another model: {shape[0]:,} parameters and {shape[1]:,} tokens of context, this one "
+            f"has {model_parameters:,} and {seq_len:,}"
+        )
+    return rate, ", ".join([str(file), *(str(fastest[name]) for name in ("device", "precision") if name in fastest)])
+
+
+def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[str, Any]:
+    """Bytes of a checkpoint, of all that are there at once (kept, best and the one in flight), and what is free."""
+    muon = config.model.optimizer.name == "muon"
+    one = checkpoint_bytes(decoder, step.master_item, muon)
+    return room(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)._asdict()
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+def plan(arguments: list[str]) -> None:
+    """Check a config and say what it asks for: `lm plan --config X [--strict] [--device D] [--fit] [--json]`.
+
+    Args:
+        arguments: what stands after `lm plan`.
+
+    Raises:
+        RequestError: the config has errors; they are on the page.
+    """
+    config = plan_parser().read(arguments)
+    if config.mfu is not None and not 0 < config.mfu <= 1:
+        raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
+    if config.rate_usd_per_hr is not None and config.rate_usd_per_hr < 0:
+        raise RequestError(f"--rate_usd_per_hr {config.rate_usd_per_hr} must not be below 0")
+    if config.fit and config.strict:
+        raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
+    found, noted = examine(config)
+    errors = [finding for finding in noted if finding.level == "error"]
+    if config.json:
+        print(json.dumps({**found, "findings": [finding._asdict() for finding in noted], "ready": not errors}))
+    elif config.fit:
+        print(f"--data.micro_batch_size {_largest(found, noted)}")
+        return
+    else:
+        show(found, noted)
+    if errors:
+        raise RequestError(f"{config_name(config)}: {len(errors)} error{'s' * (len(errors) > 1)}: {errors[0].what}")
+
+
+def plan_parser() -> ConfigParser:
+    """The parser of a config and of the options of `lm plan`."""
+    parser = config_parser("lm plan")
+    parser.description = "What a config means before it is run, and what is wrong with it."
+    parser.add_argument("--strict", action="store_true", help="Schema and algebra alone: no data, no device.")
+    parser.add_argument("--device", type=str, default="auto", help="To plan for: h200, a100, 4090, ..., cpu, or auto.")
+    parser.add_argument("--mfu", type=float | None, default=None, help="Share of the device's peak to reckon with.")
+    parser.add_argument("--bench", type=Path | None, default=None, help="A result of `lm bench step --output` instead.")
+    parser.add_argument("--rate_usd_per_hr", type=float | None, default=None, help="Price of the machine.")
+    parser.add_argument("--fit", action="store_true", help="Print the largest micro-batch that fits, and nothing else.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a page.")
+    return parser
+
+
+def _largest(found: dict[str, Any], noted: list[Finding]) -> int:
+    """The largest micro-batch that fits; an error that says why there is none."""
+    if "memory" not in found:  # the last finding is why nobody looked any further
+        errors = [finding for finding in noted if finding.level == "error"]
+        raise RequestError(f"--fit: {(errors or noted[-1:])[0].what}")
+    if found["memory"]["device"] is None:
+        raise RequestError(f"--fit: how much memory {found['device']['name']} has is not known: name one with --device")
+    best = found["memory"]["largest_micro_batch"]
+    if best is None:
+        raise RequestError("--fit: one sample at a time is too much as well")
+    return best
+
+
+# ---- looking ---------------------------------------------------------------------------------------------------------
+
+
+def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
+    """The facts of a config, as far as they can be known, and what is wrong with it."""
+    found: dict[str, Any] = {"config": config.run or config_name(config)}
+    noted: list[Finding] = []
+    cpu = config.device == "auto" and config.trainer.accelerator == "cpu"
+    device, here = (Device("", None, None), 1) if config.strict else find_device("cpu" if cpu else config.device)
+    try:
+        refuse_what_a_fit_would(config)
+        world_size = ranks(config.trainer.devices, here) * config.trainer.num_nodes
+        steps = plan_steps(
+            seq_len=config.data.seq_len, micro_batch_size=config.data.micro_batch_size,
+            global_batch_tokens=config.data.global_batch_tokens, world_size=world_size,
+            max_steps=config.trainer.max_steps, max_tokens=config.trainer.max_tokens,
+        )  # fmt: skip
+        lengths(steps.max_steps, config.model.schedule)
+    except RequestError as error:
+        return found, [Finding("error", str(error), "")]
+    data, tokenizer = {"prepared": False, "from": []}, None
+    if not config.strict:
+        try:
+            tokenizer = find_tokenizer(config.data)
+            data = data_facts(config.data, tokenizer)
+        except (LmError, OSError) as error:
+            noted.append(Finding("error", str(error), ""))
+            data = {"unknown": True}
+    decoder = with_vocabulary(config, tokenizer)
+    found["steps"] = step_facts(steps, config, data)
+    noted += findings.of_steps(found["steps"], config)
+    if not config.strict and "unknown" not in data:
+        found["data"] = data
+        noted += findings.of_data(data, found["steps"], config)
+        noted += findings.of_tasks(config.evaluation, data)
+        if tokenizer and decoder:
+            noted += findings.of_vocabulary(tokenizer.vocab_size, decoder.vocab_size)
+    if decoder is None:
+        noted.append(Finding("advice", "the model's size is not known before the tokenizer is made",
+                             "--model.decoder.vocab_size N"))  # fmt: skip
+        return found, noted
+    found["model"] = model_facts(decoder, config.data.seq_len)
+    noted += findings.of_model(found["model"], found["steps"])
+    if config.strict:
+        return found, noted
+    precision = for_cpu(config.trainer.precision) if device.capability is None else config.trainer.precision
+    step = computation(steps, config, device, precision)
+    found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
+    found["memory"] = memory_facts(decoder, step, config.model.optimizer, device)
+    found["time"] = time_facts(
+        found["steps"], found["model"]["flops_per_token"], device, precision, config.mfu, config.bench,
+        found["model"]["parameters"]["total"], config.rate_usd_per_hr,
+    )  # fmt: skip
+    found["disk"] = disk_facts(decoder, step, config)
+    noted += findings.of_device(found["memory"], found["disk"], found["steps"], device, config, precision)
+    order = ("error", "warning", "advice")
+    return found, sorted(noted, key=lambda finding: order.index(finding.level))
+
+
+def refuse_what_a_fit_would(config: Namespace) -> None:
+    """What `lm fit` refuses of each value by itself, before it looks at anything.
+
+    Raises:
+        RequestError: names the value.
+    """
+    for name in ("num_nodes", "val_interval", "checkpoint_interval", "log_interval", "keep_checkpoints"):
+        if config.trainer[name] < 1:
+            raise RequestError(f"trainer.{name} {config.trainer[name]} must be at least 1")
+    DataModule(**vars(config.data))
+
+
+def ranks(devices: int | str | list[int], here: int) -> int:
+    """Devices of a node; `auto` is those that are here.
+
+    Raises:
+        RequestError: it names none.
+    """
+    if isinstance(devices, str) and "," in devices:
+        devices = [int(index) for index in devices.split(",") if index.strip().isdigit()]
+    if isinstance(devices, list):
+        count = len(devices)
+    elif str(devices) in ("auto", "-1"):
+        count = here
+    else:
+        count = int(devices) if str(devices).isdigit() else 0
+    if count < 1:
+        raise RequestError(f"trainer.devices {devices} names no device: give how many, or which, or auto")
+    return count
+
+
+def with_vocabulary(config: Namespace, tokenizer: Any) -> Any:
+    """The decoder's config with its vocabulary; None where that is still open."""
+    from dataclasses import replace
+
+    decoder, prepare = config.model.decoder, config.data.prepare
+    if decoder.vocab_size:
+        return decoder
+    if tokenizer is not None:
+        return replace(decoder, vocab_size=tokenizer.vocab_size)
+    return replace(decoder, vocab_size=prepare.vocab_size) if prepare and prepare.tokenizer == "bpe" else None
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any], noted: list[Finding]) -> None:
+    """The page on standard output."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{found['config']}[/bold]")
+    for name, part in (("model", _model), ("data", _data), ("steps", _steps), ("memory", _memory), ("time", _time),
+                       ("disk", _disk)):  # fmt: skip
+        if name in found:
+            for number, line in enumerate(part(found[name], found)):
+                console.print(f"{name if not number else '':8}{line}")
+    colours = {"error": "red", "warning": "yellow", "advice": "cyan"}
+    for finding in noted:
+        console.print(f"[{colours[finding.level]}]{finding.level:8}[/]{finding.what}")
+        if finding.cure:
+            console.print(f"{'':8}{finding.cure}")
+    counts = {level: sum(finding.level == level for finding in noted) for level in colours}
+    state = "not ready" if counts["error"] else "ready"
+    said = [f"{count} {level}{'s' * (count > 1 and level != 'advice')}" for level, count in counts.items() if count]
+    console.print(f"[bold]{state}[/bold]{': ' * bool(said)}{', '.join(said)}")
+
+
+def _model(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    parts = [name for name in ("embedding", "attention", "mlp", "norms", "lm_head") if model["parameters"][name]]
+    shown = ", ".join(f"{name} {format_count(model['parameters'][name])}" for name in parts)
+    return [
+        f"{format_count(model['parameters']['total'])} parameters: {shown}{' (the output too)' * model['tied']}",
+        f"{model['flops_per_token'] / 1e9:.3g} GFLOPs a token, both passes; vocabulary {model['vocab_size']:,}",
+    ]
+
+
+def _data(data: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    return [
+        f"{split}: {format_count(data[split]['tokens'])} tokens in {data[split]['shards']:,} shards, "
+        f"{data[split]['bytes_per_token']:.2f} bytes of text a token"
+        for split in ("train", "val") if split in data
+    ] or ["not there yet"]  # fmt: skip
+
+
+def _steps(steps: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    epochs = f", {steps['epochs']:.2f} epochs" if "epochs" in steps else ""
+    return [
+        f"{steps['micro_batch_size']:,} x {steps['seq_len']:,} tokens x {steps['accumulate']:,} micro-batches x "
+        f"{steps['world_size']:,} ranks = {steps['tokens_per_step']:,} tokens a step",
+        f"{steps['max_steps']:,} steps = {format_count(steps['tokens'])} tokens{epochs}; warm-up "
+        f"{steps['warmup_steps']:,} ({steps['warmup_share']:.1%}), {steps['validations']:,} validations, "
+        f"{steps['checkpoints']:,} checkpoints",
+    ]
+
+
+def _memory(memory: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    device = found["device"]
+    parts = ("weights", "gradients", "optimizer", "casts", "activations", "working", "reserve")
+    shown = ", ".join(f"{name} {format_bytes(memory[name])}" for name in parts if memory[name])
+    whole, best = memory["device"], memory.get("largest_micro_batch")
+    of_device = f" of {format_bytes(whole)} ({memory['total'] / whole:.0%})" if whole else ""
+    return [
+        f"{format_bytes(memory['total'])}{of_device} on {device['count']} x {device['name']}, {device['precision']}, "
+        f"kernels {'on' if device['kernels'] else 'off'}",
+        shown,
+        *([f"the largest micro-batch that fits is {best:,}"] if best else []),
+    ]
+
+
+def _time(time: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    if time["seconds"] is None:
+        return [f"unknown: {time['basis']}"]
+    cost = "" if time["usd"] is None else f", {time['usd']:,.2f} USD"
+    rate = format_count(time["tokens_per_second"])
+    return [f"{_duration(time['seconds'])} at {rate} tokens/s{cost} ({time['basis']})"]
+
+
+def _disk(disk: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    one, all_of_them, free = (format_bytes(disk[name]) for name in ("checkpoint", "at_once", "free"))
+    return [f"{one} a checkpoint, {all_of_them} at once; {free} free"]
+
+
+def _duration(seconds: float) -> str:
+    """As people say it: 45 min, 3.2 h, 4.5 days."""
+    for size, unit in ((86400 * 2, "days"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / (86400 if unit == 'days' else size):,.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,192 @@
+"""What is wrong, doubtful or could be better in a planned run, each with the arithmetic and the cure.
+
+`plan_facts` has the numbers.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from jsonargparse import Namespace
+
+from lm.errors import RequestError
+from lm.kernels.linear import MULTIPLE
+from lm.system.files import Room
+from lm.system.hardware import Device
+from lm.system.units import format_bytes, format_count
+from lm.training.callbacks.evaluation import EvaluationConfig
+from lm.training.optim import GroupConfig
+
+LONG_WARMUP = 0.2  # share of the run
+MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
+FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
+NEARLY_FULL = 0.92  # of the device's memory
+HALF_EMPTY = 0.45
+LONG_VALIDATION = 0.1  # share of the time
+FP8_FROM = (8, 9)  # compute capability
+ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's matrix units
+
+
+class Finding(NamedTuple):
+    """One thing to know before paying."""
+
+    level: Literal["error", "warning", "advice"]
+    what: str  # with the arithmetic
+    cure: str
+
+
+def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    """The algebra of the run alone."""
+    warmup, total = steps["warmup_steps"], steps["max_steps"]
+    if warmup >= total:
+        yield Finding("error", f"the warm-up of {warmup:,} steps is not over when the run of {total:,} steps is",
+                      "lower model.schedule.warmup_steps")
+    elif steps["warmup_share"] > LONG_WARMUP:
+        yield Finding("warning", f"warm-up takes {warmup:,} of {total:,} steps, {steps['warmup_share']:.0%} of the run",
+                      "lower model.schedule.warmup_steps, or train longer")
+    for name, count in (("val_interval", "validated"), ("checkpoint_interval", "saved")):
+        interval = config.trainer[name]
+        if interval > total:
+            yield Finding("advice", f"trainer.{name} {interval:,} is more than the run's {total:,} steps: it is "
+                          f"{count} at the end alone", f"lower trainer.{name}")  # fmt: skip
+    yield from _of_fp8(steps, config)
+    if config.model.decoder.tie_word_embeddings and config.model.optimizer.groups.output != GroupConfig():
+        yield Finding("error", "model.optimizer.groups.output: the output matrix of this model is its embedding",
+                      "set model.optimizer.groups.embedding")
+    if config.model.cuda_graphs and config.model.document_mask:
+        yield Finding("error", "model.cuda_graphs does not go with model.document_mask: how many documents there are "
+                      "differs from batch to batch", "turn one of them off")  # fmt: skip
+    if config.model.cuda_graphs and config.data.on_bad_shard == "skip":
+        yield Finding("error", "model.cuda_graphs does not go with data.on_bad_shard skip: what is skipped differs "
+                      "from batch to batch", "set data.on_bad_shard to raise")  # fmt: skip
+    if config.model.cuda_graphs and steps["world_size"] > 1:
+        yield Finding("error", f"model.cuda_graphs needs one device, and these are {steps['world_size']}",
+                      "set trainer.devices 1, or turn it off")
+
+
+def _of_fp8(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    """What `precision` refuses; with `fp8_keep`, which may name the matrices that do not fit, only the tokens."""
+    precision, keep, decoder = config.trainer.precision, config.trainer.fp8_keep, config.model.decoder
+    if not precision.startswith("fp8"):
+        if keep is not None:
+            yield Finding("error", f"trainer.fp8_keep is for FP8, and trainer.precision is {precision}", "leave it out")
+        return
+    if steps["micro_batch_size"] * steps["seq_len"] % MULTIPLE:
+        yield Finding("error", f"{precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
+                      f"{steps['micro_batch_size']} x {steps['seq_len']}", "change data.micro_batch_size")  # fmt: skip
+    if keep is not None:
+        return
+    heads, kv_heads = decoder.num_attention_heads, decoder.num_key_value_heads
+    sizes = {
+        "hidden_size": decoder.hidden_size, "intermediate_size": decoder.intermediate_size,
+        "num_attention_heads x head_dim": heads * decoder.head_dim,
+        "(num_attention_heads + 2 num_key_value_heads) x head_dim": (heads + 2 * kv_heads) * decoder.head_dim,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        if size % MULTIPLE:
+            yield Finding("error", f"{precision} takes multiples of {MULTIPLE}, and model.decoder.{name} is {size:,}",
+                          "change it, or --trainer.precision bf16-mixed")  # fmt: skip
+    if decoder.num_hidden_layers == 1:
+        yield Finding("error", f"{precision} leaves the last block in bf16, and there is no other",
+                      "--trainer.fp8_keep '[]', or --trainer.precision bf16-mixed")  # fmt: skip
+
+
+def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
+    """The model's size beside the tokens it will see."""
+    ratio = steps["tokens"] / model["parameters"]["total"]
+    if ratio < FEW_TOKENS:
+        yield Finding("warning", f"{format_count(steps['tokens'])} tokens are {ratio:.2g} for each of "
+                      f"{format_count(model['parameters']['total'])} parameters; 20 make the best of the operations",
+                      "train longer, or take a smaller model")  # fmt: skip
+    if model["vocab_size"] % ROWS:
+        padded = -(-model["vocab_size"] // ROWS) * ROWS
+        yield Finding("advice", f"a vocabulary of {model['vocab_size']:,} is no multiple of {ROWS}, with which matrix "
+                      "units are fastest", f"--model.decoder.vocab_size {padded}")  # fmt: skip
+
+
+def of_vocabulary(tokenizer_size: int, vocab_size: int) -> Iterator[Finding]:
+    """The tokenizer's vocabulary beside the model's."""
+    if tokenizer_size > vocab_size:
+        yield Finding("error", f"model.decoder.vocab_size {vocab_size:,} is smaller than the tokenizer's "
+                      f"{tokenizer_size:,}", "leave it out to take the tokenizer's")  # fmt: skip
+    elif vocab_size - tokenizer_size > max(ROWS, vocab_size // 10):
+        yield Finding("warning", f"{vocab_size - tokenizer_size:,} of {vocab_size:,} rows of the embedding belong to "
+                      f"no token of the tokenizer, which has {tokenizer_size:,}",
+                      "is it the right one? Else leave model.decoder.vocab_size out")  # fmt: skip
+
+
+def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    """The data beside the steps."""
+    if not data["prepared"]:
+        yield Finding("advice", f"{config.data.path} is not there yet: the first fit makes it from "
+                      f"{', '.join(data['from'])}", "run `lm data prepare` before, and plan again")  # fmt: skip
+        return
+    per_epoch, epochs = steps["steps_per_epoch"], steps["epochs"]
+    samples = steps["tokens_per_step"] // steps["seq_len"]
+    arithmetic = f"{data['train']['windows']:,} samples / {samples:,} a step = {per_epoch:,.1f} steps an epoch"
+    if per_epoch < steps["warmup_steps"]:
+        yield Finding("error", f"the data ends before the warm-up does: {arithmetic}, and the warm-up takes "
+                      f"{steps['warmup_steps']:,} of {steps['max_steps']:,}", "give more data, a smaller "
+                      "data.global_batch_tokens, or a shorter warm-up and run")  # fmt: skip
+    elif epochs > MANY_EPOCHS:
+        yield Finding("warning", f"every token is seen {epochs:.1f} times: {arithmetic}, and the run has "
+                      f"{steps['max_steps']:,}; beyond {MANY_EPOCHS} epochs repeated tokens teach little",
+                      "give more data, or train for fewer steps")  # fmt: skip
+    if "val" not in data:
+        yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
+        return
+    validated = min(config.data.val_tokens or data["val"]["tokens"], data["val"]["tokens"])
+    # A validation has the forward pass alone, a third of a step's operations.
+    share = validated / 3 / (config.trainer.val_interval * steps["tokens_per_step"])
+    if share > LONG_VALIDATION:
+        yield Finding("warning", f"validations take {share:.0%} as long as training: {format_count(validated)} tokens "
+                      f"every {config.trainer.val_interval:,} steps of {format_count(steps['tokens_per_step'])}",
+                      "lower data.val_tokens, or raise trainer.val_interval")  # fmt: skip
+
+
+def of_tasks(evaluation: EvaluationConfig, data: dict[str, Any]) -> Iterator[Finding]:
+    """What the model is evaluated on while it learns."""
+    try:
+        evaluation.read()
+    except RequestError as error:
+        yield Finding("error", f"evaluation.tasks: {error}", "")
+    if evaluation.tasks and evaluation.interval is None and data["prepared"] and "val" not in data:
+        yield Finding("error", "evaluations come after validations, and there is no validation data",
+                      "set evaluation.interval, or give data.val")  # fmt: skip
+
+
+def of_device(memory: dict[str, Any], disk: dict[str, Any], steps: dict[str, Any], device: Device,
+              config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
+    """What the device and the disk must hold."""
+    if config.model.kernels in ("on", True) and (device.capability is None or device.capability < (8, 0)):
+        yield Finding("error", f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
+    if precision != config.trainer.precision:
+        yield Finding("advice", f"{device.name} is not good at {config.trainer.precision}, so {precision} is taken",
+                      f"--trainer.precision {precision} says it")  # fmt: skip
+    if precision.startswith("fp8") and (device.capability is None or device.capability < FP8_FROM):
+        yield Finding("error", f"{device.name} has no FP8 arithmetic", "--trainer.precision bf16-mixed")
+    if precision.startswith("bf16") and device.capability is not None and device.capability < (8, 0):
+        yield Finding("warning", f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
+    if config.model.cuda_graphs and device.capability is None:
+        yield Finding("error", f"model.cuda_graphs needs a CUDA device, and this is {device.name}", "turn it off")
+    if memory["device"] is None:
+        yield Finding("warning", f"how much memory {device.name} has is not known", "name one with --device")
+    else:
+        yield from _of_memory(memory, steps, device)
+    if not Room(**disk).suffices:
+        yield Finding("error", str(Room(**disk)), "make room, or set trainer.default_root_dir to another disk")
+
+
+def _of_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device) -> Iterator[Finding]:
+    share, best, asked = memory["total"] / memory["device"], memory["largest_micro_batch"], steps["micro_batch_size"]
+    need = f"{format_bytes(memory['total'])} of {device.name}'s {format_bytes(memory['device'])}"
+    if share > 1 and best is None:
+        yield Finding("error", f"a step takes {need}, and one sample at a time is too much as well",
+                      "take a smaller model or context, or shard it with trainer.strategy fsdp2")
+    elif share > 1:
+        yield Finding("error", f"a step takes {need}",
+                      f"--data.micro_batch_size {best}: the largest that fits, and the run stays the same")  # fmt: skip
+    elif share > NEARLY_FULL:
+        yield Finding("warning", f"a step takes {need}, {share:.0%}", "lower data.micro_batch_size if memory runs out")
+    elif share < HALF_EMPTY and best is not None and best > asked and device.capability is not None:
+        yield Finding("advice", f"a step takes {need}, {share:.0%}",
+                      f"--data.micro_batch_size {best} fits too and may be faster; the run stays the same")  # fmt: skip

@@ -1,0 +1,474 @@
+"""`lm runs`: every run of a user at a glance, its removal, and the registry made anew. Reads files, imports no torch.
+
+`run_page` has one run on a page, `run_compare` several in one chart, `run_export` a run for others.
+"""
+
+import json as jsonlib
+import logging
+import math
+import os
+import shlex
+import shutil
+import statistics
+import struct
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lm.errors import LmError, RequestError
+from lm.runs import registry
+from lm.runs.history import read_samples
+from lm.runs.run import ROOT, Run, joined, release, sentences
+from lm.system.units import format_bytes, format_count
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+log = logging.getLogger(__name__)
+
+SHOWN = 20  # runs that `ls` shows without --all
+STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow", "interrupted": "yellow", "failed": "red",
+          "dead": "red", "gone": "dim"}  # fmt: skip
+EXPLAINED = ("stopped", "interrupted", "failed")  # statuses that have a reason worth a line
+
+
+def ls(all: bool = False, root: str = str(ROOT), json: bool = False) -> None:
+    """Every run that the registry knows and every run under a folder, the newest last.
+
+    Args:
+        all: Older runs too.
+        root: Folder whose runs are listed even where the registry does not know them.
+        json: Print one JSON list instead.
+    """
+    found = collect(root)
+    shown = found if all or json else found[-SHOWN:]
+    if json:
+        print(to_json(shown))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    if not found:
+        console.print(f"no runs under {root} or in the registry: start one with `lm fit --config tiny.yaml`")
+    _table(shown, console)
+    if len(found) > len(shown):
+        console.print(f"{len(found) - len(shown)} older runs: --all shows them")
+
+
+def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
+    """Remove a run with its checkpoints, after a question.
+
+    Args:
+        run: Name under the root or in the registry, or a path.
+        yes: Do not ask.
+        root: Folder of the runs.
+    """
+    gone = [row["path"] for row in registry.known() if row["name"] == run and not Path(row["path"]).exists()]
+    try:
+        folder = registry.find(run, root)
+    except RequestError:
+        if not gone:
+            raise
+        registry.forget(gone)
+        print(f"forgot {', '.join(gone)}, which was gone")
+        return
+    path = folder.path.resolve()
+    folder.refuse_if_trained()
+    checkpoints = [step.name for step in folder.steps().values()]
+    print(f"{path}: {folder.status()}, {format_bytes(size(path))}, checkpoints: {', '.join(checkpoints) or 'none'}")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise RequestError("nobody is there to be asked: give --yes to remove it")
+        if input("remove it for good? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was removed")
+            return
+    with suppress(OSError):  # of a disk that cannot be written to, which the next line says
+        folder.hold()
+    dead = path.with_name(f".removed-{path.name}-{os.getpid()}")
+    os.rename(path, dead)
+    release(path)  # a network's file system cannot remove a folder with a file that is open
+    (dead / "run.json").unlink()  # what a kill leaves here is no run
+    shutil.rmtree(dead)
+    if folder.path.is_symlink():
+        folder.path.unlink()
+    try:
+        registry.forget([str(path)])
+    except LmError as error:
+        log.warning("%s; `lm runs ls` leaves removed runs out all the same", error)
+    print(f"removed {path}")
+
+
+def rebuild(roots: list[str]) -> None:
+    """Make the registry anew from the run folders.
+
+    Args:
+        roots: Folders of runs to look in, besides `checkpoints` and those that the registry knows.
+    """
+    for root in roots:
+        if not Path(root).is_dir():
+            raise RequestError(f"{root} is not a folder of runs")
+    known = [str(Path(row["path"]).parent) for row in registry.known()]
+    folders = sorted({Path(root).resolve() for root in (*roots, *known, ROOT)})
+    runs = [run for folder in folders for run in Run.all(folder)]
+    registry.note(runs, forget_others=True)
+    print(f"{len(runs)} runs are in {registry.place()}")
+
+
+# ---- looking ---------------------------------------------------------------------------------------------------------
+
+
+def collect(root: str) -> list[dict[str, Any]]:
+    """The facts of every run, read from its folder, by when it was started or gone on with last.
+
+    A run whose folder was removed is taken out of the registry. One whose folder cannot be reached, because what it
+    lies in is not there either, has the status `gone` and what the registry remembers.
+    """
+    found, removed = {}, []
+    for row in registry.known():
+        path = Path(row["path"])
+        if (path / "run.json").is_file():
+            found[row["path"]] = registry.facts(Run(path))
+        elif path.parent.is_dir():
+            removed.append(row["path"])
+        else:
+            found[row["path"]] = {**row, "status": "gone"}
+    for run in Run.all(root):
+        if str(run.path.resolve()) not in found:
+            found[str(run.path.resolve())] = registry.facts(run)
+    if removed:
+        try:
+            registry.forget(removed)
+        except LmError as error:
+            log.warning("%s", error)
+    return sorted(found.values(), key=lambda run: (run.get("entered") or 0.0, run["name"]))
+
+
+def size(path: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(file.lstat().st_size for file in path.rglob("*"))
+
+
+def to_json(value: Any) -> str:
+    """JSON that every program reads: numbers that are not finite are null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return jsonlib.dumps(finite(value), ensure_ascii=False, allow_nan=False)
+
+
+def age(seconds: float) -> str:
+    """How long ago, in one unit: 40s, 12m, 5h, 3d."""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{max(0.0, seconds):.0f}s"
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+HEADINGS = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")
+
+
+def _table(found: list[dict[str, Any]], console: Console) -> None:
+    """One table in which the runs of a folder stand together, the folder with the newest run last."""
+    folders: dict[Path, list[dict[str, Any]]] = {}
+    for run in reversed(found):
+        folders.setdefault(Path(run["path"]).parent, []).insert(0, run)
+    rows = {run["path"]: _cells(run) for run in found}
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *rows.values(), strict=True)]
+    widths[0] = min(widths[0], max(8, console.width - sum(widths[1:]) - 2 * len(widths)))
+    for folder, runs in reversed(folders.items()):
+        where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        console.print(Text(str(where), style="bold"))
+        console.print(_line(HEADINGS, widths, "dim"))
+        for run in runs:
+            console.print(_line(rows[run["path"]], widths, STYLES.get(run["status"], "")))
+            if run["status"] in EXPLAINED and run["reason"]:
+                reason = Text(f"    {' '.join(run['reason'].split())}", style="dim")
+                reason.truncate(console.width, overflow="ellipsis")
+                console.print(reason)
+
+
+def _cells(run: dict[str, Any]) -> tuple[str, ...]:
+    step, last = run.get("step"), run.get("max_steps")
+    steps = "" if step is None else f"{_steps(step)}/{_steps(last)}" if last else _steps(step)
+    rate = run.get("tokens_per_second")
+    since = "" if not run.get("entered") else age(time.time() - run["entered"])
+    losses = ["" if run.get(key) is None else f"{run[key]:.4g}" for key in ("best_loss", "loss")]
+    return run["name"], run["status"], steps, *losses, "" if rate is None else format_count(float(rate)), since
+
+
+def _steps(number: int) -> str:
+    return str(number) if number < 100_000 else format_count(number)
+
+
+def _line(cells: tuple[str, ...], widths: list[int], style: str) -> Text:
+    name, status, *rest = cells
+    if len(name) > widths[0]:
+        name = name[: widths[0] - 1] + "…"
+    line = Text(f"  {name:<{widths[0]}}  ", style="dim" if cells is HEADINGS else "")
+    line.append(f"{status:<{widths[1]}}", style=style)
+    for cell, width in zip(rest, widths[2:], strict=True):
+        line.append(f"  {cell:>{width}}")
+    return line
+
+
+# ---- run page --------------------------------------------------------------------------------------------------------
+# `lm runs show`: all that matters of one run, on a page, read from its files.
+
+SHOWN_ALERTS = 5
+SAMPLE_CHARACTERS = 200
+
+
+def show(run: str, json: bool = False, root: str = str(ROOT)) -> None:
+    """Everything that matters of one run.
+
+    Args:
+        run: Name under the root or in the registry, or a path.
+        json: Print one JSON object instead.
+        root: Folder of the runs.
+    """
+    found = describe(registry.find(run, root))
+    if json:
+        print(to_json(found))
+    else:
+        _page(found)
+
+
+# ---- looking ---------------------------------------------------------------------------------------------------------
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """What `lm runs show --json` prints; what is not known is None or empty."""
+    described, state, metrics = run.read("run.json"), run.read("state.json"), run.metrics()
+    config = run.settings()
+    steps, status = run.steps(), run.status()
+    best, last = run.link("best"), run.link("last") or next(reversed(steps.values()), None)
+    return {
+        **registry.facts(run),
+        "max_tokens": state.get("max_tokens"),
+        "eta_seconds": state.get("eta_seconds") if status == "running" else None,
+        "phase": state.get("phase"),
+        "time": state.get("time"),
+        "pid": state.get("pid"),
+        "parameters": count_parameters(last / "model.safetensors") if last else None,
+        "config": config,
+        "curves": {name: curve for name in ("train/loss", "val/loss", "val/bpb", "optim/grad_norm",
+                                            "perf/tokens_per_second", "perf/mfu")
+                   if (curve := summarize(metrics, name))},
+        "checkpoints": [
+            {"step": step, "path": str(path), "bytes": size(path), "best": path == best, "last": path == last}
+            for step, path in steps.items()
+        ],
+        "device": described.get("device"), "world_size": described.get("world_size"),
+        "python": described.get("python"), "versions": described.get("versions", {}), "git": described.get("git"),
+        "command": described.get("command", []),
+        "budget": run.read("budget.json") or None,
+        "alerts": run.alerts(),
+        "post_mortems": sorted(str(path) for path in run.path.glob("postmortem-*") if path.is_dir()),
+        "evaluation": joined(run.evaluations()),
+        "samples": last_samples(run),
+        "next": next_command(run, status),
+    }  # fmt: skip
+
+
+def summarize(metrics: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """The first and the last value of a metric, its extremes with their steps, and its median."""
+    points = [(line[name], line["step"]) for line in metrics if name in line]
+    if not points:
+        return None
+    finite = [(value, step) for value, step in points if value == value] or points
+    (lowest, lowest_at), (highest, highest_at) = min(finite), max(finite)
+    return {
+        "first": points[0][0], "first_step": points[0][1], "last": points[-1][0], "last_step": points[-1][1],
+        "lowest": lowest, "lowest_step": lowest_at, "highest": highest, "highest_step": highest_at,
+        "median": statistics.median(value for value, _ in finite),
+    }  # fmt: skip
+
+
+def count_parameters(file: Path) -> int | None:
+    """Numbers in a safetensors file, from its header: a length of 8 bytes and so much JSON."""
+    try:
+        with open(file, "rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = jsonlib.loads(opened.read(length))
+    except (OSError, ValueError, struct.error):
+        return None
+    total = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            numbers = 1
+            for extent in tensor["shape"]:
+                numbers *= extent
+            total += numbers
+    return total
+
+
+def last_samples(run: Run) -> list[dict[str, Any]]:
+    """The texts that the run wrote last, one a prompt."""
+    samples = read_samples(run)
+    return [sample for sample in samples if sample["step"] == samples[-1]["step"]]
+
+
+def next_command(run: Run, status: str) -> str:
+    """What to type next: to watch a run that is running, to measure one that has finished, to go on with any other."""
+    path, began = run.path.resolve(), run.started_in()
+    there = "" if began == Path.cwd() else f"cd {shlex.quote(str(began))} && "
+    name = path.relative_to(began) if path.is_relative_to(began) else path
+    if status == "running":
+        return f"lm monitor {shlex.quote(run.name)}"
+    if status == "finished":
+        return f"{there}lm validate --ckpt_path {shlex.quote(str(name / 'best'))}"
+    return f"{there}lm fit --config {shlex.quote(str(name / 'config.yaml'))} --ckpt_path auto"
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def _page(found: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    title = Text(found["name"], style="bold")
+    title.append(f"  {found['status']}", style=STYLES.get(found["status"], ""))
+    if found["reason"]:
+        title.append(f": {found['reason']}")
+    console.print(title)
+    parts = {
+        "where": [found["path"]], "progress": _progress(found), "losses": _losses(found), "speed": _speed(found),
+        "model": _model(found), "training": _training(found["config"]), "checkpoints": _checkpoints(found),
+        "machine": _machine(found), "started as": _started(found), "cost": _cost(found["budget"]),
+        "evaluation": sentences(found["evaluation"]), "alerts": _alerts(found["alerts"]),
+        "samples": _samples(found),
+        "post-mortems": [Path(path).name for path in found["post_mortems"]],
+    }  # fmt: skip
+    width = max(map(len, parts))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", width=width)
+    grid.add_column(overflow="fold")
+    for name, lines in parts.items():
+        for number, line in enumerate(line for line in lines if line):
+            grid.add_row(name if not number else "", Text(line))
+    console.print(grid)
+    command = Text("next".ljust(width + 2), style="dim").append(found["next"], style="not dim")
+    console.print(command, soft_wrap=True)  # in one piece, to be copied
+
+
+def _progress(found: dict[str, Any]) -> list[str]:
+    if found["step"] is None:
+        return ["no step taken yet"]
+    share = f" ({found['step'] / found['max_steps']:.0%})" if found["max_steps"] else ""
+    of = f" of {found['max_steps']:,}" if found["max_steps"] else ""
+    tokens = "" if found["tokens"] is None else f", {format_count(found['tokens'])} tokens"
+    left = f", {_duration(found['eta_seconds'])} to go" if found["eta_seconds"] else ""
+    entered = f", last entered {age(time.time() - found['entered'])} ago" if found["entered"] else ""
+    return [
+        f"step {found['step']:,}{of}{share}{tokens}{left}",
+        f"started {found['started']}{entered}" if found["started"] else "",
+    ]
+
+
+def _losses(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, called in (("train/loss", "training"), ("val/loss", "validation"), ("val/bpb", "bits a byte")):
+        if curve := found["curves"].get(name):
+            lines.append(
+                f"{called:<11}  from {curve['first']:.4f} to {curve['last']:.4f}, "
+                f"lowest {curve['lowest']:.4f} at step {curve['lowest_step']:,}"
+            )
+    return lines
+
+
+def _speed(found: dict[str, Any]) -> list[str]:
+    speed, mfu = found["curves"].get("perf/tokens_per_second"), found["curves"].get("perf/mfu")
+    if not speed:
+        return []
+    used = f"; MFU {mfu['last']:.1%}, median {mfu['median']:.1%}" if mfu else ""
+    return [f"{format_count(speed['last'])} tokens/s, median {format_count(speed['median'])}{used}"]
+
+
+def _model(found: dict[str, Any]) -> list[str]:
+    decoder = found["config"].get("model", {}).get("decoder", {})
+    total = "" if found["parameters"] is None else f"{format_count(found['parameters'])} parameters, "
+    if not decoder:
+        return [total.rstrip(", ")]
+    return [
+        f"{total}{decoder.get('num_hidden_layers')} layers of {decoder.get('hidden_size')}, "
+        f"{decoder.get('num_attention_heads')} heads ({decoder.get('num_key_value_heads')} for keys and values), "
+        f"context {decoder.get('max_position_embeddings')}"
+    ]
+
+
+def _training(config: dict[str, Any]) -> list[str]:
+    model, data, trainer = (config.get(name) or {} for name in ("model", "data", "trainer"))
+    optimizer, schedule = model.get("optimizer") or {}, model.get("schedule") or {}
+    if not optimizer:
+        return []
+    return [
+        f"{optimizer.get('name')}, lr {optimizer.get('lr')}, {schedule.get('name')} schedule, "
+        f"{data.get('global_batch_tokens')} tokens a step of {data.get('seq_len')}, {trainer.get('precision')}, "
+        f"seed {config.get('seed_everything')}",
+        f"data {data.get('path') or data.get('train')}",
+    ]
+
+
+def _checkpoints(found: dict[str, Any]) -> list[str]:
+    parts = []
+    for checkpoint in found["checkpoints"]:
+        marks = [mark for mark in ("best", "last") if checkpoint[mark]]
+        parts.append(f"step {checkpoint['step']:,} ({', '.join([*marks, format_bytes(checkpoint['bytes'])])})")
+    return [", ".join(parts) or "none yet"]
+
+
+def _machine(found: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    devices = f"{found['world_size'] or 1} x {found['device'] or 'unknown device'}"
+    return [f"{devices} on {found['host'] or 'unknown host'}", f"python {found['python']}, {versions}"]
+
+
+def _started(found: dict[str, Any]) -> list[str]:
+    command = list(found["command"])
+    if command and command[0] == "__main__.py":
+        command[0] = "lm"
+    return [shlex.join(command), f"git {found['git']}" if found["git"] else ""]
+
+
+def _cost(budget: dict[str, Any] | None) -> list[str]:
+    if not budget:
+        return []
+    texts = {"spent_usd": "{:.2f} USD spent", "cap_usd": "of {:.2f}", "rate_usd_per_hr": "at {:.2f} an hour",
+             "projected_total_usd": "{:.2f} in the end"}  # fmt: skip
+    return [", ".join(text.format(budget[key]) for key, text in texts.items() if budget.get(key) is not None)]
+
+
+def _alerts(alerts: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"step {alert.get('step')}, {alert.get('guard')}: {alert.get('message')} ({alert.get('action')})"
+        for alert in alerts[-SHOWN_ALERTS:]
+    ]
+    return [f"{len(alerts) - len(lines)} before these"] * (len(alerts) > len(lines)) + lines
+
+
+def _samples(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for sample in found["samples"]:
+        text = " ".join(str(sample.get("text", "")).split())
+        prompt = str(sample.get("prompt", ""))
+        text = text if text.startswith(prompt) else f"{prompt} {text}"
+        text = text if len(text) <= SAMPLE_CHARACTERS else text[: SAMPLE_CHARACTERS - 1] + "…"
+        lines.append(f"step {sample.get('step')}: {text}")
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    for length, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"

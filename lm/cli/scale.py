@@ -1,0 +1,407 @@
+"""`lm scale`: one dial. A depth and a horizon become a config with a reason on every line; `scaling` has the rules."""
+
+import json
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+from lm.errors import RequestError
+from lm.model.config import DecoderConfig
+from lm.model.estimates import flops_per_token, parameters
+from lm.system.units import Count, format_count
+
+
+# ---- scaling ---------------------------------------------------------------------------------------------------------
+# One dial: from a depth to a whole recipe, by published rules. `cli/scale` writes it down as YAML.
+#
+# Each rule is a pure function that names its source. The rules for batch, learning rate and decay were fitted to AdamW
+# by others, on other data: they are where a search begins, not where it ends.
+
+HEAD_DIM = 128
+ASPECT = 64  # width / depth
+TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
+DEVICES = 8  # of a node; the batch comes out even on so many, and on 4, 2 and 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a depth and a horizon come to."""
+
+    decoder: DecoderConfig
+    parameters: int  # all of them; the embedding is tied, so its table counts once
+    flops_per_token: float  # of training
+    batch: int  # samples of an optimizer step
+    micro_batch: int  # samples a device runs at once
+    steps: int
+    learning_rate: float  # peak
+    weight_decay: float
+    warmup_steps: int
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.batch * self.decoder.max_position_embeddings
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the run."""
+        return self.steps * self.batch_tokens
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the run."""
+        return self.tokens * self.flops_per_token
+
+    @property
+    def block_flops(self) -> float:
+        """Those of them in the blocks: all but the output matrix."""
+        return self.tokens * (self.flops_per_token - 6 * self.decoder.vocab_size * self.decoder.hidden_size)
+
+
+def recipe(
+    depth: int,
+    *,
+    tokens_per_parameter: float | None = None,
+    flops: float | None = None,
+    steps: int | None = None,
+    vocab_size: int = 32_768,
+    seq_len: int = 2_048,
+    device_tokens: int = 16_384,
+) -> Recipe:
+    """All that follows from a depth and a horizon.
+
+    Args:
+        depth: blocks.
+        tokens_per_parameter: the horizon, as tokens for each parameter; or
+        flops: as floating-point operations of the run; or
+        steps: as optimizer steps. Exactly one of the three.
+        vocab_size: rows of the embedding.
+        seq_len: context, in tokens.
+        device_tokens: the most tokens that a device runs at once.
+
+    Raises:
+        RequestError: the shape is impossible, or the horizon is less than one optimizer step.
+    """
+    decoder = shape(depth, vocab_size, seq_len)
+    count = parameters(decoder)["total"]
+    each = flops_per_token(decoder, seq_len)
+    if steps is not None:
+        wanted = tokens_of_steps(steps)
+    else:
+        wanted = tokens_per_parameter * count if flops is None else flops / each
+    batch = power_of_two(batch_tokens(wanted) / seq_len)
+    tokens = batch * seq_len
+    if steps is None:
+        steps = round(wanted / tokens)
+    if steps < 1:
+        raise RequestError(
+            f"{wanted:,.0f} tokens are less than one optimizer step of {batch} x {seq_len} = {tokens:,}: "
+            "give a longer horizon or a shorter --seq_len"
+        )
+    rate = learning_rate(steps * tokens * (each - 6 * vocab_size * decoder.hidden_size), tokens)
+    return Recipe(
+        decoder=decoder, parameters=count, flops_per_token=each, batch=batch,
+        micro_batch=micro_batch(batch, device_tokens // seq_len), steps=steps, learning_rate=rate,
+        weight_decay=weight_decay(rate, steps, steps * tokens / count),
+        warmup_steps=warmup_steps(steps, tokens),
+    )  # fmt: skip
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def shape(depth: int, vocab_size: int, seq_len: int) -> DecoderConfig:
+    """A decoder of `depth` blocks in the proportions below.
+
+    Every query head has its own key head, as in nanochat: at these sizes the cache that sharing them saves is small.
+    The embedding is the output matrix too, or most of a small model would be its two tables. QK-norm bounds the
+    attention logits, which lets larger learning rates pass (Wortsman et al., 2023, arXiv:2309.14322).
+
+    Raises:
+        RequestError: fewer than two blocks, or an impossible size.
+    """
+    if depth < 2:
+        raise RequestError(f"--depth {depth} must be at least 2")
+    if seq_len < 2:
+        raise RequestError(f"--seq_len {seq_len} must be at least 2")
+    return DecoderConfig(
+        vocab_size=vocab_size, hidden_size=width(depth), num_hidden_layers=depth,
+        num_attention_heads=width(depth) // HEAD_DIM, intermediate_size=mlp_width(width(depth)),
+        max_position_embeddings=seq_len, window_pattern=window_pattern(depth), sliding_window=sliding_window(seq_len),
+        qk_norm=True, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def width(depth: int) -> int:
+    """Width of the residual stream: `64 x depth`, rounded up to whole heads of 128.
+
+    Source: nanochat, https://github.com/karpathy/nanochat, scripts/base_train.py; in its log 64 is better than 128.
+    """
+    return _round_up(ASPECT * depth, HEAD_DIM)
+
+
+def mlp_width(width: int) -> int:
+    """Width inside the MLP: `8/3 x width`, rounded up to a multiple of 128.
+
+    Three matrices of it hold as many parameters as two of `4 x width` (Shazeer, 2020, arXiv:2002.05202).
+    """
+    return _round_up(math.ceil(8 * width / 3), HEAD_DIM)
+
+
+def window_pattern(depth: int) -> str:
+    """Three layers with a window, then one that sees all; the last layer always sees all.
+
+    Source: nanochat, nanochat/gpt.py. Written out layer by layer where four does not divide the depth.
+    """
+    return "SSSL" if depth % 4 == 0 else ("SSSL" * depth)[: depth - 1] + "L"
+
+
+def sliding_window(seq_len: int) -> int:
+    """Tokens that a token sees in a layer with a window: a quarter of the context, rounded up to tiles of 128.
+
+    Source: nanochat, nanochat/gpt.py.
+    """
+    return min(seq_len, _round_up(math.ceil(seq_len / 4), 128))
+
+
+# ---- the horizon and the batch ---------------------------------------------------------------------------------------
+
+
+def batch_tokens(tokens: float) -> float:
+    """Tokens of an optimizer step that lead to the lowest loss after `tokens` of training.
+
+    `0.0306 x tokens^0.383` sequences of 2,048, whatever the size of the model (Bergsma et al., 2025,
+    arXiv:2505.13738). nanochat takes the same exponent, from 512Ki tokens at depth 12, tuned for Muon.
+    """
+    return 2_048 * 0.0306 * tokens**0.383
+
+
+def tokens_of_steps(steps: int) -> float:
+    """The tokens that are `steps` optimizer steps of their own best batch: `batch_tokens` solved for them."""
+    return (2_048 * 0.0306 * steps) ** (1 / (1 - 0.383))
+
+
+def micro_batch(batch: int, most: int) -> int:
+    """Samples a device runs at once: a power of two up to `most` that leaves every device of a node a share."""
+    return power_of_two(min(max(1, most), max(1, batch // DEVICES)), down=True)
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def learning_rate(flops: float, batch: float) -> float:
+    """Peak learning rate of AdamW.
+
+    `0.3118 x flops^-0.1250` at a batch of `0.2920 x flops^0.3271` tokens, the two fitted together (DeepSeek-AI, 2024,
+    arXiv:2401.02954, section 3.1); from there to our batch with its square root (Malladi et al., 2022,
+    arXiv:2205.10287).
+
+    Args:
+        flops: floating-point operations of the whole run in the blocks; the output matrix does not count.
+        batch: tokens of an optimizer step.
+    """
+    return 0.3118 * flops**-0.1250 * math.sqrt(batch / (0.2920 * flops**0.3271))
+
+
+def weight_decay(learning_rate: float, steps: int, tokens_per_parameter: float) -> float:
+    """AdamW's decay `1 / (timescale x learning_rate x steps)`.
+
+    The weights are a running mean of the updates over `1 / (learning_rate x decay)` steps (Wang and Aitchison, 2024,
+    arXiv:2405.13698). The best mean is over a share `1.084 x tokens_per_parameter^-0.527` of the run, the timescale
+    (Bergsma et al., 2025, arXiv:2505.13738).
+    """
+    timescale = 1.084 * tokens_per_parameter**-0.527
+    return 1 / (timescale * learning_rate * steps)
+
+
+def warmup_steps(steps: int, batch: int) -> int:
+    """Optimizer steps of linear rise: a tenth of the run, at most 375M tokens.
+
+    Source: Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087, table 2. Then the rate falls in a straight
+    line to 0, which is better than a cosine to a tenth of the peak (Bergsma et al., 2025, arXiv:2502.15938).
+    """
+    return math.floor(min(steps / 10, 375e6 / batch))
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def power_of_two(number: float, down: bool = False) -> int:
+    """The power of two nearest to a number in ratio, or the largest that is not above it; at least 1."""
+    exponent = math.log2(max(1, number))
+    return 2 ** (math.floor(exponent) if down else round(exponent))
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+# ---- scale -----------------------------------------------------------------------------------------------------------
+
+DATA = "data/pretrain-32k"
+VOCAB_SIZE, SEQ_LEN, DEVICE_TOKENS = Count(32_768), Count(2_048), Count(16_384)
+INTERVAL = 250  # optimizer steps between validations, and between checkpoints
+VALIDATED = 16  # batches a validation reads: a fiftieth of the work between two of them
+
+YAML = """\
+# {title}
+#   {command} > {name}.yaml
+#   lm data prepare --input texts/ --output {data} --tokenizer bpe --vocab_size {rows}
+#   lm plan --config {name}.yaml && lm fit --config {name}.yaml
+
+seed_everything: 1337  # the same seed gives the same weights and the same order of samples
+
+trainer:
+  max_steps: {steps}  # {horizon}
+  val_interval: {interval}  # optimizer steps between validations
+  checkpoint_interval: {interval}  # optimizer steps between checkpoints
+  log_interval: 10  # optimizer steps between log lines
+  gradient_clip_val: 1.0  # largest global norm of the gradient
+  precision: bf16-mixed  # bf16 arithmetic on fp32 master weights
+  devices: auto  # all of the node; `torchrun` and SLURM work too
+  strategy: auto  # ddp on several devices; fsdp2 shards what does not fit one
+
+model:
+  decoder:
+    vocab_size: {vocab_size}  # rows of the embedding; at least the tokenizer's
+    hidden_size: {hidden_size}  # 64 x depth, rounded up to whole heads (nanochat)
+    num_hidden_layers: {depth}  # the depth
+    num_attention_heads: {heads}  # 128 wide each (nanochat)
+    num_key_value_heads: {heads}  # one for every query head: the cache of a small model is small
+    intermediate_size: {intermediate_size}  # 8/3 x hidden_size: three matrices for the price of two (arXiv:2002.05202)
+    max_position_embeddings: {seq_len}  # context
+    window_pattern: {window_pattern}  # S sees a window, L all; the last sees all (nanochat)
+    sliding_window: {sliding_window}  # tokens of a window: a quarter of the context, in tiles of 128 (nanochat)
+    qk_norm: true  # bounds the attention logits, so that large learning rates pass (arXiv:2309.14322)
+    tie_word_embeddings: true  # or most of a small model would be its two tables
+  optimizer:
+    name: {optimizer}  # {optimizer_reason}
+    lr: {lr}  # peak: for {flops} operations in the blocks (arXiv:2401.02954), at this batch (arXiv:2205.10287)
+    betas: [0.9, 0.95]  # decay of the running means of the gradient and of its square
+    weight_decay: {weight_decay}  # a memory of {memory} of the run, at {ratio} tokens a parameter (arXiv:2505.13738)
+  schedule:
+    name: linear  # straight down to 0, better than a cosine to a tenth (arXiv:2502.15938)
+    warmup_steps: {warmup_steps}  # a tenth of the run, at most 375M tokens (arXiv:2509.25087)
+    final_fraction: 0.0  # of the peak, at the end
+
+data:
+  path: {data}  # a folder that `lm data prepare` made
+  micro_batch_size: {micro_batch}  # samples a device runs at once; `lm plan --fit` finds the most that fit
+  global_batch_tokens: {batch}  # {samples} samples: best for so many tokens, as a power of two (arXiv:2505.13738)
+  val_tokens: {val_tokens}  # tokens of a validation; `lm test` takes all of them
+"""
+
+
+def scale(
+    depth: int | None = None,
+    target_param_data_ratio: float | None = None,
+    target_flops: float | None = None,
+    max_steps: Count | None = None,
+    vocab_size: Count = VOCAB_SIZE,
+    seq_len: Count = SEQ_LEN,
+    device_tokens: Count = DEVICE_TOKENS,
+    data: str = DATA,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+) -> None:
+    """A whole config from a depth, by published scaling rules, on standard output.
+
+    Args:
+        depth: Number of blocks; width, heads, batch, learning rate and decay follow.
+        target_param_data_ratio: How long to train: tokens for each parameter; 20 if no horizon is given.
+        target_flops: In place of it: floating-point operations of the whole run.
+        max_steps: In place of it: optimizer steps.
+        vocab_size: Rows of the embedding; at least the tokenizer's.
+        seq_len: Context, in tokens.
+        device_tokens: The most tokens that a device runs at once.
+        data: Folder that `lm data prepare` made, or will make.
+        optimizer: AdamW, or Muon for the matrices in the blocks.
+
+    Raises:
+        RequestError: no depth, several horizons, or numbers that make no model.
+    """
+    if depth is None:
+        raise RequestError("give the depth, such as --depth 12")
+    horizons = {"target_param_data_ratio": target_param_data_ratio, "target_flops": target_flops,
+                "max_steps": max_steps}  # fmt: skip
+    given = {f"--{name}": value for name, value in horizons.items() if value is not None}
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} are several lengths of one run: give one of them")
+    positive = {**given, "--vocab_size": vocab_size, "--device_tokens": device_tokens}
+    for name, value in positive.items():
+        if not 0 < value < math.inf:
+            raise RequestError(f"{name} {value} must be above 0")
+    if not data:
+        raise RequestError("--data is empty: give the folder that `lm data prepare` made, or will make")
+    if not given:
+        target_param_data_ratio = TOKENS_PER_PARAMETER
+    made = recipe(
+        depth, tokens_per_parameter=target_param_data_ratio, flops=target_flops, steps=max_steps,
+        vocab_size=vocab_size, seq_len=seq_len, device_tokens=device_tokens,
+    )  # fmt: skip
+    settings = {"vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN),
+                "device_tokens": (device_tokens, DEVICE_TOKENS), "data": (data, DATA),
+                "optimizer": (optimizer, "adamw")}  # fmt: skip
+    changed = {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
+    options = "".join(f" {name} {value}" for name, value in {**given, **changed}.items())
+    print(write(made, f"lm scale --depth {depth}{options}", _horizon(made, given), data, optimizer), end="")
+
+
+def write(made: Recipe, command: str, horizon: str, data: str, optimizer: str) -> str:
+    """The YAML of a recipe, with a reason on every line that the dial decided.
+
+    Args:
+        made: the recipe.
+        command: the command line that makes this file again.
+        horizon: why the run is so long.
+        data: folder of the shards.
+        optimizer: `adamw` or `muon`.
+    """
+    decoder = made.decoder
+    memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
+    reasons = {
+        "adamw": "the rules for lr and weight_decay are fitted to it",
+        "muon": "for matrices; its updates have AdamW's size, so they share lr and decay (arXiv:2502.16982)",
+    }
+    quoted = data if re.fullmatch(r"[\w./-]+", data) else json.dumps(data)
+    return YAML.format(
+        title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
+        f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/scaling.py.",
+        command=command, name=f"depth{decoder.num_hidden_layers}", data=quoted, optimizer=optimizer,
+        optimizer_reason=reasons[optimizer], steps=f"{made.steps:_}", horizon=horizon,
+        interval=min(INTERVAL, made.steps), vocab_size=f"{decoder.vocab_size:_}", rows=int(decoder.vocab_size),
+        hidden_size=f"{decoder.hidden_size:_}", depth=decoder.num_hidden_layers, heads=decoder.num_attention_heads,
+        intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
+        window_pattern=decoder.window_pattern, sliding_window=f"{decoder.sliding_window:_}",
+        lr=_float(made.learning_rate), flops=_float(made.block_flops), weight_decay=f"{made.weight_decay:.3g}",
+        memory=f"{memory:.0%}", ratio=f"{made.tokens / made.parameters:.3g}", warmup_steps=f"{made.warmup_steps:_}",
+        micro_batch=made.micro_batch, batch=_binary(made.batch_tokens), samples=f"{made.batch:,}",
+        val_tokens=_binary(VALIDATED * made.batch_tokens),
+    )  # fmt: skip
+
+
+def _horizon(made: Recipe, given: dict[str, float]) -> str:
+    tokens, batch = format_count(made.tokens), _binary(made.batch_tokens)
+    if "--max_steps" in given:
+        return f"as asked: {tokens} tokens, {made.tokens / made.parameters:.3g} a parameter"
+    if "--target_flops" in given:
+        flops = f"{_float(given['--target_flops'])} operations / {_float(made.flops_per_token)} a token"
+        return f"{flops} = {tokens} tokens, in steps of {batch}"
+    ratio = given.get("--target_param_data_ratio", TOKENS_PER_PARAMETER)
+    source = "" if given else " (arXiv:2203.15556)"
+    return f"{ratio:g} tokens a parameter{source} = {tokens} tokens, in steps of {batch}"
+
+
+def _binary(number: int) -> str:
+    """A count as people read it where powers of two are meant: 262_144 -> 256Ki."""
+    for size, suffix in ((2**20, "Mi"), (2**10, "Ki")):
+        if number % size == 0:
+            return f"{number // size}{suffix}"
+    return f"{number:_}"
+
+
+def _float(number: float) -> str:
+    """Three digits: 0.00173 -> 1.73e-3."""
+    digits, exponent = f"{number:.2e}".split("e")
+    return f"{digits}e{int(exponent)}"

@@ -1,0 +1,366 @@
+"""The work of `lm data prepare` that is shared out to processes: encode a unit of text, write a shard of tokens.
+
+Between `data/text_files` and `data/parquet`. The text is cut into *units* of similar size, whose borders depend on the
+files alone. A unit becomes *parts*: files of plain ids, and a record beside them that is written last, so a unit with
+a record is done. It is called by what it was made of and how, so a record that is there is one to use. Shards are then
+copied together from parts. Nothing here depends on who does it when.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from lm.data.parquet import ROW_GROUP_TOKENS, ShardWriter, replacing, write_text
+from lm.data.remote import is_remote, with_retries
+from lm.data.text_files import Piece, TextFile, read_pieces
+from lm.data.tokenizer import Encoder, Tokenizer, id_type
+from lm.errors import RunError
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+UNIT_BYTES = 64 * 2**20  # of text, about; smaller for a small corpus, so that all processes have something to do
+SMALLEST_UNIT = 4 * 2**20
+UNITS = 32
+BATCH = 2**20  # characters encoded at once
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Text that one process encodes at once.
+
+    Args:
+        slices: (file, part, parts) as `read_pieces` takes them.
+        text_bytes: about how much text it is.
+    """
+
+    slices: tuple[tuple[TextFile, int, int], ...]
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every unit is encoded with.
+
+    Args:
+        folder: for the parts; has the tokenizer too.
+        tokenizer: what the tokenizer is known by.
+        text_key: key or column of the text.
+        val_fraction: share of the documents that are for validation.
+        shard_tokens: a part is closed after the document that makes it as long as this.
+    """
+
+    folder: Path
+    tokenizer: str
+    text_key: str
+    val_fraction: float
+    shard_tokens: int
+
+
+def plan_units(files: list[TextFile]) -> list[Unit]:
+    """Cut files into units: large ones in several where that is possible, small ones together."""
+    target = min(UNIT_BYTES, max(SMALLEST_UNIT, sum(file.text_bytes for file in files) // UNITS))
+    groups: list[list[tuple[TextFile, int, int]]] = [[]]
+    held = 0
+    for file in files:
+        parts = -(-file.text_bytes // target) if file.divisible else 1
+        for part in range(max(1, parts)):
+            groups[-1].append((file, part, max(1, parts)))
+            held += file.text_bytes / max(1, parts)
+            if held >= target * 0.9:  # parts of a large file are a little smaller than the target
+                groups.append([])
+                held = 0
+    slices = [tuple(group) for group in groups if group]
+    return [Unit(group, int(sum(file.text_bytes / parts for file, _, parts in group))) for group in slices]
+
+
+def unit_pieces(unit: Unit, text_key: str, tokenizer: Tokenizer | None) -> Iterator[Piece]:
+    """The documents of a unit."""
+    for file, part, parts in unit.slices:
+        yield from read_pieces(file, part, parts, text_key, tokenizer)
+
+
+def split_hash(content: str | np.ndarray) -> float:
+    """In [0, 1), from the content alone: documents below the fraction are for validation, whatever lies beside them.
+
+    Of a document in pieces, its first piece decides.
+    """
+    data = content.encode() if isinstance(content, str) else content.astype("<u2").tobytes()
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big") / 2**64
+
+
+def record_path(unit: Unit, recipe: Recipe) -> Path:
+    """Where the record of a unit is, once the unit is done: called by the files and all that was done with them."""
+    made_of = (unit.slices, recipe.tokenizer, recipe.text_key, recipe.val_fraction, recipe.shard_tokens)
+    return recipe.folder / f"{blake2b(repr(made_of).encode(), digest_size=16).hexdigest()}.json"
+
+
+def encode_unit(unit: Unit, recipe: Recipe) -> int:
+    """Write the parts of a unit, and its record last.
+
+    Returns:
+        About how many bytes of text were encoded.
+
+    Raises:
+        RunError: a file cannot be read; names the file and line or row.
+    """
+    name = unit.slices[0][0].name
+    if is_remote(name):
+        with_retries(lambda: _encode_remote(unit, recipe), name, patience=None)
+    else:
+        _encode(unit, recipe)
+    return unit.text_bytes
+
+
+def _encode_remote(unit: Unit, recipe: Recipe) -> None:
+    """A failed read is raised as what it was, which may be tried again."""
+    try:
+        _encode(unit, recipe)
+    except RunError as error:
+        raise error.__cause__ if isinstance(error.__cause__, OSError) else error
+
+
+def _encode(unit: Unit, recipe: Recipe) -> None:
+    path = record_path(unit, recipe)
+    encoder, sizes = _tools(recipe)
+    tokenizer = encoder.tokenizer
+    eos = np.array([tokenizer.eos_id], encoder.dtype).tobytes()
+    record: dict[str, Any] = {"parts": [], "lowest": None, "highest": None}
+    document: dict[str, Any] | None = None
+    with ExitStack() as stack:
+        open_parts: dict[str, _Part] = {}
+        for piece, ids in _encoded(unit_pieces(unit, recipe.text_key, tokenizer), encoder):
+            if document is None:
+                value = split_hash(piece.content)
+                split = piece.split or ("val" if value < recipe.val_fraction else "train")
+                if split not in open_parts:
+                    name = f"{path.stem}-{len(record['parts']):03d}-{split}"
+                    open_parts[split] = _Part(stack.enter_context(ExitStack()), recipe.folder / name)
+                    record["parts"].append(open_parts[split].counts)
+                part = open_parts[split]
+                document = {"hash": value, "part": part.counts["file"], "start": part.counts["tokens"], "bytes": 0}
+            text = isinstance(piece.content, str)
+            document["bytes"] += _utf8_length(piece.content) if text else int(sizes[ids].sum())
+            part.write(ids.tobytes(), len(ids), eos if piece.last else b"")
+            if piece.last:
+                document["stop"] = part.end_document(document["bytes"])
+                for name, better in (("lowest", min), ("highest", max)):
+                    record[name] = better(record[name] or document, document, key=lambda entry: entry["hash"])
+                document = None
+                if part.counts["tokens"] >= recipe.shard_tokens:
+                    open_parts.pop(split).close()
+        for part in open_parts.values():
+            part.close()
+    write_text(path, json.dumps(record))
+
+
+def _encoded(pieces: Iterable[Piece], encoder: Encoder) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Pieces with their ids, encoded many at once."""
+    batch: list[Piece] = []
+
+    def flush() -> Iterator[tuple[Piece, np.ndarray]]:
+        ids = iter(encoder.encode([piece.content for piece in batch if isinstance(piece.content, str)]))
+        for piece in batch:
+            yield piece, next(ids) if isinstance(piece.content, str) else piece.content.astype(encoder.dtype)
+        batch.clear()
+
+    held = 0
+    for piece in pieces:
+        batch.append(piece)
+        held += len(piece.content)
+        if held >= BATCH:
+            yield from flush()
+            held = 0
+    yield from flush()
+
+
+@lru_cache(maxsize=1)
+def _tools(recipe: Recipe) -> tuple[Encoder, np.ndarray]:
+    """The encoder of a recipe, and the bytes of each token; made once in a process."""
+    tokenizer = Tokenizer.load(recipe.folder)
+    return Encoder(tokenizer), tokenizer.token_bytes()
+
+
+def _utf8_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+class _Part:
+    """A file of ids that is being written, and beside it the length of each row."""
+
+    def __init__(self, stack: ExitStack, path: Path) -> None:
+        self._stack, self._path = stack, path
+        self._file = stack.enter_context(replacing(path))
+        self._rows: list[int] = []
+        split = path.name.rpartition("-")[2]
+        self.counts = {"file": path.name, "split": split, "tokens": 0, "documents": 0, "bytes": 0}
+
+    def write(self, ids: bytes, count: int, end: bytes) -> None:
+        self._file.write(ids)
+        self._file.write(end)
+        self._rows.append(count + bool(end))
+        self.counts["tokens"] += self._rows[-1]
+
+    def end_document(self, size: int) -> int:
+        """Count a document of so many bytes; returns the token after it."""
+        self.counts["documents"] += 1
+        self.counts["bytes"] += size
+        return self.counts["tokens"]
+
+    def close(self) -> None:
+        with replacing(_rows_path(self._path)) as file:
+            np.save(file, np.array(self._rows, np.int64))
+        self._stack.close()
+
+
+def _rows_path(part: Path) -> Path:
+    return part.with_name(part.name + "-rows.npy")
+
+
+def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
+    """(n,) the ids of a part, mapped and not read."""
+    return np.memmap(folder / file, dtype, mode="r")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard to write.
+
+    Args:
+        path: where to.
+        slices: (part, first token, token after the last), one after the other.
+    """
+
+    path: Path
+    slices: tuple[tuple[str, int, int], ...]
+
+
+def write_shard(shard: Shard, folder: Path) -> dict[str, Any]:
+    """Copy slices of parts together.
+
+    Returns:
+        The shard's entry of the manifest.
+    """
+    tokenizer = Tokenizer.load(folder)
+    dtype = id_type(tokenizer.vocab_size)
+    writer = ShardWriter(shard.path, dtype, tokenizer.sha256)
+    for file, start, stop in shard.slices:
+        rows = np.load(_rows_path(folder / file))
+        edges = np.unique(np.clip(np.concatenate([[0], np.cumsum(rows)]), start, stop))  # where rows begin, and stop
+        first = 0
+        while first < len(edges) - 1:  # whole rows, about a row group of tokens at once
+            last = max(first + 1, int(np.searchsorted(edges, edges[first] + ROW_GROUP_TOKENS, side="right")) - 1)
+            count, before = int(edges[last] - edges[first]), int(edges[first]) * dtype.itemsize
+            writer.write(np.fromfile(folder / file, dtype, count, offset=before), np.diff(edges[first : last + 1]))
+            first = last
+    size = writer.close()
+    name = f"{shard.path.parent.name}/{shard.path.name}"
+    return {"file": name, "size": size, "row_groups": writer.row_groups, "digest": writer.digest}
+
+
+# ---- workforce -------------------------------------------------------------------------------------------------------
+# Processes that share out work, end with their parent, and leave Ctrl-C to it.
+#
+# Under `data/prepare`. Tasks are functions of their arguments that write files; results come back in the order of the
+# tasks, whoever did them.
+
+SMALL_WORK = 32 * 2**20  # bytes of text; starting processes takes longer than this much work
+
+
+class Workforce:
+    """Runs tasks in processes, or in this one where the work is small.
+
+    Args:
+        workers: processes; one a core if None.
+        work: bytes of text that there are to do.
+    """
+
+    def __init__(self, workers: int | None, work: int) -> None:
+        self.workers = _cores() if workers is None else workers
+        self._pool: ProcessPoolExecutor | None = None
+        if self.workers > 1 and work > SMALL_WORK:
+            self._pool = ProcessPoolExecutor(
+                self.workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
+            )
+
+    def __enter__(self) -> "Workforce":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pool is not None:
+            processes = list((self._pool._processes or {}).values())
+            self._pool.shutdown(wait=kind is None, cancel_futures=True)
+            for process in processes if kind is not None else ():
+                process.terminate()
+
+    def run(self, function: Callable[..., Any], tasks: Sequence[tuple], sizes: Sequence[int], doing: str) -> list[Any]:
+        """Do all tasks.
+
+        Args:
+            function: importable by name; called with the arguments of each task.
+            tasks: arguments.
+            sizes: work of each, for the progress bar.
+            doing: what the bar says.
+
+        Returns:
+            The results, in the order of the tasks.
+
+        Raises:
+            RunError: a process died.
+        """
+        columns = (TextColumn(doing), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+            bar = progress.add_task(doing, total=sum(sizes))
+            if self._pool is None:
+                results = []
+                for task, size in zip(tasks, sizes, strict=True):
+                    results.append(function(*task))
+                    progress.advance(bar, size)
+                return results
+            try:
+                size_of = {self._pool.submit(function, *task): size for task, size in zip(tasks, sizes, strict=True)}
+                left = set(size_of)
+                while left:
+                    done, left = wait(left, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+                        progress.advance(bar, size_of[future])
+                return [future.result() for future in size_of]
+            except BrokenProcessPool as error:
+                raise RunError(
+                    "a worker process died, perhaps for want of memory; the same command goes on from here, "
+                    "and fewer --workers need less"
+                ) from error
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """A parent that was killed cannot tell its workers to stop."""
+    multiprocessing.parent_process().join()
+    os._exit(1)

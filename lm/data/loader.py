@@ -1,0 +1,470 @@
+"""Batches for one rank: the samples of each optimizer step, read ahead by threads and laid out in rows.
+
+Third stop of a batch, between `data/sampler`, which says what each sample is, and `data/datamodule`. `Stream` and
+`Windows` say which samples make which batch; `assemble` copies their rows out of blocks that `BlockBuffer` decodes
+ahead. Decoding runs in threads of the training process: Arrow and numpy release the interpreter lock while they work,
+and copying batches between processes (`data/workers`) costs more than reading them.
+"""
+
+import atexit
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from lm.data.sampler import BLOCKS_AHEAD, Order
+from lm.data.shards import BLOCK_TOKENS, BadBlock, Shards
+from lm.errors import RequestError, RunError
+
+
+# ---- buffer ----------------------------------------------------------------------------------------------------------
+# Decoded blocks in memory, read ahead by threads.
+#
+# Beside the batch's way, under `data/loader`, which says what it will want and copies rows out of what is held here.
+
+DECODERS = 2  # threads; one reads several hundred million tokens a second
+LAST_BLOCK = 5.0  # seconds that threads have at the end of the process for the blocks that they are at
+TIMEOUT = 300.0  # seconds
+
+
+class Decoders:
+    """Threads that call a function for its result.
+
+    They are daemons, since a read from a file system that does not answer never returns: the process can end all the
+    same. Those that do return are waited for at its end, so that none is inside Arrow when the interpreter goes.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._calls: SimpleQueue = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_work, args=(self._calls,), name=f"lm-decode-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        _running.update({thread: self._calls for thread in self._threads})
+        atexit.unregister(_end)
+        atexit.register(_end)
+
+    def submit(self, function: Callable, *arguments: object) -> Future:
+        """The result of `function(*arguments)`, when there is one."""
+        future: Future = Future()
+        self._calls.put((future, function, arguments))
+        return future
+
+    def close(self) -> None:
+        """Drop what is not begun; the threads end with what they are at."""
+        _close(self._calls, len(self._threads))
+
+
+_running: WeakKeyDictionary[threading.Thread, SimpleQueue] = WeakKeyDictionary()
+
+
+def _close(calls: SimpleQueue, threads: int) -> None:
+    with suppress(Empty):
+        while True:
+            calls.get_nowait()
+    for _ in range(threads):
+        calls.put(None)
+
+
+def _end() -> None:
+    """Before the interpreter goes."""
+    running = dict(_running)
+    for calls in running.values():
+        _close(calls, len(running))
+    until = time.monotonic() + LAST_BLOCK
+    for thread in running:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def _work(calls: SimpleQueue) -> None:
+    while (call := calls.get()) is not None:
+        future, function, arguments = call
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+        del call, future, arguments  # or the last block would stay until the next one comes
+
+
+class BlockBuffer:
+    """Decoded blocks, never more than `capacity` tokens, decoded by threads before they are needed.
+
+    Samples are `want`ed some way ahead of being taken, in the same order; their numbers are the clock. The block
+    whose latest wanted sample is the oldest goes first, and none goes while a wanted sample is still to be taken.
+
+    Args:
+        shards: what is read.
+        capacity: tokens.
+        timeout: seconds that are waited for a block.
+    """
+
+    def __init__(self, shards: Shards, capacity: int, timeout: float = TIMEOUT):
+        self.shards, self.capacity, self.held, self.timeout = shards, capacity, 0, timeout
+        self.decoders = Decoders(DECODERS)
+        self.blocks: OrderedDict[int, Future] = OrderedDict()  # the one that goes first stands first
+        self.wanted: dict[int, int] = {}  # block -> the latest sample that wants it
+        self.decoded: dict[int, np.ndarray] = {}  # what `get` has seen; asking a Future for each row takes its lock
+
+    def want(self, block: int, sample: int, taken: int) -> bool:
+        """See to it that `block` is decoded for `sample`; False if there is no room while `taken` is being taken."""
+        if block in self.blocks:
+            self.blocks.move_to_end(block)
+        else:
+            tokens = self.shards.blocks[block].tokens
+            while self.blocks and self.held + tokens > self.capacity:
+                oldest = next(iter(self.blocks))
+                if self.wanted[oldest] >= taken:
+                    return False
+                del self.blocks[oldest], self.wanted[oldest]
+                self.decoded.pop(oldest, None)
+                self.held -= self.shards.blocks[oldest].tokens
+            self.held += tokens
+            self.blocks[block] = self.decoders.submit(self.shards.read, block)
+        self.wanted[block] = sample
+        return True
+
+    def get(self, block: int) -> np.ndarray:
+        """The tokens of a wanted block, as soon as they are decoded.
+
+        Raises:
+            RunError: they cannot be read, or the wait was too long; names the file.
+        """
+        tokens = self.decoded.get(block)
+        if tokens is None:
+            try:
+                tokens = self.decoded[block] = self.blocks[block].result(self.timeout)
+            except NotInTime as error:
+                if self.blocks[block].done():  # the read's own, and no wait of ours
+                    raise
+                raise RunError(
+                    f"{self.shards.blocks[block]}: not read after {self.timeout:g} seconds (data.timeout); does its "
+                    "file system answer? Once it does, `--ckpt_path auto` goes on"
+                ) from error
+        return tokens
+
+    def close(self) -> None:
+        """Let go of the threads."""
+        self.decoders.close()
+
+
+# ---- batch -----------------------------------------------------------------------------------------------------------
+# What a training step receives: rows of tokens, and a cursor that says which samples they are.
+#
+# Third stop of a batch (`data/shards -> data/order -> data/batch -> data/datamodule`). Tokens travel as small as they
+# are stored, through pinned memory and over the bus, and become int64 on the device that needs them.
+
+IGNORED = -100  # the label that a loss leaves out
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a batch stands in the endless sequence of samples; a few integers, so it rides along with the batch.
+
+    After the last micro-batch of an optimizer step, training goes on at sample `end`: however far the loader has
+    read ahead, this is what was trained on.
+
+    Args:
+        start: first sample of the optimizer step.
+        end: one past the last sample of the optimizer step.
+        micro: which micro-batch of that step this is on this rank, from 0.
+    """
+
+    start: int
+    end: int
+    micro: int
+
+
+class Batch:
+    """Rows of T + 1 consecutive tokens: the first T are inputs, the last T their targets.
+
+    No dataclass: Lightning takes those apart, field by field, for every micro-batch.
+
+    Args:
+        tokens: (B, T + 1) uint16 or int32, on any device.
+        cursor: which samples these are; None outside of training.
+        mask: (B, T) bool, False where a target does not count; None when all of them count.
+        bad: what is wrong with the shards of rows that could not be read and do not count, an entry a row.
+    """
+
+    def __init__(
+        self, tokens: Tensor, cursor: Cursor | None = None, mask: Tensor | None = None, bad: tuple[str, ...] = ()
+    ) -> None:
+        self.tokens = tokens
+        self.cursor = cursor
+        self.mask = mask
+        self.bad = bad
+
+    @property
+    def input_ids(self) -> Tensor:
+        """(B, T) int64."""
+        return _widen(self.tokens[:, :-1])
+
+    @property
+    def labels(self) -> Tensor:
+        """(B, T) int64: the token after each input, -100 where the mask is False."""
+        labels = _widen(self.tokens[:, 1:])
+        return labels if self.mask is None else labels.masked_fill_(~self.mask, IGNORED)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many targets count. Without a mask this is a shape, so no device is waited for."""
+        if self.mask is None:
+            return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
+        return int(self.mask.sum())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+        """The same batch on another device; `non_blocking` from pinned memory overlaps the copy with compute."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """The same batch in page-locked memory, from which a GPU can copy by itself."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        return Batch(function(self.tokens), self.cursor, None if self.mask is None else function(self.mask), self.bad)
+
+
+def _widen(tokens: Tensor) -> Tensor:
+    """int64 copy of uint16 or int32 tokens, on their device."""
+    if tokens.dtype == torch.uint16:  # few CUDA kernels know uint16: read the bits as int16 and drop the sign's copies
+        return tokens.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
+    return tokens.to(torch.int64, copy=True)
+
+
+# ---- stream ----------------------------------------------------------------------------------------------------------
+# Micro-batches for one rank: the samples of each optimizer step, divided, read ahead and laid in rows.
+#
+# Between `data/sampler`, which says what each sample is, and `data/datamodule`, which hands the batches to Lightning.
+#
+# `Stream` and `Windows` say which samples make which micro-batch; `assemble` copies their rows out of blocks, which
+# `data/loader` decodes ahead. Decoding runs in threads of the training process: Arrow and numpy let go of the
+# interpreter lock while they work, and copying batches between processes (`data/workers`) costs more than reading them.
+# Copying the rows takes some 50 microseconds a batch, less than handing it over from yet another thread would.
+
+OnBadShard = Literal["raise", "skip"]
+LOCATED = 1024  # samples that are located in one call of numpy
+MOST_AHEAD = 4096  # samples that blocks are decoded ahead for; less where BLOCKS_AHEAD blocks have fewer windows
+
+
+class Request(NamedTuple):
+    """One micro-batch to be made: its samples in order, and how many rows at the end only fill it up."""
+
+    samples: np.ndarray
+    cursor: Cursor | None = None
+    padding: int = 0
+
+
+class Reading(NamedTuple):
+    """What to do when a block cannot be read.
+
+    Args:
+        timeout: seconds that are waited for one.
+        on_bad_shard: `raise`; or `skip`, which leaves the targets of a damaged block out of the loss. Every sample
+            keeps its place in the order, so nothing else changes.
+    """
+
+    timeout: float = TIMEOUT
+    on_bad_shard: OnBadShard = "raise"
+
+
+class Stream(IterableDataset):
+    """The endless training stream of one rank.
+
+    Optimizer step after optimizer step takes the next `global_batch` samples; ranks, workers and micro-batches only
+    divide them, so another division sees the same samples in every step.
+
+    Args:
+        shards: where tokens are read.
+        order: which window each sample is.
+        seq_len: T, the targets of a row.
+        start: the first sample that was not trained on yet.
+        global_batch: samples of an optimizer step over all ranks.
+        micro_batch: B, the rows of a batch.
+        rank: this process; it takes every `world`-th sample of a step.
+        world: number of processes.
+        shuffle_buffer: tokens of decoded blocks that are held at most; None takes what the order's lanes need.
+        reading: what to do when a block cannot be read, or not soon.
+
+    Raises:
+        ValueError: `global_batch` is not a multiple of `world * micro_batch`.
+        RequestError: a row group alone is larger than the shuffle buffer.
+    """
+
+    def __init__(
+        self, shards: Shards, order: Order, *, seq_len: int, start: int, global_batch: int, micro_batch: int,
+        rank: int = 0, world: int = 1, shuffle_buffer: int | None = None, reading: Reading = Reading(),
+    ):
+        if global_batch % (world * micro_batch):
+            raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks x {micro_batch} samples")
+        largest = shards.largest
+        needed = (order.lanes + BLOCKS_AHEAD) * largest.tokens
+        if shuffle_buffer is not None and largest.tokens > shuffle_buffer:
+            raise RequestError(
+                f"{largest}: {largest.tokens} tokens in one piece, more than data.shuffle_buffer ({shuffle_buffer}); "
+                "raise data.shuffle_buffer, or write the shard again with smaller row groups (`lm data prepare`)"
+            )
+        self.shards, self.order, self.seq_len, self.start = shards, order, seq_len, start
+        self.global_batch, self.micro_batch, self.rank, self.world = global_batch, micro_batch, rank, world
+        self.buffer = needed if shuffle_buffer is None else shuffle_buffer
+        self.reading = reading
+
+    def requests(self) -> Iterator[Request]:
+        """What this rank's micro-batches are made of; endless."""
+        start = self.start
+        while True:
+            end = start + self.global_batch
+            samples = np.arange(start + self.rank, end, self.world)
+            for micro, first in enumerate(range(0, len(samples), self.micro_batch)):
+                yield Request(samples[first : first + self.micro_batch], Cursor(start, end, micro))
+            start = end
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches()
+
+    def batches(self, worker: int = 0, workers: int = 1) -> Iterator[Batch]:
+        """Every `workers`-th batch from the `worker`-th on: those of all workers, taken in turn, are in order again."""
+        requests = islice(self.requests(), worker, None, workers)
+        return assemble(self.shards, self.order, self.seq_len, requests, self.buffer, self.reading)
+
+
+class Windows(IterableDataset):
+    """The first windows in the order in which they lie, once, for evaluation.
+
+    Each window is counted by exactly one rank. All ranks yield the same number of batches, since sharded models run
+    in lockstep: what a rank lacks is filled with rows whose mask is False.
+
+    Args:
+        shards: where tokens are read.
+        seq_len: T, the targets of a row.
+        micro_batch: B, the rows of a batch.
+        limit: how many windows; None takes all.
+        rank: this process; each takes one run of consecutive windows.
+        world: number of processes.
+        reading: what to do when a block cannot be read, or not soon.
+    """
+
+    def __init__(
+        self, shards: Shards, *, seq_len: int, micro_batch: int, limit: int | None = None,
+        rank: int = 0, world: int = 1, reading: Reading = Reading(),
+    ):
+        self.shards, self.seq_len, self.micro_batch, self.reading = shards, seq_len, micro_batch, reading
+        self.order = Order(shards.windows(seq_len), seed=0, shuffle=False)
+        self.total = self.order.total if limit is None else min(limit, self.order.total)
+        share = -(-self.total // world)
+        self.first, self.last = min(rank * share, self.total), min((rank + 1) * share, self.total)
+        self.batches = -(-share // micro_batch)
+        self.buffer = (1 + BLOCKS_AHEAD) * shards.largest.tokens
+
+    def requests(self) -> Iterator[Request]:
+        """What this rank's batches are made of."""
+        for first in range(self.first, self.first + self.batches * self.micro_batch, self.micro_batch):
+            samples = np.arange(first, min(first + self.micro_batch, self.last))
+            yield Request(samples, padding=self.micro_batch - len(samples))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return assemble(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading)
+
+
+# ---- rows out of blocks ----------------------------------------------------------------------------------------------
+
+
+def assemble(
+    shards: Shards, order: Order, seq_len: int, requests: Iterator[Request], capacity: int, reading: Reading = Reading()
+) -> Iterator[Batch]:
+    """Turn requests into batches.
+
+    Args:
+        shards: where tokens are read.
+        order: which window each sample is.
+        seq_len: T.
+        requests: what to make.
+        capacity: tokens of decoded blocks to hold at most; at least the largest block.
+        reading: what to do when a block cannot be read, or not soon.
+
+    Yields:
+        A batch of (B, T + 1) tokens for each request.
+
+    Raises:
+        RunError: a block cannot be read; names the file.
+    """
+    dtype = shards.column.dtype if shards.column.dtype == np.uint16 else np.dtype(np.int32)
+    ahead = min(MOST_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))  # on this stretch as many blocks begin
+    buffer = BlockBuffer(shards, capacity, reading.timeout)
+    plan = _located(order, requests)
+    waiting, unwanted = deque(), deque()  # located requests, and those of their blocks that are not wanted yet
+    wanted = taken = 0
+
+    def look_ahead() -> None:
+        nonlocal wanted
+        while wanted - taken < ahead:
+            if not unwanted:
+                located = next(plan, None)
+                if located is None:
+                    return
+                waiting.append(located)
+                unwanted.extend(located[1])
+            elif buffer.want(unwanted[0], wanted, taken):
+                unwanted.popleft()
+                wanted += 1
+            else:
+                return
+
+    try:
+        look_ahead()
+        while waiting:
+            request, blocks, windows = waiting.popleft()
+            rows = np.zeros((len(blocks) + request.padding, seq_len + 1), dtype=dtype)  # (B, T + 1)
+            bad = {}
+            for place, (block, window) in enumerate(zip(blocks, windows)):
+                if wanted == taken:
+                    look_ahead()  # the buffer was full; nothing that was taken needs its block any more
+                first = window * seq_len
+                try:
+                    rows[place] = buffer.get(block)[first : first + seq_len + 1]
+                except BadBlock as damage:
+                    if reading.on_bad_shard == "raise":
+                        raise
+                    bad[place] = str(damage.with_traceback(None))  # the same one for all its rows: they would add up
+                taken += 1
+            look_ahead()  # so that decoding goes on while the batch is trained on
+            yield _batch(rows, request, bad)
+    finally:
+        buffer.close()
+
+
+def _located(order: Order, requests: Iterator[Request]) -> Iterator[tuple[Request, list[int], list[int]]]:
+    """Requests with the block and window of each sample, located many at a time; the first ones few, to start soon."""
+    size = 1
+    while group := list(islice(requests, size)):
+        blocks, windows = order.locate(np.concatenate([request.samples for request in group]))
+        ends = np.cumsum([len(request.samples) for request in group])
+        for request, end in zip(group, ends.tolist()):
+            here = slice(end - len(request.samples), end)
+            yield request, blocks[here].tolist(), windows[here].tolist()
+        size = max(1, LOCATED // max(1, ends[-1] // len(group)))
+
+
+def _batch(rows: np.ndarray, request: Request, bad: dict[int, str]) -> Batch:
+    """`bad` says of rows that could not be read what is wrong with their block."""
+    tokens, mask = torch.from_numpy(rows), None
+    if request.padding or bad:
+        mask = torch.ones(len(rows), rows.shape[1] - 1, dtype=torch.bool)  # (B, T)
+        mask[len(rows) - request.padding :] = False
+        for place in bad:
+            mask[place] = False
+    return Batch(tokens, request.cursor, mask, tuple(bad.values()))

@@ -1,0 +1,140 @@
+"""Which window is sample `i`: a pure function of the seed, so any run can start, stop and divide anywhere.
+
+Second stop of a batch (`data/shards -> data/order -> data/batch`); `data/loader` asks it and reads what it answers.
+
+The samples of an epoch are the windows of all blocks, each once. The blocks are shuffled and laid end to end, that
+line is cut into equal *lanes*, and the lanes take turns; the windows inside a block are shuffled too:
+
+    lane 0   | block 7      | block 2   |        samples 0, 4,  8 ...
+    lane 1   | 2 | block 9          | 0 |        samples 2, 6, 10 ...
+    lane 2   | block 0   | block 4      |        samples 1, 5,  9 ...
+    lane 3   | block 5       | block 1  |        samples 3, 7, 11 ...
+
+So neighbours in a batch come from blocks far apart, and a start anywhere needs one block a lane. Turns go in
+bit-reversed order, so a rank that takes every R-th sample owns a run of lanes, and reads the bytes of those only.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+MAX_LANES = 64
+BLOCKS_AHEAD = 4  # room in the shuffle buffer for blocks that are decoded before their first window is due
+
+
+def lanes_for(largest_block: int, shuffle_buffer: int) -> int:
+    """How many lanes a shuffle buffer carries: the largest power of two <= 64 that fits.
+
+    Args:
+        largest_block: tokens of the largest block.
+        shuffle_buffer: tokens that may be held in memory.
+
+    Returns:
+        The lanes, at least 1 (that one block fits at all is checked by `Stream`).
+    """
+    fitting = shuffle_buffer // max(1, largest_block) - BLOCKS_AHEAD
+    return 1 << (min(MAX_LANES, max(1, fitting)).bit_length() - 1)
+
+
+class Order:
+    """The order of samples: `locate(i)` says which window sample `i` is."""
+
+    def __init__(self, windows_per_block, seed: int, lanes: int = MAX_LANES, shuffle: bool = True):
+        """
+        Args:
+            windows_per_block: (blocks,) how many windows each block has; 0 is fine.
+            seed: any integer; another seed is another order.
+            lanes: blocks that are drawn from in turn, see the module's docstring; they are part of the order.
+            shuffle: False gives the windows as they lie, every epoch.
+
+        Raises:
+            ValueError: there is no window at all, or the lanes are not a power of two.
+        """
+        self.windows = np.asarray(windows_per_block, dtype=np.int64)  # (blocks,)
+        self.total = int(self.windows.sum())
+        if self.total < 1 or lanes < 1 or lanes & (lanes - 1):
+            raise ValueError(f"an order needs at least one window and 2**n lanes, got {self.total} and {lanes}")
+        self.seed, self.shuffle = seed, shuffle
+        self.lanes = lanes if shuffle else 1
+        self._lane = _bit_reversed(self.lanes)  # whose turn it is
+        full, longer = divmod(self.total, self.lanes)
+        sizes = np.full(self.lanes, full)
+        sizes[self._lane[:longer]] += 1  # the last round is not a whole one
+        self._lane_starts = np.cumsum(sizes) - sizes
+        self._recent = (-1, None, None)  # the epoch that was asked for last, its blocks and their starts
+
+    def locate(self, samples) -> tuple[np.ndarray, np.ndarray]:
+        """Find samples.
+
+        Args:
+            samples: (n,) indices >= 0; index `epoch * total + j` is the j-th sample of that epoch.
+
+        Returns:
+            Two (n,) int64 arrays: the block of each sample, and its window in that block.
+        """
+        epochs, places = np.divmod(np.asarray(samples, dtype=np.int64), self.total)
+        blocks, windows = np.empty_like(places), np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            blocks[here], windows[here] = self._locate_in_epoch(epoch, places[here])
+        return blocks, windows
+
+    def _locate_in_epoch(self, epoch: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        position = self._lane_starts[self._lane[places % self.lanes]] + places // self.lanes  # on the line
+        sequence, starts = self._blocks_of_epoch(epoch)
+        slot = np.searchsorted(starts, position, side="right") - 1  # the last of equal starts: empty blocks are skipped
+        blocks, windows = sequence[slot], position - starts[slot]
+        if self.shuffle:
+            by_block = np.argsort(blocks, kind="stable")
+            for group in np.split(by_block, np.flatnonzero(np.diff(blocks[by_block])) + 1):
+                if group.size:
+                    block = int(blocks[group[0]])
+                    windows[group] = permutation(int(self.windows[block]), self.seed, epoch, block + 1)[windows[group]]
+        return blocks, windows
+
+    def _blocks_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks in this epoch's order, and the position of each one's first window."""
+        known, sequence, starts = self._recent
+        if known != epoch:
+            sequence = np.arange(len(self.windows))
+            if self.shuffle:
+                sequence = permutation(len(self.windows), self.seed, epoch, 0).astype(np.int64)
+            starts = np.cumsum(self.windows[sequence]) - self.windows[sequence]
+            self._recent = (epoch, sequence, starts)  # one assignment: safe to share between threads
+        return sequence, starts
+
+
+def _bit_reversed(lanes: int) -> np.ndarray:
+    bits = lanes.bit_length() - 1
+    return np.array([int(f"{turn:0{bits}b}"[::-1], 2) for turn in range(lanes)])
+
+
+# Training runs are resumed under other versions of numpy, and numpy promises the streams of its bit generators only,
+# not those of Generator.permutation and its like (NEP 19). So the keys come from SplitMix64, which is six lines, and
+# a stable sort turns them into a permutation.
+_GOLDEN = 0x9E3779B97F4A7C15
+_U64 = (1 << 64) - 1
+
+
+def _mix(bits: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014): every input bit moves every output bit."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def random_keys(size: int, state: int) -> np.ndarray:
+    """The first `size` outputs of SplitMix64 that was seeded with `state`: (size,) uint64."""
+    steps = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return _mix(steps + np.uint64(state & _U64))
+
+
+@lru_cache(maxsize=512)
+def permutation(size: int, *key: int) -> np.ndarray:
+    """A permutation of range(size) that depends on `size` and `key` alone: (size,) uint32, read-only."""
+    state = 0
+    for part in key:
+        state = int(random_keys(1, state ^ (part & _U64))[0])
+    shuffled = np.argsort(random_keys(size, state), kind="stable").astype(np.uint32)
+    shuffled.setflags(write=False)
+    return shuffled

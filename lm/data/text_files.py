@@ -1,0 +1,398 @@
+"""Text to be tokenized: which files an input means, and the documents in them.
+
+The first step of `lm data prepare`: plain text, JSON lines, Parquet, and the flat token ids of nanoGPT.
+"""
+
+import codecs
+import io
+import json
+import logging
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from lm.data.remote import first_line, glob_expression, is_remote, open_filesystem, split_glob, with_retries
+from lm.data.tokenizer import Tokenizer
+from lm.errors import LmError, RequestError, RunError
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+# Which text files an input means, of what kind they are, and how to open them.
+#
+# The first step of `lm data prepare`: `data/text_files` reads documents from what is found here.
+
+log = logging.getLogger(__name__)
+
+EMBEDDED = "embedded:"
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".bin": "flat"}
+TEXT_SUFFIXES = set(
+    ".txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .css .csv .tsv .yaml .yml .toml .ini .cfg "
+    ".py .pyi .pyx .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .rs .go .java .kt .scala .cs .js .mjs .jsx .ts .tsx .rb .php "
+    ".pl .lua .r .jl .hs .ml .mli .clj .ex .exs .erl .swift .f90 .f .asm .s .sh .bash .zsh .sql .vim .el .lisp .scm "
+    ".proto .cmake .tf .zig .nim .dart .v .sv .vhd".split()
+)
+DENSITY = 4  # bytes of text to a byte of a compressed file, about
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file of an input.
+
+    Args:
+        name: what messages and manifests call it: the path or URL.
+        kind: "text" (one document), "jsonl", "parquet" or "flat" (token ids as nanoGPT keeps them).
+        compression: "gzip", "zstd" or None.
+        size: bytes, as it lies there.
+        modified: when it last changed, ns; None where the file system does not say.
+    """
+
+    name: str
+    kind: str
+    compression: str | None
+    size: int
+    modified: int | None
+
+    @property
+    def text_bytes(self) -> int:
+        """About how many bytes of text it holds."""
+        return self.size * (DENSITY if self.compression or self.kind == "parquet" else 1)
+
+    @property
+    def divisible(self) -> bool:
+        """Whether parts of it can be read without what is before them."""
+        return self.kind == "parquet" or (self.kind == "jsonl" and not self.compression)
+
+    def open(self) -> pa.NativeFile:
+        """The file as it lies there, seekable."""
+        filesystem, path, _ = _locate(self.name)
+        return filesystem.open_input_file(path)
+
+    def stream(self) -> BinaryIO:
+        """Its content, decompressed; seekable where it is not compressed."""
+        filesystem, path, _ = _locate(self.name)
+        packed = self.compression is not None
+        handle = filesystem.open_input_stream(path, compression=self.compression) if packed else self.open()
+        return io.BufferedReader(handle, 2**23 if is_remote(self.name) else 2**20)
+
+
+def find_files(inputs: Sequence[str]) -> list[TextFile]:
+    """Find all files of several inputs.
+
+    Args:
+        inputs: files, folders, globs (`data/**/*.md`), URLs of any of them, or `embedded:sotu`. What has a name is
+            read as text whatever its suffix; of a folder only the kinds that are known, and no hidden files.
+
+    Returns:
+        The files by name, each once.
+
+    Raises:
+        RequestError: there is nothing; names the input.
+    """
+    found = {file.name: file for source in inputs for file in _find(source)}
+    if not found:
+        raise RequestError("there is nothing to read: give files, folders, globs or URLs with --input")
+    return [found[name] for name in sorted(found)]
+
+
+def _find(source: str) -> Iterator[TextFile]:
+    base, pattern = split_glob(source)
+    filesystem, path, prefix = _locate(base)
+    path = posixpath.normpath(path)
+
+    def look() -> tuple[pafs.FileInfo, list[pafs.FileInfo]]:
+        info = filesystem.get_file_info(path)
+        below = pafs.FileSelector(path, recursive=True)
+        return info, filesystem.get_file_info(below) if info.type == pafs.FileType.Directory else [info]
+
+    try:
+        info, files = with_retries(look, source) if is_remote(source) else look()
+    except OSError as error:
+        raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
+    if info.type == pafs.FileType.NotFound:
+        raise RequestError(f"{source}: no such file or folder")
+    if info.type == pafs.FileType.File:
+        yield _text_file(source if source.startswith(EMBEDDED) else prefix + path, info)
+        return
+    files = [file for file in files if file.type == pafs.FileType.File]
+    names = {file.path: posixpath.relpath(file.path, path) for file in files}
+    if pattern is not None:
+        matches = glob_expression(pattern)
+        chosen = [file for file in files if matches.fullmatch(names[file.path])]
+    else:
+        visible = [file for file in files if not re.search(r"(^|/)\.", names[file.path])]
+        chosen = [file for file in visible if _is_known(file.path)]
+        skipped = Counter(posixpath.splitext(f.path)[1] or "no suffix" for f in visible if not _is_known(f.path))
+        if skipped:
+            kinds = ", ".join(f"{count} {suffix}" for suffix, count in skipped.most_common(5))
+            log.info("%s: skipped %d files that are not known to be text (%s)", source, sum(skipped.values()), kinds)
+    if not chosen:
+        nothing = "no file matches" if pattern else "the folder holds no text, JSON lines or Parquet"
+        raise RequestError(f"{source}: {nothing}")
+    yield from (_text_file(prefix + posixpath.normpath(file.path), file) for file in chosen)
+
+
+def _locate(source: str) -> tuple[pafs.FileSystem, str, str]:
+    """File system, path in it, and what makes a name of a path."""
+    if source.startswith(EMBEDDED):
+        path = Path(__file__).parent / "corpus" / f"{source.removeprefix(EMBEDDED)}.parquet"
+        if not path.exists():
+            raise RequestError(f"{source}: there is no such text in the package; there is embedded:sotu")
+        return pafs.LocalFileSystem(), str(path), ""
+    return open_filesystem(source)
+
+
+def _split_suffixes(path: str) -> tuple[str, str]:
+    """`a/b.jsonl.gz` -> (`.jsonl`, `.gz`), in lower case; the second is empty where there is no compression."""
+    stem, suffix = posixpath.splitext(path.lower())
+    return (posixpath.splitext(stem)[1], suffix) if suffix in COMPRESSIONS else (suffix, "")
+
+
+def _is_known(path: str) -> bool:
+    """Whether a file of a folder is taken; flat ids are not, they often lie beside the text that they were made of."""
+    suffix = _split_suffixes(path)[0]
+    return suffix in TEXT_SUFFIXES or KINDS.get(suffix, "flat") != "flat"
+
+
+def _text_file(name: str, info: pafs.FileInfo) -> TextFile:
+    suffix, packed = _split_suffixes(info.path)
+    embedded = name.startswith(EMBEDDED)  # when it was installed does not matter
+    modified = None if embedded else info.mtime_ns
+    return TextFile(name, KINDS.get(suffix, "text"), COMPRESSIONS.get(packed), info.size, modified)
+
+
+# ---- sources ---------------------------------------------------------------------------------------------------------
+# Documents from text files: plain text, JSON lines, Parquet, and the flat ids of nanoGPT.
+#
+# The second step of `lm data prepare`: `data/text_files` finds the files, `data/encode` encodes what this module reads.
+# A document of any length streams through: it comes in pieces of at most PIECE characters, cut at line ends.
+
+PIECE = 8 * 2**20  # characters of a text, or ids, that are held at once
+PARQUET_ROWS = 256  # decoded at once; a page of a few million characters for usual documents
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one.
+
+    Args:
+        where: file and line, row or token, for messages.
+        content: text, or (n,) ids without the end-of-text token.
+        last: whether the document ends here.
+        split: "train" or "val" where the file's name decides it.
+    """
+
+    where: str
+    content: str | np.ndarray
+    last: bool
+    split: str | None = None
+
+
+def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tuple[str, str]]:
+    """Whole documents of files, folders, globs or URLs, with the place of each, in order.
+
+    Raises:
+        RequestError: an input is not there or holds no text.
+        RunError: a file cannot be read; names the file and line or row.
+    """
+    for file in find_files(inputs):
+        held = []
+        for piece in read_pieces(file, text_key=text_key):
+            held.append(piece.content)
+            if piece.last:
+                yield piece.where, "".join(held)
+                held = []
+
+
+def read_pieces(
+    file: TextFile, part: int = 0, parts: int = 1, text_key: str = "text", tokenizer: Tokenizer | None = None
+) -> Iterator[Piece]:
+    """Documents of a part of a file; empty ones are left out.
+
+    Args:
+        file: of any kind.
+        part: which part, from 0; the documents of all parts one after the other are those of the file.
+        parts: how many parts there are; more than 1 for divisible files only.
+        text_key: key or column of the text.
+        tokenizer: that flat ids were made with.
+
+    Raises:
+        RunError: the file cannot be read; names the file and line or row.
+    """
+    try:
+        if file.kind == "flat":
+            yield from _flat(file, tokenizer)
+            return
+        if file.kind == "text":
+            documents = [(file.name, _decoded(file))]
+        else:
+            read = _json_lines if file.kind == "jsonl" else _parquet
+            documents = ((where, (text,)) for where, text in read(file, part, parts, text_key))
+        for where, chunks in documents:
+            yield from (Piece(where, text, last) for text, last in _cut(chunks) if text)
+    except LmError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise RunError(f"{file.name} cannot be read ({first_line(error)}); is it damaged or truncated?") from error
+
+
+def _cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Join chunks to pieces that end with a line, and tell the last."""
+    held = ""
+    for chunk in chunks:
+        held += chunk
+        while len(held) > PIECE:
+            end = held.rfind("\n", 0, PIECE) + 1 or PIECE
+            yield held[:end], False
+            held = held[end:]
+    yield held, True
+
+
+def _decoded(file: TextFile) -> Iterator[str]:
+    decoder, lines = codecs.getincrementaldecoder("utf-8")(), 0
+    with file.stream() as stream:
+        while True:
+            data = stream.read(PIECE)
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                line = lines + error.object.count(b"\n", 0, error.start) + 1
+                raise RunError(
+                    f"{file.name}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text; "
+                    "convert the file, or leave it out"
+                ) from error
+            yield text
+            if not data:
+                return
+            lines += text.count("\n")
+
+
+def _json_lines(file: TextFile, part: int, parts: int, key: str) -> Iterator[tuple[str, str]]:
+    """The lines that begin in a part of the file."""
+    start, stop = (file.size * edge // parts for edge in (part, part + 1))
+    position = max(0, start - 1)
+    with file.stream() as stream:
+        if start > 0:
+            stream.seek(position)
+            position += len(stream.readline())
+        for number, line in enumerate(iter(stream.readline, b""), start=1):
+            if parts > 1 and position >= stop:
+                return
+            if line.strip():
+                try:
+                    text = _json_text(line, key)
+                except ValueError as error:
+                    line_number = number if start == 0 else _line_at(file, position)
+                    raise RunError(f"{file.name}, line {line_number}: {error}") from error
+                yield (f"{file.name}, line {number}" if start == 0 else f"{file.name}, byte {position}"), text
+            position += len(line)
+
+
+def _json_text(line: bytes, key: str) -> str:
+    """Raises:
+    ValueError: what is wrong with the line.
+    """
+    try:
+        entry = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte 0x{line[error.start]:02x} is not UTF-8 text") from error
+    except ValueError as error:
+        raise ValueError(f"not a JSON object on one line ({first_line(error)})") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f"a JSON {type(entry).__name__} where one object a line is expected")
+    if key not in entry:
+        raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}; say which with --text_key")
+    text = entry[key]
+    if not isinstance(text, str):
+        raise ValueError(f"{key!r} is not a text but {json.dumps(text)[:40]}")
+    if not text.isascii() and SURROGATE.search(text):
+        raise ValueError(f"{key!r} holds half of a surrogate pair, which is no character")
+    return text
+
+
+def _line_at(file: TextFile, position: int) -> int:
+    """The number of the line that begins at a byte; reads all before it, for messages only."""
+    with file.stream() as stream:
+        lines = 1
+        while position > 0 and (data := stream.read(min(position, 2**24))):
+            lines += data.count(b"\n")
+            position -= len(data)
+        return lines
+
+
+def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tuple[str, str]]:
+    """The rows of a part of the row groups."""
+    with file.open() as handle:
+        parquet = pq.ParquetFile(handle)
+        schema = parquet.schema_arrow
+        if column not in schema.names:
+            raise RunError(
+                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; "
+                "say which with --text_key"
+            )
+        kind = schema.field(column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; say which is with --text_key")
+        groups = parquet.num_row_groups
+        chosen = range(groups * part // parts, groups * (part + 1) // parts)
+        row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
+        for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=[column]):
+            try:
+                texts = batch.column(0).to_pylist()
+            except UnicodeDecodeError as error:
+                bad = next(i for i in range(len(batch)) if not _is_text(batch.column(0)[i]))
+                raise RunError(f"{file.name}, row {row + bad}: column {column!r} is not UTF-8 text") from error
+            for offset, text in enumerate(texts):
+                if text is None:
+                    raise RunError(f"{file.name}, row {row + offset}: column {column!r} is null; leave such rows out")
+                yield f"{file.name}, row {row + offset}", text
+            row += len(texts)
+
+
+def _is_text(value: pa.Scalar) -> bool:
+    try:
+        return value.as_py() is not None
+    except UnicodeDecodeError:
+        return False
+
+
+def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
+    """Documents of a file of uint16 ids, as nanoGPT makes them: `train.bin` and `val.bin` are those splits."""
+    if tokenizer is None:
+        raise RequestError(f"{file.name} holds token ids: give the tokenizer.json they were made with (--tokenizer)")
+    stem = posixpath.basename(file.name).partition(".")[0]
+    split = stem if stem in ("train", "val") else None
+    position = 0  # tokens before the chunk
+    unfinished = False  # whether a piece of the document that the chunk begins with was given already
+    with file.stream() as stream:
+        following = stream.read(2 * PIECE)
+        while data := following:
+            following = stream.read(2 * PIECE)
+            if len(data) % 2:
+                raise RunError(f"{file.name} has an odd number of bytes, so it is not a file of uint16 token ids")
+            ids = np.frombuffer(data, "<u2")  # (n,)
+            if ids.max() >= tokenizer.vocab_size:
+                bad = int(np.argmax(ids >= tokenizer.vocab_size))
+                raise RunError(
+                    f"{file.name}, token {position + bad}: id {ids[bad]} is outside the vocabulary of "
+                    f"{tokenizer.vocab_size}; was it made with another tokenizer?"
+                )
+            start = 0
+            for end in np.flatnonzero(ids == tokenizer.eos_id).tolist():
+                if end > start or unfinished:
+                    yield Piece(f"{file.name}, token {position + start}", ids[start:end], True, split)
+                start, unfinished = end + 1, False
+            if start < len(ids):
+                unfinished = bool(following)
+                yield Piece(f"{file.name}, token {position + start}", ids[start:], not unfinished, split)
+            position += len(ids)

@@ -1,0 +1,209 @@
+"""Bits per byte of texts and of shards: how well a model predicts what it has not seen, without any questions."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from lm.data.loader import Windows
+from lm.data.shards import Shards
+from lm.data.text_files import read_documents
+from lm.data.tokenizer import Tokenizer
+from lm.errors import RequestError
+from lm.evaluation.benchmark import BATCH_TOKENS
+from lm.evaluation.scoring import Row, score
+from lm.evaluation.statistics import perplexity, ratio_error
+from lm.model.decoder import Decoder
+
+GROUP = 16  # batches whose rows are held at once, to read those of similar length together
+
+
+@dataclass(frozen=True)
+class CorpusResult:
+    """How well a corpus is predicted.
+
+    Args:
+        loss: mean over all tokens, in nats.
+        perplexity: its exponential.
+        bits_per_byte: nats of the tokens that stand for text, over the UTF-8 bytes of that text, over ln 2.
+        stderr: standard error of `bits_per_byte` over samples.
+        loss_stderr: that of `loss`.
+        tokens, bytes: how many were predicted.
+        samples: documents of texts, windows of shards.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    stderr: float
+    loss_stderr: float
+    tokens: int
+    bytes: int
+    samples: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def texts_bits_per_byte(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    inputs: Sequence[str],
+    *,
+    seq_len: int | None = None,
+    stride: int | None = None,
+    max_documents: int | None = None,
+    text_key: str = "text",
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Callable[[int], None] | None = None,
+) -> CorpusResult:
+    """Measure documents, each of which begins after an end-of-text token, as in training.
+
+    Args:
+        inputs: files, folders, globs or URLs, as `lm data prepare --input` takes them.
+        seq_len: predicted tokens of a window; the decoder's context if not given.
+        stride: tokens between the beginnings of windows. `seq_len`, if not given: windows do not overlap, and a
+            window's first tokens have little before them. With less, each token is still predicted once, with at
+            least `seq_len - stride` tokens before it where the document has them.
+        max_documents: the first ones only.
+        text_key: key or column of the text.
+        batch_tokens: the most tokens of a batch.
+        progress: called with the number of tokens that are done.
+
+    Raises:
+        RequestError: an input is not there or holds no text, or a number does not fit.
+        RunError: a file cannot be read, or a log-probability is not finite.
+    """
+    seq_len = _seq_len(decoder, seq_len)
+    stride = seq_len if stride is None else stride
+    if not 1 <= stride <= seq_len:
+        raise RequestError(f"stride {stride} must be between 1 and the {seq_len} tokens of a window")
+    if max_documents is not None and max_documents < 1:
+        raise RequestError(f"max_documents {max_documents} must be at least 1")
+    documents = islice(read_documents(inputs, text_key), max_documents)
+    rows = (
+        (sample, row)
+        for sample, (_, text) in enumerate(documents)
+        for row in _windows([tokenizer.eos_id, *tokenizer.encode(text)], seq_len, stride)
+    )
+    sums = _Sums(tokenizer)
+    for _ in sums.add(decoder, rows, batch_tokens, seq_len):
+        if progress is not None:
+            progress(sums.counted)
+    if not sums.counted:
+        raise RequestError(f"{', '.join(inputs)}: there is no text to predict")
+    return sums.result()
+
+
+def shards_bits_per_byte(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    source: str | Sequence[str],
+    *,
+    column: str = "input_ids",
+    seq_len: int | None = None,
+    max_windows: int | None = None,
+    document_mask: bool = False,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Callable[[int, int], None] | None = None,
+) -> CorpusResult:
+    """Measure the windows of shards of token ids, as a validation does.
+
+    Args:
+        source: folders, globs, files or URLs of shards, as `data.val` takes them.
+        column: of the token ids.
+        seq_len: predicted tokens of a window; the decoder's context if not given.
+        max_windows: the first ones only.
+        document_mask: keep attention inside a document, as `model.document_mask` does.
+        batch_tokens: the most tokens of a batch.
+        progress: called with the windows that are done and how many there are.
+
+    Raises:
+        RequestError: there are no such shards, another tokenizer made them, or a number does not fit.
+        RunError: a shard is damaged, or a log-probability is not finite.
+    """
+    seq_len = _seq_len(decoder, seq_len)
+    if max_windows is not None and max_windows < 1:
+        raise RequestError(f"max_windows {max_windows} must be at least 1")
+    shards = Shards.open(source, column, tokenizer.vocab_size, tokenizer.sha256)
+    shards.require_windows(seq_len)
+    windows = Windows(shards, seq_len=seq_len, micro_batch=1, limit=max_windows)
+    rows = ((sample, Row(batch.tokens[0].numpy(), 1)) for sample, batch in enumerate(windows))
+    sums = _Sums(tokenizer)
+    for samples in sums.add(decoder, rows, batch_tokens, seq_len, tokenizer.eos_id if document_mask else None):
+        if progress is not None:
+            progress(samples, windows.total)
+    return sums.result()
+
+
+def _seq_len(decoder: Decoder, wanted: int | None) -> int:
+    context = decoder.config.max_position_embeddings
+    if wanted is not None and not 1 <= wanted <= context:
+        raise RequestError(f"seq_len {wanted} must be between 1 and the context of {context} tokens")
+    return wanted or context
+
+
+def _windows(ids: list[int], seq_len: int, stride: int) -> Iterator[Row]:
+    """Rows of a document, in which each token but the first is predicted once.
+
+    The first window predicts `seq_len` tokens; each of the next ones ends `stride` tokens later, or at the end of the
+    document, and predicts what the one before it did not.
+    """
+    tokens = np.asarray(ids, np.int32)
+    done = 1  # tokens that are predicted, and the first one
+    while done < len(tokens):
+        end = min(len(tokens), done + (seq_len if done == 1 else stride))
+        begin = done - 1 if stride == seq_len else max(0, end - 1 - seq_len)
+        yield Row(tokens[begin:end], done - begin)
+        done = end
+
+
+class _Sums:
+    """Sums over samples: nats and tokens, and the same of tokens that stand for text, with their bytes.
+
+    Attributes:
+        counted: tokens so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.token_bytes = tokenizer.token_bytes()
+        self.samples: list[np.ndarray] = []  # (4,) each: nats, tokens, nats of text, bytes of text
+        self.counted = 0
+
+    def add(
+        self, decoder: Decoder, rows: Iterable[tuple[int, Row]], batch_tokens: int, seq_len: int,
+        documents_end: int | None = None,
+    ) -> Iterator[int]:  # fmt: skip
+        """Score rows, each of a sample; after each group of batches gives the number of samples that were seen."""
+        rows = iter(rows)
+        size = GROUP * max(1, batch_tokens // seq_len)
+        while group := list(islice(rows, size)):
+            scores = score(decoder, [row for _, row in group], batch_tokens, documents_end=documents_end)
+            for (sample, row), scored in zip(group, scores, strict=True):
+                self._count(sample, row, -scored.log_probabilities.astype(np.float64))
+            yield len(self.samples)
+
+    def _count(self, sample: int, row: Row, nats: np.ndarray) -> None:
+        sizes = self.token_bytes[row.ids[row.start :]]  # (n,)
+        while len(self.samples) <= sample:
+            self.samples.append(np.zeros(4))
+        self.samples[sample] += nats.sum(), len(nats), nats[sizes > 0].sum(), sizes.sum()
+        self.counted += len(nats)
+
+    def result(self) -> CorpusResult:
+        nats, tokens, text_nats, text_bytes = np.array(self.samples).T  # (samples,) each
+        loss, size = nats.sum() / tokens.sum(), text_bytes.sum()
+        return CorpusResult(
+            loss=float(loss),
+            perplexity=perplexity(loss),
+            bits_per_byte=float(text_nats.sum() / size / math.log(2)) if size else math.nan,
+            stderr=ratio_error(text_nats, text_bytes) / math.log(2) if size else math.nan,
+            loss_stderr=ratio_error(nats, tokens),
+            tokens=int(tokens.sum()),
+            bytes=int(size),
+            samples=len(self.samples),
+        )

@@ -1,0 +1,205 @@
+"""Completion: text in, text out. `generation` does it for tokens; here they become text, piece by piece.
+
+A piece is handed out as soon as nothing that follows can change it: characters that are whole, and nothing that may
+turn out to be the beginning of a stop string.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lm.data.tokenizer import Begin, Tokenizer
+from lm.errors import RequestError
+from lm.inference.generation import NewToken, Reason, Sampling, Step, stream
+from lm.model.decoder import Decoder
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what bytes are decoded to that are no character, or not yet
+
+
+class Alternative(NamedTuple):
+    """A token that could have stood in a place."""
+
+    id: int
+    text: str
+    log_probability: float  # nats, by the model's own distribution
+
+
+class Token(NamedTuple):
+    """A token that was written."""
+
+    id: int
+    text: str  # what it added; nothing where it ended within a character, which the token that completes it has
+    log_probability: float  # nats, by the model's own distribution: at temperature 1, before any filter
+    alternatives: list[Alternative]  # the likeliest tokens in its place, the likeliest first
+
+
+class NewText(NamedTuple):
+    """What a step added to a prompt."""
+
+    row: int  # which prompt
+    text: str  # may be empty
+    reason: Reason | None  # None where the row goes on, else why it ended
+    token: Token | None  # that was written; None: it ended the document
+
+
+class Written(NamedTuple):
+    """What follows a prompt."""
+
+    prompt: str
+    text: str  # without the stop string
+    tokens: list[Token]  # without the one that ends a document, with those that made a stop string
+    reason: Reason  # the end of a document, a stop string, as many as were asked for, or a context that is full
+
+
+def complete(decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any) -> list[Written]:
+    """Continue texts, all of them together. Arguments and errors are those of `stream_text`."""
+    return gather(prompts, stream_text(decoder, tokenizer, prompts, **options))
+
+
+def gather(prompts: Sequence[str], news: Iterable[NewText]) -> list[Written]:
+    """What `stream_text` gives, as wholes."""
+    texts: list[list[str]] = [[] for _ in prompts]
+    tokens: list[list[Token]] = [[] for _ in prompts]
+    reasons: list[Reason] = ["length"] * len(prompts)
+    for new in news:
+        texts[new.row].append(new.text)
+        tokens[new.row] += [] if new.token is None else [new.token]
+        reasons[new.row] = new.reason or reasons[new.row]
+    rows = zip(prompts, texts, tokens, reasons, strict=True)
+    return [Written(prompt, "".join(text), of_it, reason) for prompt, text, of_it, reason in rows]
+
+
+def stream_text(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling = Sampling(),
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+    ignore_eos: bool = False,
+    begin: Begin = "nothing",
+    alternatives: int = 0,
+    step: Step = "growing",
+) -> Iterator[NewText]:
+    """Continue texts and hand out what follows as soon as it is sure; once for every token, row after row.
+
+    Args:
+        decoder: on any device.
+        tokenizer: that it was trained with.
+        prompts: an empty one begins a document.
+        max_new_tokens: the most tokens that follow a prompt. Where the context is full before, a row ends there.
+        sampling: how tokens are chosen.
+        stop: a row ends before the first of these that would stand in its text.
+        seed: of the random numbers; a new one if not given.
+        ignore_eos: write on after the end of a document, which is then part of the text, by its name.
+        begin: what stands before a prompt: `eos` where it is to be the beginning of a document.
+        alternatives: how many of the likeliest tokens to report in the place of every one that was written.
+        step: how the decoder is run; see `decode_step.DecodeStep`.
+
+    Raises:
+        RequestError: as `generation.stream`, a stop string is empty, or a prompt is no Unicode text.
+        RunError: logits are not finite.
+    """
+    if "" in stop:
+        raise RequestError("a stop string is empty: every text would end before it begins")
+    ids = [begun(tokenizer, prompt, begin) for prompt in prompts]
+    texts = [GrowingText(tokenizer, prompt, stop) for prompt in ids]
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    tokens = stream(
+        decoder, ids, max_new_tokens=max_new_tokens, sampling=sampling, alternatives=alternatives,
+        eos_id=None if ignore_eos else tokenizer.eos_id, generator=generator, step=step,
+        ended=lambda row, token: texts[row].add(token),
+    )  # fmt: skip
+    return _texts(tokens, texts)
+
+
+def begun(tokenizer: Tokenizer, prompt: str, begin: Begin = "nothing") -> list[int]:
+    """A prompt's ids, at least one: an empty prompt begins a document.
+
+    Raises:
+        RequestError: it is no Unicode text.
+    """
+    try:
+        ids = tokenizer.encode(prompt)
+    except TypeError as error:  # of the library, where half of a surrogate pair stands in it
+        raise RequestError(f"the prompt {prompt!r:.60} is no Unicode text: was it read as UTF-8?") from error
+    return [tokenizer.eos_id, *ids] if begin == "eos" or not ids else ids
+
+
+def _texts(tokens: Iterator[NewToken], texts: list["GrowingText"]) -> Iterator[NewText]:
+    for new in tokens:
+        text = texts[new.row]
+        others = [Alternative(other, text.instead(other), log) for other, log in new.alternatives]
+        taken = text.take(over=new.reason is not None)
+        token = None if new.reason == "eos" else Token(new.token, text.piece, new.log_probability, others)
+        yield NewText(new.row, taken, new.reason, token)
+
+
+class GrowingText:
+    """The text that tokens add to a prompt, while they come.
+
+    Tokens are decoded together with those before them, because some tokenizers write a blank before a word only where
+    something stands before it. For that the tokens since the last but one sure place are enough.
+
+    Args:
+        tokenizer: that the tokens are of.
+        prompt: what stands before, at least one token.
+        stop: strings before which the text ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.stop = tuple(stop)
+        self.text = ""  # all that is sure as to its characters
+        self.piece = ""  # what the newest token added to it
+        self.taken = 0  # characters that were handed out
+        self.cut: int | None = None  # where a stop string begins
+        self.before = list(prompt)  # tokens up to a sure place ...
+        self.shown = tokenizer.decode(self.before)  # ... and their text
+        self.behind: list[int] = []  # tokens after it, which end within a character
+        self.older = self.before, self.behind, self.shown  # these three before the newest token
+
+    def add(self, token: int) -> bool:
+        """Take a token; returns whether a stop string is there."""
+        self.older = self.before, self.behind, self.shown
+        self.behind, self.piece = [*self.behind, token], ""
+        whole = self.tokenizer.decode(self.before + self.behind)
+        if not whole.endswith(BROKEN):
+            self._append(whole[len(self.shown) :])
+            self.before, self.behind = self.behind, []
+            self.shown = self.tokenizer.decode(self.before)
+        return self.cut is not None
+
+    def instead(self, token: int) -> str:
+        """The text of a token in the place of the newest one."""
+        before, behind, shown = self.older
+        return self.tokenizer.decode([*before, *behind, token])[len(shown) :]
+
+    def take(self, over: bool) -> str:
+        """What can be handed out, and was not yet; all that is left once it is over."""
+        if over and self.behind and self.cut is None:
+            self._append(self.tokenizer.decode(self.behind))
+        end = len(self.text) if self.cut is None else self.cut
+        if not over:
+            end -= self._doubtful()
+        taken, self.taken = self.text[self.taken : end], max(self.taken, end)
+        return taken
+
+    def _append(self, piece: str) -> None:
+        self.piece = piece
+        longest = max(map(len, self.stop), default=0)
+        start = max(0, len(self.text) - longest + 1)
+        self.text += piece
+        found = [place for stop in self.stop if (place := self.text.find(stop, start)) >= 0]
+        if found and self.cut is None:
+            self.cut = min(found)
+
+    def _doubtful(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        lengths = (
+            length for stop in self.stop for length in range(1, len(stop)) if self.text.endswith(stop[:length])
+        )
+        return max(lengths, default=0)

@@ -1,0 +1,375 @@
+"""Generation: prompts in, tokens out, one at a time, over a cache of the keys and values that were computed before."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.errors import RequestError, RunError
+from lm.model.decoder import Cache, Decoder, evaluating
+
+
+# ---- decode step -----------------------------------------------------------------------------------------------------
+# A step of generation: the decoder reads the newest token of each row over a cache and says what may follow.
+#
+# By default it looks at the slots that are in use, and so has another shape every time. Compiled blocks and CUDA graphs
+# need one shape: a fixed number of slots in sight, doubled when they are full.
+#
+# On a CPU, blocks compiled by inductor write a token of a model of 1.3 million parameters in about a third of the time,
+# which makes up for the compiling only after some ten thousand tokens; with 124 million parameters they are no faster
+# (`lm generate --json --compile inductor` beside `--compile none`).
+
+Step = Literal["growing", "fixed", "recorded"]
+SMALLEST = 256  # slots in sight at least, where their number is fixed
+WARMUP = 2  # steps that run as usual before one is recorded, so that every kernel is loaded
+
+
+def slots_for(tokens: int, step: Step) -> int:
+    """How many slots a step needs in sight for so many tokens: just as many, or a power of two."""
+    return tokens if step == "growing" else max(SMALLEST, 1 << (tokens - 1).bit_length())
+
+
+def check_step(step: Step, device: torch.device) -> None:
+    """Raise RequestError where a step is to be a CUDA graph and cannot be one."""
+    kind = device.type
+    if step == "recorded" and (kind != "cuda" or torch.is_autocast_enabled(kind)):
+        where = "inside torch.autocast" if kind == "cuda" else f"on {kind}"
+        raise RequestError(f"a step of generation cannot be a CUDA graph {where}")
+
+
+class DecodeStep:
+    """Reads prompts, and then token after token.
+
+    Args:
+        decoder: in evaluation mode.
+        cache: with room for all that will be read; `slots_for` says how much that is.
+        step: `growing`: in the shape of what was read so far; `fixed`: in a shape that stays, which a decoder's
+            compiled blocks keep; `recorded`: the same, as a CUDA graph (see `check_step`).
+    """
+
+    def __init__(self, decoder: Decoder, cache: Cache, step: Step) -> None:
+        self.decoder, self.cache, self.step = decoder, cache, step
+        self.ones = torch.ones_like(cache.lengths)  # (B,)
+        self.slots = 0  # in sight, where their number is fixed
+        self.calls = 0  # since then
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, counts: Tensor) -> Tensor:
+        """Logits `(B, V)` after pieces `(B, T)`, of which `counts` `(B,)` are a row's own, in fp32."""
+        # Every piece has another shape; blocks that are compiled run as they are written here.
+        with torch.compiler.set_stance("force_eager"):
+            return self.decoder(ids, continuation=self.cache.extend(ids.shape[1], counts)).float()
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits `(B, V)` after one more token a row `(B, 1)`, in fp32; a recorded step overwrites them at the next."""
+        if self.step == "growing":
+            return self.read(tokens, self.ones)
+        self.cache.used += 1
+        slots = slots_for(self.cache.used, self.step)
+        if slots != self.slots:
+            self.slots, self.calls, self.graph = slots, 0, None
+        self.calls += 1
+        if self.step == "fixed" or self.calls <= WARMUP:
+            return self._fixed(tokens)
+        if self.graph is None:
+            self._record(tokens)
+        self.tokens.copy_(tokens)
+        self.graph.replay()
+        return self.logits
+
+    def _fixed(self, tokens: Tensor) -> Tensor:
+        return self.decoder(tokens, continuation=self.cache.place(1, self.ones, self.slots)).float()
+
+    def _record(self, tokens: Tensor) -> None:
+        self.tokens = tokens.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        device = tokens.device  # a stream of its own: torch's for recording is of the device that recorded first
+        with torch.cuda.device(device), torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):
+            self.logits = self._fixed(self.tokens)
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+# Sampling: how a token is chosen from the logits. `generation` does it once for every token.
+#
+# The filters are those of the field, in the order in which transformers applies them: repetition penalty, temperature,
+# `top_k`, `top_p`, `min_p`.
+
+HEAD = 1024  # to sort this many and not a whole vocabulary is several times faster on a CPU
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the likeliest token always.
+        top_k: choose among this many of the likeliest tokens; None: among all.
+        top_p: choose among the fewest tokens whose probabilities add up to this (Holtzman et al., 2019,
+            arXiv:1904.09751); None: among all.
+        min_p: leave out tokens with less than this share of the likeliest one's probability (Nguyen et al., 2024,
+            arXiv:2407.01082); None: none.
+        repetition_penalty: the logit of a token that stands in the prompt or was written is divided by it, or
+            multiplied where it is negative (Keskar et al., 2019, arXiv:1909.05858); 1: nothing changes.
+
+    Raises:
+        RequestError: a number means nothing.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        wrong = {
+            f"temperature {self.temperature} must not be below 0": not 0 <= self.temperature < float("inf"),
+            f"top_k {self.top_k} must be at least 1": self.top_k is not None and self.top_k < 1,
+            f"top_p {self.top_p} must lie in (0, 1]": self.top_p is not None and not 0 < self.top_p <= 1,
+            f"min_p {self.min_p} must lie in [0, 1]": self.min_p is not None and not 0 <= self.min_p <= 1,
+            f"repetition_penalty {self.repetition_penalty} must be above 0":
+                not 0 < self.repetition_penalty < float("inf"),
+        }  # fmt: skip
+        for message, is_so in wrong.items():
+            if is_so:
+                raise RequestError(message)
+
+
+def choose(
+    logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None, seen: Tensor | None = None
+) -> Tensor:
+    """A token for each row.
+
+    Args:
+        logits: `(B, V)`, finite, on any device.
+        sampling: how.
+        generator: random numbers, on the CPU, one for each row, so that a seed means the same on every device;
+            None: torch's global ones.
+        seen: `(B, V)`, true for the tokens that a row holds, for the repetition penalty.
+
+    Returns:
+        `(B,)` token ids, on the device of the logits.
+    """
+    if sampling.temperature == 0:
+        return penalized(logits, sampling, seen).argmax(-1)
+    weights, ids = candidates(logits, sampling, seen)
+    sums = weights.double().cumsum(-1)  # (B, k)
+    # A share in (0, 1] of the sum falls to the first token that reaches it, which cannot be one of weight 0.
+    share = 1 - torch.rand(len(sums), 1, dtype=torch.float64, generator=generator)
+    index = torch.searchsorted(sums, share * sums[:, -1:])  # (B, 1)
+    return (index if ids is None else ids.gather(-1, index))[:, 0].to(logits.device)
+
+
+def candidates(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The tokens to choose among.
+
+    Args:
+        logits, sampling, seen: as for `choose`, the temperature above 0.
+
+    Returns:
+        `(B, k)` weights, in proportion to the probabilities, and the ids `(B, k)` that they belong to; None: of all
+        tokens in their order. Both are on the CPU.
+    """
+    logits = penalized(logits, sampling, seen)
+    logits = logits - logits.amax(-1, keepdim=True)  # so that no temperature makes them overflow
+    weights, ids = (logits / sampling.temperature).softmax(-1), None  # (B, V)
+    if sampling.top_k is not None:
+        weights, ids = weights.topk(min(sampling.top_k, weights.shape[-1]))  # (B, k), the likeliest first
+    elif sampling.top_p is not None:
+        weights, ids = _likeliest(weights, sampling.top_p)
+    weights, ids = weights.cpu(), None if ids is None else ids.cpu()  # what follows is the same on every device
+    if sampling.top_p is not None:
+        before = weights.cumsum(-1) - weights  # what the likelier ones add up to
+        all_of_it = weights.sum(-1, keepdim=True) if sampling.top_k else 1
+        weights = weights.where(before < sampling.top_p * all_of_it, 0)
+    if sampling.min_p is not None:
+        weights = weights.where(weights >= sampling.min_p * weights.amax(-1, keepdim=True), 0)
+    return weights, ids
+
+
+def _likeliest(probabilities: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """So many of the likeliest tokens, sorted, that in each row they have this share; mostly a small part of all."""
+    size = probabilities.shape[-1]
+    weights, ids = probabilities.topk(min(HEAD, size))
+    if HEAD < size and (weights.sum(-1) < share).any():
+        weights, ids = probabilities.topk(size)
+    return weights, ids
+
+
+def penalized(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
+    """Logits `(B, V)` after the repetition penalty; the same ones where there is none."""
+    if seen is None or sampling.repetition_penalty == 1:
+        return logits
+    factor = sampling.repetition_penalty
+    return logits.where(~seen, torch.where(logits < 0, logits * factor, logits / factor))
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+# Generation: prompts in, tokens out, one at a time. A prompt is read once and every new token once (`model/decoder`).
+#
+# `sampling` chooses the tokens, `completion` makes text of them, and `training/callbacks/evaluation` watches a training
+# with it.
+
+Reason = Literal["eos", "stop", "length", "context"]
+
+
+class NewToken(NamedTuple):
+    """A token that was generated."""
+
+    row: int  # which prompt it continues
+    token: int
+    reason: Reason | None  # None where the row goes on, else why this is its last, as in `Completion`
+    log_probability: float  # nats, by the model's own distribution: at temperature 1, before any filter
+    alternatives: list[tuple[int, float]]  # the likeliest tokens here and their log-probabilities, the likeliest first
+
+
+class Completion(NamedTuple):
+    """What follows a prompt."""
+
+    tokens: list[int]  # without the one that ended a document
+    reason: Reason  # the end of a document, the caller's wish, as many as were asked for, or a context that is full
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    eos_id: int | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Completion]:
+    """Continue prompts, all of them together. Arguments and errors are those of `stream`."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    reasons: list[Reason] = ["length"] * len(prompts)
+    for new in stream(
+        decoder, prompts, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id, generator=generator
+    ):
+        if new.reason != "eos":
+            tokens[new.row].append(new.token)
+        reasons[new.row] = new.reason or reasons[new.row]
+    return [Completion(*both) for both in zip(tokens, reasons, strict=True)]
+
+
+def stream(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    eos_id: int | None = None,
+    generator: torch.Generator | None = None,
+    ended: Callable[[int, int], bool] | None = None,
+    alternatives: int = 0,
+    step: Step = "growing",
+) -> Iterator[NewToken]:
+    """Continue prompts and hand out each token as soon as it is there, row after row.
+
+    What a row becomes does not depend on the rows beside it where the temperature is 0. The decoder is in evaluation
+    mode until the last token was taken or the iterator is closed, and torch's global random numbers are not touched.
+
+    Args:
+        decoder: on any device; inside `torch.autocast` it computes in that precision.
+        prompts: token ids, in any lengths; an empty prompt begins with `eos_id`, after which documents begin.
+        max_new_tokens: the most tokens that follow a prompt. Where the context is full before, a row ends there.
+        sampling: how tokens are chosen.
+        eos_id: the token that ends a row; None: none does.
+        generator: random numbers, on the CPU, so that a seed means the same on every device; None: from a new seed.
+        ended: is asked for every row and new token whether the row is to end with it; not for `eos_id`.
+        alternatives: how many of the likeliest tokens to report with every one that was chosen.
+        step: how the decoder is run; see `DecodeStep`.
+
+    Raises:
+        RequestError: a number is out of range, a prompt is empty and there is no `eos_id`, holds an id outside the
+            vocabulary, or leaves no room for a token in the context; or `step` is impossible.
+        RunError: logits are not finite.
+    """
+    if max_new_tokens < 1:
+        raise RequestError(f"max_new_tokens {max_new_tokens} must be at least 1")
+    if not 0 <= alternatives <= decoder.config.vocab_size:
+        raise RequestError(f"alternatives {alternatives} must lie in 0 to {decoder.config.vocab_size}, the vocabulary")
+    check_step(step, decoder.embed_tokens.weight.device)
+    rows = [_checked(decoder, index, list(prompt), eos_id) for index, prompt in enumerate(prompts)]
+    if generator is None:
+        generator = torch.Generator()
+        generator.seed()
+    return _stream(decoder, rows, max_new_tokens, sampling, eos_id, generator, ended, alternatives, step)
+
+
+def _checked(decoder: Decoder, index: int, prompt: list[int], eos_id: int | None) -> list[int]:
+    if not prompt and eos_id is None:
+        raise RequestError(f"prompt {index} is empty, and no eos_id is given to begin with")
+    prompt = prompt or [eos_id]
+    vocab_size, context = decoder.config.vocab_size, decoder.config.max_position_embeddings
+    outside = [token for token in prompt if not 0 <= token < vocab_size]
+    if outside:
+        raise RequestError(f"prompt {index}: token id {outside[0]} is outside the vocabulary of {vocab_size}")
+    if len(prompt) >= context:
+        raise RequestError(
+            f"prompt {index} leaves no room for a new token: it has {len(prompt)} tokens, and max_position_embeddings "
+            f"is {context}; shorten it by {len(prompt) - context + 1} or more"
+        )
+    return prompt
+
+
+def _stream(
+    decoder: Decoder, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling, eos_id: int | None,
+    generator: torch.Generator, ended: Callable[[int, int], bool] | None, alternatives: int, step: Step,
+) -> Iterator[NewToken]:  # fmt: skip
+    if not prompts:
+        return
+    weight = decoder.embed_tokens.weight
+    device = weight.device
+    half = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
+    counts = [len(prompt) for prompt in prompts]
+    longest = max(counts)
+    room = [min(max_new_tokens, decoder.config.max_position_embeddings - count) for count in counts]
+    cache = Cache(decoder.config, len(prompts), slots_for(longest + max(room), step), device, half)
+    run = DecodeStep(decoder, cache, step)
+    ids = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)  # (B, T)
+    going = set(range(len(prompts)))
+    seen = _seen(prompts, decoder.config.vocab_size, device) if sampling.repetition_penalty != 1 else None
+    with evaluating(decoder):
+        logits = run.read(ids, torch.tensor(counts, device=device))  # (B, V)
+        for made in range(1, max(room) + 1):
+            totals = logits.logsumexp(-1, keepdim=True)  # (B, 1)
+            if not totals.isfinite().all():
+                raise RunError("the logits are not finite: the weights are broken, or a number format overflowed")
+            tokens = choose(logits, sampling, generator, seen)[:, None]  # (B, 1)
+            probabilities = (logits.gather(-1, tokens) - totals).tolist()
+            others = _alternatives(logits, totals, alternatives) if alternatives else [[] for _ in prompts]
+            for row, [token] in enumerate(tokens.tolist()):
+                if row not in going:
+                    continue
+                stop = ended is not None and token != eos_id and ended(row, token)
+                reason = _reason(token == eos_id, stop, made == max_new_tokens, made == room[row])
+                if reason:
+                    going.remove(row)
+                yield NewToken(row, token, reason, *probabilities[row], others[row])
+            if not going:
+                return
+            if seen is not None:
+                seen.scatter_(1, tokens, True)
+            logits = run(tokens)
+
+
+def _reason(eos: bool, stop: bool, length: bool, context: bool) -> Reason | None:
+    return "eos" if eos else "stop" if stop else "length" if length else "context" if context else None
+
+
+def _seen(prompts: list[list[int]], vocab_size: int, device: torch.device) -> Tensor:
+    """The tokens that each prompt holds, `(B, V)`."""
+    seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, prompt] = True
+    return seen.to(device)
+
+
+def _alternatives(logits: Tensor, totals: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """For each row the likeliest tokens and their log-probabilities."""
+    values, ids = logits.topk(count)
+    return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), (values - totals).tolist(), strict=True)]

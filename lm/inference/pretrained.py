@@ -1,0 +1,204 @@
+"""A trained model, ready to be used: what `lm.load_model` gives, and what every command that uses one works with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lm.data.tokenizer import Begin, Tokenizer
+from lm.errors import RequestError
+from lm.inference.completion import Written, complete
+from lm.inference.generation import Sampling
+from lm.kernels.operations import choose
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
+from lm.model.huggingface import config_from_json, from_huggingface
+from lm.runs.checkpoint import read_folder, step_of
+from lm.runs.registry import find
+from lm.runs.run import Run
+from lm.system.files import parse_json
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+# The weights of a model folder: a checkpoint of ours, or what Hugging Face's libraries write. Nothing is unpickled.
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All weights of a folder, under Hugging Face's names, on the CPU.
+
+    A checkpoint of ours is compared with its digests before.
+
+    Args:
+        folder: with a `model.safetensors`, or several and their index.
+
+    Raises:
+        RequestError: there are none, or they are damaged; the message names the file.
+    """
+    if (folder / "trainer.json").exists():
+        return read_folder(folder, optimizer=False)["state_dict"]
+    weights: dict[str, Tensor] = {}
+    for name in _files(folder):
+        try:
+            weights |= load_file(folder / name)
+        except (OSError, SafetensorError) as error:
+            raise RequestError(f"{folder / name} cannot be read ({error}); is it damaged or truncated?") from error
+    return weights
+
+
+def _files(folder: Path) -> list[str]:
+    if (folder / "model.safetensors").exists():
+        return ["model.safetensors"]
+    if not (folder / INDEX).exists():
+        pickled = next(folder.glob("pytorch_model*.bin"), None)
+        hint = (
+            f"; {pickled.name} is a pickle, which could run anything: save the model with safe_serialization=True"
+            if pickled else ""
+        )  # fmt: skip
+        raise RequestError(f"{folder} has no model.safetensors{hint}")
+    try:
+        names = sorted(set(parse_json((folder / INDEX).read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(f"{folder / INDEX} is damaged: it has no map of weights to files") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise RequestError(f"{folder / INDEX} names {name!r}, which is no safetensors file of this folder")
+    return names
+
+
+# ---- pretrained ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A decoder with its tokenizer, on its device, in evaluation mode, without gradients.
+
+    Attributes:
+        path: the folder that it was read from.
+        step: the optimizer step that it is of; None for a folder that is no checkpoint of ours.
+        kernels: what computes it, in words.
+    """
+
+    path: Path
+    decoder: Decoder
+    tokenizer: Tokenizer
+    step: int | None
+    kernels: str
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The decoder's shape."""
+        return self.decoder.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.decoder.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and so of the computation."""
+        return self.decoder.embed_tokens.weight.dtype
+
+    def generate(
+        self, prompts: str | Sequence[str], *, max_new_tokens: int = 128,
+        sampling: Sampling = Sampling(temperature=0.8, top_k=50), stop: str | Sequence[str] = (),
+        seed: int | None = None, ignore_eos: bool = False, begin: Begin = "nothing", alternatives: int = 0,
+    ) -> list[Written]:  # fmt: skip
+        """What follows one text, or several; all of them are continued together.
+
+        Options and errors are those of `completion.stream_text`, which hands out a text while it is written.
+        """
+        prompts, stop = ([texts] if isinstance(texts, str) else texts for texts in (prompts, stop))
+        return complete(
+            self.decoder, self.tokenizer, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop,
+            seed=seed, ignore_eos=ignore_eos, begin=begin, alternatives=alternatives,
+        )  # fmt: skip
+
+
+def load_pretrained(
+    path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
+    eos_token: str | None = None,
+) -> Pretrained:  # fmt: skip
+    """Read a model to use it.
+
+    Args:
+        path: a run's folder or name, of which the best checkpoint is taken, or the last where none was validated; a
+            checkpoint's folder; or any folder with a Llama, Qwen3 or Ministral of Hugging Face's and a
+            `tokenizer.json`.
+        device: where to; the GPU if there is one, else the CPU, if not given.
+        dtype: of the weights; as they are stored if not given.
+        eos_token: the token that ends a document, where the folder does not tell.
+
+    Raises:
+        RequestError: there is no model, it is damaged, or it is of another architecture; or there is no such device.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = find(str(path)).path
+    if (folder / "run.json").exists():
+        folder = Run(folder).checkpoint()
+    device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config = read_config(folder)
+    try:
+        weights = from_huggingface(read_weights(folder), config)
+    except RuntimeError as error:
+        raise RequestError(f"{folder}: the weights of a layer do not fit together ({error})") from error
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    _refuse_other_shapes(folder, decoder, weights)
+    wanted = {name: weight.to(device, dtype or weight.dtype) for name, weight in weights.items()}
+    decoder.load_state_dict(wanted, assign=True)
+    decoder.eval().requires_grad_(False)
+    decoder.operations, kernels = choose("auto", device)
+    tokenizer = Tokenizer.load(folder, eos_token)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise RequestError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: they do "
+            "not belong together"
+        )
+    step = step_of(folder) if (folder / "trainer.json").exists() else None
+    return Pretrained(folder, decoder, tokenizer, step, kernels)
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The shape that a folder's `config.json` describes.
+
+    Raises:
+        RequestError: there is none, or it is not one of this decoder's.
+    """
+    file = folder / "config.json"
+    try:
+        document = parse_json(file.read_bytes())
+    except FileNotFoundError as error:
+        raise RequestError(f"{folder} is no model: it has no config.json") from error
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} cannot be read ({error}); is it damaged?") from error
+    if not isinstance(document, dict):
+        raise RequestError(f"{file} is damaged: it is not a JSON object")
+    try:
+        return config_from_json(document)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise RequestError(f"{file}: a value is of another kind than it should be ({error})") from error
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RequestError(f"device {name}: there is none here; give cpu, or cuda where there is a GPU") from error
+    return torch.device(name)
+
+
+def _refuse_other_shapes(folder: Path, decoder: Decoder, weights: dict[str, torch.Tensor]) -> None:
+    for name, weight in decoder.state_dict().items():
+        if not weights[name].is_floating_point():
+            raise RequestError(f"{folder}: {name} is {weights[name].dtype}, which this decoder does not compute with")
+        if weights[name].shape != weight.shape:
+            have, want = tuple(weights[name].shape), tuple(weight.shape)
+            raise RequestError(f"{folder}: {name} is {have} in the weights, and config.json makes it {want}")

@@ -1,0 +1,595 @@
+"""A run's data: tokens and documents of shards, the vocabulary in use, what a step saw, how texts differ."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lm.data.datamodule import DataModule
+from lm.data.rare import rare_rows, rare_tokens
+from lm.data.remote import is_remote
+from lm.data.shards import Shards
+from lm.data.tokenizer import Tokenizer
+from lm.errors import RequestError
+from lm.inspection.drawing import BLUE, COLORS, VERMILION, Html, figure, finish, heat, table, visible, wrapped
+from lm.runs.run import Run
+from lm.system.arguments import Parser
+from lm.system.files import fits
+from lm.system.units import format_count
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+# The tokens of shards: how often each occurs, and how long the documents are in tokens and in bytes.
+
+
+class Documents(NamedTuple):
+    """The sizes of the documents of a text, in order.
+
+    Args:
+        tokens: (D,) of each document, with the one that ends it.
+        bytes: (D,) of UTF-8.
+    """
+
+    tokens: np.ndarray
+    bytes: np.ndarray
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of all documents together; NaN where there are none."""
+        total = self.tokens.sum()
+        return float(self.bytes.sum() / total) if total else float("nan")
+
+
+def read_tokens(shards: Shards, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
+    """Tokens from one place to another of all shards laid end to end, in pieces; no other block is read.
+
+    Args:
+        start: the first token.
+        stop: the one after the last; the end if not given.
+
+    Yields:
+        (n,) uint16 or uint32.
+    """
+    stop = shards.tokens if stop is None else min(stop, shards.tokens)
+    first = 0
+    for index, block in enumerate(shards.blocks):
+        if first < stop and first + block.tokens > start:
+            yield shards.read(index)[max(0, start - first) : stop - first]
+        first += block.tokens
+
+
+def count_tokens(shards: Shards, vocab_size: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """How often each token occurs between two places, see `read_tokens`.
+
+    Returns:
+        (vocab_size,) int64.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for tokens in read_tokens(shards, start, stop):
+        counts += np.bincount(tokens, minlength=vocab_size)
+    return counts
+
+
+def count_parts(shards: Shards, vocab_size: int, parts: int, most: int) -> np.ndarray:
+    """How often each token occurs in equal parts of the shards, in the order in which they lie.
+
+    Args:
+        parts: how many.
+        most: tokens to read of each, from its beginning.
+
+    Returns:
+        (parts, vocab_size) int64.
+    """
+    edges = [shards.tokens * part // parts for part in range(parts + 1)]
+    return np.stack([
+        count_tokens(shards, vocab_size, start, min(stop, start + most))
+        for start, stop in zip(edges, edges[1:], strict=False)
+    ])  # fmt: skip
+
+
+def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = None) -> Documents:
+    """The sizes of documents; a last one that does not end is left out.
+
+    Args:
+        shards: laid end to end; a document may go on in the next.
+        tokenizer: that they were made with; its end-of-text token ends a document.
+        stop: the first token that is not looked at; all are, if not given.
+    """
+    sizes = tokenizer.token_bytes()
+    found_tokens, found_bytes = [], []
+    open_tokens = open_bytes = 0  # of the document that goes on from the piece before
+    for tokens in read_tokens(shards, 0, stop):
+        ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
+        upto = np.concatenate([[0], np.cumsum(sizes[tokens], dtype=np.int64)])  # bytes before each token
+        edges = np.concatenate([[0], ends])
+        of_tokens, of_bytes = np.diff(edges), np.diff(upto[edges])
+        if len(ends):
+            of_tokens[0] += open_tokens
+            of_bytes[0] += open_bytes
+            open_tokens = open_bytes = 0
+        open_tokens += len(tokens) - int(edges[-1])
+        open_bytes += int(upto[-1] - upto[edges[-1]])
+        found_tokens.append(of_tokens)
+        found_bytes.append(of_bytes)
+    nothing = [np.zeros(0, dtype=np.int64)]
+    return Documents(np.concatenate(found_tokens or nothing), np.concatenate(found_bytes or nothing))
+
+
+# ---- divergence ------------------------------------------------------------------------------------------------------
+# How far two distributions are apart: the Jensen-Shannon divergence, and each outcome's part in it.
+
+
+def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """The Jensen-Shannon divergence of distributions (Lin, "Divergence measures based on the Shannon entropy", IEEE
+    Transactions on Information Theory 37, 1991), in bits.
+
+    Args:
+        p, q: (..., V), not negative; each is divided by its sum, so counts will do.
+
+    Returns:
+        (...), float64, from 0 (the same) to 1 (nothing in common); NaN where a sum is zero.
+    """
+    return divergence_parts(p, q).sum(-1)
+
+
+def divergence_parts(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """What each outcome adds to `jensen_shannon`.
+
+    Args:
+        p, q: (..., V), not negative.
+
+    Returns:
+        (..., V), float64, in bits; none is negative.
+    """
+    p, q = _shares(p), _shares(q)
+    middle = (p + q) / 2
+    return np.maximum(0, (_log_ratio(p, middle) + _log_ratio(q, middle)) / 2)
+
+
+def _shares(counts: np.ndarray) -> np.ndarray:
+    counts = np.asarray(counts, dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        return counts / counts.sum(-1, keepdims=True)
+
+
+def _log_ratio(p: np.ndarray, middle: np.ndarray) -> np.ndarray:
+    """`p log2(p / middle)`, which is 0 where p is."""
+    ratio = np.divide(p, middle, out=np.ones_like(middle), where=p != 0)
+    return p * np.log2(ratio)
+
+
+# ---- vocabulary ------------------------------------------------------------------------------------------------------
+# How a text uses a vocabulary: the most frequent tokens, those that never occur, and which of them moved.
+
+SHARES = (0.5, 0.9, 0.99)  # of a text, for which `measure_use` says how many tokens make it up
+
+
+class TokenCount(NamedTuple):
+    """A token, how often it occurs, and its share of the text."""
+
+    id: int
+    text: str
+    count: int
+    share: float
+
+
+class VocabularyUse(NamedTuple):
+    """How much of a vocabulary a text uses.
+
+    Args:
+        size: tokens of the vocabulary.
+        unused: (n,) ids that never occur.
+        needed: share of the text -> the fewest tokens that make it up, for each of `SHARES`.
+        entropy: of the distribution of tokens, in nats a token: the loss of a model that knows it and no context.
+    """
+
+    size: int
+    unused: np.ndarray
+    needed: dict[float, int]
+    entropy: float
+
+
+class Moved(NamedTuple):
+    """A token whose share of the text is another in another text.
+
+    Args:
+        id: of the token.
+        text: that it stands for.
+        before, after: its shares of the two texts.
+        part: what it adds to their divergence, in bits.
+    """
+
+    id: int
+    text: str
+    before: float
+    after: float
+    part: float
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """What a token stands for, blanks and line ends to be seen; a part of a character as the vocabulary writes it."""
+    text = tokenizer.decode([token])
+    if "\ufffd" in text or not text:
+        return tokenizer.backend.id_to_token(int(token)) or f"id {token}"
+    return visible(text)
+
+
+def most_frequent(counts: np.ndarray, tokenizer: Tokenizer, most: int = 30) -> list[TokenCount]:
+    """The tokens that occur most often; of equal counts the lower id first.
+
+    Args:
+        counts: (V,) `count_tokens`.
+        most: how many at most; tokens that do not occur are left out.
+    """
+    total = counts.sum()
+    ids = np.argsort(-counts, kind="stable")[:most]
+    return [
+        TokenCount(int(i), token_text(tokenizer, i), int(counts[i]), float(counts[i] / total)) for i in ids if counts[i]
+    ]
+
+
+def measure_use(counts: np.ndarray) -> VocabularyUse:
+    """How much of the vocabulary is used.
+
+    Args:
+        counts: (V,) `count_tokens`, of at least one token.
+    """
+    shares = np.sort(counts)[::-1] / counts.sum()
+    covered = np.cumsum(shares)
+    needed = {share: int(np.searchsorted(covered, share - 1e-12)) + 1 for share in SHARES}
+    used = shares[shares > 0]
+    return VocabularyUse(len(counts), np.flatnonzero(counts == 0), needed, float(-(used * np.log(used)).sum()))
+
+
+def most_moved(before: np.ndarray, after: np.ndarray, tokenizer: Tokenizer, most: int = 15) -> list[Moved]:
+    """The tokens that make up most of the divergence of two texts, the largest part first.
+
+    Args:
+        before, after: (V,) `count_tokens` of the two, by one tokenizer.
+    """
+    parts = divergence_parts(before, after)
+    shares = before / before.sum(), after / after.sum()
+    return [
+        Moved(int(i), token_text(tokenizer, i), float(shares[0][i]), float(shares[1][i]), float(parts[i]))
+        for i in np.argsort(-parts, kind="stable")[:most] if parts[i]
+    ]  # fmt: skip
+
+
+def divergence_by_chance(before: np.ndarray, after: np.ndarray, draws: int = 8, seed: int = 0) -> float:
+    """The divergence of two texts that are alike: both are drawn, token by token, from what the two have together.
+
+    Real texts of one kind are further apart, since a document keeps to its words; closer than this none can be told
+    from the other.
+
+    Args:
+        before, after: (V,) counts of the two, whose totals are the lengths of the texts drawn.
+        draws: pairs of texts to average over.
+        seed: of the draws.
+
+    Returns:
+        The mean, in bits.
+    """
+    random = np.random.default_rng(seed)
+    together = (before + after) / (before.sum() + after.sum())
+    pairs = [random.multinomial([int(before.sum()), int(after.sum())], together) for _ in range(draws)]  # (2, V) each
+    return float(np.mean([jensen_shannon(one, other) for one, other in pairs]))
+
+
+# ---- seen ------------------------------------------------------------------------------------------------------------
+# What a run saw at an optimizer step, read again from its data: the other end of a batch's way.
+
+PLACES = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # keys of `data:` that are files or folders
+
+
+class Sample(NamedTuple):
+    """One sample of the training stream.
+
+    Args:
+        sample: its number, from 0 over the whole run.
+        shard: the file that it is from; None where a drill put rare tokens in its place.
+        window: which window of its block it is; None likewise.
+        token_ids: T + 1 of them.
+    """
+
+    sample: int
+    shard: str | None
+    window: int | None
+    token_ids: list[int]
+
+
+def open_data(run: Run) -> DataModule:
+    """The data of a run, opened as its fit opened it, from whatever folder this is called in.
+
+    Raises:
+        RequestError: the run has no config, or its data is not there any more.
+    """
+    config = run.settings()
+    if not fits(config, {"data": dict, "seed_everything": int}):
+        raise RequestError(f"{run.config} has no `data:` or no seed, so it is not known what the run saw")
+    there = run.started_in()
+    described = {key: _place(there, value) if key in PLACES else value for key, value in config["data"].items()}
+    parser = Parser(exit_on_error=False)
+    parser.add_class_arguments(DataModule, "data")
+    data = parser.instantiate_classes(parser.parse_object({"data": described})).data
+    data.seed = config["seed_everything"]
+    data.setup("fit")
+    return data
+
+
+def read_step(run: Run, data: DataModule, step: int | None = None, limit: int | None = None) -> list[Sample]:
+    """The samples of an optimizer step, in order.
+
+    Args:
+        run: that took the step.
+        data: `open_data(run)`.
+        step: from 1; the last one taken if not given.
+        limit: how many of them; all if not given.
+
+    Raises:
+        RequestError: the run has not taken this step.
+    """
+    step = steps_taken(run) if step is None else step
+    first, count = samples_at(run, step)
+    shown = count if limit is None else min(limit, count)
+    if is_injected(run, step):
+        rare = rare_tokens(data.shards["train"], data.tokenizer.vocab_size)
+        rows = rare_rows(rare, data.seed, step, count, data.seq_len + 1)[:shown].tolist()
+        return [Sample(first + index, None, None, row) for index, row in enumerate(rows)]
+    return _read(data, np.arange(first, first + shown))
+
+
+def _read(data: DataModule, samples: np.ndarray) -> list[Sample]:
+    train, length = data.shards["train"], data.seq_len
+    blocks, windows = data.order().locate(samples)
+    found: dict[int, Sample] = {}
+    for block in np.unique(blocks).tolist():
+        tokens = train.read(block)
+        for index in np.flatnonzero(blocks == block).tolist():
+            window = int(windows[index])
+            ids = tokens[window * length : (window + 1) * length + 1].tolist()
+            found[index] = Sample(int(samples[index]), train.blocks[block].file, window, ids)
+    return [found[index] for index in sorted(found)]
+
+
+def is_injected(run: Run, step: int) -> bool:
+    """Whether a drill (`guards.inject_step`) put rare tokens in the place of a step's samples."""
+    return step in run.read("run.json").get("injected", {}).get("steps", [])
+
+
+def steps_taken(run: Run) -> int:
+    """The optimizer steps that a run is known to have taken."""
+    return max(run.read(name).get("step", 0) for name in ("state.json", "run.json"))
+
+
+def samples_at(run: Run, step: int) -> tuple[int, int]:
+    """The first sample of an optimizer step, and how many it has.
+
+    Raises:
+        RequestError: the run has not taken this step.
+    """
+    stretches = [stretch for stretch in run.read("run.json").get("stretches", []) if stretch["step"] < step]
+    taken = steps_taken(run)
+    if not stretches or step > taken:
+        raise RequestError(f"run {run.path} has taken steps 1 to {taken}; there is no step {step}")
+    stretch = stretches[-1]
+    batch = stretch["global_batch"]
+    return stretch["sample"] + (step - 1 - stretch["step"]) * batch, batch
+
+
+def split_documents(token_ids: list[int], data: DataModule) -> list[str]:
+    """A sample's tokens as one text a document; the end-of-text token stays with the document that it ends."""
+    ends = [index + 1 for index, token in enumerate(token_ids) if token == data.tokenizer.eos_id]
+    edges = sorted({0, *ends, len(token_ids)})
+    return [data.tokenizer.decode(token_ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def _place(folder: Path, value: str | list[str] | None) -> str | list[str] | None:
+    """A path of a config, or several, as seen from anywhere."""
+    if isinstance(value, list):
+        return [_place(folder, one) for one in value]
+    if value is None or is_remote(value) or value.startswith("file://"):
+        return value
+    return str(folder / value) if folder != Path.cwd() else value
+
+
+# ---- data views ------------------------------------------------------------------------------------------------------
+# A run's data to look at: documents, tokens, the vocabulary, what a step saw, and how texts differ.
+
+BINS = 40
+FEW = 50  # documents that make no histogram
+UNUSED_SHOWN = 40  # tokens that never occur, in a table
+TEXT_WIDTH = 90  # characters of a line of a sample
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def draw_document_lengths(splits: Mapping[str, Documents], context: int) -> Figure:
+    """How long documents are, as shares of each split.
+
+    Args:
+        splits: by name.
+        context: tokens that the model sees at once, which is marked.
+    """
+    made, axes = figure(1, 1, width=8, height=4)
+    _draw_histograms(axes, {name: one.tokens for name, one in splits.items()})
+    axes.axvline(context, color=VERMILION, linestyle="--", label=f"context, {context:,} tokens")
+    finish(axes, "length of documents", "tokens", "% of the documents")
+    return made
+
+
+def draw_bytes_per_token(splits: Mapping[str, Documents]) -> Figure:
+    """How many bytes a token of each document stands for; dashed lines are the split as a whole."""
+    made, axes = figure(1, 1, width=8, height=4)
+    _draw_histograms(axes, {name: one.bytes / one.tokens for name, one in splits.items()})
+    for index, one in enumerate(splits.values()):
+        axes.axvline(one.bytes_per_token, color=COLORS[index], linestyle="--", linewidth=1)
+    finish(axes, "what the tokenizer makes of the documents", "UTF-8 bytes a token", "% of the documents")
+    return made
+
+
+def draw_frequencies(counts: np.ndarray, frequent: Sequence[TokenCount]) -> Figure:
+    """The most frequent tokens with their text, and how fast frequency falls with rank.
+
+    Args:
+        counts: (V,) of all tokens.
+        frequent: `most_frequent`.
+    """
+    made, (bars, ranks) = figure(1, 2, width=11, height=max(3.5, 0.21 * len(frequent)), width_ratios=[3, 2])
+    places = np.arange(len(frequent))
+    bars.barh(places, [100 * one.share for one in frequent], color=BLUE)
+    bars.set_yticks(places, [one.text for one in frequent], fontsize=9, parse_math=False)
+    bars.invert_yaxis()
+    finish(bars, "most frequent tokens", "% of all tokens", "")
+    bars.grid(False, axis="y")
+    falling = np.sort(counts[counts > 0])[::-1]
+    ranks.loglog(np.arange(1, len(falling) + 1), falling, color=BLUE, linewidth=1.8)
+    finish(ranks, "frequency by rank", "rank (logarithmic)", "occurrences (logarithmic)")
+    return made
+
+
+def draw_coverage(uses: Mapping[str, np.ndarray]) -> Figure:
+    """How much of each text the most frequent tokens make up.
+
+    Args:
+        uses: name of a text -> (V,) counts.
+    """
+    made, axes = figure(1, 1, width=8, height=4)
+    for index, (name, counts) in enumerate(uses.items()):
+        covered = 100 * np.cumsum(np.sort(counts)[::-1]) / counts.sum()
+        axes.plot(np.arange(1, len(covered) + 1), covered, ("-", "--")[index % 2], linewidth=1.8, label=name)
+    axes.set_xscale("log")
+    finish(axes, "how much of the text the most frequent tokens make up", "tokens of the vocabulary, the most frequent "
+           "first (logarithmic)", "% of the text")  # fmt: skip
+    return made
+
+
+def draw_divergences(divergences: np.ndarray, names: Sequence[str], what: str = "") -> Figure:
+    """How far texts are apart, two by two.
+
+    Args:
+        divergences: (P, P) in bits.
+        names: of the P texts.
+        what: the names are of.
+    """
+    made, axes = figure(1, 1, width=8, height=1.2 + 0.42 * len(names))
+    heat(axes, divergences, names, names, 0.0, float(np.nanmax(divergences)) or 1.0, digits=3)
+    finish(axes, "Jensen-Shannon divergence of the distributions of tokens (bits)", what, what)
+    axes.grid(False)
+    return made
+
+
+def _draw_histograms(axes: Axes, values: Mapping[str, np.ndarray]) -> None:
+    """Shares of each in the same bins; where there are few, a mark for each on the axis instead."""
+    edges, logarithmic = _bins(np.concatenate(list(values.values())))
+    for index, (name, one) in enumerate(values.items()):
+        label = f"{name}, {len(one):,} documents"
+        if len(one) < FEW:
+            low_down = np.full(len(one), 0.03)
+            axes.plot(one, low_down, "|", color=COLORS[index], markersize=14, markeredgewidth=2.5, label=label,
+                      transform=axes.get_xaxis_transform())  # fmt: skip
+            continue
+        shares = np.full(len(one), 100 / len(one))
+        axes.hist(one, edges, weights=shares, histtype="stepfilled", alpha=0.5, color=COLORS[index], label=label)
+    axes.set_ylim(bottom=0)
+    if logarithmic:
+        axes.set_xscale("log")
+
+
+def _bins(values: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Edges of bins, and whether they grow evenly in logarithm, as they do for values of several sizes."""
+    if not len(values):
+        return np.array([0.0, 1.0]), False
+    low, high = float(values.min()), float(values.max())
+    if values.dtype.kind in "iu" and high - low < BINS:
+        return np.arange(low - 0.5, high + 1), False  # one for each whole number
+    if low > 0 and high > 10 * low:
+        return np.geomspace(low, high, BINS + 1), True
+    return np.linspace(low, max(high, low + 1e-6), BINS + 1), False
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def splits_table(shards: Mapping[str, Shards], documents: Mapping[str, Documents]) -> Html:
+    """What there is to train and to validate on.
+
+    Args:
+        shards: by split.
+        documents: likewise; of the part that was looked at.
+    """
+    rows = []
+    for name, one in documents.items():
+        longest = int(one.tokens.max()) if len(one.tokens) else 0
+        middle = int(np.median(one.tokens)) if len(one.tokens) else 0
+        rows.append((name, shards[name].tokens, len(shards[name].fingerprint()), int(one.tokens.sum()),
+                     len(one.tokens), middle, longest, one.bytes_per_token))  # fmt: skip
+    names = ("split", "tokens", "shards", "tokens looked at", "documents in them", "median length (tokens)",
+             "longest (tokens)", "bytes a token")  # fmt: skip
+    return table(rows, names)
+
+
+def use_table(uses: Mapping[str, VocabularyUse]) -> Html:
+    """How much of the vocabulary texts use.
+
+    Args:
+        uses: by name of the text.
+    """
+    shares = list(next(iter(uses.values())).needed)
+    rows = [
+        (name, one.size, len(one.unused), f"{len(one.unused) / one.size:.1%}", *one.needed.values(), one.entropy)
+        for name, one in uses.items()
+    ]
+    names = [f"tokens that make up {share:.0%}" for share in shares]
+    return table(rows, ("text", "vocabulary", "never used", "share", *names, "entropy (nats a token)"))
+
+
+def unused_table(use: VocabularyUse, tokenizer: Tokenizer) -> Html:
+    """Tokens that never occur: those with the highest ids, which the tokenizer learnt last."""
+    shown = use.unused[::-1][:UNUSED_SHOWN].tolist()
+    texts = wrapped("  ".join(token_text(tokenizer, token) for token in shown), TEXT_WIDTH)
+    return table([(len(use.unused), texts)], ("never used", f"of them, the last {len(shown)} by id"))
+
+
+def moved_table(moved: Sequence[Moved], before: str, after: str) -> Html:
+    """The tokens that make up most of a divergence.
+
+    Args:
+        before, after: names of the two texts.
+    """
+    rows = [
+        (one.text, f"{one.before:.3%}", f"{one.after:.3%}", "more" if one.after > one.before else "less", one.part)
+        for one in moved
+    ]
+    return table(rows, ("token", f"share of {before}", f"share of {after}", f"in {after}", "part (bits)"))
+
+
+def seen_table(samples: Sequence[Sample], documents: Sequence[Sequence[str]], most: int = 600) -> Html:
+    """Samples of a step as text.
+
+    Args:
+        samples: `read_step`.
+        documents: of each sample, `split_documents`.
+        most: characters of each document.
+    """
+    rows = []
+    for sample, texts in zip(samples, documents, strict=True):
+        where = "rare tokens of a drill"
+        if sample.shard is not None:
+            where = f"{'/'.join(sample.shard.split('/')[-2:])}, window {sample.window}"
+        shown = "\n-- a document ends, another begins --\n".join(wrapped(text[:most], TEXT_WIDTH) for text in texts)
+        rows.append((sample.sample, where, shown))
+    return table(rows, ("sample", "from", "text"))
+
+
+def part_names(parts: int, tokens: int) -> list[str]:
+    """Names of equal parts of a text: the token that each begins with, counted from 0.
+
+    Args:
+        parts: how many.
+        tokens: of the whole.
+    """
+    return [format_count(tokens * part // parts) for part in range(parts)]

@@ -1,0 +1,283 @@
+"""CUDA sources to running kernels: compiled by NVRTC, cached on disk, launched on torch's stream, registered as ops."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.errors import RunError
+
+
+# ---- nvrtc -----------------------------------------------------------------------------------------------------------
+# CUDA sources to machine code by NVRTC, which torch installs: no nvcc, no headers, no GPU.
+#
+# The result is for one architecture and one set of constants, and is kept on disk, so that a second start takes
+# milliseconds. Any number of processes may share the cache: a file in it is whole or absent. `launch` comes next.
+
+SOURCES = Path(__file__).parent / "csrc"
+PRELUDE = "prelude.cuh"
+FLAGS = ("--std=c++17", "--ptxas-options=--verbose")
+
+
+class Usage(NamedTuple):
+    """What one kernel takes of a multiprocessor."""
+
+    registers: int  # a thread
+    spilled_bytes: int  # of registers that did not fit, stored and loaded through memory
+
+
+def available() -> bool:
+    """Whether CUDA sources can be compiled here."""
+    try:
+        from cuda.bindings import nvrtc
+
+        return nvrtc.nvrtcVersion()[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    except (ImportError, RuntimeError, OSError):
+        return False
+
+
+def cubin(name: str, arch: str, **defines: object) -> bytes:
+    """The machine code of a source, from the cache or compiled now.
+
+    Args:
+        name: of a file in `csrc/`, without its ending.
+        arch: of the device, such as "sm_90".
+        defines: preprocessor constants.
+
+    Raises:
+        RunError: NVRTC refuses it.
+    """
+    key = _key(name, arch, defines)
+    path = cache_folder() / f"{name}-{arch}-{key[:24]}.cubin"
+    try:
+        digest, code = path.read_bytes().split(b"\n", 1)
+        if digest == hashlib.sha256(code).hexdigest().encode():
+            return code
+    except (OSError, ValueError):  # absent, or not one of ours
+        pass
+    code, _ = compile_source(name, arch, **defines)
+    _keep(path, hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
+    return code
+
+
+def compile_source(name: str, arch: str, **defines: object) -> tuple[bytes, dict[str, Usage]]:
+    """Compile a source now.
+
+    Args:
+        name, arch, defines: as for `cubin`.
+
+    Returns:
+        The machine code, and what each kernel in it uses.
+
+    Raises:
+        RunError: NVRTC refuses it; its log is in the message.
+    """
+    from cuda.bindings import nvrtc
+
+    def done(result: tuple) -> object:
+        if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise RunError(f"NVRTC failed on {name}.cu for {arch}: {result[0].name}")
+        return result[1] if len(result) > 1 else None
+
+    # As text in front, and not as options: NVRTC's own built-in header uses names like T.
+    constants = "".join(f"#define {key} {value}\n" for key, value in defines.items()) + "#line 1\n"
+    source = constants.encode() + (SOURCES / f"{name}.cu").read_bytes()
+    prelude = (SOURCES / PRELUDE).read_bytes()
+    program = done(nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 1, [prelude], [PRELUDE.encode()]))
+    try:
+        options = [f"--gpu-architecture={arch}", *FLAGS]
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = bytearray(done(nvrtc.nvrtcGetProgramLogSize(program)))
+        done(nvrtc.nvrtcGetProgramLog(program, log))
+        text = log.decode(errors="replace").strip("\0\n ")
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise RunError(f"{name}.cu does not compile for {arch} ({result.name}): {text}")
+        code = bytearray(done(nvrtc.nvrtcGetCUBINSize(program)))
+        done(nvrtc.nvrtcGetCUBIN(program, code))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return bytes(code), _usage(text)
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: `LM_KERNEL_CACHE`, else the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("LM_KERNEL_CACHE") or Path(cache) / "lm" / "kernels")
+
+
+def _key(name: str, arch: str, defines: dict[str, object]) -> str:
+    """A digest of everything that the machine code depends on."""
+    from cuda.bindings import nvrtc
+
+    digest = hashlib.sha256(repr((arch, FLAGS, sorted(defines.items()), nvrtc.nvrtcVersion()[1:])).encode())
+    for file in (f"{name}.cu", PRELUDE):
+        digest.update((SOURCES / file).read_bytes())
+    return digest.hexdigest()
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Write a file of the cache in one step; a cache that cannot be written is done without."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def _usage(log: str) -> dict[str, Usage]:
+    """What ptxas says of each kernel in its verbose log."""
+    usage = {}
+    for part in log.split("Compiling entry function ")[1:]:
+        name = re.match(r"'(\w+)'", part)[1]
+        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", part))
+        usage[name] = Usage(int(re.search(r"Used (\d+) registers", part)[1]), spilled)
+    return usage
+
+
+# ---- launch ----------------------------------------------------------------------------------------------------------
+# Compiled kernels on their way to a device: loaded once, then started on torch's stream in a few microseconds.
+#
+# `nvrtc` compiles them; each op's file (`rms_norm`, `swiglu`, ...) says with what grid and arguments they start.
+
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}  # as the sources call them
+
+
+class Program:
+    """The kernels of one source, loaded on a device.
+
+    Args:
+        code: machine code.
+        device: index of the GPU.
+    """
+
+    def __init__(self, code: bytes, device: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver, self._device = driver, device
+        self._functions: dict[str, Any] = {}
+        torch.cuda.init()
+        with torch.cuda.device(device):
+            self._enter()
+            self._module = self._done("cuModuleLoadData", driver.cuModuleLoadData(code))
+
+    def __call__(self, name: str, blocks: int, threads: int, *arguments: Tensor | int | float | None) -> None:
+        """Start a kernel on torch's current stream.
+
+        Args:
+            name: of the kernel.
+            blocks: in the grid, which has one dimension; none: nothing is started.
+            threads: of a block.
+            arguments: in the kernel's order: a tensor or None is a pointer there, an int `i64`, a float `float`.
+
+        Raises:
+            RunError: the driver refuses.
+        """
+        if not blocks:
+            return
+        if torch.cuda.current_device() != self._device:  # its context must be the one of this thread
+            with torch.cuda.device(self._device):
+                return self(name, blocks, threads, *arguments)
+        function = self._functions.get(name) or self._find(name)
+        values = tuple(a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
+        kinds = tuple(ctypes.c_longlong if isinstance(a, int) else ctypes.c_float if isinstance(a, float)
+                      else ctypes.c_void_p for a in arguments)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        start = self._driver.cuLaunchKernel
+        (result,) = start(function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
+        if result == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that torch has not used a GPU in yet
+            self._enter()
+            (result,) = start(function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
+        self._done(f"starting {name}", (result,))
+
+    def _enter(self) -> None:
+        """Make the device's context, which is torch's too, the one of this thread."""
+        driver = self._driver
+        device = self._done("cuDeviceGet", driver.cuDeviceGet(self._device))
+        context = self._done("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
+        self._done("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
+
+    def _find(self, name: str) -> Any:
+        found = self._driver.cuModuleGetFunction(self._module, name.encode())
+        return self._functions.setdefault(name, self._done(f"finding {name}", found))
+
+    def _done(self, what: str, result: tuple) -> Any:
+        if result[0] != self._driver.CUresult.CUDA_SUCCESS:
+            raise RunError(f"CUDA driver: {what}: {result[0].name}")
+        return result[1] if len(result) > 1 else None
+
+
+def program(name: str, device: torch.device, **defines: object) -> Program:
+    """A source's kernels for these constants on this device, compiled and loaded at the first call.
+
+    Args:
+        name: of a file in `csrc/`, without its ending.
+        device: where the tensors are.
+        defines: preprocessor constants.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _program(name, index, tuple(defines.items()))
+
+
+@functools.cache
+def _program(name: str, device: int, defines: tuple[tuple[str, object], ...]) -> Program:
+    major, minor = torch.cuda.get_device_capability(device)
+    return Program(cubin(name, f"sm_{major}{minor}", **dict(defines)), device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has: a grid of a few blocks each keeps all of it busy."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def vector(width: int, *tensors: Tensor | None) -> int:
+    """How many neighbours a kernel may load at once: 16 bytes of them, or 1 where a row does not start at 16 bytes.
+
+    Args:
+        width: elements of a row.
+        tensors: all whose rows are loaded so, of one dtype or wider ones.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    count = 16 // min(tensor.element_size() for tensor in given)
+    aligned = width % count == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in given)
+    return count if aligned else 1
+
+
+# ---- library ---------------------------------------------------------------------------------------------------------
+# How an op becomes known to torch: a schema, code for the CPU and for CUDA, and shapes for tracing.
+#
+# Each op has its own file: a reference in plain PyTorch, the CUDA entry, what a trace needs, the backward pass, and the
+# function to call.
+
+LIBRARY = torch.library.Library("lm", "DEF")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+def define(schema: str, *, reference: Callable, cuda: Callable, fake: Callable) -> Callable:
+    """Register an op that changes none of its inputs and returns new tensors only.
+
+    Args:
+        schema: its name and types, as torch writes them.
+        reference: what it computes, in plain PyTorch; runs on a CPU.
+        cuda: the same through our kernels; gets CUDA tensors.
+        fake: empty tensors of the result's shapes, dtypes and strides.
+
+    Returns:
+        The op, to be called.
+    """
+    name = schema.split("(")[0]
+    LIBRARY.define(schema, tags=TAGS)
+    LIBRARY.impl(name, reference, "CPU")
+    LIBRARY.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"lm::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.lm, name).default

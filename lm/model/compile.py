@@ -1,0 +1,113 @@
+"""How a decoder is run faster: `torch.compile` block by block, and a micro-batch as one CUDA graph."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+# torch.compile for a decoder, block by block and then the loss: all blocks share one graph, so it takes seconds and
+# not minutes.
+#
+# `triton_free` is a backend of a few lines. It traces forward and backward pass together and decides what is kept
+# between them, then runs torch's own and our kernels in that order: no code is generated, so no Triton and no C++
+# compiler is needed, and results are those of eager mode to the bit.
+
+Compile = Literal["none", "inductor", "triton_free"]
+
+
+def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
+    """Compile every block of a decoder and its loss in place.
+
+    What is compiled is a block's `forward` and not the call of the block: names of parameters stay as they are, and
+    hooks around a block (sharding has some) stay outside.
+
+    Args:
+        decoder: has `layers` and `losses`.
+        mode: `none` leaves it as it is.
+    """
+    if mode == "none":
+        return
+    # All blocks share one code object, so what dynamo allows for one is divided among them: the first block or another,
+    # a window or none, FP8 or not, training or evaluation, documents. Beyond the limit compiling would be an error.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    backend = triton_free if mode == "triton_free" else "inductor"
+    for layer in decoder.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
+    decoder.losses = torch.compile(decoder.losses, backend=backend, fullgraph=True)
+
+
+def triton_free(graph: GraphModule, inputs: list[Tensor], **options: Any) -> Callable:
+    """A backend for `torch.compile` that generates no code."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def as_it_is(graph: GraphModule, inputs: list[Tensor]) -> Callable:
+        return make_boxed_func(graph.forward)
+
+    compiler = aot_autograd(
+        fw_compiler=as_it_is, bw_compiler=as_it_is, inference_compiler=as_it_is,
+        partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
+    return compiler(graph, inputs)
+
+
+# ---- micro step ------------------------------------------------------------------------------------------------------
+# A micro-batch's forward and backward pass as one CUDA graph, so that the host starts one thing and not thousands.
+#
+# The optimizer stays outside, and so do accumulation, clipping and the schedule: `module` replays the graph where it
+# would have run the decoder, and Lightning goes on as ever.
+
+WARMUP = 3  # micro-batches that run as usual first, so that every kernel is loaded and every buffer has its size
+
+
+class MicroStep:
+    """Runs `step(tokens)` as usual at first, then by replaying its recording.
+
+    Gradients gather in buffers that stay where they are from the first call on: `zero_grad` clears them, nothing
+    else may drop them.
+
+    Args:
+        parameters: what gets gradients.
+        step: runs forward and backward pass of a micro-batch of tokens, always of one shape, and returns tensors
+            that are not differentiable. It must not wait for the device.
+        capture: whether there is a device that can record; otherwise every call runs as usual.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], step: Callable[[Tensor], tuple[Tensor, ...]], capture: bool
+    ) -> None:
+        self.gradients = []
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+            self.gradients.append(parameter.grad)
+        self.step = step
+        self.capture = capture
+        self.calls = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """What `step` returns for these tokens; the gradients are added to the buffers."""
+        self.calls += 1
+        if not self.capture or self.calls <= WARMUP:
+            return self.step(tokens)
+        if self.graph is None:
+            self._record(tokens)
+        self.tokens.copy_(tokens, non_blocking=True)
+        self.graph.replay()
+        return tuple(result.clone() for result in self.results)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, and keep their buffers."""
+        torch._foreach_zero_(self.gradients)
+
+    def _record(self, tokens: Tensor) -> None:
+        self.tokens = tokens.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        # Other threads, which pin memory for the next batches, may do what they like meanwhile.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.results = self.step(self.tokens)

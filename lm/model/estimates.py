@@ -1,0 +1,260 @@
+"""What a decoder costs in parameters, FLOPs and memory, from its config alone: nothing is built, no torch is imported.
+
+`lm plan` and the throughput callback read it; every formula names its source.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from lm.errors import RequestError
+from lm.model.config import DecoderConfig
+
+
+# ---- accounting ------------------------------------------------------------------------------------------------------
+# What a decoder costs, from its config alone: nothing is built, and torch is not imported.
+#
+# `lm plan` and the throughput callback read it; every formula names its source.
+
+
+def parameters(config: DecoderConfig) -> dict[str, int]:
+    """Parameters by part.
+
+    Returns:
+        `embedding`, `attention`, `mlp`, `norms`, `lm_head` (0 where it is tied), their sum `total`, and
+        `non_embedding`, which is what the blocks and the last norm hold.
+
+    Raises:
+        RequestError: where the vocabulary is still open.
+    """
+    if config.vocab_size is None:
+        raise RequestError("vocab_size is not known: set it, or take it from a tokenizer before counting parameters")
+    width, layers = config.hidden_size, config.num_hidden_layers
+    heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    table = config.vocab_size * width
+    parts = {
+        "embedding": table,
+        "attention": layers * width * (heads + 2 * kv_heads + heads),  # queries, keys and values, output
+        "mlp": layers * 3 * width * config.intermediate_size,  # gate, up, down
+        "norms": layers * (2 * width + 2 * config.head_dim * config.qk_norm) + width,
+        "lm_head": 0 if config.tie_word_embeddings else table,
+    }
+    return {
+        **parts,
+        "total": sum(parts.values()),
+        "non_embedding": parts["attention"] + parts["mlp"] + parts["norms"],
+    }
+
+
+def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
+    """Floating-point operations of training on one token, forward and backward.
+
+    `6 x parameters`: each weight multiplies and adds once in the forward pass and twice in the backward pass (Kaplan
+    et al., 2020, arXiv:2001.08361, section 2.1). The input embedding is looked up, so it does not count; the output
+    matrix is multiplied, so it does, tied or not.
+    `12 x layers x heads x head_dim x mean attended length`: queries with keys and weights with values, 2 operations
+    each, times 3 for forward and backward (Chowdhery et al., 2022, arXiv:2204.02311, appendix B), but with the
+    positions a causal token really attends to in place of all `seq_len`: `(seq_len + 1) / 2` on average, and with a
+    window of `w` tokens `w - w * (w - 1) / (2 * seq_len)`.
+
+    A document mask is not accounted for: the positions that it hides count as attended.
+    """
+    counts = parameters(config)
+    output = config.vocab_size * config.hidden_size
+    windows = [min(window or seq_len, seq_len) for window in config.windows]
+    attended = sum(window - window * (window - 1) / (2 * seq_len) for window in windows)  # over all layers
+    return 6 * (counts["non_embedding"] + output) + 12 * config.num_attention_heads * config.head_dim * attended
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+# How much memory a training step takes, from a config alone: nothing is built, and torch is not imported.
+#
+# `lm plan` reads it. What is kept for the backward pass is counted tensor by tensor, as the code in `model/decoder` and
+# `kernels/` keeps it; the tests hold each line to what a real step keeps.
+
+CHUNK_BYTES = 256 * 2**20  # of logits, as in `kernels/cross_entropy`
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a micro-batch is computed.
+
+    Args:
+        micro_batch_size: sequences of a micro-batch.
+        seq_len: tokens of a sequence.
+        precision: a trainer's, such as "bf16-mixed".
+        kernels: whether our kernels run.
+        compile: as `model.compile`.
+        accumulate: micro-batches of an optimizer step.
+        cuda_graphs: as `model.cuda_graphs`.
+        world_size: devices; with `sharded`, each holds a share of weights, gradients and optimizer state.
+        sharded: FSDP2.
+    """
+
+    micro_batch_size: int
+    seq_len: int
+    precision: str = "32-true"
+    kernels: bool = False
+    compile: str = "none"
+    accumulate: int = 1
+    cuda_graphs: bool = False
+    world_size: int = 1
+    sharded: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def item(self) -> int:
+        """Bytes of an activation."""
+        return 4 if self.precision.startswith("32") else 2
+
+    @property
+    def master_item(self) -> int:
+        """Bytes of a stored weight."""
+        return 2 if self.precision.endswith("-true") and self.item == 2 else 4
+
+
+def training_memory(config: DecoderConfig, step: Step, muon: bool = False) -> dict[str, int]:
+    """Bytes on one device at the worst moment of a step.
+
+    Args:
+        config: the decoder.
+        step: how it is computed.
+        muon: hidden matrices have one running mean (Muon) instead of AdamW's two.
+
+    Returns:
+        `weights`, `gradients`, `optimizer`, `casts` (half-precision copies of the weights), `activations` (kept for
+        the backward pass), `working` (the largest temporary: around the loss, or of one block), and their sum `peak`.
+        With a single micro-batch a step the gradients do not exist yet when the activations are most, so the peak is
+        then less than the sum; but DDP's buckets, which hold them, are always there. FSDP2 adds up whole gradients
+        until a step's last micro-batch exchanges them.
+    """
+    counts = parameters(config)
+    share = step.world_size if step.sharded else 1
+    hidden = counts["attention"] + counts["mlp"]
+    states = 2 * counts["total"] - (hidden if muon else 0)
+    memory = {
+        "weights": counts["total"] * step.master_item // share,
+        "gradients": counts["total"] * step.master_item // (share if step.accumulate == 1 else 1),
+        "optimizer": states * step.master_item // share,
+        "casts": casts(config, step),
+        "activations": activations(config, step),
+        "working": max(loss_working(config, step), block_working(config, step)),
+    }
+    memory["peak"] = sum(memory.values())
+    if step.accumulate == 1 and not step.cuda_graphs and (step.world_size == 1 or step.sharded):
+        later = memory["gradients"] + max(memory["casts"], memory["working"])
+        before = memory["casts"] + memory["activations"] + memory["working"]
+        memory["peak"] = memory["weights"] + memory["optimizer"] + max(before, later)
+    return memory
+
+
+def activations(config: DecoderConfig, step: Step) -> int:
+    """Bytes that the forward pass keeps for the backward pass, without half-precision copies of weights.
+
+    A token keeps in each block, with C the width, Q and K the widths of all query and key heads, I the MLP's and s the
+    bytes of an activation:
+
+    | what                | by kernels     | compiled          | eager                                        |
+    |---------------------|----------------|-------------------|----------------------------------------------|
+    | two norms           | 2 s C + 8      | 4 s C + 8         | (16 + 2 s) C + 8: fp32 copies, normed or not |
+    | queries, keys       | -, or s (Q+2K) | -, or s (Q+2K)    | -, or 8 (Q+K) in half precision, and in fp32 |
+    | (plain, or normed)  |                | + 4 (H+KV)        | s (Q+2K) + 4 (Q+K); + 4 (H+KV) in both       |
+    | attention           | s (2Q+2K) + 4H | the same          | the same                                     |
+    | MLP                 | 2 s I          | 3 s I             | 4 s I                                        |
+
+    Dropout keeps a byte an element of what it is applied to. Attention is taken to be a fused kernel that knows groups
+    of heads; not counted are masks (windows and documents on a CPU), and copies of keys and values for every query head
+    where the kernel knows no groups (fp32 on CUDA; windows and documents on CUDA before torch 2.13).
+    """
+    s, layers = step.item, config.num_hidden_layers
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    wide, narrow = heads * config.head_dim, kv_heads * config.head_dim  # Q, K
+    if step.kernels:
+        norms, mlp = 2 * s * config.hidden_size, 2 * s * config.intermediate_size
+    elif step.compile != "none":
+        norms, mlp = 4 * s * config.hidden_size, 3 * s * config.intermediate_size
+    else:
+        norms, mlp = (16 + 2 * s) * config.hidden_size, 4 * s * config.intermediate_size
+    qk = 0
+    if config.qk_norm:
+        qk = s * (wide + 2 * narrow)
+        if not step.kernels and step.compile == "none":
+            qk = 8 * (wide + narrow) if s == 2 else qk + 4 * (wide + narrow)
+        qk += 0 if step.kernels else 4 * (heads + kv_heads)
+    attention = s * (2 * wide + 2 * narrow) + 4 * heads
+    dropout = 2 * config.hidden_size if config.dropout else 0
+    block = norms + 8 + qk + attention + mlp + dropout
+    ids = 8 + 8
+    final = ids + (s * config.hidden_size + 4 if step.kernels else (8 + s) * config.hidden_size + 4)
+    logits = (s if step.compile == "inductor" else 4) * config.vocab_size  # as they are, or their log-softmax in fp32
+    head = s * config.hidden_size if step.kernels else logits  # by kernels the gradient of the states
+    rotary = step.seq_len * config.head_dim * 4
+    return step.tokens * (layers * block + final + head) + rotary
+
+
+def casts(config: DecoderConfig, step: Step) -> int:
+    """Bytes of half-precision copies of fp32 weights, and of the output matrix's gradient where it waits in fp32."""
+    counts = parameters(config)
+    copies = 0
+    table = config.vocab_size * config.hidden_size
+    if step.item != step.master_item:
+        copies = step.item * (counts["attention"] + counts["mlp"])
+        copies += 0 if step.kernels else step.item * table
+    return copies + (4 * table if step.kernels else 0)
+
+
+def loss_working(config: DecoderConfig, step: Step) -> int:
+    """Bytes of temporaries around the output matrix and the loss.
+
+    By kernels: a chunk of logits, and the matrix's gradient once more while it is scaled. Eagerly: two fp32 gradients
+    of all logits beside the logarithms that are kept. Compiled by inductor: one, in the precision of the computation.
+    """
+    table = config.vocab_size * config.hidden_size
+    if step.kernels:
+        chunk = min(CHUNK_BYTES, step.tokens * config.vocab_size * step.item)
+        return max(chunk + step.item * table, 4 * table)
+    logits = step.tokens * config.vocab_size
+    return logits * (step.item if step.compile == "inductor" else 8)
+
+
+def block_working(config: DecoderConfig, step: Step) -> int:
+    """Bytes of temporaries in the backward pass of one block: gradients of gate and up, the activation again, and the
+    gradients of the stream and of what is normalised."""
+    mlp = 3 * config.intermediate_size + 3 * config.hidden_size
+    return step.tokens * mlp * (step.item if step.kernels or step.compile == "inductor" else 4)
+
+
+def checkpoint_bytes(config: DecoderConfig, master_item: int = 4, muon: bool = False) -> int:
+    """Bytes of a checkpoint folder: weights and the optimizer's running means."""
+    counts = parameters(config)
+    states = 2 * counts["total"] - (counts["attention"] + counts["mlp"] if muon else 0)
+    return (counts["total"] + states) * master_item
+
+
+def largest_micro_batch(config: DecoderConfig, step: Step, most: int, samples: int, muon: bool = False) -> int | None:
+    """The largest micro-batch that divides a device's share of the global batch and whose step fits.
+
+    Args:
+        config: the decoder.
+        step: as it is asked for; its micro-batch and accumulation are replaced.
+        most: bytes that may be used.
+        samples: sequences of an optimizer step on one device.
+        muon: as for `training_memory`.
+
+    Returns:
+        Sequences; None if not even one fits.
+
+    Raises:
+        RequestError: there is no sample.
+    """
+    if samples < 1:
+        raise RequestError("a device has no sample of the global batch")
+    small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
+    for size in sorted({*small, *(samples // size for size in small)}, reverse=True):
+        tried = replace(step, micro_batch_size=size, accumulate=samples // size)
+        if training_memory(config, tried, muon)["peak"] <= most:
+            return size
+    return None

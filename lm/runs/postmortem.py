@@ -1,0 +1,461 @@
+"""What is known of a moment when a training went wrong: the records that a post-mortem is made of.
+
+`training/callbacks/postmortem` notices the moment, `evidence` looks into it, `post_mortem_page` puts it into words and
+`post_mortem` into a folder.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lm.runs.run import Run
+from lm.system.files import write_atomically
+
+
+# ---- incident --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    """A sample of the step, with its losses by the weights of now."""
+
+    index: int  # in the stream of samples
+    shard: str | None  # None: injected
+    window: int | None
+    tokens: list[int]  # T + 1 of them
+    losses: list[float]  # T of them, of tokens 1 to T
+
+    @property
+    def loss(self) -> float:
+        """Mean over its tokens."""
+        return sum(self.losses) / len(self.losses)
+
+
+@dataclass
+class Moment:
+    """What happened, in what can be written as JSON."""
+
+    run: str
+    step: int  # of the log line at which the guard acted
+    time: float  # seconds since 1970
+    guard: str
+    action: str
+    message: str
+    tokens_per_step: int
+    worst: int  # the step of this log line that stands out
+    steps: list[tuple[int, float, float, bool]]  # of this log line: step, loss, gradient norm, whether it was applied
+    baseline: float | None  # median loss of the log lines before
+    injected: bool
+    lines: list[dict[str, Any]] = field(default_factory=list)  # the log lines up to this one
+    highest: tuple[int, float] | None = None  # the step with the highest finite loss so far, and that loss
+    closed: str | None = None  # how it ended
+
+    def __post_init__(self) -> None:
+        nan = math.nan  # of which JSON makes null
+        self.steps = [
+            (step, nan if loss is None else loss, nan if norm is None else norm, applied)
+            for step, loss, norm, applied in self.steps
+        ]
+        if self.highest is None:
+            self.rise(self.steps)
+
+    def rise(self, steps: Iterable[tuple]) -> None:
+        """Take note of more steps, which begin with their number and loss."""
+        for step, loss, *_ in steps:
+            if math.isfinite(loss) and (self.highest is None or loss > self.highest[1]):
+                self.highest = (step, loss)
+
+
+@dataclass
+class Evidence:
+    """What the step saw and what that does in the network; empty where it could not be looked at."""
+
+    samples: list[Sample] = field(default_factory=list)  # the worst first
+    texts: list[str] = field(default_factory=list)  # of each sample
+    pieces: list[list[str]] = field(default_factory=list)  # of the worst samples, the text of each token
+    worst: dict[str, Any] | None = None  # the micro-batch: `what`, `activations`, `gradients`
+    ordinary: dict[str, Any] | None = None  # alike
+    without_gradients: str | None = None  # why there are none
+
+
+# ---- post mortem page ------------------------------------------------------------------------------------------------
+# The page of a post-mortem, in Markdown: made of an `incident`, put into a folder by `post_mortem`.
+
+LINES = 10  # log lines in a table
+STEPS = 12  # optimizer steps in a table
+SAMPLES = 5  # samples in a table
+TOKENS = 10  # tokens in a table
+BEFORE, AFTER = 12, 4  # tokens around one
+BEGINNING = 60  # characters of a sample
+
+
+def page(moment: Moment, evidence: Evidence, recovery: str) -> str:
+    """The whole page as Markdown.
+
+    Args:
+        moment: what happened.
+        evidence: what was found.
+        recovery: content of the section on the recovery.
+    """
+    acted = f"- {utc(moment.time)}, step {moment.step}: `{moment.guard}`, {moment.action}: {moment.message}"
+    return "\n".join([
+        f"# Post-mortem: run {moment.run}, step {moment.step}\n",
+        _summary(moment, evidence),
+        "\n## What happened\n",
+        *_happened(moment),
+        "\n## What the step saw\n",
+        *_saw(moment, evidence),
+        "\n## Where in the network\n",
+        *_where(moment, evidence),
+        "\n## What was done\n",
+        acted,
+        f"\n## Recovery\n\n{recovery}\n",
+        CAUSE,
+    ])  # fmt: skip
+
+
+CAUSE = """## Cause
+
+_For a person to finish._ Questions that help:
+
+- Would a reader call the worst samples broken: markup, another language, one phrase over and over, no text at all? Are
+  they from one shard?
+- Is it a few samples or all of them? A few point to the data, all of them to the weights or the learning rate.
+- Did the gradient norm rise before the loss did? Then the cause is before this step.
+- Is one layer out of line, or the whole network? Is it the embedding or the output?
+- Was the learning rate at its peak, the warm-up just over, or the run just gone on with (`run.json`, `log.txt`)?
+- Does it come again from the checkpoint before? If so it is the data or the settings; if not, the machine.
+
+## What will change
+
+_For a person to finish: the data, the settings, the guards, or nothing and why._
+"""
+
+
+def _summary(moment: Moment, evidence: Evidence) -> str:
+    step, loss, norm, applied = next(each for each in moment.steps if each[0] == moment.worst)
+    text = f"Step {step} stands out: loss {_number(loss)}"
+    if moment.baseline is not None:
+        text += f", where it was {_number(moment.baseline)} before"
+    text += f"; gradient norm {_number(norm)}."
+    if not applied:
+        text += " It was not applied, so it changed no weight."
+    if moment.injected:
+        text += " **This was a drill**: its samples were replaced by rare tokens (`guards.inject_step`)."
+    elif evidence.samples and moment.baseline is not None and math.isfinite(loss):
+        now = fmean(sample.loss for sample in evidence.samples)
+        text += f" By the weights of now the same samples cost {_number(now)}."
+    return text
+
+
+def _happened(moment: Moment) -> list[str]:
+    text = f"At {utc(moment.time)}, in the log line of step {moment.step}, guard `{moment.guard}`: {moment.message}"
+    if moment.baseline is not None:
+        text += f"\n\nThe loss before is the median of the last log lines before: {_number(moment.baseline)}."
+    index = [step for step, *_ in moment.steps].index(moment.worst)
+    first = max(0, min(index - STEPS // 2, len(moment.steps) - STEPS))
+    shown = moment.steps[first : first + STEPS]
+    steps = [
+        [f"**{step}**" if step == moment.worst else str(step), _number(loss), _number(norm), "yes" if applied else "no"]
+        for step, loss, norm, applied in shown
+    ]
+    columns = {"loss": "train/loss", "gradient norm": "optim/grad_norm", "learning rate": "optim/lr",
+               "tokens/s": "perf/tokens_per_second", "validation loss": "val/loss"}  # fmt: skip
+    lines = [
+        [str(line["step"]), *(_number(line[metric]) if metric in line else "" for metric in columns.values())]
+        for line in moment.lines[-LINES - 1 :]
+    ]
+    title = f"Steps {shown[0][0]} to {shown[-1][0]}, one by one:"
+    return [
+        text, "", title, "", *_table(["step", "loss", "gradient norm", "applied"], steps), "",
+        "The log lines up to this one (`metrics.jsonl`): the loss is the mean of their steps, the gradient norm that "
+        "of the last one.", "",
+        *_table(["step", *columns], lines), "",
+        "![loss](loss.png) ![gradient norm](grad_norm.png)",
+    ]  # fmt: skip
+
+
+def _saw(moment: Moment, evidence: Evidence) -> list[str]:
+    samples = evidence.samples
+    if not samples:
+        return ["The samples of the step could not be looked at; the log of the run says why."]
+    losses = [sample.loss for sample in samples]  # the worst first
+    first = min(sample.index for sample in samples)
+    source = (
+        "sequences of rare tokens that were put in place of the text" if moment.injected
+        else f"`lm data show --run {moment.run} --step {moment.worst}` prints them"
+    )  # fmt: skip
+    last = first + len(samples) - 1
+    text = (
+        f"Step {moment.worst} had {len(samples)} samples, {first} to {last} of the stream: {source}.\n\n"
+        "All losses in this section and all norms in the next are **by the weights as they were when this was "
+        f"written**, after step {moment.step}, and without dropout. They tell what is hard for the model now, not what "
+        "it was for the step itself.\n\n"
+        f"Mean loss {_number(fmean(losses))}; the best sample {_number(losses[-1])}, the middle one "
+        f"{_number(losses[len(losses) // 2])}, the worst {_number(losses[0])}. The worst {min(SAMPLES, len(samples))}:"
+    )
+    rows = [
+        [str(sample.index), _number(sample.loss), sample.shard or "injected",
+         "" if sample.window is None else str(sample.window), _code(beginning[:BEGINNING])]
+        for sample, beginning in zip(samples[:SAMPLES], evidence.texts)
+    ]  # fmt: skip
+    return [
+        text, "", *_table(["sample", "mean loss", "shard", "window", "begins with"], rows), "",
+        f"The {TOKENS} tokens with the highest loss in the worst {len(evidence.pieces)} samples:", "",
+        *_table(["loss", "sample", "position", "before", "token", "after"], _worst_tokens(evidence)), "",
+        "All samples are in [samples.txt](samples.txt), the worst token by token in [tokens.json](tokens.json).",
+    ]  # fmt: skip
+
+
+def _worst_tokens(evidence: Evidence) -> list[list[str]]:
+    found = [
+        (loss, sample, pieces, position)
+        for sample, pieces in zip(evidence.samples, evidence.pieces)
+        for position, loss in enumerate(sample.losses, start=1)
+    ]
+    found.sort(key=lambda each: math.inf if math.isnan(each[0]) else each[0], reverse=True)
+    return [
+        [_number(loss), str(sample.index), str(position), _code("".join(pieces[max(0, position - BEFORE) : position])),
+         f"**{_code(pieces[position])}**", _code("".join(pieces[position + 1 : position + 1 + AFTER]))]
+        for loss, sample, pieces, position in found[:TOKENS]
+    ]  # fmt: skip
+
+
+def _where(moment: Moment, evidence: Evidence) -> list[str]:
+    worst, ordinary = evidence.worst, evidence.ordinary
+    if worst is None:
+        return ["The norms could not be taken."]
+    text = f"{worst['what'].capitalize()}, the one with the highest loss."
+    if ordinary:
+        text += f" In brackets: how many times what {ordinary['what']} gives, an ordinary one."
+    reasons = [f"Gradients were left out: {evidence.without_gradients}."] if evidence.without_gradients else []
+    heads = ["part", "gradient norm", "stream RMS", "stream max", "attention adds, RMS", "MLP adds, RMS"]
+    rows = []
+    for part in _parts(worst):
+        cells = [_beside(_gradient(worst, part), ordinary and _gradient(ordinary, part))]
+        stream = "embedding" if part == "embed_tokens" else f"{part}.stream"
+        for name, kind in ((stream, "rms"), (stream, "max"), (f"{part}.attention", "rms"), (f"{part}.mlp", "rms")):
+            values = [side and side["activations"].get(name, {}).get(kind) for side in (worst, ordinary)]
+            cells.append(_beside(*values))
+        rows.append([part, *cells])
+    return [text, *reasons, "", *_table(heads, rows), "", *_most_out_of_line(worst, ordinary), NORMS]
+
+
+NORMS = (
+    "The stream is what runs through all blocks; attention and MLP add to it. The gradient is that of the mean loss, "
+    "before clipping. Every parameter is in [norms.json](norms.json)."
+)
+
+
+def _parts(side: dict[str, Any]) -> list[str]:
+    """The embedding, each layer, the last norm, the output; in the order of the network."""
+    names = [*(side["gradients"] or ()), "embed_tokens", *side["activations"]]
+    layers = sorted({int(name.split(".")[1]) for name in names if name.startswith("layers.")})
+    last = [part for part in ("norm", "lm_head") if f"{part}.weight" in (side["gradients"] or ())]
+    return ["embed_tokens", *(f"layers.{index}" for index in layers), *last]
+
+
+def _gradient(side: dict[str, Any], part: str) -> float | None:
+    """The norm of a part's gradient: the root of the squares of its parameters'."""
+    if side["gradients"] is None:
+        return None
+    return math.sqrt(sum(norm * norm for name, norm in side["gradients"].items() if name.startswith(f"{part}.")))
+
+
+def _most_out_of_line(worst: dict[str, Any], ordinary: dict[str, Any] | None) -> list[str]:
+    """The parameters whose gradient has grown most."""
+    if ordinary is None or not (worst["gradients"] and ordinary["gradients"]):
+        return []
+    times = {
+        name: norm / ordinary["gradients"][name] if ordinary["gradients"][name] else math.nan
+        for name, norm in worst["gradients"].items()
+    }
+    first = sorted(times, key=lambda name: -math.inf if math.isnan(times[name]) else times[name], reverse=True)[:3]
+    named = ", ".join(f"`{name}` ({_number(worst['gradients'][name])}, {times[name]:.1f} times)" for name in first)
+    return [f"The gradients that are most out of line: {named}.", ""]
+
+
+# ---- small things ----------------------------------------------------------------------------------------------------
+
+
+def utc(seconds: float) -> str:
+    """A time for people, the same on every machine."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _number(value: float | None) -> str:
+    """Four digits that count; large whole numbers in full."""
+    if value is None:
+        return "not finite"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def _beside(value: float | None, ordinary: float | None) -> str:
+    """A number, and how many times the ordinary one it is."""
+    if value is None:
+        return ""
+    return _number(value) + (f" ({value / ordinary:.1f}x)" if ordinary else "")
+
+
+def _code(text: str) -> str:
+    """A piece of text for a table: in one line, and with nothing that means something to Markdown."""
+    shown = "".join("↵" if sign == "\n" else sign if sign.isprintable() else "·" for sign in text)
+    shown = shown.replace("|", "¦").replace("`", "'")
+    return f"`{shown}`" if shown else ""
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+# ---- post mortem -----------------------------------------------------------------------------------------------------
+# The folder `postmortem-<step>/` of a run: what is known of a moment when something went wrong.
+#
+# | file | what |
+# |---|---|
+# | `postmortem.md` | the page, with two sections for a person to finish |
+# | `postmortem.json` | what is needed to close it, also by another process after a resume |
+# | `samples.txt` | every sample of the step as text, the worst first |
+# | `tokens.json` | the loss of each token of the worst samples |
+# | `norms.json` | norms inside the network, of the worst micro-batch and of an ordinary one |
+# | `loss.png`, `grad_norm.png` | the curves before, and when it is closed, after |
+#
+# `training/callbacks/postmortem` says when, `evidence` gathers what stands here, `post_mortem_page` puts it into words.
+# Neither page nor folder needs torch.
+
+PICTURES = {"loss.png": ("train/loss", "loss", 1), "grad_norm.png": ("optim/grad_norm", "gradient norm", 2)}
+OPEN = "Open: to be filled in when the loss is back where it was before, or when the run has ended without that."
+
+
+def folder_of(run: Run, step: int) -> Path:
+    """Where the post-mortem of a step is."""
+    return run.path / f"postmortem-{step:08d}"
+
+
+def all_of(run: Run) -> list[Path]:
+    """The post-mortems of a run, by step."""
+    return sorted(run.path.glob("postmortem-*"))
+
+
+def steps_of(run: Run) -> list[int]:
+    """The steps that have a post-mortem."""
+    return [int(path.name.removeprefix("postmortem-")) for path in all_of(run)]
+
+
+def still_open(run: Run) -> Moment | None:
+    """The newest moment that was not closed."""
+    moments = [facts for path in all_of(run) if (facts := Run(path).read("postmortem.json"))]
+    return next((Moment(**facts) for facts in reversed(moments) if facts["closed"] is None), None)
+
+
+def write(run: Run, moment: Moment, evidence: Evidence) -> Path:
+    """Make the folder."""
+    folder = folder_of(run, moment.step)
+    folder.mkdir(exist_ok=True)
+    _write_json(folder / "postmortem.json", asdict(moment))
+    if evidence.samples:
+        write_atomically(folder / "samples.txt", _as_text(evidence), durable=False)
+        _write_json(folder / "tokens.json", _by_token(evidence))
+    if evidence.worst:
+        parts = {"worst": evidence.worst, "ordinary": evidence.ordinary}
+        _write_json(folder / "norms.json", {**parts, "without_gradients": evidence.without_gradients})
+    write_atomically(folder / "postmortem.md", page(moment, evidence, OPEN), durable=False)
+    draw(folder, moment, [])
+    return folder
+
+
+def add_action(run: Run, moment: Moment, step: int, guard: str, action: str, message: str) -> None:
+    """Add what a guard did later about the same trouble."""
+    file = folder_of(run, moment.step) / "postmortem.md"
+    before, heading, after = file.read_text(encoding="utf-8").partition("\n## Recovery\n")
+    entry = f"- {utc(time.time())}, step {step}: `{guard}`, {action}: {message}\n"
+    if heading:
+        write_atomically(file, f"{before.rstrip()}\n{entry}{heading}{after}", durable=False)
+
+
+def close(run: Run, moment: Moment, how: str, recovery: str) -> None:
+    """Say how it went on. Only the section on the recovery is replaced: the rest may have been edited.
+
+    Args:
+        run: whose folder it is.
+        moment: what happened.
+        how: in a word.
+        recovery: in sentences.
+    """
+    folder = folder_of(run, moment.step)
+    moment.closed = how
+    _write_json(folder / "postmortem.json", asdict(moment))
+    file = folder / "postmortem.md"
+    before, heading, after = file.read_text(encoding="utf-8").partition("\n## Recovery\n")
+    if heading:
+        _, following, rest = after.partition("\n## ")
+        write_atomically(file, f"{before}{heading}\n{recovery}\n{following}{rest}", durable=False)
+    draw(folder, moment, [line for line in run.metrics() if line.get("time", 0) > moment.time])
+
+
+def draw(folder: Path, moment: Moment, after: list[dict[str, Any]]) -> None:
+    """The curves, with the moment marked.
+
+    Args:
+        folder: where they go.
+        moment: its log lines are the curve before.
+        after: log lines since.
+    """
+    from matplotlib.figure import Figure  # takes half a second
+
+    for name, (metric, label, column) in PICTURES.items():
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        for lines, style in ((moment.lines, {"color": "tab:blue", "label": "log lines before"}),
+                             ([*moment.lines[-1:], *after], {"color": "tab:green", "label": "log lines after"})):
+            points = [(line["step"], line[metric]) for line in lines if math.isfinite(line.get(metric) or math.nan)]
+            if len(lines) > 1 and points:
+                axes.plot(*zip(*points, strict=True), marker=".", zorder=1, **style)
+        steps = [(step[0], step[column]) for step in moment.steps if math.isfinite(step[column])]
+        if steps:
+            axes.plot(*zip(*steps, strict=True), ".", color="tab:orange", label="steps since the log line before")
+        axes.axvline(moment.worst, color="tab:red", linestyle="--", label=f"step {moment.worst}, the worst")
+        if metric == "train/loss" and moment.baseline is not None:
+            axes.axhline(moment.baseline, color="tab:gray", linestyle=":", label=f"{moment.baseline:.3f}, as before")
+        if metric == "optim/grad_norm":
+            axes.set_yscale("log")
+        axes.set(xlabel="optimizer step", ylabel=label, title=f"{moment.run}, step {moment.step}: {moment.guard}")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+        figure.savefig(folder / name, dpi=110)
+
+
+def _as_text(evidence: Evidence) -> str:
+    parts = []
+    for sample, text in zip(evidence.samples, evidence.texts, strict=True):
+        where = "injected" if sample.shard is None else f"{sample.shard}, window {sample.window}"
+        parts.append(f"==== sample {sample.index}, mean loss {sample.loss:.4f}, {where}\n{text}\n")
+    return "\n".join(parts)
+
+
+def _by_token(evidence: Evidence) -> list[dict[str, Any]]:
+    """Each entry's lists are of one length: `losses` begins with None, since nothing predicts the first token."""
+    return [
+        {"sample": sample.index, "shard": sample.shard, "window": sample.window, "loss": sample.loss,
+         "token_ids": sample.tokens, "tokens": pieces, "losses": [None, *sample.losses]}
+        for sample, pieces in zip(evidence.samples, evidence.pieces)
+    ]  # fmt: skip
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """Numbers that are not finite become null: JSON has none."""
+    write_atomically(path, json.dumps(_finite(value), ensure_ascii=False) + "\n", durable=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

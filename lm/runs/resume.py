@@ -1,0 +1,237 @@
+"""Which checkpoint a command means, and whether a changed config may go on from it."""
+
+import hashlib
+import logging
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lm.errors import RequestError
+from lm.runs import registry
+from lm.runs.checkpoint import best_of, find_damage, link_to
+from lm.runs.run import ROOT, STEP, Run
+from lm.system.files import flatten, put_back, stated_digest
+
+log = logging.getLogger(__name__)
+
+SEAL = "# sha256 of the lines above: "
+
+# Changing these after the start would make the run's curves a lie: another model, other data, another order.
+FIXED = ("seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
+         "data.prepare", "data.column", "data.seq_len", "data.shuffle_buffer")
+
+
+def find_checkpoint(
+    reference: str | None, name: str, root: str, *, named: bool, command: str
+) -> tuple[Path | None, Run | None]:
+    """Resolve `--ckpt_path`.
+
+    Args:
+        reference: a folder, `best`, `last`, `auto` or None.
+        name: of the run: `--run`, or the config's.
+        root: folder of the runs.
+        named: the name was given with `--run`, so it is exactly that run and not the newest of `name`, `name-2` ...
+        command: `fit`, which starts fresh without a reference; the others take the best checkpoint then.
+
+    Returns:
+        The checkpoint folder or None, and the run that it belongs to or that is gone on with.
+
+    Raises:
+        RequestError: what was asked for is not there, or not whole.
+    """
+    if reference is None and command == "fit":
+        return None, None
+    if reference not in (None, "best", "last", "auto"):
+        path = Path(reference).resolve()
+        damage = find_damage(path)
+        if damage:
+            raise RequestError(f"--ckpt_path {reference}: {damage}")
+        run = Run(Path(reference).parent if not Path(reference).is_symlink() else path.parent)
+        belongs = (run.path / "run.json").exists() and (not named or run.name == name)
+        if belongs and command == "fit":
+            run.refuse_if_trained()
+        return path, run if belongs else None
+    if named:
+        run = Run(Path(root) / name)
+        run = run if (run.path / "run.json").exists() else None
+    else:
+        run = Run.newest(root, name)
+    if reference == "auto" and command == "fit":
+        _refuse_nameless(root, name, run)
+    if run is None and reference == "auto" and command == "fit":
+        log.info("no run %r under %s yet: it starts", name, root)
+        return None, None
+    if run is None:
+        wanted = reference or "best"
+        raise RequestError(f"no run {name!r} under {root}, so no checkpoint {wanted!r}; start one with `lm fit`")
+    if command == "fit":
+        run.refuse_if_trained()
+    _put_back(run)
+    if reference != "auto":
+        path = run.checkpoint(reference)
+        if command == "fit" and (damage := find_damage(path)):  # the others find it when they read it
+            raise RequestError(f"--ckpt_path {reference}: {path}: {damage}; `auto` takes the newest whole one")
+        return path, run
+    path = newest_whole(run) or _beginning(run)
+    if path is None and command != "fit":
+        raise RequestError(f"run {run.path} has no checkpoint yet")
+    return path, run
+
+
+def _put_back(run: Run) -> None:
+    """A kill may have come when a checkpoint was being replaced, and its folder had another name for a moment."""
+    if run.status() != "running":
+        with suppress(OSError):  # of a disk that cannot be written to
+            put_back(run.path / "step-*")
+
+
+def _refuse_nameless(root: str, name: str, found: Run | None) -> None:
+    """A run whose `run.json` is lost is not found by its name; to start another one beside it would be silent loss.
+
+    Raises:
+        RequestError: there is such a one, and it has checkpoints.
+    """
+    for folder in sorted(Path(root).glob(f"{name}*")):
+        of_this_name = re.fullmatch(re.escape(name) + r"(-\d+)?", folder.name)
+        if of_this_name and not Run(folder).read("run.json").get("name") and (found is None or found.path != folder):
+            if steps := list(Run(folder).steps().values()):
+                raise RequestError(
+                    f"{folder} has checkpoints, and its run.json is damaged or gone, so it is not clear what `auto` "
+                    f"is to go on with; give --ckpt_path {steps[-1]}, or another --run"
+                )
+
+
+def _beginning(run: Run) -> Path | None:
+    """The checkpoint that a run began from, of a model that was imported or of another run; None: from scratch.
+
+    Raises:
+        RequestError: it is gone or damaged, so that the run would begin anew as something else.
+    """
+    began_from = run.read("run.json").get("began_from")
+    if began_from is None:
+        log.info("run %s was stopped before its first checkpoint: it starts again with its first step", run.path)
+        return None
+    if damage := find_damage(Path(str(began_from))):
+        raise RequestError(
+            f"run {run.path} has no checkpoint of its own yet, and the one that it began from is not whole: "
+            f"{began_from}: {damage}; put it back, or start a new run"
+        )
+    return Path(began_from)
+
+
+def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT) -> Path:
+    """The folder that `--run` and `--ckpt_path` mean, for a command that uses a model and says which one it took.
+
+    Args:
+        run: a name under the root or in the registry, or a path; the newest run if not given.
+        ckpt_path: a folder, which need not belong to a run; `best`, `last`, `step-...` or `auto` (the newest whole one)
+            of the run; its best, or its last where none was validated, if not given.
+        root: folder of the runs.
+
+    Raises:
+        RequestError: there is no such run, checkpoint or folder.
+    """
+    if ckpt_path not in (None, "best", "last", "auto") and not STEP.fullmatch(ckpt_path):
+        if run:
+            raise RequestError(f"--ckpt_path {ckpt_path} names a folder, so there is no need for --run {run}: give one")
+        path = Path(ckpt_path)
+        if not path.is_dir():
+            raise RequestError(f"--ckpt_path {ckpt_path}: there is no such folder; or give best, last or auto")
+        found = Run(path) if (path / "run.json").exists() else None
+        path = found.checkpoint() if found else path
+    else:
+        found = registry.find(run, root) if run else Run.newest(root)
+        if found is None:
+            raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or name a folder")
+        _put_back(found)
+        path = newest_whole(found) if ckpt_path == "auto" else found.checkpoint(ckpt_path)
+        if path is None:
+            raise RequestError(f"run {found.path} has no checkpoint yet")
+    log.info("model %s", path)
+    return path
+
+
+def newest_whole(run: Run) -> Path | None:
+    """The newest checkpoint of a run that is not damaged; says which ones it passed over. None where there was none.
+
+    Steps that were left behind when the run was gone on with from an earlier one come after all others, newer or not:
+    `run.json` has their digests.
+
+    Raises:
+        RequestError: there are checkpoints, and all are damaged: to start anew would be a loss that nobody asked for.
+    """
+    last, left_behind = run.link("last"), run.read("run.json").get("left_behind", [])
+    found = {path.name: path for path in run.path.glob("step-*") if STEP.fullmatch(path.name)}
+    link = run.path / "last"
+    if link.is_symlink() and STEP.fullmatch(gone := os.readlink(link)) and gone not in found:
+        found[gone] = run.path / gone
+
+    def newest_first(path: Path) -> tuple[bool, int]:
+        left = path != last and stated_digest(path / "trainer.json") in left_behind
+        return left, -int(STEP.fullmatch(path.name)[1])
+
+    damaged = {}
+    for path in sorted(found.values(), key=newest_first):
+        damaged[path.name] = find_damage(path)
+        if damaged[path.name] is None:
+            if len(damaged) > 1:
+                log.warning("%s is the newest whole checkpoint", path)
+            return path
+        log.warning("passing over %s: %s", path, damaged[path.name])
+    if damaged:
+        raise RequestError(
+            f"run {run.path} has no whole checkpoint ({'; '.join(f'{name}: {what}' for name, what in damaged.items())})"
+            ", and would have to start from its first step: put one back, or start a new run without --ckpt_path"
+        )
+    return None
+
+
+def settle(run: Run, checkpoint: Path) -> None:
+    """Have the links of a run that needs no more training say what they would say, had no kill come between its last
+    checkpoint and them."""
+    if checkpoint.resolve().parent == run.path.resolve():
+        link_to(run.path / checkpoint.name, best_of(checkpoint))
+
+
+def sealed(config: str) -> str:
+    """The text of a config with a last line that tells whether all of it is there: a cut YAML may still be one."""
+    return f"{config}{SEAL}{hashlib.sha256(config.encode()).hexdigest()}\n"
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        config, _, digest = file.read_text(encoding="utf-8").rpartition(SEAL)
+    except (OSError, ValueError):
+        return False
+    return sealed(config).endswith(SEAL + digest)
+
+
+def compare(run: Run, config: dict[str, Any], force: bool) -> list[str]:
+    """Show what a config changes against the one a run was started with.
+
+    Returns:
+        The changed keys.
+
+    Raises:
+        RequestError: it changes what the run is, and that was not forced.
+    """
+    if not force and not _is_whole(run.config):
+        raise RequestError(
+            f"{run.config} is damaged, so it is not known what the run was trained with: put it back, or give --force "
+            "to go on with the config of this command"
+        )
+    before, after = flatten(run.settings()), flatten(config)
+    keys = sorted((before.keys() | after.keys()) - {"run"})
+    changed = [key for key in keys if before.get(key) != after.get(key)]
+    for key in changed:
+        log.info("changed since the run was started: %s: %s -> %s", key, before.get(key), after.get(key))
+    refused = [key for key in changed if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED)]
+    if refused and not force:
+        raise RequestError(
+            f"run {run.path} cannot go on with another {', '.join(refused)}: "
+            + "; ".join(f"{key} was {before.get(key)}, now {after.get(key)}" for key in refused)
+            + "; start a new run, or give --force"
+        )
+    return changed

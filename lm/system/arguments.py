@@ -1,0 +1,167 @@
+"""Command lines from typed functions and classes: the types, lists and flags as people type them, one-line errors."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import register_type
+
+from lm.errors import RequestError
+from lm.system.units import Count, parse_count
+
+LONGEST_SHOWN = 60  # characters of a value in a message
+LONGEST_MESSAGE = 300
+BOOLEANS = ("true", "false", "yes", "no")
+
+register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda value, kind: type(value) is kind)
+
+
+class OneLineErrors:
+    """For parsers: a wrong command line is one line with the nearest name, not fifty lines of usage.
+
+    Attributes:
+        elsewhere: options that people may expect and that have another name here -> what to use instead.
+    """
+
+    elsewhere: dict[str, str] = {}
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raises:
+        RequestError: always.
+        """
+        raise RequestError(shorten(message, known_names(self), self.elsewhere)) from ex
+
+
+class Parser(OneLineErrors, ArgumentParser):
+    """The parser of the commands that LightningCLI does not drive."""
+
+
+def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
+    """Call a typed function with what a command line says; parameters without a default are positional.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        RequestError: the command line does not fit the function.
+    """
+    parser = Parser(prog=prog, allow_abbrev=False, description=(function.__doc__ or "").partition("\n\n")[0])
+    parser.add_function_arguments(function, as_group=False, as_positional=True)
+    kinds = {name: str(getattr(action, "_typehint", "")) for action in parser._actions for name in [action.dest]}
+    flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
+    lists = [name for name, kind in kinds.items() if "list[" in kind]
+    spelled = spell_out(arguments, flags, lists)
+    if any(action.dest in lists and not action.option_strings for action in parser._actions):
+        spelled = gather(spelled)
+    return function(**parser.instantiate_classes(parser.parse_args(spelled)).as_dict())
+
+
+def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[str] = ()) -> list[str]:
+    """What people type as what jsonargparse reads: `--json` as `--json=true`, `--input a b` as `--input=["a", "b"]`.
+
+    A list may also come one by one, `--input a --input b`, as JSON, `--input '["a", "b"]'`, or with the sign of
+    equality as YAML, `--input=[a, b]`.
+    """
+    spelled: list[str] = []
+    values: dict[str, list[str]] = {}  # option -> what was given for it; it stands where it came first
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        option, equals, value = argument.partition("=")
+        name = option.removeprefix("--")
+        if name in flags and argument == f"--{name}" and not (rest and rest[0].lower() in BOOLEANS):
+            spelled.append(f"{argument}=true")
+        elif name in lists and option != name and (equals or rest) and value != "null":
+            given = [value] if equals else []
+            while not equals and rest and not rest[0].startswith("--"):
+                given.append(rest.pop(0))
+            if option not in values:
+                spelled.append(option)
+            values.setdefault(option, []).extend(_listed(given[0], bool(equals)) if len(given) == 1 else given)
+        else:
+            spelled.append(argument)
+    return [f"{each}={as_list(values[each])}" if each in values else each for each in spelled]
+
+
+def _listed(text: str, as_yaml: bool) -> list[str]:
+    """The texts of a JSON list of them, or of a YAML one; any other text is one by itself, also one in brackets."""
+    try:
+        found = yaml.safe_load(text) if as_yaml else json.loads(text)
+    except (ValueError, yaml.YAMLError):
+        return [text]
+    return found if isinstance(found, list) and all(isinstance(each, str) for each in found) else [text]
+
+
+def as_list(values: list[str]) -> str:
+    """Texts as the YAML of a list, on one line, with everything beyond ASCII spelled out."""
+    return yaml.safe_dump(values, default_style='"', default_flow_style=True, width=float("inf")).strip()
+
+
+def gather(arguments: list[str]) -> list[str]:
+    """What stands outside of options, as one list, which may be empty: `a b --x 1 c` as `["a", "b", "c"] --x 1`."""
+    values: list[str] = []
+    options: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("-"):
+            values.append(argument)
+            continue
+        options.append(argument)
+        if "=" not in argument and argument not in ("-h", "--help") and rest:
+            options.append(rest.pop(0))
+    return [as_list(values), *options]
+
+
+def shown(value: Any) -> str:
+    """A value for a message, short whatever it is."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def known_names(parser: Any) -> list[str]:
+    """Every option that a parser and its subcommands take, without the dashes."""
+    names = {option.lstrip("-") for action in parser._actions for option in action.option_strings}
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            names.update(name for subparser in action.choices.values() for name in known_names(subparser))
+    return sorted(names)
+
+
+def shorten(message: str, known: list[str], elsewhere: dict[str, str]) -> str:
+    """jsonargparse's message in one line; for an unknown option the one to use instead, or the nearest name."""
+    text = re.sub(r"\s*\n\s*", " ", message).strip()
+    text = re.sub(r'^Parser key "([^"]+)": (?:Not of type Count: )?', r"\1: ", text)
+    union = re.search(r"any of the Union subtypes .*? Errors: - (.*) Given value type: .*? Given value: (.*)$", text)
+    if union:  # it may also be null, and nobody asks why it is not
+        wrong = [re.sub(r"^Not of type \w+: ", "", each) for each in union[1].split(" - ") if "NoneType" not in each]
+        told = ", or ".join(wrong)
+        told += f", got {union[2]}" if " got " not in told.replace("Got", "got") else ""
+        text = f"{text.split(': ')[0]}: {told}"
+    text = re.sub(r"^(\S+): Unable to load config .*", r"\1 is a group of options: give each with its name", text)
+    text = re.sub(r"Not a valid subclass of (\w+)", r"expected the options of a \1", text)
+    text = re.sub(r" Subclass types expect .*", "", text)
+    text = re.sub(r"Expected a dot import path string: .*?(?=, got )", "expected a class_path or options", text)
+    text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
+    text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
+    text = re.sub(r"expected expected", "expected", text)
+    text = re.sub(r"argument --(\S+?)(/\S+)?: expected one argument", r"--\1 needs a value", text)
+    unknown = re.search(
+        r"(?:Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)|[Kk]ey '([^']+)' is not"
+        r"|(?P<kind>Group|Subcommand) '(?P<place>[^']+)' does not accept option '(?P<option>[^']+)')", text
+    )  # fmt: skip
+    if not unknown:
+        return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
+    if unknown["kind"]:
+        name = f"{unknown['place']}.{unknown['option']}" if unknown["kind"] == "Group" else unknown["option"]
+    else:
+        name = next(group for group in unknown.groups() if group)
+    if name in elsewhere:
+        return f"there is no option {name!r}: {elsewhere[name]}"
+    name = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
+    close = get_close_matches(name, known, 1, cutoff=0.5)
+    return f"there is no option {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -1,0 +1,178 @@
+"""When checkpoints are taken, which one is the best, and which are kept."""
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lm.errors import RunError
+from lm.model.estimates import checkpoint_bytes
+from lm.runs.checkpoint import link_to
+from lm.runs.run import Run
+from lm.system.files import remove, room, stated_digest, sweep
+from lm.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+HALF_WRITTEN = re.compile(r"\.(last|best|\w+\.json|\w+\.yaml)[.-](\d+)")  # a file or link that was to replace another
+
+
+class Checkpoints(ModelCheckpoint):
+    """Keeps `last`, `best` and the newest `keep` checkpoints of a run.
+
+    One checkpoint holds an optimizer step, never the middle of an accumulation, and where the step ends with a
+    validation it is taken after that, so that a resume repeats and loses neither. ModelCheckpoint's own timing and
+    linking are replaced: they save twice, mid-accumulation, and move links before the files are whole.
+
+    Args:
+        interval: optimizer steps between checkpoints.
+        min_delta: how much lower `val/loss` must be to be a new best.
+        keep: how many of the newest are kept beside the best.
+    """
+
+    FILE_EXTENSION = ""
+
+    def __init__(self, interval: int, min_delta: float = 0.0, keep: int = 1) -> None:
+        super().__init__(monitor="val/loss", save_top_k=0, enable_version_counter=False)
+        self.interval = interval
+        self.min_delta = min_delta
+        self.keep = keep
+        self.best_loss = float("inf")
+        self.best_name: str | None = None
+        self.saved_step = -1
+        self.requested = False
+        self.left_behind: set[str] = set()  # later checkpoints of the run that is gone on with from an earlier one
+
+    def request(self) -> None:
+        """Have a checkpoint taken after this optimizer step; on every rank."""
+        self.requested = True
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Replaces ModelCheckpoint's choice of a folder: the run's is the one."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.saved_step = trainer.global_step if trainer.ckpt_path else -1
+        if not trainer.is_global_zero:
+            return
+        try:
+            self._take_over(trainer)
+        except OSError as error:
+            raise RunError(f"cannot write to the run folder {trainer.run.path}: {error.strerror or error}") from error
+        self._warn_of_little_room(trainer, pl_module)
+
+    def _take_over(self, trainer: Trainer) -> None:
+        """Have the folder say where the run stands: a kill before its next checkpoint must neither bring back later
+        steps, which were left behind, nor find what an earlier kill had half written."""
+        run, chosen = trainer.run, Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
+        clear(run)
+        left_behind = [path for step, path in run.steps().items() if step > self.saved_step]
+        self.left_behind = {path.name for path in left_behind}
+        run.describe(left_behind=[stated_digest(path / "trainer.json") for path in left_behind])
+        if chosen and chosen.parent == run.path.resolve():
+            link_to(run.path / chosen.name, self.best_name)
+
+    def _warn_of_little_room(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        item = next(pl_module.parameters()).element_size()
+        one = checkpoint_bytes(pl_module.config, item, pl_module.optimizer_config.name == "muon")
+        needed = room(trainer.run.path, one, self.keep, present=len(trainer.run.steps()))
+        if not needed.suffices:
+            log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.step_taken(batch_idx)
+        if step is None:
+            return
+        self._refuse_lost_run(trainer)
+        if self._due(step) and not trainer.validates_after(step):
+            self.save(trainer)
+
+    @staticmethod
+    def _refuse_lost_run(trainer: Trainer) -> None:
+        """What was trained since the last checkpoint is as good as lost where none can be written any more."""
+        trainer.checkpoint_io.raise_failures()
+        if not trainer.is_global_zero:
+            return
+        try:
+            os.stat(trainer.run.path)
+        except FileNotFoundError as error:
+            raise RunError(
+                f"the run folder {trainer.run.path} is gone, seen after step {trainer.global_step}: no checkpoint can "
+                "be written; put it back, and `--ckpt_path auto` goes on"
+            ) from error
+        except OSError:  # a network's disk that is away for a moment; the next checkpoint will tell
+            pass
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.fitting:
+            return
+        if trainer.owes_validation:  # the checkpoint of this step that is there knows nothing of it
+            trainer.owes_validation, self.saved_step = False, -1
+        loss = trainer.callback_metrics["val/loss"].item()
+        if loss < self.best_loss - self.min_delta:
+            self.best_loss, self.best_name = loss, self._name(trainer)
+            self.best_model_path = str(trainer.run.path / self.best_name)
+            self.best_model_score = trainer.callback_metrics["val/loss"].clone()
+            self.save(trainer)
+        elif self._due(trainer.global_step) or trainer.global_step >= trainer.max_steps:
+            self.save(trainer)
+
+    def _due(self, step: int) -> bool:
+        return self.requested or step % self.interval == 0
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Nothing: a pass over the data is no event here."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save(trainer)
+        trainer.checkpoint_io.drain()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Nothing is saved from a failure: a state that may be broken must not become `last`."""
+
+    def save(self, trainer: Trainer) -> None:
+        """Take a checkpoint of this optimizer step, unless there is one. Called on every rank."""
+        self.requested = False
+        if self.saved_step == trainer.global_step:
+            return
+        self.saved_step = trainer.global_step
+        path = trainer.run.path / self._name(trainer)
+        self.last_model_path = str(path)
+        self.left_behind = self.left_behind - {path.name}  # a new set: the writer may be looking at the other
+        best = self.best_name
+        step = trainer.global_step
+        trainer.save_checkpoint(str(path), storage_options=lambda: self._move_links(trainer.run, step, path.name, best))
+
+    def _move_links(self, run: Run, step: int, last: str, best: str | None) -> None:
+        """After the write: point at what is whole now and drop what nothing needs, also what was left behind because
+        the run was gone on with from an earlier step."""
+        link_to(run.path / last, best)
+        steps = run.steps()
+        kept = [path.name for at, path in steps.items() if at <= step and path.name not in self.left_behind]
+        for path in steps.values():
+            if path.name not in (*kept[-self.keep :], last, best):
+                remove(path)
+
+    @staticmethod
+    def _name(trainer: Trainer) -> str:
+        return f"step-{trainer.global_step:08d}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_loss": self.best_loss, "best_name": self.best_name}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_loss, self.best_name = state_dict["best_loss"], state_dict["best_name"]
+
+
+def clear(run: Run) -> None:
+    """Clear away what a session that was killed had half written."""
+    sweep(run.path / "step-*")
+    for path in run.path.iterdir():
+        half = HALF_WRITTEN.fullmatch(path.name)
+        if half and int(half[2]) != os.getpid():
+            path.unlink(missing_ok=True)

@@ -1,0 +1,336 @@
+"""What is done with the model between training steps: samples of text, benchmark tasks, and `lm predict`."""
+
+import logging
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from lm.data.loader import Batch
+from lm.data.tokenizer import Tokenizer
+from lm.errors import LmError, RequestError, RunError
+from lm.evaluation.benchmark import check, core, evaluate
+from lm.evaluation.tasks import Task, read_tasks
+from lm.inference.generation import Sampling, generate
+from lm.runs.run import Evaluation, metrics, record
+from lm.system.files import append_line
+from lm.system.units import Count
+from lm.training.callbacks.guards import not_training
+from lm.training.callbacks.logging import RunLog
+from lm.training.distributed import FullyShardedStrategy
+from lm.training.trainer import Trainer
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+# What the model writes while it learns: the same prompts and the same random numbers again and again.
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class SamplesConfig:
+    """What the model is to write while it learns; nothing unless prompts are given.
+
+    Args:
+        prompts: Texts to continue; an empty one begins a document.
+        interval: Optimizer steps between samples; after every validation if not given.
+        max_new_tokens: The most tokens that follow a prompt.
+        temperature: Logits are divided by it; 0 takes the likeliest token always.
+        top_k: Choose among this many of the likeliest tokens; none: among all.
+        seed: Of the random numbers, the same at every step; those of the training are not touched.
+
+    Raises:
+        RequestError: where a number means nothing.
+    """
+
+    prompts: list[str] | None = None
+    interval: Count | None = None
+    max_new_tokens: Count = Count(32)
+    temperature: float = 0.8
+    top_k: Count | None = Count(50)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.interval is not None and self.interval < 1:
+            raise RequestError(f"samples.interval {self.interval} must be at least 1")
+        if self.max_new_tokens < 1:
+            raise RequestError(f"samples.max_new_tokens {self.max_new_tokens} must be at least 1")
+        try:
+            self.sampling()
+        except RequestError as error:
+            raise RequestError(f"samples.{error}") from error
+
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return Sampling(self.temperature, self.top_k)
+
+
+class Samples(Callback):
+    """Writes texts to TensorBoard (`sample/0`, `sample/1`, ...) and to the run's `samples.jsonl`.
+
+    It stands after `Throughput` in the list of callbacks, whose clock it stops. A run that goes on from a checkpoint
+    adds the samples of later steps again; the later line counts.
+
+    Args:
+        config: what to write and when.
+    """
+
+    def __init__(self, config: SamplesConfig) -> None:
+        self.config = config
+        self.texts = config.prompts or []
+        self.prompts: list[list[int]] = []  # the same as token ids, while fitting
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Read the prompts, before there is a run folder.
+
+        Raises:
+            RequestError: a prompt leaves no room in the context.
+        """
+        if stage != "fit":
+            return
+        tokenizer, context = trainer.datamodule.tokenizer, pl_module.config.max_position_embeddings
+        self.prompts = [tokenizer.encode(text) or [tokenizer.eos_id] for text in self.texts]
+        for text, prompt in zip(self.texts, self.prompts, strict=True):
+            if len(prompt) >= context:
+                raise RequestError(
+                    f"samples.prompts: {textwrap.shorten(text, 40)!r} has {len(prompt)} tokens, which leaves no room "
+                    f"in the context of {context}: shorten it by {len(prompt) - context + 1} or more"
+                )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.step_taken(batch_idx)
+        if step is not None and self.config.interval is not None and step % self.config.interval == 0:
+            self._sample(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fitting and self.config.interval is None:
+            self._sample(trainer, pl_module)
+
+    def _sample(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Where each rank has a shard of the model only, none can compute without the others.
+        together = isinstance(trainer.strategy, FullyShardedStrategy)
+        if not self.prompts or not (trainer.is_global_zero or together):
+            return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize()  # what is still queued is training
+        try:
+            with not_training(trainer):
+                texts = self._written(trainer, pl_module)
+                if trainer.is_global_zero:
+                    self._write(trainer, texts)
+        except (RunError, OSError, torch.OutOfMemoryError) as error:
+            if together and isinstance(error, torch.OutOfMemoryError):
+                raise  # the other ranks may be waiting for this one's part of the weights
+            log.warning("no samples at step %d: %s", trainer.global_step, error)
+
+    def _written(self, trainer: Trainer, pl_module: LightningModule) -> list[str]:
+        config, tokenizer = self.config, trainer.datamodule.tokenizer
+        with trainer.precision_plugin.forward_context():
+            # No token ends a row here: ranks that share a model must all take the same number of steps.
+            completions = generate(
+                pl_module.decoder, self.prompts, max_new_tokens=config.max_new_tokens, sampling=config.sampling(),
+                generator=torch.Generator().manual_seed(config.seed),
+            )  # fmt: skip
+        pairs = zip(self.prompts, completions, strict=True)
+        return [continued(tokenizer, prompt, completion.tokens) for prompt, completion in pairs]
+
+    def _write(self, trainer: Trainer, texts: list[str]) -> None:
+        step, lines = trainer.global_step, []
+        for index, (prompt, text) in enumerate(zip(self.texts, texts, strict=True)):
+            lines.append({"step": step, "tokens": trainer.tokens_seen, "prompt": prompt, "text": text})
+            # TensorBoard reads Markdown; indented, a text is shown as it is.
+            shown = textwrap.indent(prompt + text, "    ", lambda line: True)
+            trainer.loggers[0].experiment.add_text(f"sample/{index}", shown, global_step=step)
+        for line in lines:
+            append_line(trainer.run.path / "samples.jsonl", line)
+
+
+def continued(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """The text that tokens add to a prompt, up to the end of the document."""
+    if tokenizer.eos_id in tokens:
+        tokens = tokens[: tokens.index(tokenizer.eos_id)]
+    together = tokenizer.decode(prompt + tokens)  # the blank before a word, say, is there only if a word is before it
+    return together[len(tokenizer.decode(prompt)) :]
+
+
+# ---- evaluations -----------------------------------------------------------------------------------------------------
+# How good the model is at tasks while it learns: the same items again and again.
+
+
+@dataclass
+class EvaluationConfig:
+    """Which tasks the model is to do while it learns; none unless task files are given.
+
+    Args:
+        tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
+        interval: Optimizer steps between evaluations, and one after the last step; after every validation if not given.
+        max_items: The most items of a task, the same ones every time.
+        num_fewshot: Solved items before each question; as the task files say if not given.
+        batch_tokens: The most tokens that go through the model at once.
+
+    Raises:
+        RequestError: where a number means nothing.
+    """
+
+    tasks: list[str] | None = None
+    interval: Count | None = None
+    max_items: Count = Count(200)
+    num_fewshot: int | None = None
+    batch_tokens: Count = Count(16_384)
+
+    def __post_init__(self) -> None:
+        least = {"interval": 1, "max_items": 1, "num_fewshot": 0, "batch_tokens": 1}
+        for name, value in {name: getattr(self, name) for name in least}.items():
+            if value is not None and value < least[name]:
+                raise RequestError(f"evaluation.{name} {value} must be at least {least[name]}")
+
+    def read(self) -> list[Task]:
+        """The tasks.
+
+        Raises:
+            RequestError: a file is missing or not what it should be, or has too few items.
+        """
+        tasks = read_tasks(self.tasks or [], self.num_fewshot)
+        for task in tasks:
+            check(task, self.max_items)
+        return tasks
+
+
+class Evaluations(Callback):
+    """Writes `eval/<task>/accuracy`, `eval/<task>/centered` and `eval/core` as the other metrics are written, and all
+    that was found to the run's `evaluations.jsonl`.
+
+    It stands after `RunLog` and `Throughput` in the list of callbacks: one writes, the other's clock is stopped. Ranks
+    with a whole model each divide the items; those that share one do all of them together. A run that goes on from a
+    checkpoint evaluates later steps again; the later line counts.
+
+    Args:
+        config: what to ask and when.
+    """
+
+    def __init__(self, config: EvaluationConfig) -> None:
+        self.config = config
+        self.tasks: list[Task] = []  # while fitting
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Read the tasks, before there is a run folder.
+
+        Raises:
+            RequestError: a file is missing or not what it should be, or an evaluation would never come.
+        """
+        if stage != "fit":
+            return
+        if self.config.interval is None and not trainer.datamodule.has_validation:
+            raise RequestError(
+                "evaluation.tasks: evaluations come after validations, and there is no validation data; give "
+                "evaluation.interval, in optimizer steps"
+            )
+        self.tasks = self.config.read()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, interval = trainer.step_taken(batch_idx), self.config.interval
+        if step is not None and interval is not None and (step % interval == 0 or step == trainer.max_steps):
+            self._evaluate(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fitting and self.config.interval is None:
+            self._evaluate(trainer, pl_module)
+
+    def _evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize()  # what is still queued is training
+        run_log = next(callback for callback in trainer.callbacks if isinstance(callback, RunLog))
+        run_log.write_state(trainer, "running", phase="evaluating")
+        with not_training(trainer):
+            found = self._found(trainer, pl_module)
+        if found is None:
+            run_log.write_state(trainer, "running")
+            return
+        if trainer.is_global_zero:
+            _keep(trainer, found)
+        run_log.tell(trainer, pl_module, metrics(found))
+
+    def _found(self, trainer: Trainer, pl_module: LightningModule) -> Evaluation | None:
+        """What was found; None where it failed, which is logged."""
+        config = self.config
+        together = isinstance(trainer.strategy, FullyShardedStrategy)
+        try:
+            with trainer.precision_plugin.forward_context():
+                results = evaluate(
+                    pl_module.decoder, trainer.datamodule.tokenizer, self.tasks, batch_tokens=config.batch_tokens,
+                    max_items=config.max_items, share=(0, 1) if together else (trainer.global_rank, trainer.world_size),
+                )  # fmt: skip
+        except (LmError, torch.OutOfMemoryError) as error:
+            if together and isinstance(error, torch.OutOfMemoryError):
+                raise  # the other ranks may be waiting for this one's part of the weights
+            log.warning("no evaluation at step %d: %s", trainer.global_step, error)
+            return None
+        tasks = {result.label: result.as_dict() for result in results}
+        return record(trainer.global_step, None, tasks, core(results), {}, asdict(config))
+
+
+def _keep(trainer: Trainer, found: Evaluation) -> None:
+    try:
+        trainer.run.append_evaluation(found)
+    except OSError as error:
+        log.warning("the evaluation of step %d is in the metrics alone: %s", trainer.global_step, error)
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+# `lm predict`: per-token log-probabilities to a Parquet file in the run folder.
+
+SCHEMA = pa.schema([
+    ("document", pa.string()),  # where the text came from
+    ("start", pa.int64()),  # index of the row's first token in its document
+    ("token_ids", pa.list_(pa.int32())),
+    ("tokens", pa.list_(pa.string())),
+    ("log_probs", pa.list_(pa.float32())),  # natural logarithm, given the row's tokens before it
+])
+
+
+class Predictions(Callback):
+    """Writes a row a window of each document, in order."""
+
+    def __init__(self) -> None:
+        self._writer: pq.ParquetWriter | None = None
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.run is None:
+            raise RequestError("predict needs a run to write to; name one with --run or --ckpt_path")
+        self.path: Path = trainer.run.path / "predictions.parquet"
+        self._writer = pq.ParquetWriter(self.path, SCHEMA, compression="zstd")
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Tensor, batch: Batch, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        datamodule = trainer.datamodule
+        rows = []
+        for log_probs, labels in zip(outputs.float().cpu(), batch.labels.cpu(), strict=True):
+            counts = labels != -100
+            if not counts.any():  # a row that fills up the last batch
+                continue
+            document, start = datamodule.predicted.popleft()
+            ids = labels[counts].tolist()
+            rows.append({
+                "document": document,
+                "start": start,
+                "token_ids": ids,
+                "tokens": [datamodule.tokenizer.decode([token]) for token in ids],
+                "log_probs": log_probs[counts].tolist(),
+            })
+        self._writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._writer.close()
+        print(self.path)

@@ -1,0 +1,329 @@
+"""Post-mortems of loss spikes and NaNs, written while training; and a drill that provokes a spike.
+
+Nothing is kept for it but a few numbers a step, which are on the host anyway: the samples of a step are a function of
+the step, so they are read again when they are needed.
+"""
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule
+
+from lm.data.loader import Batch
+from lm.data.rare import SHARE, rare_rows, rare_tokens
+from lm.errors import Interrupted, RequestError
+from lm.runs import postmortem
+from lm.runs.postmortem import Evidence, Moment
+from lm.system import process
+from lm.training.alerts import Watch
+from lm.training.callbacks.guards import Action, act, agree, not_training
+from lm.training.probe import Taken, gather, injected, is_sharded
+from lm.training.step_stats import Step
+from lm.training.trainer import Trainer
+
+
+# ---- post mortem -----------------------------------------------------------------------------------------------------
+# A post-mortem that writes itself: when something goes wrong, what it was and how it went on is left in a folder.
+#
+# Nothing is kept for it but a few numbers a step, which are on the host anyway: the samples of a step are a function of
+# the step, so they are read again when they are needed.
+
+log = logging.getLogger(__name__)
+LIMIT = 5  # post-mortems of a run
+WINDOW = 5  # log lines whose median is the loss before
+PATIENCE = 50  # log lines until it is clear that the loss does not come back
+STEPS_KEPT = 1000
+LINES_KEPT = 200  # log lines in the curves before
+
+
+class PostMortem(Callback):
+    """Writes a post-mortem when a guard acts, and closes it when the loss is back.
+
+    It is written for the guards `spike` and `not-finite`, and for any guard that does more than warn. What guards do
+    while one is open belongs to it. It must stand before what a guard's action changes the weights with.
+
+    Args:
+        spike: the condition of a spike, as in an alert; None: there is none.
+
+    Raises:
+        RequestError: the condition cannot be read.
+    """
+
+    def __init__(self, spike: str | None = None) -> None:
+        self._watch = Watch([] if spike is None else [spike])
+        self._spiking = False  # said already, and still true
+        self._taken: deque[Taken] = deque(maxlen=STEPS_KEPT)
+        self._newest: list[Step] | None = None  # of `recent_steps`, what was taken note of last
+        self._losses: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)  # step and loss of log lines
+        self._open: Moment | None = None
+        self._lines = 0  # log lines since then
+        self._known: list[int] = []  # the steps that have a post-mortem
+
+    # ---- when ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with what an earlier process of the run left open."""
+        known = None
+        if trainer.is_global_zero:
+            losses = [(line["step"], line["train/loss"]) for line in trainer.run.metrics() if "train/loss" in line]
+            known = (postmortem.steps_of(trainer.run), postmortem.still_open(trainer.run), losses[-WINDOW - 1 :])
+        self._known, moment, losses = agree(trainer, known)
+        self._losses.extend(losses)
+        if moment is not None and moment.step <= trainer.global_step:  # else it comes again
+            self._open = moment
+
+    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+        """Take the metrics of a log line; called on every rank."""
+        new_steps = self._take_note(trainer, pl_module)
+        loss = metrics.get("train/loss")
+        if loss is not None:
+            self._losses.append((trainer.global_step, loss))
+        if self._open is not None and loss is not None and new_steps:
+            self._follow(trainer, loss)
+        line = {**metrics, "step": trainer.global_step, "data/tokens": trainer.tokens_seen}
+        message = agree(trainer, self._spike_in(line))
+        if message is not None:
+            act(trainer, pl_module, "spike", "warn", message)
+
+    def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
+        """Called on every rank when a guard acts, before the action."""
+        if action == "warn" and guard not in ("spike", "not-finite"):
+            return
+        new_steps = self._take_note(trainer, pl_module)
+        if self._open is not None:
+            if new_steps:
+                self._open.rise(pl_module.recent_steps)
+            with _no_harm("gone on with"):
+                if trainer.is_global_zero:
+                    postmortem.add_action(trainer.run, self._open, trainer.global_step, guard, action, message)
+        elif (len(self._known) < LIMIT or trainer.global_step in self._known) and pl_module.recent_steps:
+            self._lines = 0
+            self._open = self._moment(trainer, pl_module, guard, action, message)
+            with not_training(trainer):
+                self._write(trainer, pl_module, self._open)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, Interrupted):  # such a run goes on, and its post-mortem with it
+            self._end(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._watch.history.state_dict(), "spiking": self._spiking}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._watch.history.load_state_dict(state_dict)
+        self._spiking = state_dict["spiking"]
+
+    def _spike_in(self, line: dict[str, float]) -> str | None:
+        """What there is to say of a spike that has just begun."""
+        for expression, holds in self._watch.look(line).items():
+            began, self._spiking = holds and not self._spiking, bool(holds)
+            if began:
+                return f"{expression.text}: {expression.explain(self._watch.history)} at step {line['step']}"
+        return None
+
+    def _take_note(self, trainer: Trainer, module: LightningModule) -> bool:
+        """Remember the steps since the last log line; whether they are new."""
+        if module.recent_steps is self._newest:
+            return False
+        self._newest = module.recent_steps
+        size = trainer.steps.global_batch
+        after = module.cursor.end  # of the step just taken
+        for step in module.recent_steps:
+            self._taken.append(Taken(step, after - (trainer.global_step - step.step + 1) * size))
+        return True
+
+    # ---- how it goes on ------------------------------------------------------------------------------------------
+
+    def _follow(self, trainer: Trainer, loss: float) -> None:
+        """Close what is open when the loss is back, or does not come back."""
+        moment, step = self._open, trainer.global_step
+        self._lines += 1
+        moment.rise(self._newest)
+        if moment.baseline is not None and loss <= moment.baseline:
+            after = step - moment.worst
+            text = (
+                f"The loss was back in the log line of step {step}: {self._beside(loss)}. That is "
+                f"{_steps(after)} and {after * moment.tokens_per_step:,} tokens after step {moment.worst}."
+            )
+            self._close(trainer, "recovered", text)
+        elif self._lines >= PATIENCE:
+            text = f"The loss was not back after {PATIENCE} log lines: {self._beside(loss)} in that of step {step}."
+            self._close(trainer, "not recovered", text)
+
+    def _beside(self, loss: float) -> str:
+        before = self._open.baseline
+        return f"{loss:.4f}" if before is None else f"{loss:.4f}, where it was {before:.4f} before"
+
+    def _end(self, trainer: Trainer) -> None:
+        if self._open is None:
+            return
+        step, loss = self._losses[-1] if self._losses else (trainer.global_step, math.nan)
+        last, worst = trainer.global_step, self._open.worst
+        text = (
+            f"The training ended at step {last}, {_steps(last - worst)} after step {worst}, before the loss was back. "
+            f"In the log line of step {step} it was {self._beside(loss)}."
+        )
+        self._close(trainer, "ended", text)
+
+    def _close(self, trainer: Trainer, how: str, text: str) -> None:
+        moment, self._open = self._open, None
+        if moment.highest is not None:
+            text += f"\n\nAt its highest it was {moment.highest[1]:.4f}, in step {moment.highest[0]}."
+        with _no_harm("closed"), not_training(trainer):
+            if trainer.is_global_zero:
+                postmortem.close(trainer.run, moment, how, text)
+                log.info("post-mortem %s: %s", postmortem.folder_of(trainer.run, moment.step), text.partition("\n")[0])
+
+    # ---- what is gathered ----------------------------------------------------------------------------------------
+
+    def _moment(self, trainer: Trainer, module: LightningModule, guard: str, action: str, message: str) -> Moment:
+        steps = module.recent_steps
+        left_out = [
+            step for step in steps if not (math.isfinite(step.loss) and (step.applied or guard != "not-finite"))
+        ]  # a GradScaler leaves steps out, too, and that alone is nothing
+        worst = left_out[0] if left_out else max(steps, key=lambda step: step.loss)
+        before = [loss for step, loss in self._losses if step < steps[0].step and math.isfinite(loss)][-WINDOW:]
+        return Moment(
+            run=trainer.run.name, step=trainer.global_step, time=process.now(), guard=guard, action=action,
+            message=message, tokens_per_step=trainer.steps.tokens_per_step, worst=worst.step,
+            steps=[tuple(step) for step in steps], baseline=statistics.median(before) if before else None,
+            injected=injected(trainer, worst.step) is not None,
+        )  # fmt: skip
+
+    def _write(self, trainer: Trainer, module: LightningModule, moment: Moment) -> None:
+        if trainer.is_global_zero:
+            moment.lines = trainer.run.metrics()[-LINES_KEPT:]
+        if moment.step in self._known:  # written before a resume from an earlier step, and maybe edited since
+            return
+        self._known.append(moment.step)
+        evidence = Evidence()
+        if trainer.is_global_zero or is_sharded(module):  # a sharded model computes on all ranks, or on none
+            with _no_harm("looked into"):
+                worst = next(each for each in self._taken if each.step.step == moment.worst)
+                evidence = gather(trainer, module, worst, self._ordinary(trainer, moment.worst))
+        if trainer.is_global_zero:
+            with _no_harm("written"):
+                folder = postmortem.write(trainer.run, moment, evidence)
+                log.warning("post-mortem: %s", folder / "postmortem.md")
+
+    def _ordinary(self, trainer: Trainer, worst: int) -> Taken | None:
+        """The newest step before the worst whose loss was no higher than that of half of the steps before."""
+        before = [
+            each for each in self._taken
+            if each.step.step < worst and each.step.applied and injected(trainer, each.step.step) is None
+        ]  # fmt: skip
+        if not before:
+            return None
+        middle = statistics.median(each.step.loss for each in before[-100:])
+        return next(each for each in reversed(before) if each.step.loss <= middle)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" + ("" if count == 1 else "s")
+
+
+@contextmanager
+def _no_harm(what: str) -> Iterator[None]:
+    """A post-mortem that fails is no reason for a training to fail."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("the post-mortem could not be %s: %s: %s", what, type(error).__name__, error)
+
+
+# ---- spike -----------------------------------------------------------------------------------------------------------
+# A drill: five optimizer steps of rare tokens, to see that a spike of the loss is noticed, written up and survived.
+
+STEPS = 5
+
+
+class SpikeInjection(Callback):
+    """Replaces the samples of steps `first` to `first + 4` by sequences of rare tokens.
+
+    Which steps were injected stands in `run.json` under `injected`. A resume from before them strikes them out, and
+    they come again as in a run that was never stopped; a rollback brings no step back, so none comes twice.
+
+    Args:
+        first: the first of the optimizer steps; 1 is the first of the run.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self._rare: np.ndarray | None = None  # ids, once they are needed
+        self._step = 0  # whose rows are these
+        self._rows: np.ndarray | None = None  # (G, T + 1)
+        self._done: list[int] = []  # the steps that were injected
+        self._logged = 0  # the step of the newest log line
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self.first > trainer.max_steps:
+            raise RequestError(f"guards.inject_step {self.first}: the run ends with step {trainer.max_steps}")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        noted = trainer.run.read("run.json").get("injected", {}).get("steps", []) if trainer.is_global_zero else None
+        noted = agree(trainer, noted)
+        self._done = [step for step in noted if step <= trainer.global_step]
+        self._logged = trainer.global_step
+        if self._done != noted:
+            self._note(trainer)
+        if not self._done and self.first <= trainer.global_step:
+            log.warning("guards.inject_step %d is behind: steps to %d are taken", self.first, trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        step = trainer.global_step + 1
+        rows = self.rows_of_step(trainer, step)
+        if rows is None:
+            return
+        size = len(batch.tokens)
+        mine = rows[trainer.global_rank :: trainer.world_size][batch.cursor.micro * size :][:size]  # (B, T + 1)
+        batch.tokens.copy_(torch.from_numpy(mine))
+        if step not in self._done:
+            self._done.append(step)
+            self._note(trainer)
+            self._say(step)
+
+    def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
+        """What the global batch of a step was replaced by, `(G, T + 1)` in the order of its samples; None: it was not.
+
+        A function of the seed and the step alone, so a post-mortem asks for it again.
+        """
+        if not self.first <= step < self.first + STEPS:
+            return None
+        if self._step != step:
+            data = trainer.datamodule
+            train = data.shards["train"]
+            if self._rare is None:
+                dtype = np.uint16 if train.column.dtype == np.uint16 else np.int32  # as batches have it
+                self._rare = rare_tokens(train, data.tokenizer.vocab_size).astype(dtype)
+            self._rows = rare_rows(self._rare, data.seed, step, trainer.steps.global_batch, data.seq_len + 1)
+            self._step = step
+        return self._rows
+
+    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """`data/injected` in the log lines of injected steps, and in no other."""
+        since, self._logged = self._logged, trainer.global_step
+        return {"data/injected": 1.0} if any(since < step <= trainer.global_step for step in self._done) else {}
+
+    def _note(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            trainer.run.describe(injected={"steps": self._done})
+
+    def _say(self, step: int) -> None:
+        last = self.first + STEPS - 1
+        if step == self.first:
+            log.warning(
+                "step %d: the samples of steps %d to %d are replaced by rare tokens (guards.inject_step), drawn from "
+                "%d tokens, the bottom %.0f %% of the text", step, step, last, len(self._rare), 100 * SHARE,
+            )  # fmt: skip
+        elif step == last:
+            log.warning("step %d: the last of the injected steps; what follows is the text again", step)

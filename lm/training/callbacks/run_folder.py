@@ -1,0 +1,325 @@
+"""The run's folder while it trains: claimed, registered, kept alive by a heartbeat, closed with how the run ended."""
+
+import getpass
+import json
+import logging
+import os
+import shutil
+import socket
+import statistics
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+
+from lm.data.shards import describe_difference
+from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
+from lm.runs.checkpoint import samples_of, step_of
+from lm.runs.registry import record
+from lm.runs.resume import sealed
+from lm.runs.run import Run, release
+from lm.system.files import write_atomically
+from lm.system.hardware import Telemetry, device_name
+from lm.system.process import run_facts
+from lm.training.trainer import Trainer
+
+
+# ---- run folder ------------------------------------------------------------------------------------------------------
+# Claims the run folder when a fit starts, and records how it ended.
+
+log = logging.getLogger(__name__)
+
+ENDS = {Interrupted: "interrupted", GuardStop: "stopped"}
+SETTLING = 2.0  # seconds that a run which another process is just starting may take to say so
+
+
+class RunFolder(Callback):
+    """The first callback: data, model and request are checked by now, and everything after it may write.
+
+    Args:
+        run: the run that is gone on with; or None for a new one
+        name: of this name.
+        config: text of the resolved config.
+        force: go on with a run though its shards changed.
+        auto: there was no run to go on with, and if there is one by now, no other is started beside it.
+    """
+
+    def __init__(self, run: Run | None, name: str, config: str, force: bool = False, auto: bool = False) -> None:
+        self._resumed = run
+        self._name = name
+        self._config = config
+        self._force = force
+        self._auto = auto
+        self._log: logging.Handler | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        path = self._claim(trainer) if trainer.is_global_zero else None
+        trainer.run = Run(trainer.strategy.broadcast(path))
+        if trainer.is_global_zero:
+            self._log = _keep_log(trainer.run)
+            _say_where(trainer.run)
+
+    def _claim(self, trainer: Trainer) -> str:
+        """Make this process the one that trains the run, and have the folder say so.
+
+        Raises:
+            RequestError: another process is, or has just been; or the run may not be gone on with.
+            RunError: the folder cannot be written to.
+        """
+        shards = trainer.datamodule.describe_shards()
+        run = self._resumed or self._new(trainer.default_root_dir)
+        try:
+            run.hold()
+            if self._resumed is not None:
+                self._refuse_moved_on(run)
+                self._refuse_changed_shards(run, shards)
+            self._describe(trainer, run, shards)
+        except BaseException as error:  # a signal too
+            if self._resumed is None:  # nothing is in it yet, and the name is free again
+                shutil.rmtree(run.path, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise RunError(f"cannot write to the run folder {run.path}: {error.strerror or error}") from error
+            raise
+        return str(run.path)
+
+    def _new(self, root: str) -> Run:
+        """A folder that nobody else has. Of two processes that find no run to go on with, one starts it."""
+        first = Run(Path(root) / self._name)
+        until = time.monotonic() + SETTLING
+        while self._auto and first.path.exists() and not first.read("run.json") and time.monotonic() < until:
+            time.sleep(0.05)
+        if self._auto and first.read("run.json").get("name") == self._name:
+            first.refuse_if_trained()
+            raise RequestError(f"run {first.path} has been there since this process started: the same command goes on")
+        return Run.create(self._name, root)
+
+    def _refuse_moved_on(self, run: Run) -> None:
+        """Between the choice of a checkpoint and now another process may have trained the run and ended."""
+        if run.seen not in (None, run.entered()):
+            raise RequestError(
+                f"another process has gone on with run {run.path} while this one started; the same command goes on "
+                "from where that one ended"
+            )
+
+    def _describe(self, trainer: Trainer, run: Run, shards: dict[str, Any]) -> None:
+        write_atomically(run.config, sealed(self._config))
+        write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
+        facts, before, name = run_facts(), {}, self._name
+        if self._resumed is not None:
+            before = run.read("run.json")
+            facts["started"] = before.get("started", facts["started"])
+            name = before.get("name") or name  # `small` also of `small-2`: what `auto` looks for
+            run.mark_resume(step_of(trainer.ckpt_path))
+        elif trainer.ckpt_path:  # a new run that does not begin from scratch
+            facts["began_from"] = str(trainer.ckpt_path)
+        # Which samples a step saw: from each `step` on, a global batch of so many samples, the first one `sample`.
+        step, sample = (step_of(trainer.ckpt_path), samples_of(trainer.ckpt_path))
+        stretches = [stretch for stretch in before.get("stretches", []) if stretch["step"] < step]
+        stretches.append({"step": step, "sample": sample, "global_batch": trainer.steps.global_batch})
+        device = device_name(trainer.strategy.root_device)
+        run.describe(
+            id=run.name, name=name, status="running", reason=None, device=device, world_size=trainer.world_size,
+            stretches=stretches, turn=Run.next_turn(run.path.parent), **facts,
+        )  # fmt: skip
+
+    def _refuse_changed_shards(self, run: Run, shards: dict[str, Any]) -> None:
+        before = run.read("data.json")
+        if not before and (run.path / "data.json").exists() and not self._force:
+            raise RequestError(
+                f"{run.path / 'data.json'} is damaged, so it is not known which shards the run saw: put it back, start "
+                "a new run, or give --force"
+            )
+        differences = {
+            split: describe_difference(before.get(split, []), shards.get(split, []))
+            for split in sorted(before.keys() | shards.keys())
+        }
+        difference = "; ".join(f"{split}: {text}" for split, text in differences.items() if text)
+        if before and difference and not self._force:
+            raise RequestError(
+                f"the shards changed since {run.path} was started, so its order of samples is gone: {difference}; "
+                "put them back, start a new run, or give --force"
+            )
+
+    # ---- how it ended -------------------------------------------------------------------------------------------
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
+        self._end(trainer, "finished", reason)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if trainer.run is None or not trainer.fitting:
+            return
+        text = str(exception) if isinstance(exception, LmError) else f"{type(exception).__name__}: {exception}"
+        self._end(trainer, ENDS.get(type(exception), "failed"), text)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Nothing is written after this. A fit that fails keeps the lock until its process ends, and its writers."""
+        if trainer.run is not None:
+            release(trainer.run.path)
+
+    def _end(self, trainer: Trainer, status: str, reason: str) -> None:
+        if not trainer.is_global_zero:
+            return
+        run, step = trainer.run, trainer.global_step
+        run.attempt(run.path / "run.json", lambda: run.describe(status=status, reason=reason, step=step))
+        run.write_state({**run.read("state.json"), "status": status, "reason": reason})
+        if self._log is not None:
+            self._log.handle(logging.makeLogRecord({"levelno": logging.INFO, "msg": f"{status}: {reason}"}))
+            logging.getLogger("lm").removeHandler(self._log)
+            self._log.close()
+            self._log = None
+
+
+class LogFile(logging.FileHandler):
+    """A file that may be on a full disk: what cannot be written to it was said on the console."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing; the run's other files say that the disk is full."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
+def _keep_log(run: Run) -> logging.Handler:
+    """Have everything that is said also written to `log.txt`, with the time."""
+    handler = LogFile(run.path / "log.txt", encoding="utf-8")
+    formatter = logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%SZ")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    logging.getLogger("lm").addHandler(handler)
+    return handler
+
+
+def _say_where(run: Run) -> None:
+    """Where the run is written, and how to look at its curves from another machine."""
+    here = f"{getpass.getuser()}@{socket.getfqdn()}"
+    log.info("run %s", run.path)
+    log.info("curves: tensorboard --logdir %s", run.path.parent)
+    log.info("from another machine: ssh -N -L 6006:localhost:6006 %s, then http://localhost:6006", here)
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+# Notes in the user's registry of runs that a run has started, and how it ended.
+
+
+class Registration(Callback):
+    """Stands after `RunFolder`, which says what is noted. What is wrong with the registry is said once."""
+
+    def __init__(self) -> None:
+        self._failed = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._record(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._record(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._record(trainer)
+
+    def _record(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero and trainer.fitting and trainer.run is not None:
+            self._failed = not record(trainer.run, again=self._failed)
+
+
+# ---- heartbeat -------------------------------------------------------------------------------------------------------
+# A sign of life every few seconds, and how the machine is doing: `heartbeat.json`.
+
+
+class Heartbeat(Callback):
+    """Writes from a thread of rank zero, so that it costs training nothing and goes on through a long validation.
+
+    Args:
+        interval: seconds between two beats.
+    """
+
+    def __init__(self, interval: float = 5.0) -> None:
+        self.interval = interval
+        self.latest: dict[str, Any] = {}  # the newest reading
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._end.clear()
+            self._thread = threading.Thread(
+                target=self._beat, args=(trainer.run, Telemetry(_gpus(trainer))), name="heartbeat", daemon=True
+            )
+            self._thread.start()
+
+    def _beat(self, run: Run, telemetry: Telemetry | None) -> None:
+        """Nothing that fails here may end it: without a beat the run would be taken for dead."""
+        _write(run, {})  # before the first reading, which may have to wake a driver
+        while True:
+            try:
+                self.latest = telemetry.read() if telemetry else {}
+            except Exception as error:
+                log.warning("the machine's figures are missing from now on: %s: %s", type(error).__name__, error)
+                telemetry, self.latest = None, {}
+            _write(run, self.latest)
+            if self._end.wait(self.interval):
+                return
+
+    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """The newest reading, none older than the interval: mean load of the GPUs, temperature of the hottest, power of
+        all, memory of the fullest. `mem/cuda_peak_gib` is the most that tensors took on this rank since the last time.
+        """
+        metrics = figures(self.latest)
+        if pl_module.device.type == "cuda":
+            metrics["mem/cuda_peak_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / 2**30
+            torch.cuda.reset_peak_memory_stats(pl_module.device)
+        return metrics
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)  # not for long: a driver that hangs must not keep the process
+            self._thread = None
+
+
+def figures(machine: dict[str, Any]) -> dict[str, float]:
+    """A reading by the names of TensorBoard; what is not known is absent."""
+
+    def of_gpus(name: str) -> list[float]:
+        return [gpu[name] for gpu in machine.get("gpus") or [] if gpu[name] is not None]
+
+    def of(part: str, name: str) -> list[float]:
+        value = machine.get(part, {}).get(name)
+        return [] if value is None else [value]
+
+    known = {
+        "perf/gpu_load": (statistics.fmean, of_gpus("load_percent"), 1),
+        "perf/gpu_temperature": (max, of_gpus("temperature_celsius"), 1),
+        "perf/gpu_power": (sum, of_gpus("power_watts"), 1),
+        "perf/cpu_load": (sum, of("cpu", "load_percent"), 1),
+        "mem/process_gib": (sum, of("process", "memory_bytes"), 2**30),
+        "mem/gpu_gib": (max, of_gpus("memory_used_bytes"), 2**30),
+    }
+    return {name: float(one_of(values)) / unit for name, (one_of, values, unit) in known.items() if values}
+
+
+def _gpus(trainer: Trainer) -> list[str] | None:
+    """The UUIDs of this node's GPUs that are trained on, since torch and NVML may count them differently."""
+    if trainer.strategy.root_device.type != "cuda":
+        return None
+    here = range(torch.cuda.device_count())
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in trainer.device_ids if index in here]
+
+
+def _write(run: Run, machine: dict[str, Any]) -> None:
+    beat = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname(), "machine": machine}
+    try:
+        write_atomically(run.path / "heartbeat.json", json.dumps(beat) + "\n", durable=False)
+    except OSError:  # a full disk, or a folder that is gone: what is vital will say so
+        pass

@@ -1,0 +1,138 @@
+"""The callbacks of every training in their order, and the guards that a config asks for."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from lightning.pytorch import Callback
+
+from lm.errors import RequestError
+from lm.training.alerts import Watch
+from lm.training.callbacks.budget import Budget, BudgetConfig
+from lm.training.callbacks.checkpoints import Checkpoints
+from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Predictions, Samples, SamplesConfig
+from lm.training.callbacks.guards import Action, Alerts, NotFinite, Rollback, SkippedData
+from lm.training.callbacks.logging import Curves, Histograms, ProgressBar, RunLog
+from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
+from lm.training.callbacks.run_folder import Heartbeat, RunFolder
+from lm.training.callbacks.stopping import EarlyStopping, Interrupt, LastStep
+from lm.training.callbacks.throughput import DataWait, Throughput, ThroughputConfig, ThroughputFloor
+
+
+# ---- guards ----------------------------------------------------------------------------------------------------------
+# The guards of a run: what they are told in the config, and who they are.
+
+
+@dataclass
+class GuardsConfig:
+    """What is watched while a run trains, and what is done about it.
+
+    A guard that stops a run ends it with exit code 3, and says why in `run.json`, `state.json` and `alerts.jsonl`.
+
+    Args:
+        alerts: Conditions over the logged metrics, and what to do when one becomes true, such as `loss > 10: stop` or
+            `loss > 1.5 * median(loss, 100): rollback`. `warn` says so; `checkpoint` saves; `stop` ends the run;
+            `rollback` returns to the weights of the last good checkpoint and goes on with the samples that come next.
+            Windows count log lines before the newest.
+        not_finite: When a loss or gradient is NaN or Inf, no weight is changed; then `skip` goes on with the next
+            step, and `stop` ends the run with a checkpoint.
+        max_skipped: So many such steps in a row end the run.
+        max_rollbacks: How often a run may roll back; the next time ends it.
+        budget: What the run may cost.
+        throughput: Tokens a second that it must reach.
+        spike: The condition of a loss spike, which is written up in a post-mortem; none: no spike is looked for.
+        inject_step: A drill: five steps of rare tokens from this step on.
+
+    Raises:
+        RequestError: an expression cannot be read, or a number is outside its range.
+    """
+
+    alerts: dict[str, Action] = field(default_factory=dict)
+    not_finite: Literal["skip", "stop"] = "skip"
+    max_skipped: int = 10
+    max_rollbacks: int = 3
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
+    spike: str | None = "max_loss > 1.3 * median(loss, 10)"
+    inject_step: int | None = None
+
+    def __post_init__(self) -> None:
+        Watch([*self.alerts, *([self.spike] if self.spike else [])])  # read now, so that a typo costs no GPU time
+        for name, least in {"max_skipped": 1, "max_rollbacks": 0, "inject_step": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise RequestError(f"guards.{name} {value} must be at least {least}")
+
+    def harmless(self) -> "GuardsConfig":
+        """The same guards, which look and change nothing: for a few steps that are not the run that they are for."""
+        return replace(
+            self, alerts=dict.fromkeys(self.alerts, "warn"), not_finite="skip", max_skipped=sys.maxsize,
+            budget=BudgetConfig(), throughput=ThroughputConfig(), inject_step=None,
+        )  # fmt: skip
+
+
+def guard_callbacks(config: GuardsConfig) -> list[Callback]:
+    """The guards, in the order in which they look at a log line.
+
+    Those that find something come first, then who writes it up, then who undoes it.
+    """
+    injection = [] if config.inject_step is None else [SpikeInjection(config.inject_step)]
+    return [
+        *injection,
+        NotFinite(config.not_finite, config.max_skipped),
+        Alerts(config.alerts),
+        Budget(config.budget),
+        ThroughputFloor(config.throughput),
+        PostMortem(config.spike),
+        Rollback(config.max_rollbacks),
+    ]
+
+
+# ---- standard --------------------------------------------------------------------------------------------------------
+# The callbacks of every training, in their order: the run's folder first, so that those after it may write.
+
+
+def standard_callbacks(
+    trainer: Mapping[str, Any],
+    run_folder: RunFolder,
+    guards: GuardsConfig,
+    samples: SamplesConfig,
+    evaluation: EvaluationConfig,
+) -> list[Callback]:
+    """What `lm fit` hangs on its Trainer.
+
+    Args:
+        trainer: what the config says under `trainer:`.
+        run_folder: claims the folder that the others write to.
+        guards: what it says under `guards:`.
+        samples: under `samples:`.
+        evaluation: under `evaluation:`.
+    """
+    early, every = trainer["early_stopping"], trainer["histogram_interval"]
+    stopping, asked_for = [], []
+    if early.patience is not None:
+        stopping.append(EarlyStopping(early.patience, early.min_delta))
+    if every is not None:
+        asked_for.append(Histograms(every))
+    if samples.prompts:
+        asked_for.append(Samples(samples))
+    if evaluation.tasks:
+        asked_for.append(Evaluations(evaluation))
+    return [
+        run_folder,
+        Curves(),
+        Heartbeat(),
+        LastStep(),
+        SkippedData(),
+        RunLog(trainer["log_interval"]),
+        Throughput(),
+        DataWait(),
+        *guard_callbacks(guards),
+        ProgressBar(),
+        *asked_for,
+        *stopping,  # after what a validation is followed by, which may be given up and then counts for nothing
+        Checkpoints(trainer["checkpoint_interval"], early.min_delta, trainer["keep_checkpoints"]),
+        Interrupt(),
+        Predictions(),
+    ]

@@ -1,0 +1,158 @@
+"""How a run ends before its last step: a signal, a guard, early stopping; and the validation after the last one."""
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
+
+from lm.errors import Interrupted
+from lm.system.process import STOP
+from lm.training.trainer import Trainer
+
+
+# ---- interrupt -------------------------------------------------------------------------------------------------------
+# Ends a run after a signal, with a checkpoint and exit code 75; and for a guard, with 3.
+
+log = logging.getLogger(__name__)
+
+
+class Interrupt(Checkpoint):
+    """Ends a run after a signal reached any rank, with a checkpoint, or after a guard asked for it, with one if it is
+    wanted.
+
+    It ends at the next optimizer step, or at the next batch of a validation, which is then made up for when the run
+    goes on. On a single device, what is not there after `trainer.stop_within` seconds is given up and done again
+    later: a wait for data, a compilation, the samples or tasks after a validation. A second SIGINT ends the process at
+    once.
+
+    It is a Checkpoint because Lightning calls those last, in their order: it must know what `Checkpoints` has done.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dist.ProcessGroup | None = None  # to agree on the CPU, where no GPU is waited for
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            STOP.catch()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning registers its own handlers just before this; they would exit 0 and save nothing. Under DDP it also
+        # broadcasts a flag every micro-batch for them, a synchronisation that nobody needs any more.
+        STOP.catch()
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        waits = timedelta(seconds=trainer.rank_timeout)
+        self._ranks = dist.new_group(backend="gloo", timeout=waits) if trainer.world_size > 1 else None
+        alone = trainer.world_size == 1  # ranks that wait for each other can give up nothing
+        STOP.note(trainer.stop_within if alone else 0.0, lambda: trainer.repeatable)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.step_taken(batch_idx)
+        without_saving = trainer.stop is not None and not trainer.checkpoint_callback.requested
+        if step is not None and (without_saving or not trainer.validates_after(step)):
+            self._stop_if_asked(trainer)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.fitting and self._any_rank_asked():
+            trainer.owes_validation = True
+            self._stop(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fitting and (trainer.stop is not None or not trainer.should_stop):  # else it ends here anyway
+            self._stop_if_asked(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        STOP.forget_patience()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        STOP.forget_patience()
+
+    def give_up(self, trainer: Trainer) -> None:
+        """End a run in the middle of something that will be done again: after the last whole step."""
+        trainer.owes_validation |= trainer.validating
+        self._stop(trainer, f"; what came next took more than {trainer.stop_within:g} s and is done again")
+
+    def keep_last_step(self, trainer: Trainer) -> None:
+        """Take a checkpoint of the last whole step, where what failed after it has changed nothing."""
+        trainer.owes_validation |= trainer.validating
+        if trainer.world_size == 1 and trainer.global_step:
+            trainer.checkpoint_callback.save(trainer)
+            trainer.checkpoint_io.drain()
+            log.info("there is a checkpoint of step %d", trainer.global_step)
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
+        asked = self._any_rank_asked()
+        if trainer.global_step < trainer.max_steps and (asked or trainer.stop is not None):
+            self._stop(trainer)
+
+    def _stop(self, trainer: Trainer, given_up: str = "") -> None:
+        STOP.forget_patience()
+        if (trainer.checkpoint_callback.requested or trainer.stop is None) and trainer.global_step:
+            trainer.checkpoint_callback.save(trainer)
+            trainer.checkpoint_io.drain()
+        trainer.strategy.barrier()  # whoever watches the processes may kill all when the first one ends
+        if trainer.stop is not None:
+            raise trainer.stop
+        where = f"after step {trainer.global_step} with a checkpoint" if trainer.global_step else "in the first step"
+        if trainer.owes_validation:
+            where += ", before its validation was done"
+        raise Interrupted(
+            f"{told()}: stopped {where}{given_up}; the same command with `--ckpt_path auto` goes on"
+        )
+
+    def _any_rank_asked(self) -> bool:
+        asked = torch.tensor(int(STOP.received is not None))
+        if self._ranks is not None:
+            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._ranks)
+        return bool(asked)
+
+
+def told() -> str:
+    """The signal that this run is ended for."""
+    return STOP.received.name if STOP.received is not None else "a signal on another rank"
+
+
+# ---- early stopping --------------------------------------------------------------------------------------------------
+# The end of a run whose validation loss does not get better any more.
+
+
+class EarlyStopping(LightningEarlyStopping):
+    """Lightning's, which also remembers that it has stopped a run, and goes by the config when it goes on.
+
+    Args:
+        patience: validations in a row without a new best.
+        min_delta: how much lower `val/loss` must be to be one.
+    """
+
+    def __init__(self, patience: int, min_delta: float) -> None:
+        super().__init__("val/loss", min_delta, patience, check_on_train_epoch_end=False)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A kill between its last checkpoint and the note that it has ended must not make a run longer."""
+        if self.wait_count >= self.patience:
+            trainer.should_stop = True
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "patience": self.patience})
+
+
+# ---- last step -------------------------------------------------------------------------------------------------------
+# The last optimizer step is always validated, whatever the interval.
+
+
+class LastStep(Callback):
+    """Asks Lightning to stop at the last step, which makes it validate first."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.step_taken(batch_idx) == trainer.max_steps:
+            trainer.should_stop = True

@@ -1,0 +1,260 @@
+"""Checkpoints from Lightning's side: what a checkpoint holds of a training, and folders written in the background.
+
+`runs/checkpoint` writes and reads the folder.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
+
+from lm.data.loader import Cursor
+from lm.data.tokenizer import Tokenizer
+from lm.errors import RequestError, RunError
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
+from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
+from lm.runs.checkpoint import TENSORS, read_folder, write_folder
+from lm.system.files import remove
+from lm.training.optim import index_state, name_state, parameter_names
+
+
+# ---- checkpoint io ---------------------------------------------------------------------------------------------------
+# Lightning's side of checkpoints: folders that are written in the background.
+#
+# A snapshot is taken while the training waits, so the training does not wait for the disk. Links and removals go
+# through the same thread, in order.
+
+log = logging.getLogger(__name__)
+
+
+class FolderCheckpointIO(CheckpointIO):
+    """Saves and loads folders for Lightning's Trainer.
+
+    Attributes:
+        load_optimizer: set False where only weights are wanted (validate, test, predict).
+    """
+
+    def __init__(self) -> None:
+        self.load_optimizer = True
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: list[Future[None]] = []
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: Callable[[], None] | None = None,
+    ) -> None:
+        """Snapshot now, write behind; `storage_options` is called after the write (links, pruning).
+
+        There is one snapshot at a time: where checkpoints are due faster than the disk takes them, this waits.
+
+        Raises:
+            RunError: an earlier write failed.
+        """
+        self.drain()
+        snapshot = {key: deepcopy(value) for key, value in checkpoint.items() if key not in TENSORS}
+        for key in TENSORS:
+            if key in checkpoint:
+                snapshot[key] = {name: _snapshot(tensor) for name, tensor in checkpoint[key].items()}
+
+        def work() -> None:
+            write_folder(Path(path), snapshot)
+            try:
+                if storage_options is not None:
+                    storage_options()
+            except OSError as error:
+                raise RunError(
+                    f"the checkpoint {path} is whole, but the links and older ones beside it cannot be changed: "
+                    f"{error.strerror or error}; `--ckpt_path auto` goes on from there"
+                ) from error
+
+        self._pending.append(self._writer.submit(work))
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a folder to the CPU; the strategy moves what it needs."""
+        return read_folder(Path(path), optimizer=self.load_optimizer)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a folder, after the writes before it."""
+        self._pending.append(self._writer.submit(remove, Path(path)))
+
+    def drain(self) -> None:
+        """Wait until everything is on the disk.
+
+        Raises:
+            RunError: a write failed.
+        """
+        for future in self._pending:
+            future.exception()
+        self.raise_failures()
+
+    def raise_failures(self) -> None:
+        """Raise the first failure of the writes that have ended, and forget them."""
+        done = [future for future in self._pending if future.done()]
+        self._pending = [future for future in self._pending if not future.done()]
+        for future in done:
+            future.result()
+
+    def teardown(self) -> None:
+        """Let the writes end; a failure that nobody waits for any more, because the run ends otherwise, is told."""
+        for future in self._pending:
+            if error := future.exception():
+                log.error("%s", error)
+        self._pending = []
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the CPU that training will not write to."""
+    tensor = tensor.detach()
+    copy = tensor.to("cpu", copy=True) if tensor.device.type == "cpu" else tensor.cpu()
+    return copy.contiguous()
+
+
+# ---- snapshot --------------------------------------------------------------------------------------------------------
+# What a checkpoint holds of a training: put together from the module when saving, taken apart when going on.
+#
+# Lightning gathers weights, optimizer state and loops; here they become a Hugging Face model, named optimizer state,
+# and the rest of an exact resume. `checkpoint` writes and reads the folder.
+
+
+def complete(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Turn what Lightning gathered into what the folder is to hold, in place.
+
+    Args:
+        module: the LanguageModule that is saved.
+        checkpoint: Lightning's.
+    """
+    weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
+    checkpoint["state_dict"] = to_huggingface(weights, module.config) if weights else {}
+    states = checkpoint.pop("optimizer_states", [])
+    checkpoint["optimizer"] = {}
+    if states and states[0]:
+        names = parameter_names(module.decoder, module.optimizers(use_pl_optimizer=False))
+        checkpoint["optimizer"] = name_state(states[0], names)
+    checkpoint["lr_schedulers"] = []
+    if module.trainer.in_a_step:  # it is given up: what was drawn and read for it is as if it had not been
+        consumed, rng = module.step_began
+    else:
+        consumed, rng = module.cursor.end if module.cursor else 0, rng_state()
+    checkpoint["cursor"] = {"consumed": consumed}
+    checkpoint["ranks"] = _gather({"rng": rng})
+    checkpoint["owes_validation"] = module.trainer.owes_validation
+    checkpoint["tally"] = module.tally.state_dict()
+    dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
+    checkpoint["files"] = model_files(module.config, module.trainer.datamodule.tokenizer, dtype)
+
+
+def model_files(config: DecoderConfig, tokenizer: Tokenizer, dtype: str) -> dict[str, str]:
+    """Names and contents of what makes a folder with weights a Hugging Face model.
+
+    Args:
+        config: the decoder's shape.
+        tokenizer: which token ids are its.
+        dtype: of the weights: "float32", "bfloat16" or "float16".
+    """
+    documents = {
+        "config.json": config_json(config, eos_id=tokenizer.eos_id, dtype=dtype),
+        "generation_config.json": generation_config_json(eos_id=tokenizer.eos_id),
+    }
+    return {
+        **{name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()},
+        **tokenizer.files(),
+    }
+
+
+def restore(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `complete`; the config decides every hyper-parameter, so a changed learning rate is what is used.
+
+    Returns:
+        What goes on with this rank: the `tally` of what was not logged yet; and `rng`, its generators, where the
+        checkpoint is of so many ranks.
+
+    Raises:
+        RequestError: the weights are of another architecture, the state is of another optimizer, or the token ids are
+            of another tokenizer.
+    """
+    _refuse_other_tokenizer(checkpoint["files"], module.trainer.datamodule.tokenizer)
+    restore_weights(module, checkpoint)
+    ranks, rank = checkpoint["ranks"], module.global_rank
+    module.trainer.recount(checkpoint)
+    module.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"], micro=0)
+    module.trainer.datamodule.consumed = module.cursor.end
+    return {"tally": checkpoint["tally"], **(ranks[rank] if rank < len(ranks) else {})}
+
+
+def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """The part of `restore` that is weights and optimizer: as Lightning's strategies load them, in place.
+
+    Raises:
+        RequestError: as for `restore`.
+    """
+    weights = checkpoint["state_dict"]
+    _refuse_other_shapes(weights, module.config)
+    weights = from_huggingface(weights, module.config)
+    checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
+    if "optimizer" in checkpoint:
+        optimizer = module.configure_optimizers()
+        state = optimizer.state_dict()
+        state["state"] = index_state(checkpoint.pop("optimizer"), module.decoder, optimizer)
+        checkpoint["optimizer_states"] = [state]
+
+
+def _refuse_other_shapes(weights: dict[str, Tensor], config: DecoderConfig) -> None:
+    with torch.device("meta"):
+        expected = to_huggingface(Decoder(config).state_dict(), config)
+    for name in sorted(expected.keys() | weights.keys()):
+        have, want = (tuple(side[name].shape) if name in side else "absent" for side in (weights, expected))
+        if have != want:
+            raise RequestError(
+                f"this is a checkpoint of another architecture: its {name} is {have}, the config makes it {want}"
+            )
+
+
+def _refuse_other_tokenizer(files: dict[str, str], tokenizer: Tokenizer) -> None:
+    if files["tokenizer.json"] == tokenizer.text:
+        return
+    own = Tokenizer(files["tokenizer.json"], json.loads(files["tokenizer_config.json"]), name="the checkpoint's")
+    if own.vocabulary != tokenizer.vocabulary:
+        raise RequestError(
+            f"the data's tokenizer ({len(tokenizer.vocabulary):,} tokens) is not the checkpoint's "
+            f"({len(own.vocabulary):,} tokens), so the same ids mean other texts; make the data with `lm data prepare "
+            "--tokenizer` and the checkpoint's folder"
+        )
+
+
+def rng_state() -> dict[str, Tensor]:
+    """This rank's random number generators."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_generators(state: dict[str, Tensor]) -> None:
+    """Put this rank's random number generators where a checkpoint left them."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _gather(value: Any) -> list[Any]:
+    """`value` of every rank, in the order of the ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

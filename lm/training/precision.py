@@ -1,0 +1,131 @@
+"""Number formats of a training: Lightning's precision plugins by their names, and one of ours for FP8."""
+
+import logging
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
+
+from lm.errors import RequestError
+from lm.kernels.linear import MULTIPLE, Scaling
+from lm.model.decoder import Linear
+from lm.system.hardware import cpu_half_precision, device_name, has_fp8
+
+log = logging.getLogger(__name__)
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-tensorwise", "fp8-rowwise"]
+
+
+class Float8Precision(MixedPrecision):
+    """`bf16-mixed`, and the products of the blocks' matrices in FP8 (see `kernels/linear`).
+
+    Weights and what the optimizer holds stay fp32; attention, the norms, the embedding and the output matrix compute as
+    in `bf16-mixed`. So do the matrices that `keep` names, by default those of the last block: the weight gradients
+    of the last layers suffer most from few bits (found for FP4 by NVIDIA, 2025, arXiv:2509.25149), and one block is
+    what Megatron-LM leaves out at the end, too.
+
+    Args:
+        scaling: what shares a scale: a matrix, or each of its rows.
+        keep: patterns of the names of matrices that stay in bf16, such as `layers.0.*` or `*.down_proj`; None: those of
+            the last block.
+        device: type of the device.
+    """
+
+    def __init__(self, scaling: Scaling, keep: list[str] | None, device: str = "cuda") -> None:
+        super().__init__("bf16-mixed", device)
+        self.precision = f"fp8-{scaling}"
+        self.scaling = scaling
+        self.keep = keep
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """What is not in FP8 is in bf16."""
+        return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
+
+    def refuse(self, device: torch.device) -> None:
+        """Raise RequestError where a device has no FP8 arithmetic."""
+        if not has_fp8(device):
+            found = f"a {device.type}" if device.type != "cuda" else device_name(device)
+            raise RequestError(
+                f"trainer.precision {self.precision} needs an NVIDIA GPU of compute capability 8.9 or later (Ada, "
+                f"Hopper, Blackwell), and this is {found}: take bf16-mixed"
+            )
+
+    def convert_module(self, module: LightningModule) -> LightningModule:
+        """Tell the decoder's matrices how their products are scaled. Lightning calls this once the decoder is built.
+
+        Raises:
+            RequestError: for a pattern that fits no matrix, where none is left for FP8, and for sizes that it does not
+                take.
+        """
+        decoder = module.decoder
+        matrices = {name: part for name, part in decoder.named_modules() if isinstance(part, Linear)}
+        keep = [f"layers.{len(decoder.layers) - 1}.*"] if self.keep is None else self.keep
+        for pattern in keep:
+            if not any(fnmatchcase(name, pattern) for name in matrices):
+                first, *_, last = matrices
+                raise RequestError(f"trainer.fp8_keep {pattern} fits no matrix: they go from {first} to {last}")
+        chosen = {name: matrix for name, matrix in matrices.items()
+                  if not any(fnmatchcase(name, pattern) for pattern in keep)}  # fmt: skip
+        if not chosen:
+            raise RequestError(f"trainer.fp8_keep {' '.join(keep)} leaves no matrix for FP8: take bf16-mixed")
+        for name, matrix in chosen.items():
+            if matrix.in_features % MULTIPLE or matrix.out_features % MULTIPLE:
+                raise RequestError(
+                    f"trainer.precision {self.precision} takes multiples of {MULTIPLE}, and {name} is "
+                    f"{matrix.out_features} x {matrix.in_features}: change the decoder's sizes, or name it in "
+                    "trainer.fp8_keep"
+                )
+        _check_tokens(module, self.precision)
+        for name, matrix in matrices.items():
+            matrix.scaling = self.scaling if name in chosen else None
+        log.info("precision: %s in %d of the blocks' %d matrices; bf16 in %s",
+                 self.precision, len(chosen), len(matrices), " ".join(keep) or "none")  # fmt: skip
+        return module
+
+
+def _check_tokens(module: LightningModule, precision: str) -> None:
+    """A weight's gradient is a sum over the tokens of a micro-batch, so they are a dimension of a product, too."""
+    data = module.trainer.datamodule
+    if module.trainer.fitting and data.micro_batch_size * data.seq_len % MULTIPLE:
+        raise RequestError(
+            f"trainer.precision {precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
+            f"{data.micro_batch_size} x {data.seq_len}: change data.micro_batch_size or data.seq_len"
+        )
+
+
+def choose(precision: Precision, fp8_keep: list[str] | None, accelerator: str) -> str | Float8Precision:
+    """What to hand to Lightning: the name of one of its plugins, or ours.
+
+    On a CPU a half precision becomes one that it does well, and that is said; FP8 becomes nothing else.
+
+    Args:
+        precision: what was asked for.
+        fp8_keep: matrices that FP8 leaves out, for `Float8Precision`.
+        accelerator: Lightning's name for it.
+
+    Raises:
+        RequestError: `fp8_keep` without FP8.
+    """
+    if precision.startswith("fp8-"):
+        return Float8Precision(precision.removeprefix("fp8-"), fp8_keep)
+    if fp8_keep is not None:
+        raise RequestError(
+            f"trainer.fp8_keep {' '.join(fp8_keep)} is for FP8, and trainer.precision is {precision}: leave it out, or "
+            "take fp8-tensorwise or fp8-rowwise"
+        )
+    on_cpu = accelerator == "cpu" or (
+        accelerator == "auto" and not torch.cuda.is_available() and not torch.backends.mps.is_available()
+    )
+    instead = for_cpu(precision) if on_cpu else precision
+    if instead != precision:
+        log.info(f"precision {precision} -> {instead}: this CPU has no fast {precision} arithmetic")
+    return instead
+
+
+def for_cpu(precision: Precision) -> Precision:
+    """The precision that a CPU takes in place of the one that was asked for: one that this CPU does well."""
+    if precision == "32-true" or precision.startswith("fp8-"):
+        return precision
+    half = cpu_half_precision()
+    return "32-true" if half is None else "bf16-true" if precision == "bf16-true" else "bf16-mixed"

@@ -1,0 +1,227 @@
+"""What the weights as they are now make of some samples: the loss of every token, and norms inside the network.
+
+A probe leaves no trace in a training: it runs without dropout, so it draws no random numbers; it takes gradients with
+`torch.autograd.grad`, so nothing is added to `.grad` and no hook that waits for it runs; and it runs compiled blocks
+uncompiled, so that hooks inside a block are seen and nothing is compiled for it. Every rank of a sharded model has to
+call it, with as many samples, since weights are gathered on the way.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from lm.data.loader import Batch
+from lm.runs.postmortem import Evidence, Sample
+from lm.training.step_stats import Step
+from lm.training.trainer import Trainer
+
+
+# ---- probe -----------------------------------------------------------------------------------------------------------
+
+
+class Norms(NamedTuple):
+    """What a micro-batch does inside the network."""
+
+    activations: dict[str, dict[str, float]]  # name -> `rms` and `max`, the largest absolute value
+    gradients: dict[str, float] | None  # parameter -> L2 norm of the gradient of the mean loss; None: not taken
+
+
+def token_losses(module: LightningModule, rows: np.ndarray, micro_batch: int) -> np.ndarray:
+    """The loss of every token of some samples.
+
+    Args:
+        module: the LanguageModule.
+        rows: (N, T + 1) uint16 or int32.
+        micro_batch: samples that run at once.
+
+    Returns:
+        (N, T) fp32, in nats.
+    """
+    with _undisturbed(module), torch.no_grad():
+        parts = [_losses(module, rows[first : first + micro_batch]).each.float().cpu()
+                 for first in range(0, len(rows), micro_batch)]  # fmt: skip
+    return torch.cat(parts).numpy()
+
+
+def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> Norms:
+    """What one micro-batch does inside the network.
+
+    Args:
+        module: the LanguageModule.
+        rows: (B, T + 1) uint16 or int32, as many as a micro-batch of the training has.
+        gradients: take them, too. Not with a sharded model: its gradients are exchanged between ranks on the way.
+
+    Returns:
+        Of every block the residual stream that leaves it and what attention and MLP add to it, and of the embedding
+        what it gives. The gradient is that of the mean over the tokens.
+    """
+    seen: dict[str, Tensor] = {}  # name -> (2,) RMS and largest absolute value
+    hooks = _watch(module.decoder, seen)
+    try:
+        with _undisturbed(module), torch.set_grad_enabled(gradients):
+            losses = _losses(module, rows)
+            named = dict(module.decoder.named_parameters()) if gradients else {}
+            # Of the sum and not of the mean: small gradients of a mean would be lost in fp16.
+            found = torch.autograd.grad(losses.total, list(named.values()), allow_unused=True) if gradients else ()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    values = torch.stack(list(seen.values())).tolist()
+    activations = {name: {"rms": rms, "max": largest} for name, (rms, largest) in zip(seen, values, strict=True)}
+    if not gradients:
+        return Norms(activations, None)
+    tokens = losses.each.numel()
+    sizes = torch.stack([torch.zeros((), device=module.device) if g is None else g.float().norm() for g in found])
+    return Norms(activations, dict(zip(named, (sizes / tokens).tolist(), strict=True)))
+
+
+def _losses(module: LightningModule, rows: np.ndarray) -> Any:
+    with module.trainer.precision_plugin.forward_context():  # autocast, where the training has it
+        return module.losses(Batch(torch.from_numpy(np.ascontiguousarray(rows)).to(module.device)))
+
+
+@contextmanager
+def _undisturbed(module: LightningModule) -> Iterator[None]:
+    """While it lasts, the module evaluates and runs uncompiled; a validation's inference mode is lifted."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        with torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for part in training:
+            part.training = True
+        if isinstance(module.decoder, FSDPModule):  # it keeps some weights gathered after a forward pass
+            module.decoder.reshard()
+
+
+def _watch(decoder: Any, seen: dict[str, Tensor]) -> list[RemovableHandle]:
+    """Hooks that measure what passes by."""
+
+    def measure(name: str, x: Tensor) -> None:
+        wide = x.detach().float()
+        seen[name] = torch.stack([wide.square().mean().sqrt(), wide.abs().max()])
+
+    def after_attention(index: int) -> Any:
+        return lambda part, inputs, branch: measure(f"layers.{index}.attention", branch)
+
+    def after_block(index: int) -> Any:
+        def hook(part: Any, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
+            branch, stream = outputs  # (B, T, C) each
+            measure(f"layers.{index}.mlp", branch)
+            measure(f"layers.{index}.stream", branch.detach() + stream.detach())
+
+        return hook
+
+    hooks = [decoder.embed_tokens.register_forward_hook(lambda part, inputs, out: measure("embedding", out))]
+    for index, layer in enumerate(decoder.layers):
+        hooks.append(layer.self_attn.register_forward_hook(after_attention(index)))
+        hooks.append(layer.register_forward_hook(after_block(index)))
+    return hooks
+
+
+# ---- evidence --------------------------------------------------------------------------------------------------------
+# What an optimizer step saw, and what that does in the network: the samples are read again and probed.
+#
+# `training/callbacks/postmortem` asks for it when a guard has acted. All losses and norms are by the weights as they
+# are then.
+
+WORST_SAMPLES = 8  # whose tokens are told one by one
+Place = tuple[str | None, int | None]  # shard and window; None: the sample was injected
+
+
+class Taken(NamedTuple):
+    """A step of this process, and the first of its samples."""
+
+    step: Step
+    sample: int
+
+
+def gather(trainer: Trainer, module: LightningModule, worst: Taken, ordinary: Taken | None) -> Evidence:
+    """Look into a step. Rank zero calls this; every rank does where the model is sharded.
+
+    Args:
+        trainer: in a fit.
+        module: the LanguageModule.
+        worst: the step.
+        ordinary: one before it to compare with.
+    """
+    size, world = trainer.datamodule.micro_batch_size, trainer.world_size
+    rows, places = _read(trainer, worst)  # (G, T + 1)
+    losses = token_losses(module, rows, size)  # (G, T)
+    means = np.nan_to_num(losses.mean(1), nan=np.inf)  # (G,), what is not a number above all
+    by_batch = means.reshape(-1, size, world).mean(1)  # (micro-batches, ranks): ranks take samples in turn
+    micro, rank = (int(i) for i in np.unravel_index(by_batch.argmax(), by_batch.shape))
+    batches = rows.reshape(-1, size, world, rows.shape[1])  # (micro-batches, B, ranks, T + 1)
+    without = "the model is sharded over ranks" if is_sharded(module) else None
+    norms, without = _norms(module, batches[micro, :, rank], without)
+    beside = None
+    if ordinary is not None:
+        other_rows = _read(trainer, ordinary)[0].reshape(batches.shape)
+        other_norms, without = _norms(module, other_rows[0, :, 0], without)
+        beside = {"what": _name(ordinary, 0, 0, world), **other_norms._asdict()}
+    samples = [
+        Sample(worst.sample + i, *places[i], rows[i].tolist(), losses[i].tolist())
+        for i in np.argsort(-means, kind="stable").tolist()
+    ]
+    decode = trainer.datamodule.tokenizer.decode
+    return Evidence(
+        samples=samples,
+        texts=[decode(sample.tokens) for sample in samples],
+        pieces=[[decode([token]) for token in sample.tokens] for sample in samples[:WORST_SAMPLES]],
+        worst={"what": _name(worst, micro, rank, world), **norms._asdict()},
+        ordinary=beside,
+        without_gradients=without,
+    )
+
+
+def is_sharded(module: LightningModule) -> bool:
+    """Whether every rank has only a part of the weights, so that all of them are needed to compute anything."""
+    return isinstance(module.decoder, FSDPModule)
+
+
+def injected(trainer: Trainer, step: int) -> np.ndarray | None:
+    """`(G, T + 1)` that a callback put in place of a step's samples; None: they were those of the shards."""
+    for callback in trainer.callbacks:
+        if hasattr(callback, "rows_of_step") and (rows := callback.rows_of_step(trainer, step)) is not None:
+            return rows
+    return None
+
+
+def _read(trainer: Trainer, taken: Taken) -> tuple[np.ndarray, list[Place]]:
+    """The samples of a step, `(G, T + 1)`, and where they are from."""
+    data, size = trainer.datamodule, trainer.steps.global_batch
+    put = injected(trainer, taken.step.step)
+    if put is not None:
+        return put, [(None, None)] * size
+    train, length = data.shards["train"], data.seq_len
+    blocks, windows = data.order().locate(np.arange(taken.sample, taken.sample + size))
+    rows = np.empty((size, length + 1), dtype=np.uint16 if train.column.dtype == np.uint16 else np.int32)
+    for block in np.unique(blocks).tolist():
+        tokens = train.read(block)
+        for index in np.flatnonzero(blocks == block).tolist():
+            start = int(windows[index]) * length
+            rows[index] = tokens[start : start + length + 1]
+    return rows, [(train.blocks[block].file, window) for block, window in zip(blocks.tolist(), windows.tolist())]
+
+
+def _name(taken: Taken, micro: int, rank: int, world: int) -> str:
+    return f"micro-batch {micro + 1} of step {taken.step.step}" + (f" on rank {rank}" if world > 1 else "")
+
+
+def _norms(module: LightningModule, rows: np.ndarray, without: str | None) -> tuple[Norms, str | None]:
+    """The norms, and why there are no gradients among them: it may be known before, or the memory may be short."""
+    if without is None:
+        try:
+            return norms(module, rows), None
+        except torch.OutOfMemoryError:
+            without = "the device has no memory left for them"
+        torch.cuda.empty_cache()
+    return norms(module, rows, gradients=False), without

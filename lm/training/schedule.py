@@ -1,0 +1,180 @@
+"""The schedule of a run: its optimizer steps and micro-batches, and the learning rate of each step. Pure functions.
+
+Nothing of it is saved, and a resume cannot disagree with it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lm.errors import RequestError
+from lm.system.units import Count
+
+
+# ---- schedule --------------------------------------------------------------------------------------------------------
+# How the learning rate moves over a run: pure functions of the optimizer step.
+#
+# So nothing of it is saved, and a resume cannot disagree with it. `module` asks before every step of `optim`.
+
+
+@dataclass
+class ScheduleConfig:
+    """How the learning rate moves over the optimizer steps.
+
+    Args:
+        name: Shape after the warm-up; `wsd` is warm-up, stable, decay: constant, then linear down at the end.
+        warmup_steps: Steps of linear rise from 0.
+        warmup_ratio: In place of warmup_steps: the same as a share of the run.
+        final_fraction: Share of the peak that is left at the end (unused by `constant`).
+        decay_steps: `wsd`: length of the fall at the end. `cosine`, `linear`: step at which the fall ends,
+            the whole run if not given.
+        decay_ratio: In place of decay_steps: the same as a share of the run.
+
+    Raises:
+        RequestError: a share outside [0, 1], or a length that is given twice.
+    """
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup_steps: Count = Count(0)
+    warmup_ratio: float | None = None
+    final_fraction: float = 0.1
+    decay_steps: Count | None = None
+    decay_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("final_fraction", "warmup_ratio", "decay_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise RequestError(f"model.schedule.{name} {value} must lie in [0, 1]")
+        for name in ("warmup", "decay"):
+            steps, ratio = getattr(self, f"{name}_steps"), getattr(self, f"{name}_ratio")
+            if steps and ratio is not None:
+                raise RequestError(
+                    f"model.schedule.{name}_steps {steps} and model.schedule.{name}_ratio {ratio} are two lengths for "
+                    f"one thing: leave one out, or set {name}_steps to 0 or {name}_ratio to null"
+                )
+        if self.name == "wsd" and (self.warmup_ratio or 0) + (self.decay_ratio or 0) > 1:
+            raise RequestError(
+                f"model.schedule.warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} together are more "
+                "than the whole run"
+            )
+
+
+def lengths(max_steps: int, config: ScheduleConfig) -> tuple[int, int]:
+    """`warmup_steps` and `decay_steps` of a run of `max_steps` optimizer steps; 0 where there is none.
+
+    Raises:
+        RequestError: `wsd` would begin to fall before it has risen.
+    """
+    warmup, decay = config.warmup_steps, config.decay_steps or 0
+    if config.warmup_ratio is not None:
+        warmup = round(config.warmup_ratio * max_steps)
+    if config.decay_ratio is not None:
+        decay = round(config.decay_ratio * max_steps)
+    if config.name != "wsd":
+        return warmup, decay
+    if config.warmup_ratio is not None and config.decay_ratio is not None:
+        decay = min(decay, max_steps - warmup)  # both may have been rounded up
+    if warmup + decay > max_steps:
+        raise RequestError(
+            f"model.schedule: warm-up {warmup:,} + decay {decay:,} steps are more than the run's {max_steps:,}: "
+            "shorten one of them, or train for more steps"
+        )
+    return warmup, decay
+
+
+def schedule(step: int, max_steps: int, config: ScheduleConfig) -> float:
+    """The share of the peak learning rate at an optimizer step.
+
+    Args:
+        step: 0 for the first optimizer step.
+        max_steps: optimizer steps of the whole run.
+
+    Returns:
+        A factor in [0, 1]: `(step + 1) / warmup` while warming up, 1 at its end, then by the schedule's name
+        (cosine as in Loshchilov and Hutter, 2017, arXiv:1608.03983; wsd as in Hu et al., 2024, arXiv:2404.06395).
+    """
+    warmup, decay = lengths(max_steps, config)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.name == "constant" or (config.name == "wsd" and not decay):
+        return 1.0
+    start, end = (max_steps - decay, max_steps) if config.name == "wsd" else (warmup, decay or max_steps)
+    progress = min(1.0, max(0.0, (step - start) / max(1, end - start)))  # 0 at the start of the fall, 1 at its end
+    fall = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1 - progress
+    return config.final_fraction + (1 - config.final_fraction) * fall
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+# Step algebra: what the user asks for in tokens and optimizer steps, as the integers that the loops count in.
+#
+# A *sample* is one window of `seq_len` predicted tokens. An optimizer step consumes the global batch: every rank takes
+# `accumulate` micro-batches of `micro_batch_size` samples. Pure arithmetic; a request that does not come out even is
+# refused with the arithmetic in the message.
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The numbers that a training run is made of."""
+
+    seq_len: int
+    micro_batch_size: int  # samples a rank runs through the model at once
+    world_size: int
+    accumulate: int  # micro-batches a rank adds up for one optimizer step
+    max_steps: int
+
+    @property
+    def global_batch(self) -> int:
+        """Samples one optimizer step consumes, over all ranks."""
+        return self.micro_batch_size * self.accumulate * self.world_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Predicted tokens one optimizer step consumes, over all ranks."""
+        return self.global_batch * self.seq_len
+
+    def __str__(self) -> str:
+        return (
+            f"{self.micro_batch_size} x {self.seq_len} tokens x {self.accumulate} micro-batches x {self.world_size} "
+            f"ranks = {self.tokens_per_step:,} tokens a step, {self.max_steps:,} steps"
+        )
+
+
+def plan_steps(
+    *,
+    seq_len: int,
+    micro_batch_size: int,
+    global_batch_tokens: int | None,
+    world_size: int,
+    max_steps: int | None,
+    max_tokens: int | None,
+) -> Steps:
+    """Turn a request into counts.
+
+    Args:
+        global_batch_tokens: tokens an optimizer step should see; None takes one micro-batch a rank.
+        max_steps: optimizer steps; or
+        max_tokens: the tokens to train on, rounded up to whole steps. Exactly one of the two.
+
+    Raises:
+        RequestError: where the request does not come out even, with the arithmetic and the nearest that does.
+    """
+    if seq_len < 1 or micro_batch_size < 1:
+        raise RequestError(f"data.seq_len {seq_len} and data.micro_batch_size {micro_batch_size} must be at least 1")
+    at_once = micro_batch_size * seq_len * world_size
+    wanted = at_once if global_batch_tokens is None else global_batch_tokens
+    if wanted % at_once or wanted < at_once:
+        nearest = max(1, round(wanted / at_once)) * at_once
+        raise RequestError(
+            f"data.global_batch_tokens {wanted:,} is not a whole number of micro-batches: micro_batch_size "
+            f"{micro_batch_size} x seq_len {seq_len} x {world_size} ranks = {at_once:,} tokens, "
+            f"{wanted:,} / {at_once:,} = {wanted / at_once:.3f}; the nearest that fits is {nearest:,}"
+        )
+    if (max_steps is None) == (max_tokens is None):
+        have = "neither is" if max_steps is None else "both are"
+        raise RequestError(f"give one of trainer.max_steps and trainer.max_tokens; {have} set")
+    if max_steps is None:
+        max_steps = math.ceil(max_tokens / wanted)
+    if max_steps < 1:
+        raise RequestError(f"trainer.max_steps {max_steps} must be at least 1")
+    return Steps(seq_len, micro_batch_size, world_size, wanted // at_once, max_steps)

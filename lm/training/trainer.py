@@ -1,0 +1,439 @@
+"""Lightning's Trainer in the words of pretraining: optimizer steps and tokens, not micro-batches and epochs."""
+
+import logging
+import re
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import lightning.pytorch as lightning
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import Strategy
+
+from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
+from lm.model.config import DecoderConfig
+from lm.model.estimates import Step, checkpoint_bytes, largest_micro_batch, training_memory
+from lm.runs.checkpoint import owes_validation, step_of
+from lm.runs.run import Run
+from lm.system.hardware import keep_freed_memory
+from lm.system.process import STOP, GivenUp
+from lm.system.units import Count, format_bytes
+from lm.training.checkpointing import FolderCheckpointIO
+from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
+from lm.training.precision import Float8Precision, Precision, choose
+from lm.training.schedule import Steps, lengths, plan_steps
+
+
+# ---- loops -----------------------------------------------------------------------------------------------------------
+# Lightning's loops, which may begin with the validation that a stopped run still owes.
+
+
+class FitLoop(_FitLoop):
+    """A run with a validation to come is not done, though all steps are taken."""
+
+    @property
+    def done(self) -> bool:
+        return super().done and not self.trainer.owes_validation
+
+
+class EpochLoop(_TrainingEpochLoop):
+    """Makes up for a validation before it takes a step, and says when it waits for data."""
+
+    @property
+    def done(self) -> bool:
+        return super().done and not self.trainer.owes_validation
+
+    def advance(self, data_fetcher: Any) -> None:
+        if self.trainer.owes_validation:
+            self.val_loop.restarting = False  # from its first batch: what was added up of it is gone
+        else:
+            super().advance(data_fetcher)
+
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+        return self.trainer.owes_validation or super()._should_check_val_fx(data_fetcher)
+
+    def _on_before_fetch(self) -> None:
+        super()._on_before_fetch()
+        self.trainer.repeatable = True
+
+    def _on_after_fetch(self) -> None:
+        self.trainer.repeatable = sys.exception() is not None  # a fetch that failed has changed nothing
+        super()._on_after_fetch()
+
+
+# ---- out of memory ---------------------------------------------------------------------------------------------------
+# What to do when a training runs out of memory: where it was, how much it had, and a micro-batch that fits.
+#
+# How much there was to have is told by what the training had when it failed: a limit on the process or its container,
+# and what others take of a GPU, are then counted in, whatever they are.
+
+SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # in a RuntimeError of torch
+ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)")
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# Functions that a failure may be in; of several the innermost.
+PLACES = {
+    "configure_model": "while the model was built", "validation_step": "in a validation",
+    "optimizer_step": "in the update of the weights", "training_step": "in the forward pass",
+    "backward": "in the backward pass",
+}  # fmt: skip
+SHARE = 0.9  # of what there was that tensors may take: the rest is lost between them
+ON_A_CPU = 2**26  # bytes that the libraries take in the first steps, beside a checkpoint's copy of all that it holds
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an exception says that there is no more memory, of the machine or of a GPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+def process_bytes() -> int | None:
+    """Memory of this process; None where the system does not tell."""
+    try:
+        found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def explain(error: BaseException, trainer: Any, before: int | None) -> RunError:
+    """One line for an exception that `ran_out` knows; what the failed step still held is let go of.
+
+    Args:
+        error: the exception.
+        trainer: a `Trainer` whose module has its decoder's config.
+        before: bytes of this process when the training began, weights included; None: it had not begun.
+    """
+    module, device, steps_taken = trainer.lightning_module, trainer.strategy.root_device, trainer.global_step
+    step, muon = _step(trainer), module.optimizer_config.name == "muon"
+    had, reserve = None, 0
+    if device.type == "cuda":
+        had = torch.cuda.max_memory_allocated(device)
+    elif before is not None and (now := process_bytes()) is not None:
+        memory = training_memory(module.config, step, muon)
+        had = now - before + memory["weights"] + (memory["optimizer"] if steps_taken else 0)
+        reserve = ON_A_CPU + checkpoint_bytes(module.config, step.master_item, muon)
+    where, asked = _place(error.__traceback__), ASKED.search(str(error))
+    traceback.clear_frames(error.__traceback__)
+    taken = "there was too little" if had is None else f"it had {format_bytes(had)} at most"
+    more = f" and asked for {format_bytes(int(float(asked[1]) * UNITS[asked[2]]))} more" if asked else ""
+    cure = _cure(module.config, step, muon, had, reserve)
+    return RunError(
+        f"out of memory ({device.type}) {where} of step {steps_taken + 1}: with micro-batches of "
+        f"{step.micro_batch_size} x {step.seq_len} tokens {taken}{more}; {cure}; checkpoints are as they were"
+    )
+
+
+def _cure(config: DecoderConfig, step: Step, muon: bool, had: int | None, reserve: int) -> str:
+    smaller = "take a smaller model, a shorter data.seq_len, or a device with more memory"
+    samples = step.micro_batch_size * step.accumulate
+    fitting = None if had is None else largest_micro_batch(config, step, int(SHARE * had) - reserve, samples, muon)
+    if had is not None and fitting is None:
+        return f"not even a micro-batch of 1 fits in that: {smaller}"
+    if step.micro_batch_size == 1:
+        return smaller
+    if fitting is None or fitting >= step.micro_batch_size:  # a guess, where the memory is not taken by what is counted
+        halves = [size for size in range(1, step.micro_batch_size // 2 + 1) if samples % size == 0]
+        return f"try --data.micro_batch_size {halves[-1]}, which changes no step"
+    tried = replace(step, micro_batch_size=fitting, accumulate=samples // fitting)
+    needed = format_bytes(training_memory(config, tried, muon)["peak"])
+    return f"--data.micro_batch_size {fitting} needs about {needed} and fits, and changes no step"
+
+
+def _place(frames: TracebackType | None) -> str:
+    names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(frames)]
+    return next((PLACES[name] for name in reversed(names) if name in PLACES), "at the beginning")
+
+
+def _step(trainer: Any) -> Step:
+    """How a micro-batch is computed."""
+    steps, module = trainer.steps, trainer.lightning_module
+    return Step(
+        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.kernels_taken == "CUDA",
+        module.compile_mode, steps.accumulate, module.cuda_graphs, steps.world_size,
+        hasattr(trainer.strategy, "shard") and steps.world_size > 1,
+    )  # fmt: skip
+
+
+# ---- trainer ---------------------------------------------------------------------------------------------------------
+
+log = logging.getLogger(__name__)
+
+YEAR = 365 * 24 * 3600  # seconds
+
+
+@dataclass
+class EarlyStoppingConfig:
+    """When to stop before the steps are done.
+
+    Args:
+        patience: Validations in a row without a new best before the run stops; none: never.
+        min_delta: How much lower the validation loss must be to count as a new best, here and for the best checkpoint.
+    """
+
+    patience: int | None = None
+    min_delta: float = 0.0
+
+
+class Trainer(lightning.Trainer):
+    """Trains for a number of optimizer steps on a stream that has no end.
+
+    Args:
+        max_steps: Optimizer steps of the run; or
+        max_tokens: tokens of the run, rounded up to whole steps.
+        val_interval: Optimizer steps between validations; the last step is always validated.
+        checkpoint_interval: Optimizer steps between checkpoints.
+        keep_checkpoints: How many of the newest checkpoints are kept beside the best.
+        stop_within: Seconds that a step may still take after a signal, on a single device; then the run ends as it was
+            before that step. 0: as long as it takes.
+        log_interval: Optimizer steps between log lines.
+        histogram_interval: Optimizer steps between histograms of the weights in TensorBoard; none: no histograms.
+        early_stopping: When to stop before the steps are done; off unless a patience is given.
+        gradient_clip_val: Largest global norm of the gradient; none: no clipping.
+        precision: Number format. A half precision that a CPU does not do well becomes one that it does. The FP8 ones
+            multiply the blocks' matrices in FP8 and do the rest as bf16-mixed does, with a scale for each matrix
+            (tensorwise) or for each of its rows (rowwise); Ada, Hopper and later.
+        fp8_keep: Matrices that FP8 leaves in bf16, as patterns of their names, such as `layers.0.*` or `*.down_proj`;
+            those of the last block if not given.
+        accelerator: Where to train: `auto`, `cpu`, `gpu`, `mps`.
+        devices: How many devices of a node, or which.
+        num_nodes: How many nodes.
+        strategy: Over several devices: `ddp` has a whole model on each, `fsdp2` a shard. `auto` is `ddp`.
+        rank_timeout: Seconds that ranks wait for one another before the run ends; longer than anything that one of
+            them does alone, such as an evaluation.
+        deterministic: Refuse operations whose result may differ from run to run.
+        detect_anomaly: Find the operation that made a NaN; slow.
+        profiler: One of Lightning's profilers: `simple` or `advanced`.
+        callbacks: More Lightning callbacks.
+        default_root_dir: Folder of the runs.
+    """
+
+    def __init__(
+        self,
+        max_steps: Count | None = None,
+        max_tokens: Count | None = None,
+        val_interval: Count = Count(250),
+        checkpoint_interval: Count = Count(250),
+        keep_checkpoints: int = 1,
+        stop_within: float = 15.0,
+        log_interval: Count = Count(10),
+        histogram_interval: Count | None = None,
+        early_stopping: EarlyStoppingConfig = EarlyStoppingConfig(),
+        gradient_clip_val: float | None = 1.0,
+        precision: Precision = "32-true",
+        fp8_keep: list[str] | None = None,
+        accelerator: str = "auto",
+        devices: int | str | list[int] = "auto",
+        num_nodes: int = 1,
+        strategy: Literal["auto", "ddp", "fsdp2"] = "auto",
+        rank_timeout: float = 1800.0,
+        deterministic: bool = False,
+        detect_anomaly: bool = False,
+        profiler: Literal["simple", "advanced"] | None = None,
+        callbacks: list[Callback] | None = None,
+        default_root_dir: str = "checkpoints",
+    ) -> None:
+        at_least_one = {
+            "val_interval": val_interval, "checkpoint_interval": checkpoint_interval, "log_interval": log_interval,
+            "histogram_interval": histogram_interval, "keep_checkpoints": keep_checkpoints,
+            "early_stopping.patience": early_stopping.patience, "num_nodes": num_nodes,
+        }  # fmt: skip
+        for name, value in at_least_one.items():
+            if value is not None and value < 1:
+                raise RequestError(f"trainer.{name} {value} must be at least 1")
+        if not 0 <= stop_within <= YEAR:
+            raise RequestError(f"trainer.stop_within {stop_within} is a number of seconds: from 0 to {YEAR:,}")
+        if not 0 < rank_timeout <= YEAR:
+            raise RequestError(f"trainer.rank_timeout {rank_timeout} is a number of seconds: more than 0, to {YEAR:,}")
+        self._wanted = {"max_steps": max_steps, "max_tokens": max_tokens}
+        self.val_interval = val_interval
+        self.checkpoint_interval = checkpoint_interval
+        self.keep_checkpoints = keep_checkpoints
+        self.stop_within = stop_within
+        self.rank_timeout = rank_timeout
+        self.log_interval = log_interval
+        self.histogram_interval = histogram_interval
+        self.early_stopping = early_stopping
+        self.steps: Steps | None = None  # known when a fit starts
+        self.run: Run | None = None  # the run folder, once it is claimed
+        self.stop: GuardStop | None = None  # why the run is to end after this optimizer step; the same on every rank
+        self.owes_validation = False  # the newest step's was not done when the run was stopped, and comes first
+        self.repeatable = False  # what is under way changes nothing, and is done again where it is given up
+        self._memory_before: int | None = None  # bytes of this process when the training began
+        self.checkpoint_io = FolderCheckpointIO()
+        plugins: list[Any] = [self.checkpoint_io]
+        if SLURMEnvironment.detect():
+            plugins.append(SLURMEnvironment(auto_requeue=False))  # ours saves and exits 75; the queue decides the rest
+        chosen = choose(precision, fp8_keep, accelerator)
+        if isinstance(chosen, Float8Precision):
+            plugins.append(chosen)
+        super().__init__(
+            max_steps=1,  # set anew when a fit starts
+            max_epochs=-1,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=gradient_clip_val,
+            precision=chosen if isinstance(chosen, str) else None,
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            strategy=_strategy(strategy, accelerator, devices, num_nodes, rank_timeout),
+            deterministic=deterministic,
+            detect_anomaly=detect_anomaly,
+            profiler=profiler,
+            callbacks=callbacks,
+            default_root_dir=default_root_dir,
+            plugins=plugins,
+        )
+        self.fit_loop = FitLoop(self, max_epochs=-1)
+        self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
+        if isinstance(chosen, Float8Precision):
+            chosen.refuse(self.strategy.root_device)
+
+    def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
+        """Train, from scratch or from a checkpoint.
+
+        Args:
+            model: The module to train.
+            datamodule: Its data; its `seq_len`, `micro_batch_size` and `global_batch_tokens` give the step.
+            ckpt_path: A checkpoint folder to go on from, `best`, `last`, or `auto`: the newest whole one, else from
+                scratch.
+
+        Raises:
+            RequestError: the batch does not come out even; the arithmetic is in the message.
+        """
+        self.steps = plan_steps(
+            seq_len=datamodule.seq_len,
+            micro_batch_size=datamodule.micro_batch_size,
+            global_batch_tokens=datamodule.global_batch_tokens,
+            world_size=self.world_size,
+            **self._wanted,
+        )
+        lengths(self.steps.max_steps, model.schedule_config)  # refuses a schedule that does not fit
+        log.info(str(self.steps))
+        if step_of(ckpt_path) >= self.steps.max_steps and not owes_validation(ckpt_path):
+            log.info("the run has finished: all %d steps are done", self.steps.max_steps)
+            return
+        if self.strategy.root_device.type == "cpu":
+            keep_freed_memory()
+        datamodule.global_batch = self.steps.global_batch
+        self.accumulate_grad_batches = self.steps.accumulate
+        self.val_check_interval = self.val_interval * self.steps.accumulate
+        self.fit_loop.epoch_loop.max_steps = self.steps.max_steps
+        super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
+
+    def _fit_impl(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._fit_impl(*args, **kwargs)
+        except Exception as error:
+            module = self.lightning_module
+            if module is None or module.config.vocab_size is None or not ran_out(error):
+                raise
+            raise explain(error, self, self._memory_before) from error
+
+    def _have_callbacks(self, do: str) -> None:
+        for callback in self.callbacks:
+            if hasattr(callback, do):
+                getattr(callback, do)(self)
+
+    def _run_stage(self) -> Any:
+        self._memory_before = process_bytes()
+        try:
+            return super()._run_stage()
+        except GivenUp:
+            self._have_callbacks("give_up")
+            raise
+        except Exception as error:
+            STOP.forget_patience()  # what is done about it is not given up
+            if isinstance(error, RunError) and self.repeatable and self.fitting:  # data that cannot be read
+                self._have_callbacks("keep_last_step")
+            if isinstance(error, LmError) or STOP.received is None or not self.fitting:
+                raise
+            # A signal to the whole group may end processes first that this one depends on.
+            raise Interrupted(
+                f"{STOP.received.name}: ended without a checkpoint, because {type(error).__name__}: {error}; "
+                "the same command with `--ckpt_path auto` goes on from the newest one"
+            ) from error
+
+    def recount(self, checkpoint: dict[str, Any]) -> None:
+        """Go on where a checkpoint was taken: its steps in this run's micro-batches, which may be of another size.
+
+        What was begun of a step that was given up counts as not begun: Lightning counts from `completed`, and would end
+        the next step too early.
+        """
+        if not self.fitting or "loops" not in checkpoint:  # an imported model: no step was taken yet
+            return
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        taken = checkpoint["global_step"] * self.accumulate_grad_batches
+        for span in ("total", "current"):
+            shift = taken - progress[span]["processed"]
+            progress[span] = {name: min(count + shift, taken) for name, count in progress[span].items()}
+        self.owes_validation = checkpoint["owes_validation"] and self.datamodule.has_validation
+
+    # ---- where the training stands, for callbacks ----------------------------------------------------------------
+
+    @property
+    def checkpoint_callback(self) -> Checkpoint | None:
+        """The one that takes the run's checkpoints; a user may have one of Lightning's beside it."""
+        return next((each for each in self.checkpoint_callbacks if hasattr(each, "request")), None)
+
+    @property
+    def fitting(self) -> bool:
+        """Whether this is a fit, also while it validates."""
+        return self.state.fn == lightning.trainer.states.TrainerFn.FITTING
+
+    def step_taken(self, batch_idx: int) -> int | None:
+        """The optimizer steps taken so far, if this micro-batch ended one; else None."""
+        return self.global_step if (batch_idx + 1) % self.accumulate_grad_batches == 0 else None
+
+    @property
+    def in_a_step(self) -> bool:
+        """Whether micro-batches of a step were begun that is not taken yet."""
+        return self.fit_loop.epoch_loop.batch_progress.total.ready != self.global_step * self.accumulate_grad_batches
+
+    def validates_after(self, step: int) -> bool:
+        """Whether a validation follows this optimizer step."""
+        due = step % self.val_interval == 0 or step >= self.max_steps or self.should_stop
+        return due and self.datamodule.has_validation
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens that were trained on, over all ranks and since the beginning of the run."""
+        cursor = self.lightning_module.cursor
+        return cursor.end * self.datamodule.seq_len if cursor else 0
+
+
+def _strategy(
+    name: str, accelerator: str, devices: int | str | list[int], num_nodes: int, rank_timeout: float
+) -> Strategy | str:
+    on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    if isinstance(devices, str) and "," in devices:
+        devices = [index for index in devices.split(",") if index.strip()]
+    if isinstance(devices, list):
+        count = len(devices)
+    elif str(devices).isdigit():
+        count = int(devices)
+    else:
+        count = torch.cuda.device_count() if on_gpu else 1
+    if count * num_nodes == 1:
+        return "auto"
+    return (
+        FullyShardedStrategy(count * num_nodes, rank_timeout) if name == "fsdp2" else ReplicatedStrategy(rank_timeout)
+    )
+
+
+warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+warnings.filterwarnings("ignore", message=".*The `srun` command is available.*")

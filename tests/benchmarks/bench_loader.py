@@ -1,0 +1,226 @@
+"""Tokens a second of the data path, beside a memory map in nanoGPT's manner: `python tests/benchmarks/bench_loader.py`.
+
+It times the way of a batch up to `data/loader`; nothing of the model is in it.
+"""
+
+import gc
+import json as jsonlib
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm, which may not be installed
+
+from lm.data.loader import Batch, Stream
+from lm.data.parquet import ShardWriter
+from lm.data.sampler import Order, lanes_for
+from lm.data.shards import BLOCK_TOKENS, Shards
+from lm.system.arguments import call
+from lm.system.units import Count, format_count
+
+VOCABULARY = 50257
+ROWS, SEQ_LEN = 16, 2048
+SHUFFLE_BUFFER = 96 * 2**20  # tokens, at most
+MANY_SHARDS = 1000
+
+
+def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = False) -> None:
+    """Measure the data path: tokens a second, time to the first batch, memory.
+
+    Random tokens with word-like frequencies are written to a temporary folder, as shards in the layout of
+    `lm data prepare` and as the flat file that nanoGPT reads; then our shuffled stream and a memory map in nanoGPT's
+    manner give batches of 16 x 2048, in turns, in one process. A ratio is the median of the rounds' ratios.
+
+    Args:
+        tokens: Tokens to write; two to four bytes of disk each.
+        rounds: How often each loader takes its turn.
+        json: Print one JSON object instead of a table.
+    """
+    torch.set_num_threads(1)  # small copies on more threads are slower, and at the mercy of any neighbour
+    with tempfile.TemporaryDirectory(prefix="lm-bench-") as folder:
+        _write(Path(folder), int(tokens))
+        found = {
+            "date": time.strftime("%Y-%m-%d"), "tokens": int(tokens), "rows": ROWS, "seq_len": SEQ_LEN,
+            "rounds": rounds, "cpus": os.cpu_count(), "python": platform.python_version(),
+            "torch": torch.__version__, "pyarrow": pa.__version__,
+            "bytes_per_token": sum(path.stat().st_size for path in Path(folder, "train").iterdir()) / tokens,
+        }  # fmt: skip
+        found |= _memory(Path(folder))
+        found |= _first_batch(Path(folder), rounds)
+        found |= _speed(Path(folder), rounds)
+    if json:
+        print(jsonlib.dumps(found))
+    else:
+        _show(found, rounds)
+
+
+def _show(found: dict, rounds: int) -> None:
+    table = Table("loader", "tokens/s", "to the memory map", title=f"batches of {ROWS} x {SEQ_LEN}, median of {rounds}")
+    for name, what, ratio in (
+        ("memory_map", "memory map, as in nanoGPT, int64", 1.0),
+        ("stream", "lm stream, shuffled, as it goes to a device", found["ratio"]),
+        ("stream_int64", "lm stream, shuffled, inputs and labels int64", found["ratio_int64"]),
+    ):
+        table.add_row(what, format_count(found[f"{name}_tokens_per_s"]), f"{ratio:.1f}x")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"first batch of {MANY_SHARDS} shards after {found['first_batch_s']:.3f} s with a manifest, "
+        f"{found['first_batch_footers_s']:.3f} s by their footers"
+    )
+    if found["memory_growth_bytes"] is not None:
+        console.print(
+            f"memory grew by {found['memory_growth_bytes'] / 2**20:.0f} MiB over an epoch; the shuffle buffer may hold "
+            f"{found['shuffle_buffer_bytes'] / 2**20:.0f} MiB"
+        )
+    console.print(f"{found['bytes_per_token']:.2f} bytes a token on disk")
+
+
+def _write(folder: Path, tokens: int) -> None:
+    """`flat.bin`; `train/`: the same tokens in shards of 20 row groups; `many/train/`: 1000 shards; manifests."""
+    random = np.random.default_rng(0)
+    (folder / "train").mkdir()
+    (folder / "many/train").mkdir(parents=True)
+    shards, step = [], 20 * BLOCK_TOKENS
+    with open(folder / "flat.bin", "wb") as flat:
+        for number, first in enumerate(range(0, tokens, step)):
+            # rank r with probability about 1 / r, as words have it
+            ids = (VOCABULARY ** random.random(min(step, tokens - first), dtype=np.float32)).astype(np.uint16)
+            np.minimum(ids, VOCABULARY - 1, out=ids)
+            flat.write(ids.tobytes())
+            shards.append(_shard(folder, f"train/{number:05d}.parquet", ids))
+    one = _shard(folder / "many", "train/00000.parquet", ids[:BLOCK_TOKENS])
+    links = [one | {"file": f"train/{number:05d}.parquet"} for number in range(MANY_SHARDS)]
+    for link in links[1:]:
+        os.link(folder / "many" / one["file"], folder / "many" / link["file"])
+    for place, listed in ((folder, shards), (folder / "many", links)):
+        manifest = {
+            "layout": 1, "column": "input_ids", "tokenizer": "", "vocab_size": VOCABULARY,
+            "splits": {"train": {"shards": listed}},
+        }  # fmt: skip
+        (place / "manifest.json").write_text(jsonlib.dumps(manifest))
+
+
+def _shard(folder: Path, name: str, ids: np.ndarray) -> dict:
+    writer = ShardWriter(folder / name, ids.dtype, "")
+    writer.write(ids, np.diff(np.append(np.arange(0, len(ids), 777), len(ids))))  # documents of 777 tokens
+    size = writer.close()
+    return {"file": name, "size": size, "row_groups": writer.row_groups}
+
+
+def _buffer(shards: Shards) -> int:
+    """Tokens of the shuffle buffer: never all of the data, or later epochs would be read from memory."""
+    return max(shards.largest.tokens, min(SHUFFLE_BUFFER, shards.tokens // 3))
+
+
+def _stream(shards: Shards) -> Iterator[Batch]:
+    buffer = _buffer(shards)
+    order = Order(shards.windows(SEQ_LEN), seed=1, lanes=lanes_for(shards.largest.tokens, buffer))
+    return iter(
+        Stream(shards, order, seq_len=SEQ_LEN, start=0, global_batch=ROWS, micro_batch=ROWS, shuffle_buffer=buffer)
+    )
+
+
+def _memory(folder: Path) -> dict:
+    """How much anonymous memory one epoch adds."""
+    shards = Shards.open(str(folder / "train"))
+    gc.collect()
+    before, most = _anonymous_memory(), 0
+    batches = _stream(shards)
+    for number, _ in enumerate(islice(batches, shards.require_windows(SEQ_LEN) // ROWS)):
+        if before is not None and number % 64 == 0:
+            most = max(most, _anonymous_memory() - before)
+    batches.close()
+    held = _buffer(shards) * shards.column.dtype.itemsize
+    return {"memory_growth_bytes": None if before is None else most, "shuffle_buffer_bytes": held}
+
+
+def _anonymous_memory() -> int | None:
+    """Bytes of this process that no file backs; None where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), None)
+
+
+def _first_batch(folder: Path, rounds: int) -> dict:
+    """Seconds from a path to the first batch, with the files in the page cache."""
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        batches = _stream(Shards.open(str(folder / "many/train"), vocab_size=VOCABULARY))
+        next(batches)
+        spent = time.perf_counter() - begun
+        batches.close()
+        return spent
+
+    manifest = [seconds() for _ in range(rounds)]
+    shutil.move(folder / "many/manifest.json", folder / "manifest-of-many.json")
+    footers = [seconds() for _ in range(rounds)]
+    return {
+        "first_batch_shards": MANY_SHARDS, "first_batch_s": statistics.median(manifest),
+        "first_batch_footers_s": statistics.median(footers),
+    }  # fmt: skip
+
+
+def _speed(folder: Path, rounds: int) -> dict:
+    """Tokens a second of each loader, in turns."""
+    batches = _stream(Shards.open(str(folder / "train")))
+
+    def widened() -> None:
+        batch = next(batches)
+        batch.input_ids, batch.labels  # noqa: B018
+
+    loaders = {
+        "memory_map": (lambda: _memory_map(folder / "flat.bin"), 300, 0),
+        "stream": (lambda: next(batches), 2000, 128),
+        "stream_int64": (widened, 2000, 128),
+    }
+    rates = {name: [] for name in loaders}
+    for _ in range(rounds):
+        for name, (take, count, before) in loaders.items():
+            rates[name].append(_rate(take, count, before))
+    batches.close()
+    ratios = {
+        name: statistics.median(ours / theirs for ours, theirs in zip(rates[loader], rates["memory_map"]))
+        for name, loader in (("ratio", "stream"), ("ratio_int64", "stream_int64"))
+    }
+    return {f"{name}_tokens_per_s": statistics.median(found) for name, found in rates.items()} | ratios
+
+
+def _rate(take: Callable[[], object], count: int, before: int) -> float:
+    """Tokens a second over `count` batches, once `before` batches have used up what was decoded in the pause."""
+    time.sleep(0.3)  # until the threads of the stream are done with reading ahead and leave the machine to the others
+    for _ in range(before):
+        take()
+    begun = time.perf_counter()
+    for _ in range(count):
+        take()
+    return count * ROWS * SEQ_LEN / (time.perf_counter() - begun)
+
+
+def _memory_map(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch as nanoGPT makes it: a fresh map each time, random places, int64 inputs and targets."""
+    flat = np.memmap(path, dtype=np.uint16, mode="r")
+    places = torch.randint(len(flat) - SEQ_LEN, (ROWS,))
+    inputs = torch.stack([torch.from_numpy(flat[at : at + SEQ_LEN].astype(np.int64)) for at in places])
+    targets = torch.stack([torch.from_numpy(flat[at + 1 : at + 1 + SEQ_LEN].astype(np.int64)) for at in places])
+    return inputs, targets
+
+
+if __name__ == "__main__":
+    call(loader, sys.argv[1:], prog="bench_loader.py")

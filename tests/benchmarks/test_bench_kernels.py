@@ -1,0 +1,105 @@
+"""`lm bench kernels` measures every op, and its figures follow from the formulas beside them."""
+
+import json
+
+import pytest
+import torch
+from bench_kernels import FORMULAS, SMALL, Cases
+from trainings import lm
+
+from lm.kernels import runtime
+
+QUICK = ("bench", "kernels", "--tokens", "128", "--rounds", "1")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """The JSON object, the file it was written to, and what people are shown."""
+    folder = tmp_path_factory.mktemp("bench")
+    ended = lm(folder, *QUICK, "--inductor", "false", "--json", "--output", "found.json")
+    shown = lm(folder, *QUICK, "--inductor", "false", "--dtype", "fp32").stdout
+    return json.loads(ended.stdout), json.loads((folder / "found.json").read_text()), shown
+
+
+def test_prints_one_object_and_writes_the_same(found):
+    printed, written, _ = found
+    assert printed == written
+    assert printed["formulas"] == FORMULAS and printed["dtype"] == "bfloat16" and printed["rounds"] == 1
+    assert printed["date"] and printed["device"] and "torch" in printed["versions"]
+
+
+def test_every_op_of_a_decoder_is_there(found):
+    """Those that memory decides pass by pass with a bandwidth, the others as a whole with operations a second."""
+    result, _, shown = found
+    moving = {"rms_norm", "qk_norm_rope", "qk_norm_rope, no norm", "swiglu"}
+    multiplying = {"norm_linear", "swiglu_linear", "linear_cross_entropy", "attention", "attention, window 32",
+                   "attention, documents of 32"}  # fmt: skip
+    assert result["cases"].keys() == moving | multiplying
+    for name, case in result["cases"].items():
+        assert name.split(",")[0] in shown
+        assert {"forward", "backward"} <= case.keys() if name in moving else "forward_backward" in case
+
+
+def test_figures_follow_from_the_formulas(found):
+    result = found[0]
+    copy = result["copy"]["gb_per_second"]
+    for case in result["cases"].values():
+        for one in ("forward", "backward", "forward_backward"):
+            for who in ("ours", "eager") if one in case else ():
+                turn = case[one][who]
+                if one == "forward_backward":
+                    assert turn["tflops"] == pytest.approx(case[one]["operations"] / turn["seconds"] / 1e12)
+                else:
+                    assert turn["gb_per_second"] == pytest.approx(case[one]["bytes"] / turn["seconds"] / 1e9)
+                    assert turn["of_copy_rate"] == pytest.approx(turn["gb_per_second"] / copy)
+
+
+def test_bytes_are_those_of_inputs_and_results():
+    """What the formula counts is what the tensors hold."""
+    cases = Cases(SMALL, torch.bfloat16, torch.device("cpu"))
+    for case in cases.all():
+        if case.forward is None:
+            continue
+        inputs = [value for value in case.inputs() if isinstance(value, torch.Tensor)]
+        results = case.ours(*case.inputs())
+        results = results if isinstance(results, tuple) else (results,)
+        assert sum(case.forward.reads.values()) == sum(value.nbytes for value in inputs), case.name
+        extra = case.forward.writes.get("rstd", 0)
+        assert sum(case.forward.writes.values()) - extra == sum(value.nbytes for value in results), case.name
+
+
+def test_operations_are_those_that_torch_counts():
+    """Two for each multiplication and addition of the matrix products, forward and backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for case in (Cases(SMALL, torch.float32, torch.device("cpu")).norm_linear(),
+                 Cases(SMALL, torch.float32, torch.device("cpu")).cross_entropy()):  # fmt: skip
+        inputs = case.inputs()
+        with FlopCounterMode(display=False) as counted:
+            results = case.plain(*inputs)
+            total = sum(result.float().sum() for result in results if result.requires_grad)
+            total.backward()
+        assert counted.get_total_flops() == case.operations, case.name
+
+
+@pytest.mark.skipif(not runtime.available(), reason="NVRTC is not installed")
+def test_registers_and_spills_are_reported_for_every_kernel(found):
+    result, _, shown = found
+    assert result["usage"].keys() == {"sm_80", "sm_89", "sm_90", "sm_100"}  # no GPU here: all that count
+    for kernels in result["usage"].values():
+        assert {"rms_norm_forward", "swiglu_backward", "qk_norm_rope_backward", "cross_entropy"} <= kernels.keys()
+        assert all(used["registers"] > 0 and used["spilled_bytes"] == 0 for used in kernels.values())
+    assert "spills: none" in shown
+
+
+def test_a_compiler_that_is_missing_is_said_and_the_rest_is_measured(tmp_path):
+    """Inductor needs one on a CPU, too."""
+    none = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    ended = lm(tmp_path, *QUICK, **none)
+    assert "inductor is unavailable: " in ended.stdout and "swiglu_linear" in ended.stdout
+
+
+@pytest.mark.parametrize("option", [("--tokens", "100"), ("--rounds", "0"), ("--dtype", "int8")])
+def test_a_wrong_request_is_one_line(tmp_path, option):
+    ended = lm(tmp_path, "bench", "kernels", *option, expect=2)
+    assert option[0].strip("-") in ended.stderr and ended.stderr.count("\n") == 1

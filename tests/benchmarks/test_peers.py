@@ -1,0 +1,118 @@
+"""The comparison with other projects: the same decoder and arithmetic, and a report that says who could not run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from trainings import write_config
+
+BENCHMARKS = Path(__file__).parent
+sys.path.insert(0, str(BENCHMARKS))
+
+from peer_models import Training, build  # noqa: E402
+from peers import Process, compare, ranking  # noqa: E402
+
+from lm.model.config import DecoderConfig  # noqa: E402
+from lm.model.huggingface import to_huggingface  # noqa: E402
+
+CPU = torch.device("cpu")
+SHAPE = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             intermediate_size=48, max_position_embeddings=16)  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {"qk_norm": True, "tie_word_embeddings": False}])
+def test_transformers_has_the_same_loss_for_the_same_weights(more):
+    """Otherwise two different things would be timed."""
+    config = DecoderConfig(**SHAPE | more)
+    mine, theirs = build("lm:none", config, 16, CPU), build("transformers", config, 16, CPU)
+    missing, unexpected = theirs.model.load_state_dict(to_huggingface(mine.model.state_dict(), config), strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    theirs.model.tie_weights()
+    ids, labels = torch.randint(61, (2, 2, 16))
+    torch.testing.assert_close(mine.loss(ids, labels), theirs.loss(ids, labels))
+    assert sum(p.numel() for p in mine.model.parameters()) == sum(p.numel() for p in theirs.model.parameters())
+
+
+def test_a_step_learns_in_every_way_to_run_it():
+    """Accumulated over micro-batches; the recorded one, which a CPU runs as usual, is no different."""
+    torch.manual_seed(0)
+    batches = torch.randint(61, (2, 3, 2, 16)).unbind()
+    runs = []
+    for name in ("lm:none", "lm:triton_free+graphs"):
+        torch.manual_seed(1)
+        training = Training(build(name, DecoderConfig(**SHAPE), 16, CPU), batches, None)
+        runs.append([float(training.step()) for _ in range(5)])
+    assert runs[0][-1] < runs[0][0]
+    assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+
+
+def test_the_command_measures_some_and_names_the_others(tmp_path):
+    write_config(tmp_path, **{"trainer.callbacks": None})
+    command = [sys.executable, str(BENCHMARKS / "peers.py"), "--config", "small.yaml", "--steps", "1", "--rounds", "2",
+               "--model.decoder.vocab_size", "64", "--contenders", "lm:none", "transformers", "nanogpt",
+               "--nanogpt", str(tmp_path), "--output", "peers.json"]  # fmt: skip
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((tmp_path / "peers.json").read_text())
+    assert list(found["contenders"]) == ["lm:none", "transformers"]
+    assert "No module named 'model'" in found["unavailable"]["nanogpt"] and "nanogpt is unavailable" in ended.stdout
+    for figures in found["contenders"].values():
+        rate = found["tokens_per_step"] / figures["ms_per_step"] * 1e3
+        assert figures["tokens_per_second"] == pytest.approx(rate) and figures["peak_bytes"] > 2**20
+    assert found["best_peer"] == "transformers" and found["ours"] == "lm:none"
+    assert found["speed_to_best_peer"] == found["ratios"]["transformers"] > 0
+
+
+MORTAL = """
+from dataclasses import make_dataclass
+
+import torch
+
+NAMES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+GPTConfig = make_dataclass("GPTConfig", NAMES)
+
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def forward(self, input_ids, labels):
+        self.calls += 1
+        if self.calls > 6:  # the warm-up and a turn
+            raise MemoryError("no memory for the second turn")
+        return None, self.weight**2
+"""
+
+
+def test_a_contender_that_breaks_between_its_turns_is_out_and_the_others_go_on(tmp_path):
+    (tmp_path / "model.py").write_text(MORTAL)
+    task = {
+        "config": "small", "decoder": SHAPE, "seq_len": 16, "micro_batch_size": 2, "accumulate": 1,
+        "precision": "32-true", "steps": 1, "paths": {"nanogpt": str(tmp_path)},
+    }  # fmt: skip
+    found = compare(task, ["nanogpt", "lm:none"], 4)
+    assert list(found["contenders"]) == ["lm:none"]
+    assert found["unavailable"] == {"nanogpt": "ended in turn 2: MemoryError: no memory for the second turn"}
+    gone = Process("nobody", task)
+    reason = gone.read()
+    assert "nobody" in reason["unavailable"]
+    assert [gone.turn(), gone.turn()] == [reason, reason]  # to a pipe that nobody reads
+    gone.end()
+
+
+def test_ranking_takes_our_fastest_and_the_fastest_of_the_same_architecture():
+    """Ratios are taken round by round, so that a machine that slows down does not count."""
+    def figures(ms, same=True):
+        return {"ms_per_step": ms, "peak_bytes": ms, "same_architecture": same}
+
+    turns = {"lm:none": [9.0, 9.0], "lm:inductor": [2.0, 4.0], "a": [4.0, 8.0], "b": [6.0, 12.0], "c": [1.0, 2.0]}
+    named = {"lm:none": figures(9), "lm:inductor": figures(3), "a": figures(6), "b": figures(9), "c": figures(1, False)}
+    found = ranking(turns, named)
+    assert (found["ours"], found["best_peer"]) == ("lm:inductor", "a")
+    assert found["speed_to_best_peer"] == 2.0 and found["memory_to_best_peer"] == 0.5
+    assert found["ratios"] == {"a": 2.0, "b": 3.0, "c": 0.5}

@@ -1,0 +1,169 @@
+"""What a person types after a first fit, each in a process of its own, on a run that was really trained."""
+
+import json
+import math
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trainings import CORPUS, lm, make_workplace, trace, write_config
+
+from lm.data.tokenizer import Tokenizer
+from lm.runs.run import Run
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = make_workplace(tmp_path_factory.mktemp("commands"))
+    lm(folder, "fit", "--config", str(write_config(folder)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(workplace):
+    return Run(workplace / "checkpoints" / "small")
+
+
+def test_the_run_folder_holds_what_it_promises(workplace, run):
+    names = {path.name for path in run.path.iterdir()}
+    assert {"config.yaml", "run.json", "state.json", "metrics.jsonl", "best", "last"} <= names
+    assert [name for name in names if name.startswith("events.out.tfevents.")]
+    assert set(names) == {name for name in names if not name.startswith(".")}
+    best = {path.name for path in run.link("best").iterdir()}
+    assert best == {
+        "model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "optimizer.safetensors", "trainer.json",
+    }  # fmt: skip
+    assert list(run.steps())[-1] == 12 and len(run.steps()) <= 2  # last, best, and nothing else
+    facts = run.read("run.json")
+    assert facts["status"] == "finished" and facts["versions"]["torch"] and facts["step"] == 12
+    state = run.read("state.json")
+    assert state["status"] == "finished" and state["tokens"] == 12 * 256 and state["metrics"]["val/bpb"] > 0
+
+
+def test_curves_are_in_tensorboard_over_optimizer_steps(run):
+    events = EventAccumulator(str(run.path)).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {
+        "train/loss", "train/perplexity", "val/loss", "val/perplexity", "val/bpb", "optim/lr", "optim/grad_norm",
+        "optim/param_norm", "perf/tokens_per_second", "data/tokens",
+    } <= tags  # fmt: skip
+    assert "hp_metric" not in tags
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
+    assert [event.step for event in events.Scalars("val/loss")] == [4, 8, 12]
+    logged = {entry["step"]: entry["train/loss"] for entry in run.metrics() if "train/loss" in entry}
+    for event in events.Scalars("train/loss"):
+        assert event.value == pytest.approx(logged[event.step], rel=1e-6)
+    assert [int(event.value) for event in events.Scalars("data/tokens")][:2] == [256, 512]
+
+
+def test_validate_in_a_fresh_process_says_what_the_fit_said(workplace, run):
+    result = lm(workplace, "validate", "--ckpt_path", "best")
+    assert "run small, checkpoint checkpoints/small/step-" in result.stderr
+    said = {line.split()[0]: float(line.split()[1]) for line in result.stdout.splitlines()}
+    step = int(run.link("best").name.removeprefix("step-"))
+    fitted = next(entry for entry in run.metrics() if entry["step"] == step and "val/loss" in entry)
+    for name in ("val/loss", "val/perplexity", "val/bpb"):
+        assert said[name] == pytest.approx(fitted[name], abs=1e-3)
+    assert math.exp(said["val/loss"]) == pytest.approx(said["val/perplexity"], rel=1e-3)
+
+
+def test_test_takes_all_of_the_data(workplace):
+    result = lm(workplace, "test", "--run", "small")
+    assert "test/bpb" in result.stdout
+
+
+def test_predict_writes_log_probabilities_that_belong_to_the_tokens(workplace, run):
+    text = CORPUS.split("\n")[3]
+    (workplace / "mine.txt").write_text(text)
+    result = lm(workplace, "predict", "--data.texts", "mine.txt")
+    path = workplace / result.stdout.strip()
+    rows = pq.read_table(path).to_pylist()
+    assert "".join("".join(row["tokens"]) for row in rows) == text
+    assert [row["start"] for row in rows] == list(range(0, len(text), 32))
+    model, tokenizer = hugging_face(run)
+    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(text)["input_ids"]][:33]])
+    log_probs = model(ids[:, :-1]).logits.log_softmax(-1).gather(2, ids[:, 1:, None])[0, :, 0]
+    assert rows[0]["log_probs"] == pytest.approx(log_probs.tolist(), abs=1e-4)
+
+
+def hugging_face(run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = str(run.path / "best")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_checkpoint_is_a_hugging_face_model_with_our_logits_and_our_tokenizer(workplace, run):
+    from safetensors.torch import load_file
+
+    from lm.model.config import DecoderConfig
+    from lm.model.decoder import Decoder
+    from lm.model.huggingface import config_from_json, from_huggingface
+
+    model, tokenizer = hugging_face(run)
+    config: DecoderConfig = config_from_json(json.loads((run.path / "best" / "config.json").read_text()))
+    ours = Decoder(config).eval()
+    ours.load_state_dict(from_huggingface(load_file(run.path / "best" / "model.safetensors"), config))
+    text = CORPUS[:30]
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    assert ids[0].tolist() == Tokenizer.load(run.path / "best").encode(text)
+    assert tokenizer.decode(ids[0]) == text
+    torch.testing.assert_close(ours(ids), model(ids).logits, atol=1e-5, rtol=0)
+
+
+def test_data_show_prints_the_texts_that_a_step_saw(workplace, run):
+    shown = json.loads(lm(workplace, "data", "show", "--run", "small", "--step", "7", "--limit", "0", "--json").stdout)
+    seen = [entry["tokens"] for entry in trace(workplace) if entry["step"] == 7]
+    printed = [token for entry in shown["samples"] for token in entry["token_ids"]]
+    assert printed == [token for tokens in seen for token in tokens]
+    assert all("".join(entry["documents"]).replace("<|endoftext|>", "\n") for entry in shown["samples"])
+    assert any(len(entry["documents"]) > 1 for entry in shown["samples"])
+    refused = lm(workplace, "data", "show", "--run", "small", "--step", "13", expect=2)
+    assert "has taken steps 1 to 12" in refused.stderr
+
+
+def test_the_newest_run_is_the_one_that_is_taken(workplace):
+    """A second fit of the same config is `small-2`, and a validation without a name takes it."""
+    lm(workplace, "fit", "--config", "small.yaml", "--trainer.max_steps", "1")
+    assert "run small-2, checkpoint checkpoints/small-2/step-00000001" in lm(workplace, "validate").stderr
+    assert "run small, " in lm(workplace, "validate", "--run", "small").stderr
+    by_path = lm(workplace, "validate", "--ckpt_path", "checkpoints/small/last")
+    assert "run small, " in by_path.stderr and "step-00000012" in by_path.stderr
+
+
+def test_without_any_run_validate_says_what_to_do(tmp_path):
+    refused = lm(tmp_path, "validate", "--ckpt_path", "best", expect=2)
+    assert refused.stderr.strip().endswith("start one with `lm fit --config tiny.yaml`, or give --config")
+
+
+BAD_REQUESTS = {
+    "unknown key": (["--trainer.max_step", "5"], "did you mean 'trainer.max_steps'?"),
+    "Lightning's word for it": (["--trainer.accumulate_grad_batches", "2"], "follows from data.global_batch_tokens"),
+    "not a count": (["--data.micro_batch_size", "many"], "data.micro_batch_size: expected a count such as"),
+    "uneven batch": (["--data.micro_batch_size", "3"], "the nearest that fits is 288"),
+    "heads": (["--model.decoder.num_attention_heads", "3"], "does not divide hidden_size 32"),
+    "context": (["--data.seq_len", "64"], "longer than model.decoder.max_position_embeddings 32"),
+    "vocabulary": (["--model.decoder.vocab_size", "5"], "smaller than the tokenizer's"),
+    "no such run": (["--ckpt_path", "last", "--run", "none"], "no run 'none'"),
+    "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: no trainer.json"),
+    "two horizons": (["--trainer.max_tokens", "1M"], "one of trainer.max_steps and trainer.max_tokens; both are set"),
+    "no data": (["--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json: make it"),
+    "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
+    "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),
+    "an interval of none": (["--trainer.val_interval", "0"], "trainer.val_interval 0 must be at least 1"),
+    "run name": (["--run", "../out"], "run name '../out'"),
+    "config": (["--config", "smal.yaml"], "no config 'smal.yaml'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_wrong_request_is_one_line_and_leaves_nothing(workplace, name):
+    arguments, message = BAD_REQUESTS[name]
+    before = sorted(path.name for path in (workplace / "checkpoints").iterdir())
+    refused = lm(workplace, "fit", "--config", "small.yaml", *arguments, expect=2)
+    last = refused.stderr.strip().splitlines()[-1]
+    assert last.startswith("lm fit: ") and message in last and "Traceback" not in refused.stderr
+    assert sorted(path.name for path in (workplace / "checkpoints").iterdir()) == before

@@ -1,0 +1,343 @@
+"""An export is a model for others: the same weights, tokens and texts, told of truthfully, or no folder at all."""
+
+import json
+import re
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from decoders import SHAPES, trained_like
+from test_huggingface import write_folder as write_model
+from trainings import CORPUS, lm, make_workplace, write_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lm.cli import convert as command
+from lm.data.tokenizer import train_char
+from lm.errors import RequestError, RunError
+from lm.inference import export
+from lm.inference.export import Card, _public, write_card
+from lm.inference.pretrained import load_pretrained, read_weights
+from lm.system.arguments import call
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with one finished run, `small`: 12 steps of 256 tokens, with the budget counted."""
+    folder = make_workplace(tmp_path_factory.mktemp("export"))
+    lm(folder, "fit", "--config", str(write_config(folder)), "--guards.budget.rate_usd_per_hr", "2")
+    return folder
+
+
+def model_folder(path, config, dtype="float32"):
+    """A model of random weights with a tokenizer of characters, as a Hugging Face folder."""
+    path.mkdir()
+    decoder = trained_like(config).to(DTYPES[dtype])
+    write_model(decoder, path, dtype)
+    tokenizer = train_char(sorted(set("".join(export.TEXTS))))
+    assert tokenizer.vocab_size <= config.vocab_size
+    for name, text in tokenizer.files().items():
+        (path / name).write_text(text)
+    return path
+
+
+def compared(source: Path, folder: Path, place: Path, capsys) -> export.Reloaded:
+    """What the other process finds, but in this one, which has its libraries loaded."""
+    place.mkdir(exist_ok=True)
+    model = load_pretrained(source, device="cpu")
+    expected, tensors = export.expect(model, str(model.dtype).removeprefix("torch."))
+    (place / "expected.json").write_text(json.dumps(expected))
+    export.save_file(tensors, place / "logits.safetensors")
+    capsys.readouterr()
+    export.main(folder, place)
+    return export.Reloaded(**json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(workplace):
+    """`small` in bfloat16, by the command line."""
+    done = lm(workplace, "export", "--output", "out/sotu", "--dtype", "bfloat16", "--license", "CC-BY-4.0",
+              "--language", "en", "de", "--name", "Small")  # fmt: skip
+    assert done.stdout == "out/sotu\n"
+    assert "loaded it with transformers" in done.stderr and "greedy tokens are the same" in done.stderr
+    assert not list((workplace / "out").glob(".*"))
+    return workplace / "out" / "sotu"
+
+
+def test_weights_are_those_of_the_best_checkpoint_cast_bit_by_bit(workplace, exported):
+    theirs = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+    assert theirs.dtype == torch.bfloat16
+    source = read_weights(workplace / "checkpoints" / "small" / "best")
+    written = read_weights(exported)
+    assert written.keys() == source.keys()
+    assert all(torch.equal(written[name], source[name].bfloat16()) for name in source)
+    assert all(torch.equal(theirs.state_dict()[name], weight) for name, weight in written.items())
+
+
+def test_the_folder_holds_a_hugging_face_model_and_nothing_of_the_training(exported):
+    assert {path.name for path in exported.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "special_tokens_map.json", "README.md",
+    }  # fmt: skip
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in exported.iterdir()}
+    assert len(modes) == 1 and modes.pop() & stat.S_IROTH  # as others may read it
+
+
+def test_special_tokens_survive_the_way_to_ids_and_back(exported):
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    end = tokenizer.eos_token
+    ids = tokenizer(f"ab{end}", add_special_tokens=False)["input_ids"]
+    assert ids[-1] == tokenizer.eos_token_id and len(ids) == 3
+    assert tokenizer.decode(ids) == f"ab{end}" and tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+    assert tokenizer.model_max_length == 32 and not tokenizer.chat_template
+    assert tokenizer.unk_token_id == 1
+    generation = json.loads((exported / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == tokenizer.eos_token_id
+
+
+def test_the_code_on_the_card_runs(exported, monkeypatch, capsys):
+    monkeypatch.chdir(exported)
+    code = re.search(r"```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)[1]
+    exec(code.replace('"Small"', '"."').replace("max_new_tokens=50", "max_new_tokens=5"), {})
+    assert capsys.readouterr().out.startswith("The")
+
+
+# ---- the card --------------------------------------------------------------------------------------------------------
+
+
+def card_of(folder: Path) -> tuple[dict, str]:
+    _, front, text = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(front), text
+
+
+def test_the_card_says_what_is_known_and_nothing_else(workplace, exported):
+    front, text = card_of(exported)
+    assert front == {
+        "language": ["en", "de"], "license": "cc-by-4.0", "library_name": "transformers",
+        "pipeline_tag": "text-generation", "tags": ["causal-lm", "llama"],
+    }  # fmt: skip
+    run = workplace / "checkpoints" / "small"
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    step = json.loads((run / "best" / "trainer.json").read_text())["global_step"]
+    validation = next(line for line in metrics if line["step"] == step and "val/loss" in line)
+    tokens = {split: sum(shard[2] for shard in shards)
+              for split, shards in json.loads((run / "data.json").read_text()).items()}  # fmt: skip
+    config = json.loads((exported / "config.json").read_text())
+    for fact in (
+        "# Small", f"| steps | {step} of 12 |", f"| tokens | {step * 256:,}, ", "256 tokens: 8 sequences of 32",
+        f"| validation loss, nats a token | {validation['val/loss']:.4f} |", f"{validation['val/bpb']:.4f}",
+        f"{tokens['train']:,} tokens of ", f"{tokens['val']:,} tokens of ", "adamw, learning rate 0.01",
+        "cosine after 2 steps of warm-up", "| dropout | 0.1 |", "| seed | 7 |", "| precision | 32-true |", "USD",
+        "000.txt", f"| vocabulary | {config['vocab_size']} tokens", f"torch {torch.__version__}", "from scratch",
+    ):  # fmt: skip
+        assert fact in text, fact
+    assert "None" not in text and str(workplace) not in text and "licence was chosen" not in text
+
+
+def test_the_card_has_the_evaluations_of_this_very_step(workplace, exported, tmp_path):
+    run = tmp_path / "small"
+    shutil.copytree(workplace / "checkpoints" / "small", run, symlinks=True)
+    model = load_pretrained(run, device="cpu")
+    task = {"interval": [0.2, 0.4], "accuracy": 0.3, "num_fewshot": 5, "items": 120, "baseline": 0.25, "centered": 0.1}
+    lines = [
+        {"step": step, "checkpoint": None, "time": 1.0, "settings": {}, "core": 0.0667, "core_interval": [0.0, 0.1],
+         "tasks": {"speeches": {**task, "accuracy": accuracy}},
+         "texts": {"/home/me/book.txt": {"bits_per_byte": 1.25, "loss": 2.0, "tokens": 9}}}
+        for step, accuracy in ((model.step, 0.3), (model.step + 1, 0.9))
+    ]  # fmt: skip
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = write_card(model, Card("x"))
+    assert "| speeches, 5 shots | 30.0% right (95 % interval 20.0% to 40.0%) of 120; guessing gives 25.0% |" in text
+    assert "| bits per byte of book.txt | 1.2500 |" in text and "0.0667" in text
+    assert "90.0%" not in text and "/home/me" not in text
+
+
+def test_a_model_without_a_run_has_a_card_without_a_history(tmp_path):
+    source = model_folder(tmp_path / "hf", SHAPES["qwen3, windows"])
+    text = write_card(load_pretrained(source, device="cpu"), Card("x", "My-Own-1.0"))
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front["license"] == "other" and front["license_name"] == "My-Own-1.0"
+    assert "language" not in front and "datasets" not in front
+    assert "3 of the layers see 5 tokens" in text
+    assert not any(word in text for word in ("Training", "Data", "scratch", "None", "unknown"))
+
+
+def test_a_dataset_of_the_hub_is_named_where_the_hub_looks_for_it(workplace, tmp_path):
+    run = tmp_path / "small"
+    shutil.copytree(workplace / "checkpoints" / "small", run, symlinks=True)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["data"] |= {"path": None, "train": ["hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet",
+                                               "https://me:secret@host/x.parquet?token=abc"]}  # fmt: skip
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    text = write_card(load_pretrained(run, device="cpu"), Card("x"))
+    assert yaml.safe_load(text.split("---\n")[1])["datasets"] == ["HuggingFaceFW/fineweb-edu"]
+    assert "https://host/x.parquet" in text and "secret" not in text and "abc" not in text
+    assert "No licence was chosen yet" in text
+
+
+# ---- what a fresh process finds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_reloads_with_the_same_logits_tokens_and_texts(shape, dtype, tmp_path, capsys):
+    source = model_folder(tmp_path / "hf", SHAPES[shape])
+    model = load_pretrained(source, device="cpu", dtype=DTYPES[dtype])
+    (tmp_path / "out").mkdir()
+    command.write(model, Card("x"), tmp_path / "out")
+    found = compared(tmp_path / "out", tmp_path / "out", tmp_path / "place", capsys)
+    assert found.problems == [] and found.tokens > 20 and found.loader.startswith("transformers")
+
+
+def test_without_transformers_our_own_loader_compares(tmp_path, capsys, monkeypatch):
+    source = model_folder(tmp_path / "hf", SHAPES["llama, tied"])
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    found = compared(source, source, tmp_path / "place", capsys)
+    assert found.problems == [] and found.loader.startswith("lm ")
+    change(source / "config.json", rope_theta=5100.0)
+    assert compared(model_folder(tmp_path / "as-it-was", SHAPES["llama, tied"]), source, tmp_path / "place", capsys
+                    ).problems  # fmt: skip
+
+
+def change(file: Path, **values):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def swap_two_characters(folder: Path):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["e"], vocabulary["h"] = vocabulary["h"], vocabulary["e"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def drop_a_weight(folder: Path):
+    weights = read_weights(folder)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    export.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def move_a_weight(folder: Path):
+    weights = read_weights(folder)
+    weights["model.layers.1.mlp.up_proj.weight"][3] += 0.01
+    export.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("spoil, named", [
+    (lambda folder: change(folder / "config.json", rope_theta=5100.0), "logits differ"),
+    (lambda folder: change(folder / "config.json", rms_norm_eps=2e-3), "logits differ"),
+    (lambda folder: change(folder / "config.json", torch_dtype="bfloat16"), "the weights are bfloat16, not float32"),
+    (lambda folder: change(folder / "tokenizer_config.json", eos_token="a"), "not the one id 0"),
+    (lambda folder: change(folder / "tokenizer_config.json", model_input_names=["input_ids", "token_type_ids"]),
+     "token_type_ids"),
+    (swap_two_characters, "to the tokenizer, not"),
+    (drop_a_weight, "missing keys: model.layers.1.mlp.up_proj.weight"),
+    (move_a_weight, "logits differ"),
+])
+def test_what_is_another_model_is_noticed(spoil, named, tmp_path, capsys):
+    source = model_folder(tmp_path / "hf", SHAPES["llama, tied"])
+    shutil.copytree(source, tmp_path / "spoilt")
+    spoil(tmp_path / "spoilt")
+    found = compared(source, tmp_path / "spoilt", tmp_path / "place", capsys)
+    assert any(named in problem for problem in found.problems), found.problems
+
+
+def test_nothing_is_left_where_the_reloaded_model_is_another_one(tmp_path, monkeypatch):
+    source = model_folder(tmp_path / "hf", SHAPES["llama, tied"])
+    write = command.write
+
+    def write_otherwise(model, card, folder):
+        write(model, card, folder)
+        change(folder / "config.json", rope_theta=5100.0)
+
+    monkeypatch.setattr(command, "write", write_otherwise)
+    with pytest.raises(RunError, match="another model to transformers .*logits differ"):
+        command.export(ckpt_path=str(source), output=str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_large_weights_are_several_files_that_transformers_reads(tmp_path):
+    source = model_folder(tmp_path / "hf", SHAPES["llama, untied, grouped heads"])
+    weights = read_weights(source)
+    (tmp_path / "out").mkdir()
+    command.write_weights(weights, tmp_path / "out", most=60_000)
+    files = list((tmp_path / "out").glob("model-*-of-*.safetensors"))
+    assert len(files) > 2 and max(file.stat().st_size for file in files) < 70_000
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in weights.values())
+    shutil.copy(source / "config.json", tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(theirs[name], weight) for name, weight in weights.items())
+
+
+def test_a_bit_that_fell_over_on_the_way_is_noticed(tmp_path):
+    source = model_folder(tmp_path / "hf", SHAPES["llama, tied"])
+    shutil.copytree(source, tmp_path / "out")
+    command.verify(tmp_path / "out", source, torch.float32)
+    content = bytearray((tmp_path / "out" / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "out" / "model.safetensors").write_bytes(content)
+    with pytest.raises(RunError, match="read back differently"):
+        command.verify(tmp_path / "out", source, torch.float32)
+
+
+@pytest.mark.parametrize("value, named", [(1e6, "norm.weight has values that are no finite float16"),
+                                          (float("nan"), "no finite float16")])
+def test_weights_that_half_precision_cannot_hold_are_refused(value, named, tmp_path):
+    source = model_folder(tmp_path / "hf", SHAPES["llama, tied"])
+    weights = read_weights(source)
+    weights["model.norm.weight"][0] = value
+    export.save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RequestError, match=named):
+        command.export(ckpt_path=str(source), output=str(tmp_path / "out"), dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments, named", [
+    ([], "--output"),
+    (["--output", "full"], "full is there already"),
+    (["--output", "out", "--language", "English"], "--language English"),
+    (["--output", "out", "--dtype", "float8"], "dtype"),
+    (["--output", "out", "--ckpt_path", "nowhere"], "nowhere"),
+    (["--output", "out", "--run", "nobody"], "no run 'nobody'"),
+])
+def test_a_wrong_request_is_one_line_and_makes_nothing(arguments, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text(CORPUS[:10])
+    with pytest.raises(RequestError, match=named) as caught:
+        call(command.export, arguments, prog="lm export")
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_nothing_of_the_working_directory_is_run(tmp_path, capsys, monkeypatch):
+    """The process that reloads would import it, if Python were started as usual."""
+    model_folder(tmp_path / "model", next(iter(SHAPES.values())))
+    (tmp_path / "transformers.py").write_text("open('canary', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    command.export(ckpt_path="model", output="exported")
+    assert (tmp_path / "exported/model.safetensors").exists() and not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("name, published", [
+    ("https://user:p@ss@host/x?key=1#token=abc", "https://host/x"),
+    ("file:///home/alice/secret/x.txt", "x.txt"),
+    ("/home/alice/x.txt", "x.txt"),
+    ("hf://datasets/a/b", "hf://datasets/a/b"),
+    ("embedded:sotu", "embedded:sotu"),
+])  # fmt: skip
+def test_a_card_names_no_folder_and_no_secret(name, published):
+    assert _public(name) == published

@@ -1,0 +1,294 @@
+"""`lm generate`: what a checkpoint writes, on a terminal, in a pipe, as JSON, and at a prompt of its own."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from decoders import SMALL, trained_like
+from test_huggingface import write_folder
+from trainings import PLACES, lm, make_workplace, write_config
+
+from lm import load_model
+from lm.cli import generate
+from lm.cli.main import main
+from lm.data.tokenizer import train_char
+from lm.inference.completion import complete
+from lm.inference.generation import Sampling
+
+PROMPTS = ["The letter", "", "of"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A run `small` of three steps."""
+    folder = make_workplace(tmp_path_factory.mktemp("generate"))
+    lm(folder, "fit", "--config", str(write_config(folder, **{"trainer.max_steps": 3, "trainer.callbacks": None})))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A model of Hugging Face's with a long context, which knows all small letters."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), train_char(["abcdefghijklmnopqrstuvwxyz ."])
+    shape = replace(SMALL, vocab_size=tokenizer.vocab_size, max_position_embeddings=8192)
+    write_folder(trained_like(shape), folder)
+    for name, text in tokenizer.files().items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def typed(workplace, monkeypatch, capfd, caplog):
+    """Runs `lm generate ...` in the workplace; its exit code, output and messages."""
+    monkeypatch.chdir(workplace)
+
+    def run(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin) if stdin is not None else open(os.devnull))
+        code = main(["generate", *arguments])
+        out, err = capfd.readouterr()
+        return code, out, "".join(record.getMessage() + "\n" for record in caplog.records) + err
+
+    return run
+
+
+def as_json(typed, *arguments, **options):
+    code, out, err = typed(*arguments, "--json", **options)
+    assert code == 0 and out.count("\n") == 1, err
+    return json.loads(out)
+
+
+# ---- what is printed ------------------------------------------------------------------------------------------------
+
+
+def test_one_prompt_is_gone_on_with(typed, workplace):
+    """By the best checkpoint of the newest run, which is said; and the same again from the seed."""
+    code, out, err = typed("--prompt", "The letter", "--max_new_tokens", "8", "--seed", "4")
+    model = load_model(workplace / "checkpoints" / "small" / "best")
+    sampling = Sampling(0.8, 50)
+    [written] = complete(model.decoder, model.tokenizer, ["The letter"], max_new_tokens=8, sampling=sampling, seed=4)
+    assert (code, out) == (0, f"The letter{written.text}\n")
+    assert "step-00000003" in err and "seed 4" in err and "compile none" in err
+    assert typed("--prompt", "The letter", "--max_new_tokens", "8", "--seed", "4", "--run", "small")[1] == out
+
+
+def test_json_has_texts_tokens_and_figures_and_its_seed_gives_them_again(typed):
+    options = ("--prompt", *PROMPTS, "--max_new_tokens", "6", "--num_samples", "2", "--top_p", "0.9")
+    found = as_json(typed, *options)
+    assert [one["prompt"] for one in found["samples"]] == [prompt for prompt in PROMPTS for _ in range(2)]
+    for one in found["samples"]:
+        assert len(one["token_ids"]) == len(one["tokens"]) == len(one["log_probabilities"]) <= 6
+        assert "".join(one["tokens"]) == one["text"] and one["reason"] in ("length", "eos")
+        assert all(log < 0 for log in one["log_probabilities"])
+    assert found["checkpoint"].endswith("step-00000003") and found["step"] == 3
+    assert (found["top_p"], found["temperature"], found["compile"], found["dtype"]) == (0.9, 0.8, "none", "float32")
+    assert found["new_tokens"] == sum(len(one["token_ids"]) for one in found["samples"])
+    assert found["tokens_per_second"] == pytest.approx(found["new_tokens"] / found["seconds"])
+    again = as_json(typed, *options, "--seed", str(found["seed"]))
+    assert again["samples"] == found["samples"] != as_json(typed, *options)["samples"]
+
+
+def test_several_are_each_printed_under_their_prompt(typed, monkeypatch):
+    """However many are written at once, in the order of the prompts, from a file, too."""
+    options = ("--prompt", *PROMPTS, "--max_new_tokens", "6", "--seed", "1", "--temperature", "0")
+    monkeypatch.setattr(generate, "TOGETHER", 2)
+    samples = as_json(typed, *options)["samples"]
+    code, out, _ = typed(*options)
+    parts = re.split(r"─+ (\d) of 3 ─+\n", out)
+    assert parts[1::2] == ["1", "2", "3"]
+    assert parts[2::2] == [one["prompt"] + one["text"] + "\n" for one in samples]
+    with open("prompts.txt", "w") as file:
+        file.write("\n".join(PROMPTS[1:]) + "\n")
+    assert typed("--prompt", PROMPTS[0], "--prompt_file", "prompts.txt", *options[4:])[1] == out
+
+
+def test_a_text_that_is_piped_in_is_the_prompt(typed):
+    code, out, _ = typed("--max_new_tokens", "5", "--temperature", "0", stdin="The letter\nof\n")
+    assert code == 0 and out.startswith("The letter\nof") and len(out) == len("The letter\nof") + 5 + 1
+    assert as_json(typed, "--max_new_tokens", "5", stdin="The\n")["samples"][0]["prompt"] == "The"
+
+
+def test_stop_strings_and_filters_are_obeyed(typed, model_folder):
+    options = ("--ckpt_path", str(model_folder), "--prompt", "abc", "--max_new_tokens", "40", "--seed", "2")
+    [plain] = as_json(typed, *options, "--ignore_eos")["samples"]
+    assert len(plain["token_ids"]) == 40
+    stop = plain["text"][20:22]
+    stopped = as_json(typed, *options, "--ignore_eos", "--stop", "#", stop)
+    assert stopped["samples"][0]["text"] == plain["text"][: plain["text"].index(stop)]
+    assert stopped["samples"][0]["reason"] == "stop" and stopped["stop"] == ["#", stop] and stopped["step"] is None
+    greedy = [as_json(typed, *options, *more)["samples"] for more in
+              (["--temperature", "0"], ["--top_k", "1"], ["--min_p", "1"], ["--top_p", "1e-9"])]  # fmt: skip
+    assert all(samples == greedy[0] for samples in greedy)
+    [free] = as_json(typed, *options, "--temperature", "0", "--repetition_penalty", "1e9")["samples"]
+    assert len(set(free["token_ids"])) == min(len(free["token_ids"]), 30)
+    assert as_json(typed, *options, "--dtype", "bfloat16")["dtype"] == "bfloat16"
+
+
+@pytest.mark.slow
+def test_a_compiled_step_writes_the_same(typed):
+    options = ("--prompt", *PROMPTS, "--max_new_tokens", "8", "--temperature", "0")
+    compiled = as_json(typed, *options, "--compile", "inductor")
+    assert [one["text"] for one in compiled["samples"]] == [one["text"] for one in as_json(typed, *options)["samples"]]
+    assert compiled["compile"] == "inductor"
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--run", "other"], "other"),
+    (["--ckpt_path", "nowhere"], "nowhere"),
+    (["--temperature", "-1"], "temperature -1.0 must not be below 0"),
+    (["--top_p", "2"], "top_p 2.0"),
+    (["--max_new_tokens", "0"], "max_new_tokens 0 must be at least 1"),
+    (["--num_samples", "0"], "--num_samples 0 must be at least 1"),
+    (["--prompt", "x" * 32], "prompt 1 of 1 has 32 tokens, which leaves no room"),
+    (["--prompt", "--json"], "no prompt: --prompt is empty"),
+    (["--prompt_file", "nowhere.txt"], "--prompt_file nowhere.txt cannot be read"),
+    (["--device", "gpu"], "device gpu: there is none here"),
+    (["--stop", ""], "a stop string is empty"),
+    (["--temprature", "1"], "did you mean 'temperature'?"),
+    pytest.param(["--compile", "cuda_graphs"], "cannot be a CUDA graph on cpu",
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it can")),
+])  # fmt: skip
+def test_wrong_requests_are_one_line(typed, arguments, words):
+    code, out, err = typed(*([] if "--prompt" in arguments else ["--prompt", "The"]), *arguments)
+    assert (code, out) == (2, "") and words in err.splitlines()[-1]
+    assert err.splitlines()[-1].startswith("lm generate: ")
+
+
+# ---- a terminal -----------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A program in a pseudo-terminal of its own."""
+
+    def __init__(self, folder, *command: str) -> None:
+        self.pid, self.terminal = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            env = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
+            os.execve(sys.executable, [sys.executable, *command], env)
+        self.output = b""
+
+    def wait_for(self, words: str, seconds: float = 60) -> str:
+        """What comes until some words do, and is then done with."""
+        deadline = time.monotonic() + seconds
+        while words.encode() not in self.output:
+            assert time.monotonic() < deadline, self.output.decode(errors="replace")
+            if select.select([self.terminal], [], [], 0.1)[0]:
+                try:
+                    self.output += os.read(self.terminal, 65536)
+                except OSError:
+                    break
+        before, found, self.output = self.output.partition(words.encode())
+        assert found, before.decode(errors="replace")
+        return before.decode(errors="replace").replace("\r\n", "\n")
+
+    def type(self, text: str) -> None:
+        os.write(self.terminal, text.encode())
+
+    def interrupt(self, words: str) -> None:
+        """Type Ctrl-C until some words come: one that arrives while the line is not yet being read is lost."""
+        for attempt in range(10):
+            self.type("\x03")
+            try:
+                self.wait_for(words, 6)
+                return
+            except AssertionError:
+                if attempt == 9:
+                    raise
+
+    def end(self) -> int:
+        """Its exit code."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture
+def repl(workplace, model_folder):
+    terminal = Terminal(workplace, "-m", "lm", "generate", "--ckpt_path", str(model_folder), "--max_new_tokens", "12",
+                        "--ignore_eos")  # fmt: skip
+    terminal.wait_for("> ")
+    yield terminal
+    os.close(terminal.terminal)
+
+
+def answer(repl, line: str) -> str:
+    """What is said to a line, up to the next prompt."""
+    repl.type(line + "\n")
+    return repl.wait_for("> ")
+
+
+def plain(text: str) -> str:
+    """Without colours and what moves the cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+def test_a_prompt_takes_lines_and_settings(repl):
+    """A text, the same again from a seed, the one before from the history, and one that is gone on with."""
+    assert "temperature 0.5" in answer(repl, "/temperature 0.5")
+    assert "seed 3" in answer(repl, "/seed 3")
+    first = plain(answer(repl, "abc"))
+    text = first.splitlines()[1]
+    assert re.fullmatch(r"abc.{12,}", text) and "12 tokens" in first and "seed 3" in first
+    assert text in plain(answer(repl, "abc"))
+    assert text in plain(answer(repl, "\x1b[A"))  # the key that goes up
+    answer(repl, "/max_new_tokens 5")
+    assert "5 tokens" in answer(repl, "")
+    assert "did you mean /temperature?" in answer(repl, "/temprature 1")
+    assert "temperature -1.0 must not be below 0" in answer(repl, "/temperature -1")
+    assert "top_k 'many' is no number" in answer(repl, "/top_k many")
+    assert "top_k none" in answer(repl, "/top_k none")
+    assert "Ctrl-D leaves" in answer(repl, "/help")
+    shown = answer(repl, "/settings")
+    assert "temperature 0.5" in shown and "top_k none" in shown and "max_new_tokens 5" in shown
+    assert "top_k 50" in (answer(repl, "/reset"), answer(repl, "/top_k"))[1]
+    repl.type("\x04")
+    assert repl.end() == 0
+
+
+def test_ctrl_c_ends_a_text_and_not_the_prompt(repl):
+    answer(repl, "/max_new_tokens 8000")
+    repl.type("abc\n")
+    repl.wait_for("abc")
+    time.sleep(1)
+    repl.type("\x03")
+    repl.wait_for("ended by Ctrl-C", 20)
+    repl.wait_for("> ")
+    repl.type("half a line")
+    repl.wait_for("half a line")
+    repl.interrupt("> ")
+    answer(repl, "/max_new_tokens 7")
+    assert "7 tokens" in answer(repl, "abc")
+    repl.type("\x04")
+    assert repl.end() == 0
+
+
+def test_a_terminal_shows_a_text_while_it_is_written(workplace, model_folder):
+    terminal = Terminal(workplace, "-m", "lm", "generate", "--ckpt_path", str(model_folder), "--prompt", "abc",
+                        "--max_new_tokens", "600", "--ignore_eos")  # fmt: skip
+    terminal.wait_for("abc")
+    began, seen = time.monotonic(), []
+    while "tokens/s" not in (text := terminal.output.decode(errors="replace")):
+        seen.append(len(text))
+        assert time.monotonic() - began < 60
+        if select.select([terminal.terminal], [], [], 0.05)[0]:
+            terminal.output += os.read(terminal.terminal, 65536)
+    assert len(set(seen)) > 10
+    assert terminal.end() == 0
+    os.close(terminal.terminal)
+
+
+def test_what_a_model_writes_cannot_confuse_a_terminal(tmp_path):
+    code = r"from lm.cli.generate import put; put('a\x1b[2Jb\rc\x9b\td\n', 'bold')"
+    terminal = Terminal(tmp_path, "-c", code)
+    shown = terminal.wait_for("d")
+    assert "\x1b[2J" not in shown and "a␛[2Jb␍c␦" in plain(shown)
+    assert terminal.end() == 0
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONPATH": PLACES})
+    assert piped.stdout == "a\x1b[2Jb\rc\x9b\td\n".encode()

@@ -1,0 +1,239 @@
+"""A model of others becomes a checkpoint that a new run goes on from: its weights, its tokenizer, and nothing else."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from decoders import SHAPES, trained_like
+from test_huggingface import write_folder as write_model
+from trainings import CORPUS, lm, losses, make_workplace, trace, write_config
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from lm.cli.convert import import_model
+from lm.data.tokenizer import train_char
+from lm.errors import RequestError
+from lm.inference.pretrained import read_weights
+from lm.model.config import DecoderConfig
+from lm.runs.checkpoint import find_damage, read_folder
+from lm.runs.resume import find_checkpoint
+from lm.runs.run import Run
+from lm.system.arguments import call
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 48, "max_position_embeddings": 64, "vocab_size": 80, "initializer_range": 0.2,
+}  # fmt: skip
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "llama, tied, bf16": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).bfloat16(),
+    "qwen3, bf16": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)).bfloat16(),
+    "qwen3, tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "qwen3, windows": lambda: Qwen3ForCausalLM(Qwen3Config(
+        **SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+}  # fmt: skip
+
+
+def save(path, kind="llama", **how):
+    """A model of transformers' with random weights, as it saves them, and a tokenizer of the characters of CORPUS."""
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(path, **how)
+    for name, text in train_char([CORPUS, "\n"]).files().items():
+        (path / name).write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with texts, a sharded model in bfloat16, and a checkpoint that was imported from it."""
+    folder = make_workplace(tmp_path_factory.mktemp("import"))
+    save(folder / "hf", "qwen3, bf16", max_shard_size="10KB")
+    done = lm(folder, "import", "--input", "hf", "--output", "models/qwen")
+    assert done.stdout == "models/qwen\n" and "--ckpt_path models/qwen" in done.stderr
+    return folder
+
+
+def config(folder, name, **changes):
+    """The arguments of a fit that begins with the imported model, with data made by its tokenizer."""
+    settings = {"data.path": "data/qwen", "data.prepare.tokenizer": "models/qwen", "data.seq_len": 32,
+                "model.decoder.dropout": 0.0, **changes}  # fmt: skip
+    path = write_config(folder, name, **settings)
+    return ("fit", "--config", str(path), "--config", "models/qwen/model.yaml", "--run", name)
+
+
+def train_losses(folder, run):
+    return [line["train/loss"] for line in Run(folder / "checkpoints" / run).metrics() if "train/loss" in line]
+
+
+# ---- the checkpoint --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["5GB", "10KB"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_and_shape_are_those_that_transformers_saved(kind, size, tmp_path):
+    source = save(tmp_path / "hf", kind, max_shard_size=size)
+    assert (len(list(source.glob("*.safetensors"))) > 1) is (size == "10KB")
+    import_model(str(source), str(tmp_path / "made"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "made"]
+    assert find_damage(tmp_path / "made") is None
+    state, saved = read_folder(tmp_path / "made")["state_dict"], read_weights(source)
+    assert state.keys() == saved.keys()
+    assert all(weight.dtype == torch.float32 and torch.equal(weight, saved[name].float())
+               for name, weight in state.items())  # fmt: skip
+    theirs = [AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("hf", "made")]
+    ids = torch.randint(80, (2, 64))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs[0](ids).logits, theirs[1](ids).logits, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_yaml_gives_a_fit_this_very_decoder(shape, tmp_path):
+    (tmp_path / "hf").mkdir()
+    source = write_model(trained_like(SHAPES[shape]), tmp_path / "hf")
+    for name, text in train_char([CORPUS]).files().items():
+        (source / name).write_text(text)
+    import_model(str(source), str(tmp_path / "made"))
+    decoder = yaml.safe_load((tmp_path / "made" / "model.yaml").read_text())["model"]["decoder"]
+    assert DecoderConfig(**decoder) == SHAPES[shape] and "dropout" not in decoder
+    (tmp_path / "made" / "model.yaml").write_text("# as a person likes it\n")
+    assert find_damage(tmp_path / "made") is None
+
+
+# ---- going on from it ------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_begins_with_the_loss_of_the_imported_model(workplace):
+    """Step 0, a fresh optimizer, and the same loss to the first step as transformers computes of the same samples."""
+    (workplace / "trace.jsonl").unlink(missing_ok=True)
+    lm(workplace, *config(workplace, "begun", **{"trainer.max_steps": 4}), "--ckpt_path", "models/qwen")
+    run = Run(workplace / "checkpoints" / "begun")
+    assert run.read("run.json")["stretches"] == [{"step": 0, "sample": 0, "global_batch": 8}]
+    assert run.read("run.json")["status"] == "finished" and list(run.steps())[-1] == 4
+    first = [torch.tensor(entry["tokens"]).view(4, 33) for entry in trace(workplace) if entry["step"] == 1]
+    theirs = AutoModelForCausalLM.from_pretrained(workplace / "hf", dtype=torch.float32)
+    with torch.no_grad():
+        ids = torch.cat(first)
+        loss = theirs(ids, labels=ids).loss.item()
+    ours = train_losses(workplace, "begun")
+    assert ours[0] == pytest.approx(loss, rel=1e-5)
+    assert ours[-1] < ours[0]
+    state = json.loads((run.path / "last" / "trainer.json").read_text())
+    assert state["global_step"] == 4 and state["cursor"]["consumed"] == 32
+
+
+def test_the_imported_model_may_be_validated(workplace):
+    arguments = config(workplace, "validated")
+    done = lm(workplace, "validate", *arguments[1:], "--ckpt_path", "models/qwen")
+    assert done.stdout.startswith("val/loss ")
+
+
+@pytest.mark.slow
+def test_a_kill_and_a_resume_change_nothing(workplace):
+    """Killed before its first checkpoint, such a run begins with the imported weights again, and not from scratch."""
+    lm(workplace, *config(workplace, "whole"), "--ckpt_path", "models/qwen")
+    expected = losses(workplace)
+    for number, (micro_batch, code) in enumerate([(3, -9), (15, -9), (None, 0)]):
+        kills = [{"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": micro_batch}}]
+        callbacks = [{"class_path": "recorder.Recorder"}, *(kills if micro_batch else [])]
+        if not number:
+            (workplace / "trace.jsonl").unlink()
+        arguments = config(workplace, "killed", **{"trainer.callbacks": callbacks})
+        lm(workplace, *arguments, "--ckpt_path", "auto" if number else "models/qwen", expect=code)
+    assert losses(workplace) == expected
+    assert list(Run(workplace / "checkpoints" / "killed").steps())[-1] == 12
+
+
+@pytest.mark.slow
+def test_shards_of_the_model_begin_as_the_whole_of_it_does(workplace):
+    """Under FSDP2 the fresh optimizer is as fresh as in one process."""
+    changes = {"trainer.max_steps": 4, "data.micro_batch_size": 2}
+    lm(workplace, *config(workplace, "one", **changes), "--ckpt_path", "models/qwen")
+    two = {**changes, "trainer.devices": 2, "trainer.strategy": "fsdp2"}
+    lm(workplace, *config(workplace, "two", **two), "--ckpt_path", "models/qwen")
+    assert train_losses(workplace, "two") == pytest.approx(train_losses(workplace, "one"), rel=1e-5)
+
+
+def test_a_checkpoint_of_ours_makes_a_fresh_start(workplace):
+    """Its weights are taken, its steps and its optimizer are not."""
+    run = next(iter(Run.all(workplace / "checkpoints")), None)
+    if run is None:
+        lm(workplace, *config(workplace, "ours", **{"trainer.max_steps": 3}), "--ckpt_path", "models/qwen")
+        run = Run(workplace / "checkpoints" / "ours")
+    shutil.rmtree(workplace / "again", ignore_errors=True)
+    import_model(str(run.path), str(workplace / "again"))
+    made, best = read_folder(workplace / "again"), read_folder(run.checkpoint("best"))
+    assert all(torch.equal(made["state_dict"][name], weight) for name, weight in best["state_dict"].items())
+    assert (made["global_step"], made["optimizer"], made["cursor"]) == (0, {}, {"consumed": 0})
+
+
+def test_a_run_without_a_checkpoint_goes_on_from_where_it_began(tmp_path):
+    import_model(str(save(tmp_path / "hf")), str(tmp_path / "made"))
+    run = Run.create("mine", tmp_path / "checkpoints")
+    run.describe(name="mine", began_from=str(tmp_path / "made"))
+    asked = {"reference": "auto", "name": "mine", "root": str(tmp_path / "checkpoints"), "named": True}
+    assert find_checkpoint(**asked, command="fit")[0] == tmp_path / "made"
+    (tmp_path / "made" / "config.json").write_text("{}")
+    with pytest.raises(RequestError, match="began from is not whole: .*config.json is damaged"):
+        find_checkpoint(**asked, command="fit")
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_data_of_another_tokenizer_is_refused_before_there_is_a_run(workplace):
+    arguments = config(workplace, "other", **{"data.path": "data/other", "data.prepare.tokenizer": "other.json"})
+    vocabulary = json.loads((workplace / "models" / "qwen" / "tokenizer.json").read_text())
+    vocabulary["model"]["vocab"] |= {"a": vocabulary["model"]["vocab"]["b"], "b": vocabulary["model"]["vocab"]["a"]}
+    (workplace / "other.json").write_text(json.dumps(vocabulary))
+    done = lm(workplace, *arguments, "--ckpt_path", "models/qwen", expect=2)
+    assert "the data's tokenizer" in done.stderr.splitlines()[-1] and "is not the checkpoint's" in done.stderr
+    assert not (workplace / "checkpoints" / "other").exists()
+
+
+def change(**values):
+    def apply(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return apply
+
+
+def pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("spoil, named", [
+    (pickle, "pytorch_model.bin is a pickle"),
+    (change(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
+    (change(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}), "rope_scaling is .*llama3"),
+    (change(attention_bias=True), "attention_bias is True"),
+    (change(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    (change(vocab_size=20), r"tokenizer has \d+ ids and the model 20|embed_tokens.weight is"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json; transformers makes one: AutoTokenizer"),
+    (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    (lambda folder: shutil.rmtree(folder), "hf is no folder"),
+])
+def test_what_cannot_be_trained_on_is_refused_in_one_line_and_makes_nothing(spoil, named, tmp_path):
+    source = save(tmp_path / "hf")
+    spoil(source)
+    with pytest.raises(RequestError, match=named) as caught:
+        import_model(str(source), str(tmp_path / "made"))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "made").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_places_that_are_taken_are_refused(tmp_path):
+    source = save(tmp_path / "hf")
+    with pytest.raises(RequestError, match="there already"):
+        import_model(str(source), str(source))
+    run = Run.create("mine", tmp_path / "checkpoints")
+    run.describe(name="mine")
+    with pytest.raises(RequestError, match="in the folder of a run"):
+        import_model(str(source), str(run.path / "step-00000000"))
+    with pytest.raises(RequestError, match="--input and the folder to make"):
+        call(import_model, [], prog="lm import")

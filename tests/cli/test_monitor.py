@@ -1,0 +1,522 @@
+"""`lm monitor` shows runs as they are, from their files alone, on any terminal."""
+
+import fcntl
+import json
+import math
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+from trainings import lm, make_workplace, start, write_config
+
+from lm.cli.monitor import duration, page
+from lm.runs.history import BLOCK, Curve, Lines, Pace, Watch, worth_parsing
+from lm.runs.run import Run
+
+GIB = 2**30
+GPU = {
+    "index": 0, "name": "NVIDIA H200", "load_percent": 97, "memory_used_bytes": 71 * GIB,
+    "memory_total_bytes": 140 * GIB, "temperature_celsius": 61, "power_watts": 640.5, "power_limit_watts": 700.0,
+    "clocks_limited_by": ["thermal"],
+}  # fmt: skip
+
+
+def make_run(
+    root: Path, name: str, lines: int = 200, status: str = "running", gpus: int = 0, alerts: int = 0, age: float = 0
+) -> Run:
+    """A run folder as a training leaves it, with a log line every 10 steps and a validation every 100, of 1000."""
+    run, now = Run(root / name), time.time() - age
+    run.path.mkdir(parents=True)
+    for index in range(1, lines + 1):
+        step = 10 * index
+        run.append_metrics({
+            "step": step, "tokens": step * 100, "time": now - (lines - index) * 5, "train/loss": 2 + 8 / index,
+            "optim/lr": 1e-3, "optim/grad_norm": 1 + 1 / index, "perf/tokens_per_second": 1e5, "perf/mfu": 0.4,
+        })  # fmt: skip
+        if step % 100 == 0:
+            run.append_metrics({"step": step, "tokens": step * 100, "time": now - (lines - index) * 5 + 1,
+                                "val/loss": 2.1 + 8 / index, "val/bpb": 1.0})  # fmt: skip
+    latest = {name: value for line in run.metrics()[-2:] for name, value in line.items() if "/" in name}
+    run.write_state({
+        "run": name, "status": status, "phase": "training", "step": 10 * lines, "max_steps": 4000,
+        "tokens": 1000 * lines, "max_tokens": 400_000, "metrics": latest, "time": now,
+    })  # fmt: skip
+    run.describe(id=name, name=name, status=status, reason=None, entered=now - 5 * lines, host=socket.gethostname(),
+                 device="NVIDIA H200", world_size=8)  # fmt: skip
+    machine = {
+        "cpu": {"load_percent": 12.5, "load_average": 3.0, "cores": 64},
+        "memory": {"used_bytes": 100 * GIB, "total_bytes": 512 * GIB},
+        "process": {"memory_bytes": 3 * GIB, "cpu_percent": 120.0},
+        "gpus": [{**GPU, "index": index} for index in range(gpus)] or None,
+    }
+    beat = {"time": now, "pid": os.getpid(), "host": socket.gethostname(), "machine": machine}
+    (run.path / "heartbeat.json").write_text(json.dumps(beat))
+    for index in range(alerts):
+        run.append_alert({"step": index, "time": now, "guard": "spike", "action": "warn",
+                          "message": f"number {index}: loss 9.1 > 1.5 * median(loss, 100) = 3.2\x1b[2J\nwhat next"})
+    checkpoint = run.path / "step-00000100"
+    checkpoint.mkdir()
+    (checkpoint / "trainer.json").write_text("{}")
+    for link in ("last", "best"):
+        (run.path / link).symlink_to(checkpoint.name)
+    return run
+
+
+def watch(run: Run) -> Watch:
+    watching = Watch(run)
+    watching.look()
+    return watching
+
+
+def text_of(lines: list[Text]) -> str:
+    return "\n".join(line.plain.rstrip() for line in lines)
+
+
+def monitor(folder: Path, *arguments: str, expect: int = 0, **environment: str):
+    return lm(folder, "monitor", *arguments, expect=expect, **environment)
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> list[Watch]:
+    root = tmp_path_factory.mktemp("many") / "checkpoints"
+    cases = [
+        {"gpus": 8, "alerts": 12}, {"lines": 1}, {"lines": 0}, {"status": "finished"}, {"gpus": 1},
+        {"age": 3600, "lines": 3}, {"status": "failed", "alerts": 1}, {"lines": 12, "gpus": 2},
+    ]  # fmt: skip
+    return [watch(make_run(root, f"a-rather-long-name-of-a-run-{i}", **case)) for i, case in enumerate(cases)]
+
+
+SIZES = [(80, 24), (120, 40), (200, 60), (110, 14), (79, 10), (40, 12), (20, 6), (10, 3), (1, 1), (300, 5)]
+
+
+@pytest.mark.parametrize("width, height", SIZES)
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_a_page_never_exceeds_its_terminal(many, width, height, count):
+    for first in range(len(many)):
+        watches = (many + many)[first : first + count]
+        lines = page(watches, width, height)
+        assert len(lines) <= height and all(line.cell_len <= width for line in lines)
+        with open(os.devnull, "w") as file:
+            console = Console(width=width, height=height, file=file, force_terminal=True, record=True)
+            console.print(Text("\n", no_wrap=True, end="").join(lines))
+        shown = console.export_text().removesuffix("\n").split("\n")
+        assert len(shown) <= height and all(len(line.rstrip()) <= width for line in shown)
+
+
+def test_all_that_matters_is_on_the_smallest_terminal(many):
+    shown = text_of(page(many[:1], 80, 24))
+    for words in (
+        "a-rather-long-name-of-a-run-0  running", " 50%  step 2,000/4,000", "200K/400K tokens", "left", "loss 2.0400",
+        "validation 2.1400", "best 2.1400 at step 2,000", "lr 1.00e-03", "gradient norm 1", "tokens/s 100K",
+        "MFU 40.0%", "8 GPUs 97% 71/140 GiB 61°C 5124/5600 W thermal", "CPU 12% of 64 cores", "RAM 100/512 GiB",
+        "process 3.0 GiB", "last step-00000100, ", "best step-00000100, ", "number 11", "smoothed", "step\n",
+    ):  # fmt: skip
+        assert words in shown, f"{words!r} is missing:\n{shown}"
+    assert sum("⠀" < character < "⣿" for character in shown) > 50  # a curve
+
+
+def test_a_wide_terminal_has_every_gpu_and_more_curves(many):
+    shown = text_of(page(many[:1], 200, 60))
+    assert all(f"GPU {index}" in shown for index in range(8))
+    assert "gradient norm" in shown and "learning rate" in shown and shown.count("└") == 4
+
+
+def test_what_others_wrote_does_nothing_to_the_terminal(many):
+    assert "\x1b" not in text_of(page(many[:1], 200, 60)) and "what next" in text_of(page(many[:1], 200, 60))
+
+
+def test_a_loss_that_is_no_number_is_shown_as_such(tmp_path):
+    run = make_run(tmp_path, "a")
+    run.append_metrics({"step": 2010, "tokens": 1, "time": time.time(), "train/loss": math.nan})
+    state = run.read("state.json")
+    run.write_state({**state, "metrics": {"train/loss": math.nan, "optim/grad_norm": math.inf}})
+    shown = text_of(page([watch(run)], 120, 40))
+    assert "nan" in shown and "inf" in shown
+    assert json.loads(monitor(tmp_path, "a", "--root", ".", "--json").stdout)["metrics"]["train/loss"] is None
+
+
+def test_how_a_run_ended_is_on_its_page(tmp_path):
+    run = make_run(tmp_path, "a", status="stopped")
+    run.describe(reason="budget: 20.01 USD are spent")
+    assert "stopped: budget: 20.01 USD are spent" in text_of(page([watch(run)], 80, 24))
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(-1, "0 s"), (59.4, "59 s"), (60, "1 min"), (185, "3 min 5 s"), (7800, "2 h 10 min"), (356400, "4 d 3 h")],
+)
+def test_durations_are_two_units(seconds, text):
+    assert duration(seconds) == text
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_line_is_read_once_and_only_when_it_is_whole(tmp_path):
+    lines = Lines(tmp_path / "a.jsonl")
+    assert lines.read() == [] and not lines.replaced()
+    with open(lines.path, "w") as file:
+        for text, expected in (("one\ntw", [b"one"]), ("o\n", [b"two"]), ("", []), ("three\n\n", [b"three", b""])):
+            file.write(text)
+            file.flush()
+            assert lines.read() == expected and not lines.replaced()
+    lines.path.write_text("new\n")  # shorter
+    assert lines.replaced() and lines.read() == [b"new"]
+    other = tmp_path / "other"
+    other.write_text("longer than it was\n")
+    os.replace(other, lines.path)
+    assert lines.replaced() and lines.read() == [b"longer than it was"]
+
+
+def test_what_is_shown_is_what_run_metrics_says_across_resumes(tmp_path):
+    """Whatever the looks fall between: lines beyond the checkpoint that was resumed from do not count."""
+    run = make_run(tmp_path, "a", lines=50)
+    watching = watch(run)
+    for resumed, until in ((400, 900), (620, 700), (700, 1300)):
+        run.append_metrics({"resumed_at": resumed})
+        for step in range(resumed + 10, until + 1, 10):
+            run.append_metrics({"step": step, "tokens": 0, "time": time.time(), "train/loss": 1 + resumed / step})
+            if step % 100 == 0:
+                run.append_metrics({"step": step, "tokens": 0, "time": time.time(), "val/loss": 3 + resumed / step})
+            if step % 70 == 0:
+                watching.look()
+    watching.look()
+    for watched in (watching, watch(run)):
+        for name in ("train/loss", "val/loss"):
+            truth = [(line["step"], line[name]) for line in run.metrics() if name in line]
+            assert list(zip(*watched.curves[name].points(), strict=True)) == [pytest.approx(point) for point in truth]
+    best = min((line["val/loss"], line["step"]) for line in run.metrics() if "val/loss" in line)
+    assert (watching.state["best_val_loss"], watching.state["best_val_step"]) == best
+
+
+def test_a_line_that_is_half_written_is_no_error(tmp_path):
+    run = make_run(tmp_path, "a", lines=3)
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 40, "train/l')
+        file.flush()
+        watching = watch(run)
+        assert watching.curves["train/loss"].points()[0] == [10, 20, 30]
+        file.write('oss": 2.5}\n[1]\nnull\n')
+    (run.path / "heartbeat.json").write_text('{"time": 1')
+    watching.look()
+    assert watching.curves["train/loss"].points()[0] == [10, 20, 30, 40]
+
+
+def test_a_folder_that_vanishes_is_shown_as_gone_and_one_that_comes_back_anew(tmp_path):
+    run = make_run(tmp_path, "a")
+    watching = watch(run)
+    shutil.rmtree(run.path)
+    assert watching.look()["status"] == "gone" and "gone" in text_of(page([watching], 80, 24))
+    assert watching.state["step"] == 2000  # what was seen last
+    make_run(tmp_path, "a", lines=5)
+    assert watching.look()["status"] == "running" and len(watching.curves["train/loss"].points()[0]) == 5
+    shutil.rmtree(run.path)
+    assert "gone" in text_of(page([watch(run)], 80, 24))  # never seen
+
+
+def test_a_very_long_run_is_read_in_parts_and_keeps_every_validation(tmp_path, monkeypatch):
+    monkeypatch.setattr("lm.runs.history.BLOCK", 2**16)
+    monkeypatch.setattr("lm.runs.history.PARSED", 100)
+    monkeypatch.setattr("lm.runs.history.RECENT", 10)
+    run = make_run(tmp_path, "a", lines=5000)
+    watching, looks = watch(run), 1
+    while watching.behind:
+        watching.look()
+        looks += 1
+    assert 10 < looks < 100 and BLOCK > 2**20
+    assert watching.curves["val/loss"].points()[0][-1] == 50_000
+    assert watching.curves["train/loss"].points()[0][-1] > 49_900
+    assert len(watching._validations) == 500
+
+
+def test_what_no_neighbour_tells_is_always_parsed():
+    lines = [b'{"step": 1, "val/loss": 2}' if i == 5003 else b'{"step": 1}' for i in range(10_000)]
+    lines[7001] = b'{"resumed_at": 1}'
+    kept = worth_parsing(lines)
+    assert len(kept) < 5000 and lines[5003] in kept and lines[7001] in kept
+    assert worth_parsing(lines[:50]) == lines[:50]
+
+
+def test_a_curve_stays_small_and_true():
+    curve = Curve(points=100)
+    for step in range(1, 100_001):
+        curve.add(step, math.nan if step == 7 else float(step))
+    steps, values = curve.points()
+    assert 50 <= len(steps) <= 100 and steps == pytest.approx(values) and steps == sorted(steps)
+    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) < 1.6 * steps[-1] / len(steps)
+    curve.cut(50_000)
+    assert 49_000 < curve.points()[0][-1] <= 51_000
+    assert len(curve.points(most=10)[0]) <= 10
+
+
+# ---- the time that is left -------------------------------------------------------------------------------------------
+
+
+def test_the_time_left_is_right_from_the_second_line_on_and_settles():
+    """Steps of 2 s after slow first ones, a log line every 10, 30 s of validation every 100, a hiccup of 10 minutes."""
+    pace, now, total, errors = Pace(), 0.0, 2000, {}
+    for step in range(1, total + 1):
+        now += 60 if step < 4 else 2
+        now += 600 if step == 1115 else 0
+        if step % 10 == 0:
+            pace.add(step, now, False)
+        if step % 100 == 0:
+            now += 30
+            pace.add(step, now, True)
+        if step % 10 == 0 and step > 10:
+            left = (total - step) * 2 + (total // 100 - step // 100) * 30 + (600 if step < 1115 else 0)
+            errors[step] = (pace.eta(step, total, now) - left) / max(left, 60)
+    assert pace.eta(total, total, now) == 0
+    before = {step: error for step, error in errors.items() if step < 1115}
+    assert all(abs(error + 600 / 4000) < 0.2 for error in before.values())  # the hiccup is not foreseen
+    assert all(abs(error) < 0.02 for step, error in errors.items() if step > 1130)
+
+
+def test_it_is_not_known_before_two_lines_and_counts_down_between_them():
+    pace = Pace()
+    assert pace.eta(0, 100, 0.0) is None
+    pace.add(10, 100.0, False)
+    assert pace.eta(10, 100, 100.0) is None
+    pace.add(20, 120.0, False)
+    assert [pace.eta(20, 100, now) for now in (120.0, 130.0, 140.0, 900.0)] == [160, 150, 140, 140]
+    pace.restart()
+    assert pace.eta(20, 100, 130.0) is None
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_json_tells_programs_how_a_run_stands(tmp_path):
+    make_run(tmp_path / "checkpoints", "a", gpus=2, alerts=1)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")}
+    found = json.loads(monitor(tmp_path, "a", "--json").stdout)
+    assert found["run"] == "a" and found["status"] == "running" and found["phase"] == "training"
+    assert (found["step"], found["max_steps"], found["tokens"], found["max_tokens"]) == (2000, 4000, 200_000, 400_000)
+    assert found["eta_seconds"] == pytest.approx(2000 * 0.5 + 20, abs=10)
+    assert found["metrics"]["train/loss"] == 2.04 and found["best_val_loss"] == pytest.approx(2.14)
+    assert found["machine"]["gpus"][1]["power_watts"] == 640.5
+    assert found["checkpoint"]["name"] == "step-00000100" and found["checkpoint"]["step"] == 100
+    assert 0 <= found["checkpoint"]["age_seconds"] < 300 and found["alerts"][0]["guard"] == "spike"
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")}  # untouched
+
+
+def test_which_run_is_meant(tmp_path):
+    """By name or path; else the active ones; where none is active the newest; where there is none, that."""
+    assert "no run under" in monitor(tmp_path, "--json", expect=2).stderr
+    root = tmp_path / "checkpoints"
+    make_run(root, "old", status="finished", age=9000)
+    make_run(root, "dead", age=60)
+    found = monitor(tmp_path, "--json")
+    assert json.loads(found.stdout)["run"] == "dead" and "nothing is running" in found.stderr
+    make_run(root, "alive")
+    assert json.loads(monitor(tmp_path, "--json").stdout)["run"] == "alive"
+    make_run(root, "kicking")
+    assert [run["run"] for run in json.loads(monitor(tmp_path, "--json").stdout)] == ["kicking", "alive"]
+    both = json.loads(monitor(tmp_path, "old", "checkpoints/dead", "--json").stdout)
+    assert [(run["run"], run["status"]) for run in both] == [("old", "finished"), ("dead", "dead")]
+    assert "no run 'kickin'" in monitor(tmp_path, "kickin", "--json", expect=2).stderr
+    assert "--interval" in monitor(tmp_path, "old", "--interval", "0", expect=2).stderr
+
+
+def test_a_pipe_gets_one_plain_page(tmp_path):
+    make_run(tmp_path / "checkpoints", "a")
+    for environment in ({}, {"PYTHONIOENCODING": "ascii"}, {"FORCE_COLOR": "1"}):
+        shown = monitor(tmp_path, "a", **environment).stdout
+        assert ("\x1b" in shown) == ("FORCE_COLOR" in environment)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+        assert shown.startswith("a  running") and "step 2,000/4,000" in shown
+
+
+def test_it_starts_at_once_and_without_torch(tmp_path):
+    make_run(tmp_path / "checkpoints", "a", lines=2000)
+    code = (
+        "import sys; from lm.cli import main; assert main(['monitor', 'a', '--once']) == 0; "
+        "assert not {'torch', 'lightning', 'pynvml', 'numpy'} & sys.modules.keys()"
+    )
+    began = os.times()
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    ended = os.times()
+    spent = ended.children_user + ended.children_system - began.children_user - began.children_system
+    assert spent < 1.0  # 0.3 s of CPU time on two idle cores
+
+
+@pytest.mark.slow
+def test_a_million_lines_are_no_reason_to_wait(tmp_path):
+    run = make_run(tmp_path / "checkpoints", "a", lines=1)
+    line = json.dumps({"step": 1, "tokens": 5, "time": 1.0, "train/loss": 2.5, **{f"perf/{i}": 0.1 for i in range(12)}})
+    with open(run.path / "metrics.jsonl", "w") as file:
+        for step in range(1, 1_000_001):
+            file.write(line.replace('"step": 1,', f'"step": {step},') + "\n")
+    watching, began = Watch(run), time.process_time()
+    watching.look()
+    assert time.process_time() - began < 0.5
+    while watching.behind:
+        watching.look()
+    assert time.process_time() - began < 5 and watching.curves["train/loss"].points()[0][-1] > 999_000
+    began = time.process_time()
+    watching.look()
+    assert time.process_time() - began < 0.02
+
+
+# ---- a terminal ------------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """`lm monitor` in a pseudo-terminal of its own."""
+
+    def __init__(self, folder: Path, *arguments: str, size: tuple[int, int] = (80, 24), **environment: str) -> None:
+        self.pid, self.terminal = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            env = {**os.environ, "TERM": "xterm-256color", **environment}
+            for name in ("COLUMNS", "LINES", "NO_COLOR"):
+                if name not in environment:
+                    env.pop(name, None)
+            os.execve(sys.executable, [sys.executable, "-m", "lm", "monitor", *arguments], env)
+        self.output = b""
+        self.resize(*size)
+
+    def resize(self, width: int, height: int) -> None:
+        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def read(self, seconds: float) -> str:
+        """What it writes in this time; less where it ends."""
+        since, deadline = len(self.output), time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([self.terminal], [], [], left)[0]:
+                try:
+                    block = os.read(self.terminal, 65536)
+                except OSError:
+                    break
+                self.output += block
+                if not block:
+                    break
+        return self.output[since:].decode(errors="replace")
+
+    def wait_for(self, words: str, seconds: float = 30) -> str:
+        """What is written until some words are."""
+        since, deadline = len(self.output), time.monotonic() + seconds
+        while words not in self.output[since:].decode(errors="replace"):
+            assert time.monotonic() < deadline, self.output[since:].decode(errors="replace")
+            self.read(0.1)
+        return self.output[since:].decode(errors="replace")
+
+    def type(self, text: str) -> None:
+        os.write(self.terminal, text.encode())
+
+    def end(self) -> int:
+        """Its exit code."""
+        self.read(10)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def screens(output: str) -> list[list[str]]:
+    """The pages that were drawn one over the other, without colours."""
+    pages = re.split(r"\x1b\[H", output)[1:]
+    return [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen).split("\r\n") for screen in pages]
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    make_run(tmp_path / "checkpoints", "a", gpus=2, alerts=2)
+    return tmp_path
+
+
+@pytest.mark.parametrize("leave", ["q", "\x03", "SIGTERM"])
+def test_it_fills_the_terminal_survives_a_resize_and_leaves_it_as_it_was(workplace, leave):
+    terminal = Terminal(workplace, "a", "--interval", "60")  # a resize does not wait for the next look
+    settings = termios.tcgetattr(terminal.terminal)
+    shown = terminal.wait_for("q leaves")
+    assert "\x1b[?1049h" in shown and "\x1b[?25l" in shown  # a screen of its own, without a cursor
+    for width, height in ((200, 60), (40, 10), (120, 40)) if leave == "q" else ((81, 24),):
+        terminal.resize(width, height)
+        page = screens(terminal.read(1.5))[-1]
+        assert len(page) == height and all(len(line) <= width for line in page), page
+        assert page[0].startswith("a  running")
+    if leave == "SIGTERM":
+        os.kill(terminal.pid, signal.SIGTERM)
+    else:
+        terminal.type(leave)
+    assert terminal.end() == 0
+    assert terminal.output.rfind(b"\x1b[?25h") > terminal.output.rfind(b"\x1b[?25l")
+    assert b"\x1b[?1049l" in terminal.output
+    assert termios.tcgetattr(terminal.terminal)[3] == settings[3]  # echo and lines again
+
+
+def test_without_colour_there_is_none(workplace):
+    terminal = Terminal(workplace, "a", "--interval", "0.2", NO_COLOR="1")
+    terminal.wait_for("q leaves")
+    terminal.type("q")
+    assert terminal.end() == 0
+    assert not re.search(rb"\x1b\[[0-9;]*(3[0-7]|9[0-7]|38;)m", terminal.output)
+
+
+def test_a_dumb_terminal_gets_one_page(workplace):
+    terminal = Terminal(workplace, "a", TERM="dumb")
+    assert terminal.end() == 0
+    assert b"a  running" in terminal.output and b"\x1b" not in terminal.output
+
+
+def test_of_several_active_runs_it_asks_for_one_and_marks_the_dead(workplace):
+    make_run(workplace / "checkpoints", "b", lines=7)
+    make_run(workplace / "checkpoints", "c", age=60)
+    make_run(workplace / "checkpoints", "d", status="finished")
+    terminal = Terminal(workplace)
+    asked = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.wait_for("which?"))
+    numbers = {name: number for number, name in re.findall(r"(\d)  (\w) +(?:running|dead)", asked)}
+    assert set(numbers) == {"a", "b", "c"} and re.search(r"c +dead +step 2000/4000", asked)
+    terminal.type("9\n")
+    terminal.wait_for("which?")
+    terminal.type(f"{numbers['b']}\n")
+    shown = terminal.wait_for("q leaves")
+    assert "step 70/4,000" in shown and "step 2,000/4,000" not in shown
+    terminal.type("q")
+    assert terminal.end() == 0
+
+
+# ---- real trainings --------------------------------------------------------------------------------------------------
+
+
+def test_a_training_is_running_until_it_is_killed_and_then_it_is_dead(tmp_path):
+    """SIGKILL, as the system does it that runs out of memory: nobody writes a last word, and it is told at once."""
+    make_workplace(tmp_path)
+    config = str(write_config(tmp_path, **{"trainer.max_steps": 100_000, "trainer.checkpoint_interval": 5}))
+    training = start(tmp_path, "fit", "--config", config, "--run", "a")
+    try:
+        run, deadline = Run(tmp_path / "checkpoints" / "a"), time.monotonic() + 120
+        while not (run.read("state.json").get("step", 0) > 20 and run.read("heartbeat.json")):
+            assert time.monotonic() < deadline and training.poll() is None, training.stderr.read()
+            time.sleep(0.2)
+        found = json.loads(monitor(tmp_path, "--json").stdout)
+        assert (found["run"], found["status"]) == ("a", "running") and found["step"] > 20 and found["eta_seconds"] > 0
+        assert found["machine"]["process"]["memory_bytes"] > 50 * 2**20
+        assert found["checkpoint"]["step"] >= 5 and found["metrics"]["train/loss"] > 0
+    finally:
+        training.kill()
+        training.communicate()
+    found = json.loads(monitor(tmp_path, "a", "--json").stdout)
+    assert found["status"] == "dead" and found["eta_seconds"] is None and found["step"] > 20
+
+
+def test_a_training_that_has_finished_says_so(tmp_path):
+    make_workplace(tmp_path)
+    lm(tmp_path, "fit", "--config", str(write_config(tmp_path, **{"trainer.max_steps": 8})), "--run", "a")
+    done = monitor(tmp_path)
+    assert "nothing is running" in done.stderr
+    assert "a  finished" in done.stdout and "100%  step 8/8" in done.stdout and "all steps done" in done.stdout

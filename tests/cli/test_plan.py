@@ -1,0 +1,270 @@
+"""`lm plan` says on one page what a config means, and finds what would make a run fail or be worth nothing."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from trainings import lm, make_workplace, write_config
+
+from lm.cli.main import main
+from lm.system.hardware import DEVICES, peak_flops
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+PLAIN = {"trainer.callbacks": None, "trainer.accelerator": "auto"}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """Texts and the data that was made of them."""
+    folder = make_workplace(tmp_path_factory.mktemp("plan"))
+    lm(folder, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
+       "--val_fraction", "0.2")  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def planned(workplace, monkeypatch, capsys):
+    """Run `lm plan` on a changed config: exit code, JSON object, and what went to standard error."""
+    monkeypatch.chdir(workplace)
+
+    def run(*options, **changes):
+        write_config(workplace, **{**PLAIN, **changes})
+        code = main(["plan", "--config", "small.yaml", "--device", "h200", "--json", *options])
+        out, err = capsys.readouterr()
+        return code, json.loads(out) if out.startswith("{") else out, err
+
+    return run
+
+
+def found(planned_run, level):
+    """The findings of a level, as one text each."""
+    return [f"{one['what']} {one['cure']}" for one in planned_run[1]["findings"] if one["level"] == level]
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_that_a_person_can_read(workplace):
+    """Every part of it in lines that fit a screen, in seconds, and nothing is written."""
+    write_config(workplace, **PLAIN)
+    before = sorted(os.walk(workplace))
+    begun = time.monotonic()
+    shown = lm(workplace, "plan", "--config", "small.yaml", "--device", "a100", "--rate_usd_per_hr", "2").stdout
+    assert time.monotonic() - begun < 60  # a few seconds, on a machine with nothing else to do
+    assert sorted(os.walk(workplace)) == before
+    for part in ("model ", "data ", "steps ", "memory ", "time ", "disk ", "ready"):
+        assert any(line.startswith(part) for line in shown.splitlines()), part
+    assert "4 x 32 tokens x 2 micro-batches x 1 ranks = 256 tokens a step" in shown
+    assert "USD" in shown and "NVIDIA A100-SXM4-80GB" in shown
+    assert max(map(len, shown.splitlines())) < 180
+
+
+def test_the_same_facts_for_programs(planned):
+    code, facts, err = planned()
+    assert code == 0 and facts["ready"] and err == ""
+    assert facts["steps"]["tokens"] == 12 * 256 and facts["steps"]["warmup_steps"] == 2
+    assert facts["steps"]["epochs"] == pytest.approx(12 * 8 / facts["data"]["train"]["windows"])
+    assert facts["model"]["parameters"]["total"] > 0 and facts["model"]["vocab_size"] > 10
+    assert 0.9 < facts["data"]["train"]["bytes_per_token"] <= 1.0  # of single characters, and the ends of documents
+    parts = ("weights", "gradients", "optimizer", "casts", "activations", "working")
+    assert facts["memory"]["peak"] == sum(facts["memory"][part] for part in parts)
+    rate = facts["time"]["tokens_per_second"] * facts["model"]["flops_per_token"]
+    assert rate == pytest.approx(0.4 * peak_flops("NVIDIA H200", "32-true"))
+    assert facts["disk"]["at_once"] == 3 * facts["disk"]["checkpoint"] < facts["disk"]["free"]
+
+
+def test_time_and_cost_follow_from_what_is_given(planned, workplace):
+    """A share of the peak, or a measurement of the same model."""
+    _, assumed, _ = planned("--rate_usd_per_hr", "3.6")
+    _, given, _ = planned("--rate_usd_per_hr", "3.6", "--mfu", "0.2")
+    assert given["time"]["seconds"] == pytest.approx(2 * assumed["time"]["seconds"])
+    assert given["time"]["usd"] == pytest.approx(given["time"]["seconds"] * 1e-3)
+    total = assumed["model"]["parameters"]["total"]
+    measured = {"parameters": total, "seq_len": 32, "lightning": {"tokens_per_second": 100.0}}
+    (workplace / "bench.json").write_text(json.dumps(measured))
+    _, by_bench, _ = planned("--bench", "bench.json")
+    assert by_bench["time"]["seconds"] == pytest.approx(12 * 256 / 100)
+    (workplace / "bench.json").write_text(json.dumps({"modes": {"a": {"unavailable": ""}, "b": measured}}))
+    assert planned("--bench", "bench.json")[1]["time"]["seconds"] == by_bench["time"]["seconds"]
+    (workplace / "bench.json").write_text(json.dumps(measured | {"parameters": total + 1}))
+    code, _, err = planned("--bench", "bench.json")
+    assert code == 2 and "of another model" in err and err.count("\n") == 1
+
+
+def test_fit_prints_the_flag_to_take(workplace):
+    write_config(workplace, **PLAIN)
+    said = lm(workplace, "plan", "--config", "small.yaml", "--fit", "--device", "t4").stdout
+    assert said == "--data.micro_batch_size 8\n"  # all 8 samples of a step fit at once
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_has_a_memory_and_a_peak(name):
+    device = DEVICES[name]
+    assert device.memory_bytes > 10 * 2**30
+    assert peak_flops(device.name, "16-mixed") is not None
+
+
+@pytest.mark.parametrize("preset", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+def test_every_preset_is_sound(preset, capsys):
+    """Schema and algebra, and on the device that it is for there is nothing wrong but that the data is not here."""
+    assert main(["plan", "--config", preset, "--strict", "--json"]) == 0
+    assert main(["plan", "--config", preset, "--device", "h100", "--json"]) in (0, 2)
+    strict, whole = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert strict["ready"]
+    if preset != "char.yaml":  # whose vocabulary is known when its texts have been read
+        assert whole["memory"]["total"] < whole["memory"]["device"]
+    assert all("is not there" in one["what"] for one in whole["findings"] if one["level"] == "error")
+
+
+# ---- what it must catch ----------------------------------------------------------------------------------------------
+
+
+def test_data_that_ends_before_the_warm_up_does(planned):
+    """43 steps of data, 500 of warm-up, 5000 to go: the arithmetic is shown."""
+    windows = planned()[1]["data"]["train"]["windows"]
+    run = planned(**{"trainer.max_steps": 5000, "model.schedule.warmup_steps": 500})
+    assert run[0] == 2 and not run[1]["ready"]
+    (error,) = found(run, "error")
+    assert f"{windows:,} samples / 8 a step = {windows / 8:,.1f} steps an epoch" in error and "500 of 5,000" in error
+    assert "1 error" in run[2] and run[2].count("\n") == 1
+
+
+def test_a_warm_up_of_almost_half_of_the_run(planned):
+    run = planned(**{"model.schedule.warmup_steps": 4, "trainer.max_steps": 10})
+    assert run[0] == 0 and any("4 of 10 steps, 40% of the run" in text for text in found(run, "warning"))
+    run = planned(**{"model.schedule.warmup_steps": 10, "trainer.max_steps": 10})
+    assert run[0] == 2 and "is not over" in found(run, "error")[0]
+
+
+def test_a_batch_that_cannot_fit(planned):
+    """An error with the largest micro-batch that does; taking it makes the plan ready."""
+    large = {"model.decoder.hidden_size": 2048, "model.decoder.num_hidden_layers": 4, "data.micro_batch_size": 512,
+             "model.decoder.intermediate_size": 8192, "model.decoder.num_attention_heads": 16,
+             "data.global_batch_tokens": 512 * 32}  # fmt: skip
+    run = planned("--device", "t4", **large)
+    (error,) = [text for text in found(run, "error") if "a step takes" in text]
+    best = run[1]["memory"]["largest_micro_batch"]
+    assert f"--data.micro_batch_size {best}" in error and 1 <= best < 512
+    again = planned("--device", "t4", **large | {"data.micro_batch_size": best})
+    assert not any("a step takes" in text for text in found(again, "error"))
+
+
+def test_a_vocabulary_that_does_not_match(planned):
+    run = planned(**{"model.decoder.vocab_size": 10})
+    assert run[0] == 2 and "is smaller than the tokenizer's" in found(run, "error")[0]
+    run = planned(**{"model.decoder.vocab_size": 4096})
+    assert run[0] == 0 and any("belong to no token" in text for text in found(run, "warning"))
+
+
+def test_a_global_batch_that_does_not_come_out_even(planned):
+    run = planned(**{"data.global_batch_tokens": 200})
+    assert run[0] == 2 and "the nearest that fits is 256" in found(run, "error")[0]
+
+
+def test_data_that_is_not_there(planned, workplace):
+    run = planned(**{"data.path": "elsewhere", "data.prepare": None})
+    assert run[0] == 2 and "elsewhere is not there" in found(run, "error")[0] and "model" not in run[1]
+    run = planned(**{"data.path": "elsewhere"})
+    assert run[0] == 0 and any("the first fit makes it from texts" in text for text in found(run, "advice"))
+    run = planned(**{"data.path": None, "data.prepare": None, "data.train": "data/small/train/nothing*.parquet",
+                     "data.tokenizer": "data/small"})  # fmt: skip
+    assert run[0] == 2 and "no file matches" in found(run, "error")[0]
+
+
+def test_shards_of_another_tokenizer(planned, workplace):
+    lm(workplace, "data", "prepare", "--input", "texts", "--output", "data/other", "--tokenizer", "bpe",
+       "--vocab_size", "300")  # fmt: skip
+    run = planned(**{"data.tokenizer": "data/other"})
+    assert run[0] == 2 and any("tokenizer" in text for text in found(run, "error"))
+
+
+@pytest.mark.parametrize("changes, level, words", [
+    ({"trainer.max_steps": 3000}, "warning", "every token is seen"),
+    ({"trainer.val_interval": 500}, "advice", "trainer.val_interval 500 is more than the run's 12 steps"),
+    ({"model.schedule.name": "wsd", "model.schedule.decay_steps": 11}, "error", "warm-up 2 + decay 11 steps are more"),
+    ({"model.cuda_graphs": True, "trainer.devices": 2}, "error", "needs one device"),
+    ({"model.cuda_graphs": True, "model.document_mask": True}, "error", "does not go with model.document_mask"),
+    ({"trainer.precision": "fp8-rowwise", "data.micro_batch_size": 1, "data.seq_len": 8}, "error", "tokens a micro-"),
+    ({"trainer.precision": "fp8-rowwise", "model.decoder.intermediate_size": 72}, "error", "intermediate_size is 72"),
+    ({"trainer.precision": "fp8-rowwise", "model.decoder.num_hidden_layers": 1}, "error", "leaves the last block"),
+    ({"model.optimizer.groups.output.lr": 0.1}, "error", "set model.optimizer.groups.embedding"),
+    ({"trainer.precision": "bf16-mixed", "trainer.fp8_keep": ["*"]}, "error", "trainer.fp8_keep is for FP8"),
+    ({"trainer.val_interval": 1, "data.val_tokens": 4096}, "warning", "validations take"),
+    ({"model.decoder.hidden_size": 512, "model.decoder.intermediate_size": 2048}, "warning", "tokens are"),
+])  # fmt: skip
+def test_what_else_is_noted(planned, changes, level, words):
+    assert any(words in text for text in found(planned(**changes), level))
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"trainer.devices": 0}, "trainer.devices 0 names no device"),
+    ({"trainer.devices": []}, "trainer.devices [] names no device"),
+    ({"trainer.devices": "eight"}, "trainer.devices eight names no device"),
+    ({"trainer.num_nodes": 0}, "trainer.num_nodes 0 must be at least 1"),
+    ({"trainer.val_interval": 0}, "trainer.val_interval 0 must be at least 1"),
+    ({"trainer.checkpoint_interval": 0}, "trainer.checkpoint_interval 0 must be at least 1"),
+    ({"data.path": None, "data.prepare": None}, "give one of data.path"),
+    ({"data.train": "a.parquet"}, "give one of data.path"),
+    ({"data.path": None, "data.prepare": None, "data.train": "a.parquet"}, "data.train needs data.tokenizer"),
+])  # fmt: skip
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_a_fit_would_refuse_by_itself_is_an_error_here(planned, changes, words, strict):
+    run = planned(*["--strict"] * strict, **changes)
+    assert run[0] == 2 and words in found(run, "error")[0] and run[2].count("\n") == 1
+
+
+def test_a_schedule_that_does_not_fit_is_refused_by_a_fit_too_before_it_writes(workplace):
+    write_config(workplace, **PLAIN, **{"model.schedule.name": "wsd", "model.schedule.decay_steps": 11})
+    ended = lm(workplace, "fit", "--config", "small.yaml", expect=2)
+    assert "warm-up 2 + decay 11 steps are more than the run's 12" in ended.stderr
+    assert not (workplace / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--fit", "--strict"], "--strict looks at none"),
+    (["--fit", "--model.decoder.vocab_size", "null", "--data.path", "elsewhere"], "the model's size is not known"),
+    (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere is not there"),
+    (["--fit", "--model.decoder.hidden_size", "2Mi"], "one sample at a time is too much"),
+    (["--rate_usd_per_hr", "-1"], "must not be below 0"),
+    (["--bench", "broken.json"], "is no result of `lm bench step --output`"),
+])  # fmt: skip
+def test_a_question_that_has_no_answer_is_one_line(workplace, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(workplace)
+    (workplace / "broken.json").write_text('{"parameters": 1, "seq_len": 32, "lightning": 3}')
+    write_config(workplace, **PLAIN)
+    assert main(["plan", "--config", "small.yaml", "--device", "h200", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_fp8_is_not_taken_to_be_twice_as_fast(planned):
+    """Of the time nothing is known before it is measured; a share of the peak that is given is of FP8's."""
+    runs = [planned(**{"trainer.precision": precision})[1]["time"] for precision in ("bf16-mixed", "fp8-rowwise")]
+    assert runs[0]["seconds"] == runs[1]["seconds"] and "40% MFU of bf16, assumed" in runs[1]["basis"]
+    assert runs[1]["mfu"] == pytest.approx(runs[0]["mfu"] / 2, rel=0.01)
+    given = planned("--mfu", "0.4", **{"trainer.precision": "fp8-rowwise"})[1]["time"]
+    assert given["seconds"] == pytest.approx(runs[0]["seconds"] / 2, rel=0.01) and given["mfu"] == pytest.approx(0.4)
+
+
+def test_a_device_that_cannot_do_what_is_asked(planned):
+    run = planned("--device", "t4", **{"model.kernels": "on"})
+    assert run[0] == 2 and "Tesla T4 cannot run them" in found(run, "error")[0]
+    run = planned("--device", "v100", **{"trainer.precision": "bf16-mixed"})
+    assert any("no bf16" in text for text in found(run, "warning"))
+    run = planned("--device", "a100", **{"trainer.precision": "fp8-rowwise"})
+    assert run[0] == 2 and "has no FP8" in found(run, "error")[0]
+    assert planned("--device", "h200")[1]["device"]["kernels"] and not planned("--device", "t4")[1]["device"]["kernels"]
+    code, _, err = planned("--device", "h2000")
+    assert code == 2 and "h2000 is not known" in err and "h200" in err
+
+
+def test_strict_is_schema_and_algebra_alone(planned):
+    """It looks at no data and no device, so it runs in CI; any error is exit code 2."""
+    code, facts, _ = planned("--strict", **{"data.path": "elsewhere", "data.prepare": None})
+    assert code == 0 and "data" not in facts and "memory" not in facts and facts["steps"]["max_steps"] == 12
+    assert planned("--strict", **{"data.global_batch_tokens": 200})[0] == 2
+    code, _, err = planned("--strict", **{"model.decoder.num_attention_heads": 3})
+    assert code == 2 and "num_attention_heads" in err and err.count("\n") == 1
+    code, _, err = planned("--strict", **{"model.decoder.hiden_size": 3})
+    assert code == 2 and "hidden_size" in err

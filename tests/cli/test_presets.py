@@ -1,0 +1,95 @@
+"""Every preset parses, comes out even on one device and on a node, and builds at the size that it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lm.cli.config import BESIDE
+from lm.data.datamodule import DataModule
+from lm.model.decoder import Decoder
+from lm.model.estimates import flops_per_token, parameters
+from lm.system.arguments import Parser
+from lm.training.module import LanguageModule
+from lm.training.schedule import plan_steps, schedule
+from lm.training.trainer import Trainer
+
+CONFIGS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.yaml"))
+# config -> (parameters outside the embedding in millions, vocabulary, tokens of a step, optimizer steps)
+SIZES = {
+    "tiny": (0.79, None, 8_192, 300),
+    "char": (4.7, None, 8_192, 2_000),
+    "pretrain-50m": (50.3, 50_257, 524_288, 19_074),
+    "pretrain-300m": (251.7, 50_257, 131_072, 100_000),
+    "pretrain-350m": (364.9, 32_768, 524_288, 14_306),
+    "pretrain-350m-wide-heads": (364.9, 32_768, 524_288, 14_306),
+    "depth12": (84.9, 32_768, 262_144, 8_402),
+}
+
+
+def parse(path):
+    """A preset as the objects' arguments, parsed as `lm fit` parses them."""
+    parser = Parser(exit_on_error=False)
+    for key, part in {"trainer": Trainer, "model": LanguageModule, "data": DataModule, **BESIDE}.items():
+        parser.add_class_arguments(part, key)
+    parser.add_argument("--seed_everything", type=int)
+    return parser.parse_object(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_builds_at_its_size_and_comes_out_even(path):
+    size, vocab_size, tokens, steps = SIZES[path.stem]
+    config = parse(path)
+    decoder = parse_instance(path).model.decoder
+    assert decoder.vocab_size == vocab_size
+    decoder.vocab_size = decoder.vocab_size or 4_096
+    with torch.device("meta"):
+        model = Decoder(decoder)
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert counted == parameters(decoder)["total"]
+    embedding = decoder.vocab_size * decoder.hidden_size
+    assert (counted - embedding) / 1e6 == pytest.approx(size, rel=0.03)
+    for world in (1, 2, 4, 8) if path.stem not in ("tiny", "char") else (1,):
+        plan = plan_steps(
+            seq_len=decoder.max_position_embeddings, micro_batch_size=config.data.micro_batch_size,
+            global_batch_tokens=config.data.global_batch_tokens, world_size=world,
+            max_steps=config.trainer.max_steps, max_tokens=config.trainer.max_tokens,
+        )  # fmt: skip
+        assert plan.tokens_per_step == tokens and (steps is None or plan.max_steps == steps)
+
+
+def parse_instance(path):
+    parser = Parser(exit_on_error=False)
+    parser.add_class_arguments(LanguageModule, "model", instantiate=False)
+    return parser.instantiate_classes(parser.parse_object({"model": yaml.safe_load(path.read_text())["model"]}))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_warm_up_is_a_small_share_and_the_rate_ends_at_its_fraction(path):
+    config = parse_instance(path).model
+    steps = SIZES[path.stem][3]
+    assert config.schedule.warmup_steps <= 0.1 * steps
+    assert schedule(steps, steps, config.schedule) == pytest.approx(0.0 if path.stem == "depth12" else 0.1)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_what_follows_from_a_preset_is_not_fixed_by_a_default(path):
+    decoder = parse_instance(path).model.decoder
+    assert decoder.head_dim == decoder.hidden_size // decoder.num_attention_heads
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_number_has_a_comment(path):
+    bare = [line for line in path.read_text().splitlines() if re.match(r"\s*\w+: \[?[\d.]", line) and " # " not in line]
+    assert bare == []
+
+
+def test_wide_heads_change_nothing_but_the_heads():
+    """The two 350M presets cost the same parameters and operations, so their speeds compare heads alone."""
+    narrow, wide = (parse_instance(CONFIGS[0].parent / f"pretrain-350m{suffix}.yaml").model.decoder
+                    for suffix in ("", "-wide-heads"))
+    assert (narrow.head_dim, wide.head_dim) == (64, 128)
+    assert parameters(narrow) == parameters(wide)
+    assert flops_per_token(narrow, 1_024) == flops_per_token(wide, 1_024)

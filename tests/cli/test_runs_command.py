@@ -1,0 +1,426 @@
+"""`lm runs`: what a person sees of runs, compares, hands on and removes."""
+
+import csv
+import hashlib
+import json
+import os
+import pty
+import re
+import select
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from safetensors.torch import load_file
+from trainings import CONFIG, lm, make_workplace, write_config
+
+from lm.cli.charts import MARKERS, chart
+from lm.cli.runs_compare import export
+from lm.errors import RequestError, RunError
+from lm.runs import registry
+from lm.runs.history import Series, smooth
+from lm.runs.run import Run
+from lm.system.arguments import call
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A registry of this test alone, and a working directory."""
+    monkeypatch.setenv("LM_REGISTRY", str(tmp_path / "home" / "runs.db"))
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run that was really trained."""
+    folder = make_workplace(tmp_path_factory.mktemp("runs"))
+    lm(folder, "fit", "--config", str(write_config(folder)), LM_REGISTRY=str(folder / "runs.db"))
+    return Run(folder / "checkpoints" / "small")
+
+
+def make(name="a", root="checkpoints", status="finished", entered=None, steps=40, lr=0.1, reason=None):
+    """A run folder as a training leaves it, without checkpoints."""
+    run = Run.create(name, root)
+    entered = time.time() - 60 if entered is None else entered
+    run.describe(
+        id=run.name, name=name, status=status, reason=reason, entered=entered, started="2025-01-02T03:04:05Z",
+        host=socket.gethostname(), command=["lm", "fit", "--config", "a.yaml"], versions={"lm": "0.1.0"},
+    )  # fmt: skip
+    metrics = {}
+    for step in range(1, steps + 1):
+        metrics = {"train/loss": 9 / step + lr, "perf/tokens_per_second": 1e4, "optim/grad_norm": 1.0}
+        run.append_metrics({"step": step, "tokens": step * 256, "time": entered + step * 9, **metrics})
+    run.append_metrics({"step": steps, "tokens": steps * 256, "time": entered + steps * 9, "val/loss": 2.0 + lr})
+    run.write_state({"step": steps, "max_steps": 50, "tokens": steps * 256, "metrics": metrics, "pid": os.getpid()})
+    config = {**json.loads(json.dumps(CONFIG)), "run": run.name}
+    config["model"]["optimizer"]["lr"] = lr
+    run.config.write_text(yaml.safe_dump(config))
+    return run
+
+
+def runs(*arguments, expect=0, cwd=None):
+    """`lm runs ...` in a process of its own, with its output in a pipe."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lm", "runs", *arguments], cwd=cwd, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done
+
+
+def in_terminal(*arguments, answer=b"", columns=80):
+    """`lm runs ...` on a terminal, where a person types `answer`; what the terminal shows."""
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lm", "runs", *arguments], stdin=child, stdout=child, stderr=child,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)},
+    )  # fmt: skip
+    os.close(child)
+    os.write(parent, answer)
+    shown = b""
+    while select.select([parent], [], [], 30)[0]:
+        try:
+            shown += os.read(parent, 65536)
+        except OSError:  # the other end is closed
+            break
+    process.wait()
+    os.close(parent)
+    return shown.decode()
+
+
+# ---- ls --------------------------------------------------------------------------------------------------------------
+
+
+def test_ls_shows_every_run_newest_last_within_80_columns(place):
+    make("finished", entered=1e9)
+    make("elsewhere", root=place.parent / "other" / "checkpoints", entered=2e9 - 1e9 + 5)
+    registry.record(Run(place.parent / "other" / "checkpoints" / "elsewhere"))
+    make("a-name-that-is-longer-than-any-table-of-80-columns-has-room-for", entered=time.time() - 7300)
+    make("stopped", status="stopped", reason="loss > 10 for a reason that goes on and on " * 4, entered=1.5e9)
+    make("killed", status="running", entered=time.time() - 3600)
+    alive = make("alive", status="running", entered=time.time() - 3000)
+    beat = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+    (alive.path / "heartbeat.json").write_text(json.dumps(beat))
+    lines = runs("ls").stdout.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("/")) <= 80  # a path is whole, however long
+    text = "\n".join(lines)
+    order = [text.index(name) for name in ("elsewhere", "finished", "stopped", "a-name-that", "killed", "alive")]
+    assert order == sorted(order) and str(place.parent / "other" / "checkpoints") in lines
+    row = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    assert re.search(r"alive +running +40/50 +2\.1 +0\.325 +10K +50m", row["alive"])
+    assert " dead " in row["killed"] and re.search(r"a-name-that-is-long\S+…  finished .* 2h\n", text)
+    assert any(line.startswith("    loss > 10 for") and line.endswith("…") for line in lines)
+
+
+def test_ls_colours_on_a_terminal_alone(place):
+    make(status="failed", reason="of something")
+    assert not COLOUR.search(runs("ls").stdout)
+    shown = in_terminal("ls")
+    assert "\x1b[31mfailed" in shown and all(len(COLOUR.sub("", line)) <= 80 for line in shown.splitlines())
+
+
+def test_ls_tells_what_the_folders_say_and_not_what_the_registry_remembers(place):
+    run = make(status="running")
+    registry.record(run)
+    run.describe(status="failed", reason="after that")
+    (found,) = json.loads(runs("ls", "--json").stdout)
+    assert (found["status"], found["reason"]) == ("failed", "after that")
+
+
+def test_ls_leaves_removed_runs_out_and_says_which_cannot_be_reached(place):
+    kept, removed = make("kept"), make("removed")
+    away = make("away", root=place.parent / "disk" / "checkpoints")
+    registry.note([kept, removed, away])
+    (removed.path / "run.json").unlink()
+    (place.parent / "disk").rename(place.parent / "unplugged")
+    found = {run["name"]: run["status"] for run in json.loads(runs("ls", "--json").stdout)}
+    assert found == {"kept": "finished", "away": "gone"}
+    assert {row["name"] for row in registry.known()} == {"kept", "away"}
+    assert "forgot" in runs("rm", "away").stdout and {row["name"] for row in registry.known()} == {"kept"}
+
+
+def test_ls_works_without_a_registry_and_without_runs(place, monkeypatch):
+    assert "no runs under checkpoints" in runs("ls").stdout and runs("ls", "--json").stdout == "[]\n"
+    make()
+    assert "  a " in runs("ls").stdout
+    monkeypatch.setenv("LM_REGISTRY", str(place / "checkpoints"))
+    done = runs("ls")
+    assert "  a " in done.stdout and "cannot be read" in done.stderr
+
+
+def test_ls_shows_the_newest_twenty_unless_all_are_wanted(place):
+    for index in range(23):
+        make(f"r{index}", entered=float(index + 1), steps=1)
+    text = runs("ls").stdout
+    assert "3 older runs: --all shows them" in text and "r3 " in text and "r2 " not in text
+    assert "r2 " in runs("ls", "--all").stdout
+
+
+def test_ls_answers_at_once_without_torch(place):
+    registry.note([make(f"r{index}") for index in range(30)])
+    code = (
+        "import sys; from lm.cli.main import main; assert main(['runs', 'ls']) == 0;"
+        "assert not {'torch', 'lightning', 'numpy', 'pyarrow'} & set(sys.modules)"
+    )
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        seconds.append(time.monotonic() - began)
+    assert min(seconds) < 2  # half a second on an idle machine
+
+
+# ---- show ------------------------------------------------------------------------------------------------------------
+
+
+def test_show_puts_all_that_matters_on_a_page(trained):
+    text = runs("show", str(trained.path)).stdout
+    steps = [int(path.name.removeprefix("step-")) for path in trained.steps().values()]
+    state, facts = trained.read("state.json"), trained.read("run.json")
+    for part in (
+        "small  finished: all steps done", "step 12 of 12 (100%), 3.07K tokens", f"step {max(steps)} (", "last, ",
+        f"{state['metrics']['val/bpb']:.4f}", "2 layers of 32, 2 heads (1 for keys and values)",
+        "adamw, lr 0.01, cosine", "256 tokens a step", "lm fit --config", f"on {facts['host']}",
+        f"torch {facts['versions']['torch']}",
+    ):  # fmt: skip
+        assert part in text, part
+    weights = load_file(trained.path / "last" / "model.safetensors")
+    found = json.loads(runs("show", str(trained.path), "--json").stdout)
+    assert found["parameters"] == sum(tensor.numel() for tensor in weights.values())
+    assert found["curves"]["train/loss"]["first_step"] == 1 and found["curves"]["train/loss"]["last_step"] == 12
+    assert found["config"]["model"]["optimizer"]["lr"] == 0.01
+
+
+def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
+    """A run that was interrupted goes on with it."""
+    before = trained.read("run.json")
+    trained.describe(status="interrupted", reason="SIGTERM")
+    command = runs("show", str(trained.path)).stdout.splitlines()[-1].removeprefix("next").strip()
+    trained.describe(**before)
+    home, _, rest = command.partition(" && ")
+    assert home == f"cd {trained.path.parent.parent.resolve()}"
+    assert rest == "lm fit --config checkpoints/small/config.yaml --ckpt_path auto"
+    folder = home.removeprefix("cd ")
+    assert "all 12 steps are done" in lm(Path(folder), *rest.split()[1:]).stderr
+    finished = runs("show", "small", cwd=folder).stdout.splitlines()[-1].removeprefix("next").strip()
+    assert finished == "lm validate --ckpt_path checkpoints/small/best"
+
+
+def test_show_has_alerts_samples_costs_and_post_mortems(place):
+    run = make(status="stopped", reason="loss > 10")
+    for step in range(7):
+        run.append_alert({"step": step, "time": 0.0, "guard": "alert", "action": "warn", "message": "loss [bold] > 9"})
+    samples = [{"step": 1, "prompt": "earlier", "text": "!"}, {"step": 9, "prompt": "The [red]", "text": "state\nof"}]
+    (run.path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)) + '\n{"st')
+    (run.path / "budget.json").write_text(json.dumps({"spent_usd": 1.5, "cap_usd": 20}))
+    (run.path / "postmortem-00000007").mkdir()
+    text = runs("show", "a").stdout
+    assert "2 before these" in text and "step 6, alert: loss [bold] > 9 (warn)" in text
+    assert "step 9: The [red] state of" in text and "earlier" not in text
+    assert "1.50 USD spent, of 20.00" in text and "postmortem-00000007" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_show_of_a_run_that_has_only_just_begun(place):
+    run = Run.create("a", "checkpoints")
+    run.describe(id="a", name="a", status="running", entered=time.time())
+    assert "no step taken yet" in runs("show", "a").stdout
+
+
+# ---- compare ---------------------------------------------------------------------------------------------------------
+
+
+def test_compare_draws_both_and_shows_only_what_differs(place):
+    make("slow", lr=0.1), make("fast", lr=0.2, steps=30)
+    done = runs("compare", "slow", "fast", "--png", "both.png")
+    lines = done.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines) and len(lines[0]) == 80
+    assert lines[0].split() == ["train/loss", "o", "slow", "x", "fast"]
+    plot = "\n".join(lines[1:20])
+    assert plot.count("o") > 1 and plot.count("x") > 1 and not COLOUR.search(done.stdout)
+    assert re.search(r"o +slow +finished +0\.325 +0\.325 +40 +2\.1", done.stdout)
+    settings = done.stdout[done.stdout.index("setting") :].splitlines()[1:]
+    assert [line.split() for line in settings] == [["model.optimizer.lr", "0.1", "0.2"]]
+    assert (place / "both.png").read_bytes().startswith(b"\x89PNG")
+    assert "\x1b[36m" in in_terminal("compare", "slow", "fast")
+
+
+def test_compare_takes_another_metric_another_axis_and_smoothing(place):
+    make("a"), make("b", lr=0.2)
+    found = json.loads(runs("compare", "a", "b", "--x", "tokens", "--smooth", "0.5", "--json").stdout)
+    raw = [line["train/loss"] for line in Run("checkpoints/a").metrics() if "train/loss" in line]
+    assert found["curves"]["a"]["x"][:2] == [256, 512] and found["curves"]["a"]["y"] == pytest.approx(smooth(raw, 0.5))
+    hours = json.loads(runs("compare", "a", "b", "--x", "time", "--json").stdout)["curves"]["b"]["x"]
+    assert hours[0] == 0 and hours[-1] == pytest.approx(39 * 9 / 3600)
+    assert "val/loss" in runs("compare", "a", "b", "--metric", "val/loss").stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["a"], "two runs or more"), ([], "two runs or more"), (["a", "a"], "with itself"), (["a", "c"], "no run 'c'"),
+    (["a", "b", "--metric", "train/los"], "did you mean 'train/loss'"), (["a", "b", "--smooth", "1"], "[0, 1)"),
+    (["a", "b", "--png", "nowhere/x.png"], "--png nowhere/x.png: No such file"), (["a", "b", "--x", "epoch"], "x: "),
+])  # fmt: skip
+def test_compare_refuses_in_one_line(place, arguments, message):
+    make("a"), make("b")
+    assert message in runs("compare", *arguments, expect=2).stderr.splitlines()[-1]
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_holds_the_run_and_its_weights_byte_for_byte(trained, place):
+    runs("export", str(trained.path), "--output", "out")
+    out = place / "out"
+    names = {path.name for path in out.iterdir() if not path.name.startswith("events.")}
+    assert names == {
+        "manifest.json", "metrics.csv", "metrics.parquet", "loss.png", "grad_norm.png", "throughput.png",
+        "final.safetensors", "config.yaml",
+    }  # fmt: skip
+    last = trained.link("last")
+    assert (out / "final.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
+    for events in trained.path.glob("events.*"):
+        assert (out / events.name).read_bytes() == events.read_bytes()
+    assert len(list(out.glob("events.*"))) > 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
+    assert manifest["files"] == {name: sha for name, sha in digests.items() if name != "manifest.json"}
+    assert manifest["checkpoint"] == {"step": 12, "sha256": digests["final.safetensors"]}
+    assert manifest["config_sha256"] == digests["config.yaml"] and manifest["seed"] == 7
+    facts = trained.read("run.json")
+    assert manifest["machine"]["device"] == facts["device"] and manifest["command"] == facts["command"]
+    assert manifest["versions"]["torch"] == facts["versions"]["torch"] and manifest["tokens"] == 12 * 256
+    assert list(place.iterdir()) == [out]
+
+
+def test_exported_metrics_are_exact_in_both_tables(trained, place):
+    export(str(trained.path), "out", checkpoint="none")
+    with open("out/metrics.csv", newline="") as file:
+        rows = [(int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)]
+    table = pq.read_table("out/metrics.parquet").to_pylist()
+    assert rows == [(row["step"], row["name"], row["value"]) for row in table]
+    assert rows == sorted(rows) and len({row[:2] for row in rows}) == len(rows)
+    logged = {(line["step"], name): value for line in trained.metrics() for name, value in line.items()}
+    assert {(step, name): value for step, name, value in rows if "/" in name and name != "data/tokens"} == {
+        key: value for key, value in logged.items() if "/" in key[1]
+    }
+    assert not (place / "out" / "final.safetensors").exists()
+
+
+def test_an_export_is_refused_or_whole(trained, place):
+    (place / "full").mkdir()
+    (place / "full" / "file").write_text("mine")
+    with pytest.raises(RequestError, match="not an empty folder"):
+        export(str(trained.path), "full")
+    assert (place / "full" / "file").read_text() == "mine"
+    weights = trained.link("last") / "model.safetensors"
+    whole = weights.read_bytes()
+    try:
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(RunError, match="is damaged"):
+            export(str(trained.path), "out")
+    finally:
+        weights.write_bytes(whole)
+    assert [path.name for path in place.iterdir()] == ["full"]
+    (place / "empty").mkdir()
+    export(str(trained.path), "empty", checkpoint="best")
+    best = trained.link("best") / "model.safetensors"
+    assert (place / "empty" / "final.safetensors").read_bytes() == best.read_bytes()
+
+
+# ---- rm and rebuild --------------------------------------------------------------------------------------------------
+
+
+def test_rm_asks_and_removes_the_folder_and_its_row(place):
+    run, other = make("a"), make("b")
+    registry.note([run, other])
+    assert "give --yes" in runs("rm", "a", expect=2).stderr and run.path.exists()
+    assert "nothing was removed" in in_terminal("rm", "a", answer=b"\n") and run.path.exists()
+    shown = in_terminal("rm", "a", answer=b"y\n")
+    assert "KiB" in shown and "checkpoints: none" in shown and not run.path.exists()
+    assert [row["name"] for row in registry.known()] == ["b"] and os.listdir("checkpoints") == ["b"]
+    assert "removed" in runs("rm", "b", "--yes").stdout and registry.known() == [] and os.listdir("checkpoints") == []
+
+
+def test_rm_of_a_link_removes_what_it_points_to(place):
+    run = make("a", root=place.parent / "scratch")
+    (place / "checkpoints").mkdir()
+    (place / "checkpoints" / "a").symlink_to(run.path)
+    runs("rm", "a", "--yes")
+    assert not run.path.exists() and os.listdir("checkpoints") == []
+
+
+def test_rm_refuses_a_running_run(place):
+    run = make("a", status="running", entered=time.time())
+    refused = runs("rm", "a", "--yes", expect=2)
+    assert "is being trained by" in refused.stderr and str(os.getpid()) in refused.stderr and run.path.exists()
+
+
+def test_a_rebuilt_registry_is_the_one_that_was_lost(place):
+    here, there = make("a"), make("b", root=place.parent / "other")
+    registry.note([here, there])
+    before = registry.known()
+    file = Path(os.environ["LM_REGISTRY"])
+    runs("rebuild")  # from the folders that it knows
+    assert registry.known() == before
+    for part in file.parent.iterdir():
+        part.unlink()
+    assert "2 runs are in" in runs("rebuild", "../other").stdout
+    assert registry.known() == before
+    assert "not a folder" in runs("rebuild", "nowhere", expect=2).stderr
+
+
+# ---- the chart and the command line ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("color", [False, True])
+def test_a_chart_is_exactly_as_large_as_asked_for(color):
+    series = [Series("one", [1, 2, 9], [2.0, float("nan"), 4]), Series("y" * 40, [1, 2, 9], [3.0, 1, float("inf")])]
+    for width in range(1, 90, 7):
+        for height in range(1, 24, 3):
+            for some in (series, series[:1], [], [Series("flat", [5], [1.0])]):
+                text = chart(some, width, height, color, x_label="step", title="loss", y_range=None)
+                lines = COLOUR.sub("", text).split("\n")
+                assert [len(line) for line in lines] == [width] * height
+
+
+def test_a_chart_shows_where_a_curve_goes():
+    """A falling line begins at the top left and ends at the bottom right; the axes have its numbers."""
+    lines = chart([Series("a", range(101), [100.0 - x for x in range(101)])], 60, 14, x_label="step").split("\n")
+    assert lines[0][:5] == "100┤⠉" and not lines[0][30:].strip() and not lines[11][4:30].strip()
+    assert lines[11].rstrip()[-1] == lines[11][59] == "⣀" and lines[11].startswith("  0┤")
+    assert lines[13].split() == ["0", "20", "40", "60", "80", "step"]
+    gap = chart([Series("a", [0, 1, 2, 3], [1.0, float("nan"), float("nan"), 1.0])], 40, 5).split("\n")
+    assert sum(ord(character) > 0x2800 and ord(character) < 0x2900 for line in gap for character in line) == 2
+
+
+def test_curves_of_a_chart_are_told_apart_without_colour():
+    series = [Series(f"c{index}", range(80), [float(index)] * 80) for index in range(6)]
+    lines = chart(series, 80, 20, title="loss").split("\n")
+    for marker, one in zip(MARKERS, series, strict=False):
+        assert f"{marker} {one.name}" in lines[0] and any(line.count(marker) > 2 for line in lines[1:])
+
+
+def test_smoothing_begins_at_the_first_value_and_passes_over_gaps():
+    assert smooth([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0]) and smooth([1.0, 2.0], 0.0) == [1.0, 2.0]
+    assert smooth([2.0, float("nan"), 4.0], 0.5)[2] == pytest.approx((0.25 * 2 + 0.5 * 4) / 0.75)
+
+
+def test_a_command_takes_a_list_of_names_wherever_they_stand():
+    def command(names: list[str], depth: int = 1, loud: bool = False) -> None:
+        return names, depth, loud
+
+    for line in ("a b 3 --depth 2 --loud", "--depth 2 a --loud b 3", "--loud --depth=2 a b 3"):
+        assert call(command, line.split(), prog="x") == (["a", "b", "3"], 2, True)
+    assert call(command, [], prog="x") == ([], 1, False)
+    with pytest.raises(RequestError, match="did you mean 'depth'"):
+        call(command, ["a", "--deph", "2"], prog="x")

@@ -1,0 +1,172 @@
+"""`lm scale` is one dial: what it prints is a config that fits, that `lm plan` accepts and that `lm fit` runs."""
+
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import yaml
+from trainings import lm, make_workplace
+
+from lm.cli.config import config_parser
+from lm.cli.main import main
+from lm.cli.scale import batch_tokens, learning_rate, recipe, tokens_of_steps, weight_decay, window_pattern
+from lm.model.estimates import flops_per_token, parameters
+from lm.system.units import parse_count
+from lm.training.schedule import plan_steps
+
+DEPTHS = range(2, 33)
+DEPTH12 = Path(__file__).parent.parent.parent / "configs" / "depth12.yaml"
+
+
+def scale(*arguments):
+    """What `lm scale` prints."""
+    with redirect_stdout(StringIO()) as printed:
+        assert main(["scale", *map(str, arguments)]) == 0
+    return printed.getvalue()
+
+
+def read(text, folder):
+    """A printed config as `lm plan` and `lm fit` parse it."""
+    path = folder / "scaled.yaml"
+    path.write_text(text)
+    parser = config_parser("lm plan")
+    return parser.read(["--config", str(path)])
+
+
+def test_deeper_is_never_smaller():
+    """Width, parameters, tokens and batch only grow with the depth, and the best rate for the batch only falls."""
+    made = [recipe(depth, tokens_per_parameter=20) for depth in DEPTHS]
+    for what in ("parameters", "tokens", "batch", "flops"):
+        values = [getattr(one, what) for one in made]
+        assert values == sorted(values), what
+    widths = [one.decoder.hidden_size for one in made]
+    assert widths == sorted(widths) and len(set(widths)) > 10
+    rates = [learning_rate(one.block_flops, one.batch_tokens) / one.batch**0.5 for one in made]
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_heads_are_whole_and_the_last_layer_sees_all(depth):
+    decoder = recipe(depth, tokens_per_parameter=20).decoder
+    assert decoder.hidden_size == 128 * decoder.num_attention_heads
+    assert 64 * depth <= decoder.hidden_size < 64 * depth + 128
+    assert decoder.windows[-1] is None and decoder.windows[0] == 512
+    assert decoder.windows[:-1] == [None if layer % 4 == 3 else 512 for layer in range(depth - 1)]
+    assert set(window_pattern(depth)) == {"S", "L"}
+
+
+@pytest.mark.parametrize("depth", [2, 5, 12, 26])
+def test_each_horizon_comes_out_within_a_step(depth):
+    by_ratio = recipe(depth, tokens_per_parameter=12.5)
+    count = parameters(by_ratio.decoder)["total"]
+    assert abs(by_ratio.tokens - 12.5 * count) <= by_ratio.batch_tokens / 2
+    by_flops = recipe(depth, flops=3e18)
+    each = flops_per_token(by_flops.decoder, 2_048)
+    assert abs(by_flops.tokens * each - 3e18) <= by_flops.batch_tokens * each / 2
+    assert recipe(depth, steps=777).steps == 777
+
+
+def test_two_ways_to_say_one_horizon_give_one_recipe():
+    by_ratio = recipe(12, tokens_per_parameter=20)
+    by_flops = recipe(12, flops=20 * by_ratio.parameters * by_ratio.flops_per_token)
+    assert by_flops == by_ratio
+    assert recipe(12, steps=by_ratio.steps) == by_ratio
+
+
+def test_the_rules_give_their_sources_figures():
+    """Figures that others computed or used, so that a wrong constant shows."""
+    assert batch_tokens(40e9) == pytest.approx(0.721e6, rel=0.01)  # the fit at 40B tokens, in tokens
+    tokens = tokens_of_steps(10_000)
+    assert 10_000 * batch_tokens(tokens) == pytest.approx(tokens)
+    # At the batch that belongs to it, 3.6M tokens for 4.8e21 operations, the fitted rate is 6e-4.
+    assert learning_rate(4.8e21, 3.6e6) == pytest.approx(6e-4, rel=0.02)
+    assert learning_rate(4.8e21, 4 * 3.6e6) == pytest.approx(2 * learning_rate(4.8e21, 3.6e6))
+    # The mean of the updates is over 22 % of a run at 20 tokens a parameter.
+    assert 1 / (weight_decay(1e-3, 10_000, 20) * 1e-3 * 10_000) == pytest.approx(0.2236, rel=1e-3)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_every_depth_is_a_config_that_comes_out_even(depth, tmp_path):
+    """It parses as `lm fit` parses it, holds the recipe's numbers, and divides by a node's devices."""
+    text = scale("--depth", depth)
+    assert max(map(len, text.splitlines())) <= 120
+    config = read(text, tmp_path)
+    made = recipe(depth, tokens_per_parameter=20)
+    assert config.model.decoder == made.decoder
+    assert config.model.optimizer.lr == pytest.approx(made.learning_rate, rel=0.005)
+    assert config.model.optimizer.weight_decay == pytest.approx(made.weight_decay, rel=0.005)
+    for world_size in (1, 2, 4, 8):
+        steps = plan_steps(
+            seq_len=config.data.seq_len, micro_batch_size=config.data.micro_batch_size,
+            global_batch_tokens=config.data.global_batch_tokens, world_size=world_size,
+            max_steps=config.trainer.max_steps, max_tokens=config.trainer.max_tokens,
+        )  # fmt: skip
+        assert (steps.max_steps, steps.tokens_per_step) == (made.steps, made.batch_tokens)
+
+
+def test_every_number_has_its_reason():
+    bare = [line for line in scale("--depth", 6, "--target_flops", 1e17).splitlines()
+            if line.startswith(" ") and not line.endswith(":") and " # " not in line]  # fmt: skip
+    assert bare == []
+
+
+def test_the_preset_is_what_the_dial_prints():
+    """`configs/depth12.yaml` is the output of `lm scale --depth 12`, so a changed rule changes the preset."""
+    assert DEPTH12.read_text() == scale("--depth", 12)
+
+
+def test_the_file_says_how_to_make_it_again(tmp_path):
+    text = scale("--depth", 4, "--target_flops", 2e17, "--vocab_size", "16_384", "--optimizer", "muon")
+    command = next(line for line in text.splitlines() if "lm scale" in line)
+    again = command.partition("lm scale ")[2].partition(" >")[0].split()
+    assert scale(*again) == text and read(text, tmp_path).model.optimizer.name == "muon"
+
+
+def test_standard_output_is_yaml_alone_and_torch_is_not_imported():
+    """People redirect it into a file, and it is there at once."""
+    code = "import sys; from lm.cli import main; main(['scale', '--depth', '12']); assert 'torch' not in sys.modules"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert time.monotonic() - began < 2  # half a second on an idle machine
+    assert done.stderr == "" and done.stdout == DEPTH12.read_text()
+    assert list(yaml.safe_load(done.stdout)) == ["seed_everything", "trainer", "model", "data"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--depth 12"),
+        (["--depth", "1"], "--depth 1 must be at least 2"),
+        (["--depth", "12", "--max_steps", "9", "--target_flops", "1e18"], "--target_flops and --max_steps"),
+        (["--depth", "12", "--target_param_data_ratio", "0"], "--target_param_data_ratio 0.0 must be above 0"),
+        (["--depth", "12", "--max_steps", "0"], "--max_steps 0 must be above 0"),
+        (["--depth", "12", "--target_flops", "1e9"], "less than one optimizer step"),
+        (["--depth", "12", "--vocab_size", "0"], "--vocab_size 0 must be above 0"),
+        (["--depth", "12", "--seq_len", "1"], "--seq_len 1 must be at least 2"),
+        (["--depht", "12"], "did you mean 'depth'?"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, said, capsys):
+    assert main(["scale", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1
+
+
+def test_fit_runs_it(tmp_path):
+    """A model of two blocks takes two real steps, with windows, on a CPU; its checkpoint is written."""
+    make_workplace(tmp_path)
+    lm(tmp_path, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
+       "--val_fraction", "0.2")  # fmt: skip
+    printed = lm(tmp_path, "scale", "--depth", "2", "--max_steps", "2", "--vocab_size", "64", "--seq_len", "160",
+                 "--data", "data/small")  # fmt: skip
+    config = yaml.safe_load(printed.stdout)
+    assert config["model"]["decoder"]["sliding_window"] == 128  # less than the context, so there is a window
+    assert parse_count(config["data"]["global_batch_tokens"]) % 160 == 0
+    (tmp_path / "depth2.yaml").write_text(printed.stdout)
+    lm(tmp_path, "plan", "--config", "depth2.yaml", "--strict")
+    lm(tmp_path, "fit", "--config", "depth2.yaml")
+    assert (tmp_path / "checkpoints" / "depth2" / "step-00000002" / "model.safetensors").is_file()

@@ -1,0 +1,269 @@
+"""The stream: however it is divided, and wherever it starts, training sees the same samples in the same order."""
+
+import gc
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shard_files import write_folder
+
+from lm.data import shards as shards_module
+from lm.data.loader import Batch, BlockBuffer, Cursor, Reading, Stream, Windows, assemble
+from lm.data.sampler import Order
+from lm.data.shards import Shards
+from lm.data.workers import Workers
+from lm.errors import RequestError, RunError
+
+SEQ_LEN = 8
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Nine shards of 33 to 400 tokens in blocks of 60 or so, with token = place in the concatenation modulo 997."""
+    folder = tmp_path_factory.mktemp("shards")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards_module, "BLOCK_TOKENS", 60)
+        write_folder(folder, [33, 400, 77, 120, 256, 64, 99, 301, 41], row_groups=5)
+        return Shards.open(str(folder), vocab_size=1000)
+
+
+def stream(shards, **options):
+    given = dict(seq_len=SEQ_LEN, start=0, global_batch=24, micro_batch=4, lanes=8, seed=5) | options
+    order = Order(shards.windows(SEQ_LEN), given.pop("seed"), lanes=given.pop("lanes"))
+    return Stream(shards, order, **given)
+
+
+def steps(batches, count, per_step):
+    """The rows of each optimizer step on one rank, checking that cursors count up."""
+    found = []
+    for _ in range(count):
+        step = list(islice(batches, per_step))
+        assert [batch.cursor.micro for batch in step] == list(range(per_step))
+        assert len({(batch.cursor.start, batch.cursor.end) for batch in step}) == 1
+        found.append((step[0].cursor.start, np.concatenate([batch.tokens.numpy() for batch in step])))
+    return found
+
+
+def reference(shards, start, count, seed=5, lanes=8):
+    """Rows of samples from `start` on, one at a time, from the blocks themselves."""
+    order = Order(shards.windows(SEQ_LEN), seed, lanes=lanes)
+    blocks, windows = order.locate(np.arange(start, start + count))
+    runs = [shards.read(i) for i in range(len(shards.blocks))]
+    return np.stack([runs[b][w * SEQ_LEN : w * SEQ_LEN + SEQ_LEN + 1] for b, w in zip(blocks, windows)])
+
+
+@given(
+    st.sampled_from([(1, 24), (2, 4), (3, 8), (4, 2), (6, 1), (8, 3), (2, 12), (1, 1)]),
+    st.integers(0, 1000), st.sampled_from([1, 8, 64]), st.integers(60, 2000),
+)
+@settings(max_examples=40, deadline=None)
+def test_ranks_micro_batches_start_and_buffer_change_nothing(shards, division, start, lanes, buffer):
+    """Interleaving the ranks' rows gives the samples of each step, in order, whatever the division or memory."""
+    world, micro = division
+    expected = reference(shards, start, 24 * 4, lanes=lanes)
+    buffer = max(buffer, shards.largest.tokens)
+    rows = np.empty_like(expected)
+    for rank in range(world):
+        batches = iter(
+            stream(shards, start=start, micro_batch=micro, rank=rank, world=world, lanes=lanes, shuffle_buffer=buffer)
+        )
+        for at, part in steps(batches, 4, 24 // world // micro):
+            rows[at - start + rank : at - start + 24 : world] = part
+        batches.close()
+    assert np.array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_worker_processes_change_nothing(shards, workers):
+    here, there = iter(stream(shards, rank=1, world=2)), iter(Workers(stream(shards, rank=1, world=2), workers))
+    for mine, theirs in zip(islice(here, 10), islice(there, 10)):
+        assert mine.cursor == theirs.cursor and torch.equal(mine.input_ids, theirs.input_ids)
+
+
+def test_a_stream_can_be_sent_to_a_spawned_process(shards):
+    copy = pickle.loads(pickle.dumps(stream(shards)))
+    assert torch.equal(next(iter(copy)).labels, next(iter(stream(shards))).labels)
+
+
+def test_a_rank_reads_about_its_share(shards):
+    """Over one epoch the ranks together read hardly more blocks than there are."""
+    total = Order(shards.windows(SEQ_LEN), 5).total
+    reads = []
+    for rank in range(4):
+        counted = pickle.loads(pickle.dumps(shards))
+        counted.read = lambda block, read=counted.read: reads.append(block) or read(block)
+        mine = stream(counted, rank=rank, world=4, global_batch=total - total % 4, micro_batch=(total - total % 4) // 4)
+        order, requests = mine.order, islice(mine.requests(), 1)
+        list(assemble(counted, order, SEQ_LEN, requests, mine.buffer))
+    assert len(shards.blocks) - 4 <= len(reads) <= len(shards.blocks) + 3 + 8, "a block may lie on two lanes"
+
+
+@given(st.integers(1, 40), st.integers(0, 500))
+@settings(max_examples=15, deadline=None)
+def test_memory_stays_within_the_buffer(shards, blocks, start):
+    """However small the buffer: the blocks that are held or being decoded never exceed it."""
+    capacity, most = blocks * shards.largest.tokens, [0]
+    want = BlockBuffer.want
+
+    def watched(buffer, *arguments):
+        admitted = want(buffer, *arguments)
+        held = sum(shards.blocks[block].tokens for block in buffer.blocks)
+        assert held == buffer.held <= capacity
+        most[0] = max(most[0], held)
+        return admitted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockBuffer, "want", watched)
+        given = stream(shards, start=start)
+        list(assemble(shards, given.order, SEQ_LEN, islice(given.requests(), 60), capacity))
+    assert most[0] > 0
+
+
+def test_a_row_group_larger_than_the_buffer_is_refused_with_the_cure(shards):
+    largest = shards.largest
+    with pytest.raises(RequestError, match="row group.*more than.*; raise data.shuffle_buffer") as said:
+        stream(shards, shuffle_buffer=largest.tokens - 1)
+    assert largest.file in str(said.value)
+
+
+def test_a_step_that_does_not_divide_is_refused(shards):
+    with pytest.raises(ValueError, match="global_batch 24 is not a multiple of 5 ranks x 4 samples"):
+        stream(shards, world=5)
+
+
+@given(st.integers(1, 5), st.integers(1, 7), st.one_of(st.none(), st.integers(1, 400)))
+@settings(max_examples=40, deadline=None)
+def test_evaluation_counts_each_window_once_in_lockstep(shards, world, micro, limit):
+    """Over the ranks the counted rows are the first windows in order; every rank yields as many batches."""
+    order = Order(shards.windows(SEQ_LEN), 0, shuffle=False)
+    runs = [shards.read(i) for i in range(len(shards.blocks))]
+    blocks, windows = order.locate(np.arange(min(limit or order.total, order.total)))
+    expected = [runs[b][w * SEQ_LEN + 1 : w * SEQ_LEN + SEQ_LEN + 1].tolist() for b, w in zip(blocks, windows)]
+    found, lengths = [], set()
+    for rank in range(world):
+        batches = list(Windows(shards, seq_len=SEQ_LEN, micro_batch=micro, limit=limit, rank=rank, world=world))
+        lengths.add(len(batches))
+        for batch in batches:
+            assert batch.tokens.shape == (micro, SEQ_LEN + 1)
+            counted = batch.labels[(batch.labels != -100).all(1)]
+            assert batch.num_tokens == counted.numel() == (batch.labels != -100).sum()
+            found += counted.tolist()
+    assert found == expected and len(lengths) == 1
+
+
+def test_tokens_come_out_as_they_went_in():
+    """uint16 ids above 32767 and int32 ids widen without a sign; the mask ignores labels."""
+    ids = np.array([[0, 32767, 32768, 65535]], dtype=np.uint16)
+    batch = Batch(torch.from_numpy(ids), Cursor(0, 1, 0))
+    assert batch.input_ids.tolist() == [[0, 32767, 32768]] and batch.labels.tolist() == [[32767, 32768, 65535]]
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64 and batch.num_tokens == 3
+    wide = Batch(torch.tensor([[7, 70000, 9]], dtype=torch.int32), mask=torch.tensor([[True, False]]))
+    assert wide.labels.tolist() == [[70000, -100]] and wide.num_tokens == 1
+    assert wide.tokens.tolist() == [[7, 70000, 9]], "the batch itself is left as it was"
+    moved = batch.to("cpu")
+    assert moved.cursor == batch.cursor and moved.mask is None
+
+
+def test_a_failure_of_a_decoding_thread_is_raised_where_batches_are_taken(tmp_path):
+    write_folder(tmp_path, [200, 200])
+    broken = Shards.open(str(tmp_path), vocab_size=1000)
+    (tmp_path / "00001.parquet").write_bytes(b"gone")
+    batches = iter(stream(broken))
+    with pytest.raises(RunError, match="00001.parquet, row groups 0 to 1: cannot be decoded"):
+        list(islice(batches, 100))
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path, workers):
+    """Their targets do not count, they say why, and every other row is where it was."""
+    write_folder(tmp_path, [200, 200, 200])
+    whole = list(islice(iter(stream(Shards.open(str(tmp_path), vocab_size=1000))), 18))
+    shards = Shards.open(str(tmp_path), vocab_size=1000)
+    (tmp_path / "00001.parquet").write_bytes(b"gone")
+    skipping = stream(shards, reading=Reading(on_bad_shard="skip"))
+    batches = iter(Workers(skipping, workers) if workers else skipping)
+    left_out = 0
+    for before, now in zip(whole, islice(batches, 18), strict=True):
+        rows = [] if now.mask is None else (~now.mask.any(1)).nonzero().flatten().tolist()
+        blocks, _ = skipping.order.locate(np.arange(now.cursor.start, now.cursor.end))
+        mine = blocks[now.cursor.micro * 4 : now.cursor.micro * 4 + 4]
+        assert [row for row, block in enumerate(mine) if shards.blocks[block].file.endswith("00001.parquet")] == rows
+        assert len(now.bad) == len(rows) and all("00001.parquet, row groups 0 to 1: " in text for text in now.bad)
+        assert now.num_tokens == (4 - len(rows)) * SEQ_LEN == int((now.labels != -100).sum())
+        for row in set(range(4)) - set(rows):
+            assert torch.equal(before.tokens[row], now.tokens[row])
+        left_out += len(rows)
+    batches.close()
+    assert 0 < left_out < 72
+
+
+def threads_of_streams():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lm-")]
+
+
+def wait_until_gone():
+    deadline = time.monotonic() + 5
+    while threads_of_streams() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not threads_of_streams()
+
+
+def test_threads_end_with_their_iterator(shards):
+    """Closed, collected in the middle, or run to its end: nothing is left behind."""
+    assert wait_until_gone()
+    batches = iter(stream(shards))
+    next(batches)
+    assert threads_of_streams()
+    batches.close()
+    assert wait_until_gone()
+    with pytest.raises(StopIteration):
+        next(batches)
+    batches = iter(stream(shards))
+    next(batches)
+    del batches
+    gc.collect()
+    assert wait_until_gone()
+    assert len(list(Windows(shards, seq_len=SEQ_LEN, micro_batch=4, limit=10))) == 3
+    assert wait_until_gone()
+
+
+def test_the_next_blocks_are_decoded_while_a_batch_is_trained_on(shards):
+    """By the time that a batch is asked for, its blocks were read without anybody asking for it."""
+    counted, read = pickle.loads(pickle.dumps(shards)), set()
+    counted.read = lambda block, actual=counted.read: (actual(block), read.add(block))[0]
+    given = stream(counted, lanes=2, global_batch=4)
+    batches = iter(given)
+    for step in range(1, 40):
+        next(batches)
+        needed = set(given.order.locate(np.arange(step * 4, step * 4 + 4))[0].tolist())
+        deadline = time.monotonic() + 5
+        while not needed <= read and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert needed <= read
+
+
+def test_the_interpreter_exits_in_the_middle_of_a_stream(tmp_path):
+    write_folder(tmp_path, [3000] * 4)
+    script = f"""
+from lm.data.order import Order
+from lm.data.shards import Shards
+from lm.data.stream import Stream
+shards = Shards.open({str(tmp_path)!r}, vocab_size=1000)
+batches = iter(Stream(shards, Order(shards.windows(8), 1), seq_len=8, start=0, global_batch=4, micro_batch=4))
+print(tuple(next(batches).tokens.shape))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent.parent.parent
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(4, 9)\n", "")

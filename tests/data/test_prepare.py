@@ -1,0 +1,512 @@
+"""`lm data prepare`: text becomes shards that hold exactly it, whoever works on it and however often it is stopped."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lm.cli.data import describe, inspect
+from lm.data import encode, prepare
+from lm.data import parquet as writer
+from lm.data.encode import split_hash
+from lm.data.parquet import ShardWriter
+from lm.data.prepare import PrepareOptions
+from lm.data.shards import Shards
+from lm.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe, train_char
+from lm.errors import RequestError, RunError
+from lm.system.units import Count
+
+WORDS = "the of and senate house union state people year government peace war law great, made. Größe 😀 \n".split(" ")
+
+
+def make_texts(count, seed=0, length=60):
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(1, length))) for _ in range(count)]
+
+
+def write_jsonl(path, texts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def run(folder, *inputs, **options):
+    """Prepare, and give the manifest."""
+    options = {"vocab_size": Count(300), "val_fraction": 0.1, "workers": 1, **options}
+    return prepare.prepare(PrepareOptions(input=[str(one) for one in inputs], output=str(folder), **options))
+
+
+def documents(folder, split):
+    """The texts of a split, from its tokens; each ends with the token that says so."""
+    tokenizer = Tokenizer.load(folder)
+    shards = Shards.open(str(folder / split), vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256)
+    ids = np.concatenate([shards.read(block) for block in range(len(shards.blocks))])
+    texts = tokenizer.decode(ids).split(END_OF_TEXT)
+    return texts[:-1] if ids[-1] == tokenizer.eos_id else texts
+
+
+def digests(folder):
+    """Every file below a folder, and what is in it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture
+def many_small_units(monkeypatch):
+    """Work for several processes, out of little text."""
+    monkeypatch.setattr(encode, "SMALLEST_UNIT", 4096)
+    monkeypatch.setattr(encode, "SMALL_WORK", 0)
+
+
+# ---- what is in the shards ------------------------------------------------------------------------------------------
+
+
+def test_the_shards_hold_every_document_once_with_its_end(tmp_path):
+    texts = make_texts(200)
+    manifest = run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts))
+    train, val = documents(tmp_path / "out", "train"), documents(tmp_path / "out", "val")
+    chosen = [split_hash(text) < 0.1 for text in texts]
+    assert train == [text for text, is_val in zip(texts, chosen, strict=True) if not is_val]
+    assert val == [text for text, is_val in zip(texts, chosen, strict=True) if is_val]
+    for name, found in (("train", train), ("val", val)):
+        split = manifest["splits"][name]
+        assert (split["documents"], split["bytes"]) == (len(found), sum(len(text.encode()) for text in found))
+        assert split["tokens"] == sum(map(sum, (shard["row_groups"] for shard in split["shards"])))
+    assert manifest == json.loads((tmp_path / "out/manifest.json").read_text())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "manifest.json", "tokenizer.json", "tokenizer_config.json", "train", "val",
+    ]  # fmt: skip
+
+
+def test_ids_are_those_of_the_tokenizer(tmp_path):
+    texts = make_texts(50)
+    run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), val_fraction=0.0)
+    tokenizer = Tokenizer.load(tmp_path / "out")
+    rows = pq.read_table(tmp_path / "out/train/00000.parquet")["input_ids"].to_pylist()
+    assert rows == [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+    assert not (tmp_path / "out/val").exists()
+
+
+def test_the_manifest_tells_what_the_files_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "ROW_GROUP_TOKENS", 1000)
+    monkeypatch.setattr(encode, "ROW_GROUP_TOKENS", 700)  # what is copied at once; it need not be the same
+    texts = make_texts(300)
+    manifest = run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), shard_tokens=Count(2500))
+    assert (manifest["layout"], manifest["column"], manifest["dtype"]) == (1, "input_ids", "uint16")
+    assert len(manifest["splits"]["train"]["shards"]) > 2
+    for split in manifest["splits"].values():
+        for shard in split["shards"]:
+            path = tmp_path / "out" / shard["file"]
+            with pq.ParquetFile(path) as parquet:
+                groups = [parquet.read_row_group(group)["input_ids"] for group in range(parquet.num_row_groups)]
+                assert str(parquet.schema_arrow.field("input_ids")) == (
+                    "pyarrow.Field<input_ids: list<element: uint16 not null> not null>"
+                )
+                assert parquet.metadata.metadata[b"lm.tokenizer"].decode() == manifest["tokenizer"]
+                assert parquet.metadata.metadata[b"lm.layout"] == b"1"
+            assert shard["row_groups"] == [len(pa.concat_arrays(group.chunks).flatten()) for group in groups]
+            assert shard["size"] == path.stat().st_size
+            assert sum(shard["row_groups"]) < 2500 + 1000  # a shard is about as long as was asked for
+            assert set(shard["row_groups"][:-1]) <= {1000}
+    assert sorted(documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")) == sorted(texts)
+
+
+def test_a_row_that_passes_row_groups_goes_on_in_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "ROW_GROUP_TOKENS", 10)
+    rows = [3, 7, 1, 25, 4, 10]
+    tokens = np.arange(sum(rows), dtype=np.uint16)
+    shard = ShardWriter(tmp_path / "a.parquet", tokens.dtype, "abc")
+    for first, count in ((0, 2), (2, 4)):
+        start, stop = sum(rows[:first]), sum(rows[: first + count])
+        shard.write(tokens[start:stop], np.array(rows[first : first + count]))
+    assert not (tmp_path / "a.parquet").exists()
+    assert shard.close() == (tmp_path / "a.parquet").stat().st_size
+    assert shard.row_groups == [10, 10, 10, 10, 10]
+    lists = pq.read_table(tmp_path / "a.parquet")["input_ids"].to_pylist()
+    assert [len(row) for row in lists] == [3, 7, 1, 9, 10, 6, 4, 10]
+    assert sum(lists, []) == tokens.tolist()
+
+
+def test_text_of_every_kind_and_a_long_document_go_through(tmp_path, monkeypatch):
+    monkeypatch.setattr("lm.data.text_files.PIECE", 200)
+    source = tmp_path / "in"
+    texts = make_texts(30)
+    write_jsonl(source / "a.jsonl", texts[:10])
+    pq.write_table(pa.table({"text": texts[10:20]}), source / "b.parquet")
+    (source / "c.txt").write_text("\n".join(texts[20:]), encoding="utf-8")
+    manifest = run(tmp_path / "out", source, val_fraction=0.0, tokenizer="char")
+    assert documents(tmp_path / "out", "train") == [*texts[:20], "\n".join(texts[20:])]
+    assert manifest["splits"]["train"]["documents"] == 21
+
+
+def test_names_of_flat_ids_decide_their_split(tmp_path):
+    tokenizer = train_char(["abc"])
+    for name, content in tokenizer.files().items():
+        (tmp_path / name).write_text(content)
+    np.array([2, 3, 0, 4, 0], np.uint16).tofile(tmp_path / "train.bin")
+    np.array([4, 4, 4], np.uint16).tofile(tmp_path / "val.bin")
+    manifest = run(tmp_path / "out", tmp_path / "*.bin", tokenizer=str(tmp_path))
+    assert documents(tmp_path / "out", "train") == ["ab", "c"]
+    assert documents(tmp_path / "out", "val") == ["ccc"]
+    assert (manifest["splits"]["train"]["bytes"], manifest["splits"]["val"]["bytes"]) == (3, 3)
+    with pytest.raises(RequestError, match="--tokenizer"):
+        run(tmp_path / "other", tmp_path / "train.bin")
+
+
+def test_ids_beyond_sixteen_bits_are_written_wider(tmp_path):
+    described = json.loads(train_char(["ab"]).text)
+    described["model"]["vocab"]["c"] = 70_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    source = write_jsonl(tmp_path / "a.jsonl", ["abc", "cab"])
+    manifest = run(tmp_path / "out", source, tokenizer=str(tmp_path / "tokenizer.json"), val_fraction=0.0)
+    assert (manifest["dtype"], manifest["vocab_size"]) == ("uint32", 70_001)
+    assert documents(tmp_path / "out", "train") == ["abc", "cab"]
+
+
+# ---- what is for validation -----------------------------------------------------------------------------------------
+
+
+def test_documents_stay_in_their_split_when_others_come(tmp_path):
+    texts = make_texts(300)
+    first = write_jsonl(tmp_path / "in/m.jsonl", texts[:150])
+    run(tmp_path / "one", first)
+    for name, more in (("a.jsonl", texts[150:200]), ("z.jsonl", texts[200:])):
+        write_jsonl(tmp_path / "in" / name, more)
+    write_jsonl(first, texts[:150][::-1])
+    run(tmp_path / "two", tmp_path / "in")
+    for split in ("train", "val"):
+        assert set(documents(tmp_path / "one", split)) <= set(documents(tmp_path / "two", split))
+
+
+def test_a_share_of_the_documents_is_for_validation():
+    picked = np.mean([split_hash(text) < 0.1 for text in make_texts(5000)])
+    assert 0.08 < picked < 0.12
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_a_corpus_of_a_few_documents_has_both_splits(fraction, tmp_path, caplog):
+    caplog.set_level("INFO")
+    texts = make_texts(6)
+    manifest = run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), val_fraction=fraction)
+    train, val = documents(tmp_path / "out", "train"), documents(tmp_path / "out", "val")
+    assert sorted(train + val) == sorted(texts)
+    moved = min(texts, key=split_hash) if fraction < 0.5 else max(texts, key=split_hash)
+    assert (val if fraction < 0.5 else train) == [moved]
+    for name, found in (("train", train), ("val", val)):
+        split = manifest["splits"][name]
+        assert (split["documents"], split["bytes"]) == (len(found), sum(len(text.encode()) for text in found))
+    assert "by its hash" in caplog.text
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "char"])
+def test_one_text_file_is_cut_at_a_line_near_its_end(tokenizer, tmp_path, caplog):
+    """As the single input.txt that nanoGPT begins with."""
+    caplog.set_level("INFO")
+    text = "".join(f"Line {i} of the play.\n" for i in range(500))
+    (tmp_path / "input.txt").write_text(text)
+    manifest = run(tmp_path / "out", tmp_path / "input.txt", tokenizer=tokenizer)
+    [train], [val] = documents(tmp_path / "out", "train"), documents(tmp_path / "out", "val")
+    assert train + val == text
+    assert train.endswith("\n")
+    assert 0.08 < len(val) / len(text) < 0.12
+    assert [manifest["splits"][name]["bytes"] for name in ("train", "val")] == [len(train), len(val)]
+    assert "one document" in caplog.text
+
+
+def test_a_tokenizer_is_learned_from_training_documents_alone(tmp_path):
+    texts = make_texts(100)
+    held_out = next(text for text in (f"{i} ~" for i in range(1000)) if split_hash(text) < 0.1)
+    run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", [*texts, held_out]), tokenizer="char")
+    assert "~" not in Tokenizer.load(tmp_path / "out").vocabulary
+    assert "<|unknown|>" in "".join(documents(tmp_path / "out", "val"))
+
+
+def test_a_tokenizer_is_learned_from_no_more_than_the_sample(tmp_path):
+    texts = make_texts(400)
+    options = PrepareOptions(input=[str(write_jsonl(tmp_path / "a.jsonl", texts))], sample_bytes=Count(2000))
+    units = encode.plan_units(prepare.find_files(options.input))
+    taken = list(prepare._sample(options, units))
+    assert 2000 <= sum(map(len, taken)) < 2000 + max(map(len, texts))
+
+
+# ---- whoever works, and however often it is stopped -----------------------------------------------------------------
+
+
+def test_any_number_of_workers_makes_the_same_bytes(tmp_path, many_small_units):
+    source = tmp_path / "in"
+    for i in range(6):
+        write_jsonl(source / f"{i}.jsonl", make_texts(300, seed=i))
+    run(tmp_path / "one", source, shard_tokens=Count(20_000))
+    run(tmp_path / "three", source, shard_tokens=Count(20_000), workers=3)
+    assert len(digests(tmp_path / "one")) > 8
+    assert digests(tmp_path / "one") == digests(tmp_path / "three")
+
+
+COMMAND = """
+import sys
+from lm.data import parts, prepare, workforce
+parts.SMALLEST_UNIT, workforce.SMALL_WORK = 4096, 0
+prepare.prepare(prepare.PrepareOptions(
+    input=[sys.argv[1]], output=sys.argv[2], vocab_size=300, workers=int(sys.argv[3]), shard_tokens=20_000
+))
+"""
+
+
+def begin(source, folder, workers):
+    command = [sys.executable, "-c", COMMAND, str(source), str(folder), str(workers)]
+    return subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.0005)
+
+
+def alive(session):
+    """Processes of a session that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Some text, and what a preparation makes of it that nothing stopped."""
+    folder = tmp_path_factory.mktemp("straight")
+    for i in range(12):
+        write_jsonl(folder / f"in/{i:02}.jsonl", make_texts(400, seed=i))
+    assert begin(folder / "in", folder / "out", 1).wait() == 0
+    return folder / "in", digests(folder / "out")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
+@pytest.mark.parametrize("reached", [".parts/plan.json", ".parts/*-train", "train/*.parquet"])
+def test_a_killed_preparation_goes_on_to_the_same_bytes(reached, straight, tmp_path):
+    source, expected = straight
+    out = tmp_path / "out"
+    process = begin(source, out, 2)
+    wait_for(lambda: any(out.glob(reached)) or process.poll() is not None)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not alive(process.pid))  # workers do not outlive it
+    assert not (out / "manifest.json").exists()
+    done = {path: path.stat().st_mtime_ns for path in out.glob(".parts/*.json") if len(path.stem) == 32}
+    again = begin(source, out, 1)
+    wait_for(lambda: any(out.glob("train/*.parquet")) or again.poll() is not None)
+    assert again.poll() == 0 or {path: path.stat().st_mtime_ns for path in done} == done  # finished units are kept
+    assert again.wait() == 0
+    assert digests(out) == expected
+
+
+def test_interrupting_the_command_says_how_to_go_on(tmp_path):
+    command = [sys.executable, "-m", "lm", "data", "prepare", "--input=[embedded:sotu]", f"--output={tmp_path / 'out'}"]
+    process = subprocess.Popen([*command, "--vocab_size=300"], stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: any((tmp_path / "out").glob(".parts/*-train-rows.npy")) or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 75, errors
+    assert "the same command goes on" in errors
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_finished_units_are_kept_when_a_bad_file_is_mended(tmp_path, many_small_units):
+    source = tmp_path / "in"
+    for i in range(6):
+        write_jsonl(source / f"{i}.jsonl", make_texts(200, seed=i))
+    tokenizer = train_bpe(make_texts(50), 300)
+    for name, content in tokenizer.files().items():
+        (tmp_path / name).write_text(content)
+    good = (source / "5.jsonl").read_text()
+    (source / "5.jsonl").write_text(good + "{bad\n")
+    with pytest.raises(RunError, match=r"5\.jsonl, line 201"):
+        run(tmp_path / "out", source, tokenizer=str(tmp_path))
+    assert not (tmp_path / "out/manifest.json").exists()
+    before = {path.name for path in (tmp_path / "out/.parts").glob("*.json")}
+    assert len(before) > 5
+    write_jsonl(source / "5.jsonl", make_texts(200, seed=5))
+    kept = []
+    original = encode.encode_unit
+
+    def counted(unit, recipe):
+        kept.append(unit)
+        return original(unit, recipe)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "encode_unit", counted)
+        run(tmp_path / "out", source, tokenizer=str(tmp_path))
+    assert {file.name[-7:] for unit in kept for file, _, _ in unit.slices} <= {"4.jsonl", "5.jsonl"}
+    run(tmp_path / "fresh", source, tokenizer=str(tmp_path))
+    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
+
+
+def test_a_finished_folder_is_left_as_it_is_or_refused(tmp_path):
+    source = write_jsonl(tmp_path / "in/a.jsonl", make_texts(100))
+    manifest = run(tmp_path / "out", source)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert run(tmp_path / "out", source, workers=2) == manifest
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+    with pytest.raises(RequestError, match="--vocab_size was 300, is 301"):
+        run(tmp_path / "out", source, vocab_size=Count(301))
+    with pytest.raises(RequestError, match=r"b\.jsonl is new"):
+        run(tmp_path / "out", source, write_jsonl(tmp_path / "in/b.jsonl", ["b"]))
+    write_jsonl(source, make_texts(99))
+    with pytest.raises(RequestError, match=r"a\.jsonl has changed"):
+        run(tmp_path / "out", source)
+
+
+def test_an_unfinished_folder_is_not_taken_for_other_options(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["good", 5])
+    with pytest.raises(RunError, match="line 2"):
+        run(tmp_path / "out", source)
+    with pytest.raises(RequestError, match="unfinished.*--val_fraction was 0.1, is 0.2"):
+        run(tmp_path / "out", source, val_fraction=0.2)
+
+
+def test_a_folder_with_other_things_is_not_touched(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["a"])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.tex").write_text("mine")
+    with pytest.raises(RequestError, match="not empty"):
+        run(tmp_path / "out", source)
+    with pytest.raises(RequestError, match="is a file"):
+        run(source, source)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"val_fraction": 1.0}, "val_fraction"), ({"workers": 0}, "workers"), ({"output": ""}, "--output"),
+        ({"vocab_size": Count(100)}, "at least 257"), ({"tokenizer": "gpt2"}, "gpt2 is not there"),
+        ({"shard_tokens": Count(0)}, "shard_tokens"), ({"eos_token": "</s>"}, "--eos_token"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_refused(options, message, tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["text"])
+    options = {"input": [str(source)], "output": str(tmp_path / "out"), **options}
+    with pytest.raises(RequestError, match=message):
+        prepare.prepare(PrepareOptions(**options))
+
+
+def test_text_that_is_all_empty_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="no text"):
+        run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", ["", ""]))
+
+
+def test_reads_that_fail_are_tried_again(tmp_path, monkeypatch):
+    """A network that breaks in the middle of a file costs a second, not the preparation."""
+    import fsspec
+    from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+    failures = iter([False, True, True])
+
+    class Breaking(MemoryFile):
+        def read(self, *arguments):
+            if next(failures, False):
+                raise ConnectionError("reset by peer")
+            return super().read(*arguments)
+
+    class Flaky(MemoryFileSystem):
+        protocol = "flaky"
+        store: dict = {}
+        pseudo_dirs = [""]
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return super()._strip_protocol(path.removeprefix("flaky:/"))
+
+        def _open(self, path, mode="rb", **options):
+            return Breaking(self, path, super()._open(path, mode, **options).getvalue())
+
+    monkeypatch.setattr("lm.data.remote.FIRST_PAUSE", 0.01)
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    tokenizer = train_char(["abc"])
+    for name, content in tokenizer.files().items():
+        (tmp_path / name).write_text(content)
+    Flaky().pipe("/a.jsonl", b'{"text": "ab"}\n{"text": "ca"}\n')
+    run(tmp_path / "out", "flaky://a.jsonl", tokenizer=str(tmp_path), val_fraction=0.0)
+    assert documents(tmp_path / "out", "train") == ["ab", "ca"]
+    assert next(failures, None) is None
+
+
+MEASURED = """
+import resource, sys
+from lm.data.prepare import PrepareOptions, prepare
+prepare(PrepareOptions(input=[sys.argv[1]], output=sys.argv[2], tokenizer=sys.argv[3], workers=1, val_fraction=0.0))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_memory_does_not_grow_with_the_text(kind, tmp_path):
+    """Neither with the number of documents nor with the length of one."""
+    for name, content in train_char(make_texts(50)).files().items():
+        (tmp_path / name).write_text(content)
+    block = "\n".join(make_texts(2000, length=200)) + "\n"
+    peaks = []
+    for name, megabytes in (("small", 30), ("large", 90)):
+        file = tmp_path / f"{name}.{kind}"
+        with open(file, "w", encoding="utf-8") as out:
+            while out.tell() < megabytes * 10**6:
+                out.write(block if kind == "txt" else json.dumps({"text": block}) + "\n")
+        command = [sys.executable, "-c", MEASURED, str(file), str(tmp_path / name), str(tmp_path)]
+        peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        file.unlink()
+    assert peaks[1] - peaks[0] < 30  # MiB, where the text grew by 60 MB
+
+
+# ---- the commands ---------------------------------------------------------------------------------------------------
+
+
+def test_inspect_prints_one_json_object_that_agrees_with_the_manifest(tmp_path, capsys):
+    manifest = run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", make_texts(100)))
+    inspect(str(tmp_path / "out"), json=True)
+    found = json.loads(capsys.readouterr().out)
+    for name, split in manifest["splits"].items():
+        assert found["splits"][name]["tokens"] == split["tokens"]
+        assert found["splits"][name]["bytes_per_token"] == pytest.approx(split["bytes"] / split["tokens"])
+    assert found["tokenizer"]["sha256"] == manifest["tokenizer"]
+    assert documents(tmp_path / "out", "val")[0].startswith(found["sample"].partition(END_OF_TEXT)[0])
+    inspect(str(tmp_path / "out"))
+    assert "bytes per token" in capsys.readouterr().out
+
+
+def test_inspect_tells_what_it_can_of_other_shards(tmp_path):
+    pq.write_table(pa.table({"tokens": [[1, 2, 3], [4]]}), tmp_path / "a.parquet")
+    found = describe(str(tmp_path), column="tokens")
+    assert (found["made_by_lm"], found["tokenizer"], found["sample"]) == (False, None, None)
+    [split] = found["splits"].values()
+    assert (split["tokens"], split["shards"]) == (4, 1)
+    with pytest.raises(RequestError, match="nowhere"):
+        describe(str(tmp_path / "nowhere"))
+
+
+def test_neither_command_imports_torch():
+    code = "import sys, lm.cli.data; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nearest_line_end_is_looked_for_only_near_by(tmp_path, monkeypatch):
+    """A text without lines is cut all the same."""
+    monkeypatch.setattr(prepare, "CUT_SEARCH", 8)
+    (tmp_path / "input.txt").write_text("word " * 400)
+    run(tmp_path / "out", tmp_path / "input.txt", tokenizer="char")
+    assert len(documents(tmp_path / "out", "train")[0]) == 1801

@@ -1,0 +1,231 @@
+"""Remote shards: read from a real S3 server, kept within a bounded cache, tried again when a read fails."""
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from shard_files import write_folder, write_manifest
+
+from lm.data import remote
+from lm.data.parquet import ShardWriter
+from lm.data.remote import BlockCache, open_filesystem, with_retries
+from lm.data.shards import BadBlock, Shards
+from lm.errors import RequestError, RunError
+
+BLOCK = np.arange(1000, dtype=np.uint16)
+KEPT = BLOCK.nbytes + 128 + 4  # as a .npy file, and its checksum
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    """A bucket `corpus` on moto's server with a prepared folder: the client, and the tokens of its shards."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    with pytest.MonkeyPatch.context() as patch:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
+        server.start()
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="corpus")
+        folder = tmp_path_factory.mktemp("corpus")
+        tokens = write_folder(folder / "train", [500, 600, 700])
+        write_manifest(folder)
+        for path in sorted(folder.rglob("*.*")):
+            client.upload_file(str(path), "corpus", f"v1/{path.relative_to(folder)}")
+        client.upload_file(str(folder / "train/00000.parquet"), "corpus", "bare/00000.parquet")
+        yield client, tokens
+        server.stop()
+
+
+def all_tokens(shards):
+    return np.concatenate([shards.read(i) for i in range(len(shards.blocks))])
+
+
+@pytest.mark.parametrize("source", ["s3://corpus/v1/train", "s3://corpus/v1/train/", "s3://corpus/v1/train/*.parquet"])
+def test_shards_on_s3_are_read(s3, source):
+    _, tokens = s3
+    shards = Shards.open(source, vocab_size=1000)
+    assert np.array_equal(all_tokens(shards), tokens)
+    assert shards.blocks[0].file == "s3://corpus/v1/train/00000.parquet"
+    assert shards.fingerprint()[0].name == "00000.parquet"
+
+
+def test_the_second_epoch_comes_from_the_cache(s3, tmp_path):
+    """Another process, later, with the server's shards gone, still has what the cache kept."""
+    client, tokens = s3
+    shards = Shards.open("s3://corpus/bare", vocab_size=1000, cache=BlockCache(tmp_path, 10**6))
+    first = all_tokens(shards)
+    content = client.get_object(Bucket="corpus", Key="bare/00000.parquet")["Body"].read()
+    client.delete_object(Bucket="corpus", Key="bare/00000.parquet")
+    try:
+        assert np.array_equal(all_tokens(shards), first) and np.array_equal(first, tokens[:500])
+        [kept] = tmp_path.glob("*.npy")
+        kept.write_bytes(kept.read_bytes()[:100])  # damaged: not believed
+        with pytest.raises(RunError, match="s3://corpus/bare/00000.parquet, .* was it moved or deleted"):
+            all_tokens(shards)
+    finally:
+        client.put_object(Bucket="corpus", Key="bare/00000.parquet", Body=content)
+    assert np.array_equal(all_tokens(Shards.open("s3://corpus/bare", cache=BlockCache(tmp_path, 10**6))), first)
+
+
+def test_cached_ids_are_checked_against_the_vocabulary_in_use(s3, tmp_path):
+    cache = BlockCache(tmp_path, 10**6)
+    all_tokens(Shards.open("s3://corpus/v1/train", vocab_size=1000, cache=cache))
+    with pytest.raises(RunError, match="s3://corpus/v1/train/00000.parquet, row group 0, row .*vocabulary of 500"):
+        all_tokens(Shards.open("s3://corpus/v1/train", vocab_size=500, cache=cache))
+
+
+def test_what_is_not_on_s3_is_said(s3):
+    with pytest.raises(RequestError, match="s3://corpus/v2: no such file or folder"):
+        Shards.open("s3://corpus/v2")
+    with pytest.raises(RequestError, match=r"s3://corpus/v1/\*.parquet: no file matches"):
+        Shards.open("s3://corpus/v1/*.parquet")
+
+
+def test_any_fsspec_scheme_is_read(tmp_path):
+    import fsspec
+
+    tokens = write_folder(tmp_path, [300, 400])
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path) + "/", "/shards/", recursive=True)
+    shards = Shards.open("memory://shards", vocab_size=1000)
+    assert np.array_equal(all_tokens(shards), tokens) and shards.blocks[0].file.startswith("memory://")
+    with pytest.raises(RequestError, match="nowhere://x: cannot be opened"):
+        open_filesystem("nowhere://x")
+
+
+def test_a_remote_shard_that_is_damaged_is_no_failure_of_the_network(tmp_path):
+    """It is fetched once more, for it may have been damaged on the way, and not for as long as there is patience."""
+    import fsspec
+
+    write_shard(tmp_path / "0.parquet", 4000)
+    content = bytearray((tmp_path / "0.parquet").read_bytes())
+    content[2000] ^= 1
+    fsspec.filesystem("memory").pipe_file("/damaged/0.parquet", bytes(content))
+    shards = Shards.open("memory://damaged", vocab_size=1000)
+    with pytest.raises(BadBlock, match="memory://.*damaged/0.parquet, row group 0: cannot be decoded"):
+        shards.read(0)
+
+
+def write_shard(path, tokens):
+    """One shard in our own layout."""
+    writer = ShardWriter(path, np.dtype(np.uint16), "")
+    writer.write(np.random.default_rng(0).integers(0, 1000, tokens, np.uint16), np.array([tokens]))
+    writer.close()
+
+
+def test_a_server_that_is_away_for_a_while_is_waited_for(monkeypatch):
+    """Reads that fail are tried again with growing pauses."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
+    attempts, times = iter([OSError("connection reset"), TimeoutError("slow"), OSError("slow down"), None]), []
+
+    def read():
+        times.append(time.monotonic())
+        error = next(attempts)
+        if error is not None:
+            raise error
+        return "content"
+
+    assert with_retries(read, "s3://corpus/x") == "content"
+    pauses = [after - before for before, after in zip(times, times[1:])]
+    assert len(pauses) == 3 and 0.04 < pauses[0] < pauses[1] < pauses[2]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_patience_with_a_server_has_an_end(hangs, monkeypatch):
+    """Attempts that fail and such that get no answer end in one line with the URL, when the time is over."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
+    answer, calls = threading.Event(), []
+
+    def fail():
+        calls.append(1)
+        if hangs:
+            answer.wait(30)
+        raise OSError("no route to host.\nmore about it")
+
+    reason = r"no answer in 0\.\d s" if hangs else "no route to host"
+    began = time.monotonic()
+    with pytest.raises(RunError, match=rf"^s3://corpus/x: \d attempts .* failed in 1 s: {reason}; "):
+        with_retries(fail, "s3://corpus/x", patience=1)
+    answer.set()
+    assert time.monotonic() - began < 1.5 and len(calls) > 2
+
+
+def test_what_trying_again_cannot_cure_is_not_tried_again():
+    calls = []
+
+    def missing():
+        calls.append(1)
+        raise FileNotFoundError("gone")
+
+    with pytest.raises(FileNotFoundError):
+        with_retries(missing, "s3://corpus/x")
+    assert len(calls) == 1
+
+
+def test_the_cache_drops_what_was_used_longest_ago(tmp_path):
+    cache = BlockCache(tmp_path / "cache", 3 * KEPT)
+    keys = [BlockCache.key("s3://a", number) for number in range(4)]
+    for age, key in enumerate(keys[:3]):
+        cache.put(key, BLOCK + age)
+        os.utime(tmp_path / "cache" / key, (1000 + age, 1000 + age))
+    assert np.array_equal(cache.get(keys[0]), BLOCK)  # used just now
+    cache.put(keys[3], BLOCK)
+    assert [cache.get(key) is not None for key in keys] == [True, False, True, True]
+
+
+def test_a_kept_block_of_which_a_byte_changed_is_not_believed(tmp_path):
+    """Wherever the byte is; ids that are still inside the vocabulary would tell nobody."""
+    cache, key = BlockCache(tmp_path, 10**6), BlockCache.key("s3://a")
+    for place in (0, 9, 60, 128, 1000, KEPT - 1):
+        cache.put(key, BLOCK)
+        assert np.array_equal(cache.get(key), BLOCK)
+        content = bytearray((tmp_path / key).read_bytes())
+        content[place] ^= 1
+        (tmp_path / key).write_bytes(content)
+        assert cache.get(key) is None and not (tmp_path / key).exists()
+
+
+def test_the_cache_stays_within_its_bytes(tmp_path):
+    (tmp_path / ".old.tmp").write_bytes(b"\0" * KEPT)  # of a process that was killed
+    os.utime(tmp_path / ".old.tmp", (1, 1))
+    cache = BlockCache(tmp_path, 4 * KEPT)
+    for number in range(20):
+        cache.put(BlockCache.key(number), BLOCK)
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= cache.max_bytes
+    assert not (tmp_path / ".old.tmp").exists()
+    cache.put("large.npy", np.zeros(10 * KEPT, np.uint8))
+    assert cache.get("large.npy") is None and cache.get(BlockCache.key(19)) is not None
+
+
+def _hammer(folder, seed):
+    cache, random = BlockCache(folder, 5 * KEPT), np.random.default_rng(seed)
+    for number in random.integers(0, 12, 150).tolist():
+        block = cache.get(BlockCache.key(number))
+        assert block is None or np.array_equal(block, BLOCK + number), "never half a block, never another's"
+        cache.put(BlockCache.key(number), BLOCK + number)
+
+
+def test_processes_and_threads_may_share_the_cache(tmp_path, recwarn):
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_hammer, args=(tmp_path, seed)) for seed in range(2)]
+    threads = [threading.Thread(target=_hammer, args=(tmp_path, seed)) for seed in (2, 3)]
+    for worker in workers + threads:
+        worker.start()
+    for worker in workers + threads:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert not list(tmp_path.glob(".*.tmp")) and not recwarn.list
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 9 * KEPT

@@ -1,0 +1,290 @@
+"""Inputs: every kind of text file is found in one order and read whole, and a bad one is named with its line."""
+
+import gzip
+import json
+import logging
+import socket
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from lm.data import text_files
+from lm.data.text_files import find_files, read_documents, read_pieces
+from lm.data.tokenizer import train_char
+from lm.errors import RequestError, RunError
+
+DOCUMENTS = ["first\nof two lines\n", "zweites: Größe 😀", "third " * 50, "x"]
+
+
+def json_lines(texts, key="text"):
+    return "".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def write_parquet(path, texts, kind=None, **options):
+    pq.write_table(pa.table({"id": range(len(texts)), "text": pa.array(texts, kind or pa.string())}), path, **options)
+
+
+def texts_of(*inputs, **options):
+    return [text for _, text in read_documents([str(one) for one in inputs], **options)]
+
+
+def whole(file, **options):
+    """The documents of a file, from their pieces."""
+    found, held = [], []
+    for piece in read_pieces(file, **options):
+        held.append(piece.content)
+        if piece.last:
+            found.append("".join(held) if isinstance(held[0], str) else np.concatenate(held).tolist())
+            held = []
+    assert held == []
+    return found
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "ndjson", "txt"])
+def test_text_and_json_lines_are_read_plain_or_compressed(kind, suffix, tmp_path):
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    content = "".join(DOCUMENTS).encode() if kind == "txt" else json_lines(DOCUMENTS)
+    (tmp_path / f"a.{kind}{suffix}").write_bytes(pack(content))
+    assert texts_of(tmp_path) == (["".join(DOCUMENTS)] if kind == "txt" else DOCUMENTS)
+
+
+def test_several_compressed_members_are_one_file(tmp_path):
+    """As `cat a.gz b.gz`, bgzip and pzstd make them."""
+    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(gzip.compress(json_lines([text])) for text in DOCUMENTS))
+    (tmp_path / "b.jsonl.zst").write_bytes(b"".join(zstandard.compress(json_lines([text])) for text in DOCUMENTS))
+    assert texts_of(tmp_path) == DOCUMENTS * 2
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet_is_read_by_row_groups(kind, tmp_path):
+    write_parquet(tmp_path / "a.parquet", DOCUMENTS, kind, row_group_size=3)
+    assert texts_of(tmp_path / "a.parquet") == DOCUMENTS
+
+
+def test_the_corpus_of_the_package_is_whole():
+    documents = list(read_documents(["embedded:sotu"]))
+    assert len(documents) == 233
+    assert documents[0][0] == "embedded:sotu, row 0"
+    assert sum(len(text.encode()) for _, text in documents) == 10_761_182
+    assert documents[0][1].startswith("Fellow-Citizens of the Senate")
+
+
+def test_empty_documents_are_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["", "b", ""]) + b"\n  \n")
+    (tmp_path / "b.txt").write_bytes(b"")
+    assert texts_of(tmp_path) == ["b"]
+
+
+def test_a_folder_gives_what_is_known_and_says_what_it_skipped(tmp_path, caplog):
+    for name in ("b/two.md", "a.txt", "code.py", "logo.png", "ids.bin", ".hidden.txt", ".git/x.txt", "B.TXT"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    with caplog.at_level(logging.INFO):
+        assert texts_of(tmp_path) == ["B.TXT", "a.txt", "b/two.md", "code.py"]
+    assert "skipped 2 files" in caplog.text
+    assert ".png" in caplog.text
+
+
+def test_order_and_names_do_not_depend_on_how_files_are_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("c/1.txt", "c/2.txt", "c/d/3.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    names = ["c/1.txt", "c/2.txt", "c/d/3.txt"]
+    for inputs in (["c"], ["./c/"], ["c/d", "c"], names[::-1], ["c/**/*.txt"], ["c/*.txt", "c/d/[1-3].*"]):
+        assert [file.name for file in find_files(inputs)] == names
+    assert [file.name for file in find_files(["c/[!1].txt"])] == ["c/2.txt"]
+    assert [file.name for file in find_files(["c/?.txt"])] == names[:2]
+    assert [file.name for file in find_files(["*/*/*"])] == names[2:]
+
+
+def test_a_file_that_is_named_is_read_whatever_it_is_called(tmp_path):
+    (tmp_path / "README").write_text("no suffix")
+    (tmp_path / "odd[1].log").write_text("odd")
+    assert texts_of(tmp_path / "README", tmp_path / "odd[1].log") == ["no suffix", "odd"]
+
+
+@pytest.mark.parametrize("given", ["nowhere", "nowhere/*.txt", "full/*.md", "empty", "embedded:bible", "odd://x/y"])
+def test_an_input_that_is_not_there_is_named(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/a.txt").write_text("a")
+    with pytest.raises(RequestError, match=given.partition("/")[0]):
+        find_files(["full", given])
+    with pytest.raises(RequestError, match="--input"):
+        find_files([])
+
+
+# ---- long documents and parts of files ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
+def test_a_long_document_comes_in_pieces_that_end_with_lines(suffix, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "PIECE", 64)
+    text = "".join(f"line {i} ü\n" * (i % 3) + "word " * (40 if i == 9 else 0) for i in range(30))
+    path = tmp_path / f"a.{suffix}"
+    {"txt": lambda: path.write_text(text, encoding="utf-8"), "jsonl": lambda: path.write_bytes(json_lines([text])),
+     "parquet": lambda: write_parquet(path, [text])}[suffix]()  # fmt: skip
+    pieces = list(read_pieces(find_files([str(path)])[0]))
+    assert "".join(piece.content for piece in pieces) == text
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert max(len(piece.content) for piece in pieces) <= 64
+    assert sum(piece.content.endswith("\n") for piece in pieces) >= len(pieces) - 4  # but where a line is longer
+    assert texts_of(path) == [text]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 100])
+def test_the_parts_of_a_file_are_the_file(parts, tmp_path):
+    texts = [f"{i} " * (i % 40) + "." for i in range(90)]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(texts)[:-1])  # without a last line end
+    write_parquet(tmp_path / "b.parquet", texts, row_group_size=11)
+    for file in find_files([str(tmp_path)]):
+        assert [text for part in range(parts) for text in whole(file, part=part, parts=parts)] == texts
+
+
+# ---- flat ids -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", [2, 3, 1000])
+def test_flat_ids_are_cut_at_the_end_of_documents(piece, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "PIECE", piece)
+    tokenizer = train_char(["abc"])  # 0 ends a document
+    np.array([2, 3, 0, 0, 4, 4, 4, 4, 0, 2, 3], np.uint16).tofile(tmp_path / "train.bin")
+    [file] = find_files([str(tmp_path / "train.bin")])
+    assert whole(file, tokenizer=tokenizer) == [[2, 3], [4, 4, 4, 4], [2, 3]]
+    assert {found.split for found in read_pieces(file, tokenizer=tokenizer)} == {"train"}
+
+
+def test_flat_ids_that_do_not_fit_are_refused(tmp_path):
+    tokenizer = train_char(["abc"])
+    file = tmp_path / "x.bin"
+    np.array([2, 3, 9], np.uint16).tofile(file)
+    with pytest.raises(RunError, match="token 2: id 9 is outside the vocabulary of 5"):
+        whole(find_files([str(file)])[0], tokenizer=tokenizer)
+    with pytest.raises(RequestError, match="--tokenizer"):
+        whole(find_files([str(file)])[0])
+    file.write_bytes(b"abc")
+    with pytest.raises(RunError, match="odd number"):
+        whole(find_files([str(file)])[0], tokenizer=tokenizer)
+
+
+# ---- what is wrong is named -----------------------------------------------------------------------------------------
+
+GOOD = json_lines(["a", "b"])
+BAD_LINES = {
+    "not json": (GOOD + b"{'text': 1}\n", "line 3: not a JSON object"),
+    "an array": (b'[\n{"text": "a"}\n]', "line 1: not a JSON object"),
+    "a list": (GOOD + b"[1, 2]\n", "line 3: a JSON list"),
+    "no key": (GOOD + b'{"id": 1, "body": "x"}\n', "line 3: there is no key 'text' among 'id', 'body'.*--text_key"),
+    "a number": (GOOD + b'{"text": 5}\n', "line 3: 'text' is not a text but 5"),
+    "a null": (b'{"text": null}\n', "line 1: 'text' is not a text but null"),
+    "latin-1": (GOOD + b'{"text": "\xe4"}\n', "line 3: byte 0xe4 is not UTF-8"),
+    "surrogate": (GOOD + rb'{"text": "\ud800"}', "line 3: 'text' holds half of a surrogate pair"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_is_named(content, message, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(RunError, match=rf"a\.jsonl, {message}"):
+        texts_of(tmp_path / "a.jsonl")
+
+
+def test_the_line_is_right_in_a_later_part_too(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["abc"] * 100) + b"{\n")
+    [file] = find_files([str(tmp_path / "a.jsonl")])
+    with pytest.raises(RunError, match="line 101:"):
+        whole(file, part=2, parts=3)
+
+
+def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes("ü\nzwei\n".encode() + b"dr\xffei\n")
+    with pytest.raises(RunError, match=r"a\.txt, line 3: byte 0xff is not UTF-8"):
+        texts_of(tmp_path)
+    (tmp_path / "a.txt").write_bytes("cut ü".encode()[:-1])
+    with pytest.raises(RunError, match=r"a\.txt, line 1"):
+        texts_of(tmp_path)
+
+
+def test_a_bad_parquet_file_is_named_with_its_row(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, [*DOCUMENTS, None, "x"], row_group_size=2)
+    with pytest.raises(RunError, match=r"a\.parquet, row 4: column 'text' is null"):
+        texts_of(path)
+    invalid = pa.array([b"ok", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"text": invalid}), path)
+    with pytest.raises(RunError, match=r"a\.parquet, row 1: column 'text' is not UTF-8"):
+        texts_of(path)
+    with pytest.raises(RunError, match="no column 'body' among 'text'.*--text_key"):
+        texts_of(path, text_key="body")
+    write_parquet(path, DOCUMENTS)
+    with pytest.raises(RunError, match="column 'id' is not text but int64"):
+        texts_of(path, text_key="id")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(RunError, match=r"a\.parquet cannot be read"):
+        texts_of(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst"])
+def test_a_truncated_or_damaged_compressed_file_is_named(name, tmp_path):
+    pack = gzip.compress if name.endswith("gz") else zstandard.compress
+    content = pack(json_lines(np.random.default_rng(0).integers(0, 10**9, 5000).astype(str).tolist()))
+    for damaged in (content[: len(content) // 2], b"not compressed at all", content[:-1]):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(RunError, match=f"{name} cannot be read"):
+            texts_of(tmp_path)
+
+
+# ---- remote ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """A bucket on moto's S3 server at the loopback device."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    with pytest.MonkeyPatch.context() as patch:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
+        server.start()
+        settings = {
+            "ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test",
+            "DEFAULT_REGION": "us-east-1", "EC2_METADATA_DISABLED": "true",
+        }  # fmt: skip
+        for name, value in settings.items():
+            patch.setenv(f"AWS_{name}", value)
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="texts")
+        yield client
+        server.stop()
+
+
+def test_texts_on_s3_are_read(bucket, tmp_path):
+    write_parquet(tmp_path / "c.parquet", DOCUMENTS)
+    bucket.upload_file(str(tmp_path / "c.parquet"), "texts", "a/c.parquet")
+    bucket.put_object(Bucket="texts", Key="a/b.jsonl.gz", Body=gzip.compress(json_lines(DOCUMENTS)))
+    bucket.put_object(Bucket="texts", Key="a/d.jsonl", Body=json_lines(DOCUMENTS))
+    assert texts_of("s3://texts/a") == DOCUMENTS * 3
+    assert texts_of("s3://texts/a/*.jsonl") == DOCUMENTS
+    files = find_files(["s3://texts/a/"])
+    assert [file.name for file in files] == [f"s3://texts/a/{name}" for name in ("b.jsonl.gz", "c.parquet", "d.jsonl")]
+    assert [text for part in range(3) for text in whole(files[2], part=part, parts=3)] == DOCUMENTS
+    with pytest.raises(RequestError, match="s3://texts/nowhere"):
+        find_files(["s3://texts/nowhere"])
+
+
+def test_texts_of_any_fsspec_file_system_are_read():
+    import fsspec
+
+    with fsspec.open("memory://corpus/a.jsonl", "wb") as file:
+        file.write(json_lines(DOCUMENTS))
+    assert texts_of("memory://corpus") == DOCUMENTS
+    assert texts_of("memory://corpus/*.jsonl") == DOCUMENTS

@@ -1,0 +1,215 @@
+"""Tokenizers: nothing is lost between text and ids, bytes are counted right, other tools read the files."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from lm.data.tokenizer import (
+    END_OF_TEXT,
+    GPT2_WORDS,
+    KINDS,
+    UNKNOWN,
+    WORDS,
+    Encoder,
+    Tokenizer,
+    train_bpe,
+    train_char,
+    translate,
+)
+from lm.errors import RequestError
+
+TEXTS = [
+    "It's the first of the fellow-citizens of the Senate; they'll see 1234567 ways.\n\n\tNext line of it\r\n",
+    "Größe und Maß, naïve café, 東京の天気は晴れ。 Ελληνικά, русский язык, العربية ٣٤٥",
+    "𝒳𝒴𝒵abc 𐐀𐐁𐐂x 𝒳𝒴𝒵abc ١٢٣٤ 1234567 ",
+    "def f(x):\n    return x ** 2  # squared\n\n\nclass A:\n\tpass\n" * 3,
+]
+BPE = train_bpe(TEXTS * 3, 400)
+texts = st.text() | st.text(alphabet=KINDS + "alrvedmt<|endoftext|>😀") | st.sampled_from(TEXTS)
+
+
+def with_pre_tokenizer(step, normalizer=None) -> Tokenizer:
+    """The same BPE behind another cut."""
+    backend = Backend.from_str(BPE.text)
+    backend.pre_tokenizer = step
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    return Tokenizer(backend.to_str())
+
+
+def sequence(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+
+
+@given(texts)
+def test_a_learned_bpe_gives_back_any_text(text):
+    ids = BPE.encode(text)
+    assert BPE.decode(ids) == text
+    assert BPE.encode_batch([text, ""]) == [ids, []]
+
+
+@given(texts)
+def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text(text):
+    assert BPE.token_bytes()[BPE.encode(text)].sum() == len(text.encode())
+
+
+def test_an_end_of_text_in_a_text_is_text_and_one_in_ids_is_seen():
+    assert BPE.eos_id not in BPE.encode(f"a {END_OF_TEXT} b")
+    assert BPE.decode([*BPE.encode("a"), BPE.eos_id]) == f"a{END_OF_TEXT}"
+    assert (BPE.eos_id, BPE.token_bytes()[BPE.eos_id]) == (0, 0)
+
+
+def test_learning_again_gives_the_same_tokenizer():
+    assert train_bpe(iter(TEXTS * 3), 400).text == BPE.text
+
+
+@given(st.text(alphabet=sorted(set("".join(TEXTS)))))
+def test_characters_give_back_texts_of_characters_that_were_seen(text):
+    characters = train_char(TEXTS)
+    ids = characters.encode(text)
+    assert characters.decode(ids) == text
+    assert len(ids) == len(text)
+    assert characters.token_bytes()[ids].sum() == len(text.encode())
+
+
+def test_characters_are_in_order_and_others_are_unknown():
+    characters = train_char(["cab", "▁"])
+    assert [characters.decode([i]) for i in range(characters.vocab_size)] == [END_OF_TEXT, UNKNOWN, "a", "b", "c", "▁"]
+    assert characters.encode("bzb") == [3, 1, 3]
+    assert characters.token_bytes().tolist() == [0, 0, 1, 1, 1, 3]
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, train_char(TEXTS)], ids=["bpe", "char"])
+def test_transformers_loads_the_files_and_agrees(tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    for name, content in tokenizer.files(model_max_length=77).items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.eos_token_id, theirs.model_max_length) == (tokenizer.eos_id, 77)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids) == tokenizer.decode(ids)
+    again = Tokenizer.load(tmp_path)
+    assert (again.sha256, again.eos_id, again.vocab_size) == (tokenizer.sha256, tokenizer.eos_id, tokenizer.vocab_size)
+
+
+def test_the_digest_is_of_the_content_and_not_of_its_formatting():
+    described = json.loads(BPE.text)
+    assert Tokenizer(json.dumps(described)).sha256 == BPE.sha256
+    described["model"]["merges"].pop()
+    assert Tokenizer(json.dumps(described)).sha256 != BPE.sha256
+
+
+def test_the_end_of_a_document_is_told_known_or_asked_for(tmp_path):
+    words = {word: number for number, word in enumerate(["a", "b", "</s>", "stop"])}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(Backend(models.WordLevel(words, unk_token="a")).to_str())
+    assert Tokenizer.load(file).eos_token == "</s>"
+    assert Tokenizer.load(file, eos_token="stop").eos_id == 3
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "b"}}))
+    assert Tokenizer.load(tmp_path).eos_token == "b"
+    assert Tokenizer.load(tmp_path, eos_token="stop").eos_token == "stop"
+    with pytest.raises(RequestError, match="no token 'nope'"):
+        Tokenizer.load(tmp_path, eos_token="nope")
+    del words["</s>"]
+    (tmp_path / "tokenizer_config.json").unlink()
+    file.write_text(Backend(models.WordLevel(words, unk_token="a")).to_str())
+    with pytest.raises(RequestError, match="--eos_token"):
+        Tokenizer.load(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"not json", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
+def test_a_file_that_is_no_tokenizer_is_refused_in_one_line(content, tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(content)
+    with pytest.raises(RequestError, match="tokenizer.json") as caught:
+        Tokenizer.load(file)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(RequestError, match="is not there"):
+        Tokenizer.load(tmp_path / "gpt2")
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused():
+    with pytest.raises(RequestError, match="at least 257"):
+        train_bpe(TEXTS, 256)
+    assert train_bpe(TEXTS, 257).vocab_size == 257
+
+
+def test_bytes_of_sentencepiece_tokens():
+    """The block is a blank, a byte token is a byte, added tokens are themselves, specials are nothing."""
+    vocabulary = {"<unk>": 0, "</s>": 1, "<0x0A>": 2, "<0xC3>": 3, "▁": 4, "▁ab": 5, "é": 6, "<extra>": 9}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    backend.add_special_tokens(["<unk>", "</s>"])
+    backend.add_tokens([AddedToken("<extra>", special=False)])
+    assert Tokenizer(backend.to_str()).token_bytes().tolist() == [0, 0, 1, 1, 1, 3, 2, 0, 0, 7]
+
+
+# ---- the faster encoder ---------------------------------------------------------------------------------------------
+
+FAST = {
+    "ours": BPE,
+    "gpt2": with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "possessive": with_pre_tokenizer(sequence(r"[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}++| ?[^\s\p{L}\p{N}]++|\s++")),
+}
+SLOW = {
+    "normalized": with_pre_tokenizer(sequence(WORDS), normalizers.NFC()),
+    "prefixed": with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "lines": with_pre_tokenizer(sequence(r"\s+$|\s|\S+")),
+    "other braces": with_pre_tokenizer(sequence(r"\p{N}{1,3}+|\p{L}+|[^\p{L}\p{N}]")),  # not possessive to Oniguruma
+    "other class": with_pre_tokenizer(sequence(r"\w+|\W")),
+    "digits": with_pre_tokenizer(
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+    ),
+}
+ENCODERS = {name: Encoder(tokenizer) for name, tokenizer in {**FAST, **SLOW, "char": train_char(TEXTS)}.items()}
+
+
+def test_the_faster_way_is_taken_where_it_is_sure_and_only_there():
+    ways = {name: encoder.way for name, encoder in ENCODERS.items()}
+    assert ways == {**dict.fromkeys(FAST, "words"), **dict.fromkeys(SLOW, "tokenizers"), "char": "characters"}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@settings(max_examples=150, deadline=None)
+@given(batch=st.lists(texts, max_size=3))
+def test_the_encoder_gives_the_ids_of_tokenizers(name, batch):
+    encoder = ENCODERS[name]
+    assert [ids.tolist() for ids in encoder.encode(batch)] == encoder.tokenizer.encode_batch(batch)
+
+
+@pytest.mark.parametrize("pattern", [WORDS, GPT2_WORDS])
+def test_words_are_cut_alike_at_every_character(pattern):
+    """Each of Unicode's first plane beside a letter, a digit, a blank and an apostrophe, and random mixtures."""
+    find = translate(pattern).findall
+    plane = [chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000]
+    cut = pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str
+    draw = random.Random(0)
+    mixed = "".join(draw.choices(KINDS + "".join(draw.choices(plane, k=50)), k=100_000))
+    for text in ("".join(plane), *(between.join(plane) for between in "a1 '\n"), mixed):
+        assert find(text) == [word for word, _ in cut(text)]
+
+
+def test_ids_beyond_sixteen_bits_are_kept():
+    vocabulary = {END_OF_TEXT: 0, UNKNOWN: 1} | {chr(0x4E00 + i): 2 + i for i in range(10)} | {"z": 70_000}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
+    encoder = Encoder(Tokenizer(backend.to_str()))
+    [ids] = encoder.encode(["z一"])
+    assert (ids.dtype, ids.tolist()) == (np.dtype("<u4"), [70_000, 2])
+
+
+def test_a_full_table_of_words_changes_nothing(monkeypatch):
+    monkeypatch.setattr("lm.data.tokenizer.KEPT_WORDS", 3)
+    encoder = Encoder(BPE)
+    assert [ids.tolist() for ids in encoder.encode(TEXTS)] == BPE.encode_batch(TEXTS)
+    assert len(encoder._words) <= 3

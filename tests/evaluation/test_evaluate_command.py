@@ -1,0 +1,159 @@
+"""`lm evaluate`: what it finds is what validation and the loaded model say, and it stays with the run."""
+
+import json
+import math
+import re
+import shutil
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_evaluations_callback import WORDS, found_by, write_tasks
+from trainings import lm, make_workplace, write_config
+
+from lm.cli.evaluate import evaluate, short_names
+from lm.cli.runs import show
+from lm.errors import RequestError
+from lm.runs import registry
+from lm.runs.run import Run, joined, metrics, record
+from lm.system.arguments import call
+
+WORDS_TASK = ("--tasks", "words.jsonl", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A run of 8 steps, with checkpoints of 4 and 8."""
+    place = make_workplace(tmp_path_factory.mktemp("evaluate"))
+    write_tasks(place)
+    changes = {"trainer.max_steps": 8, "trainer.checkpoint_interval": 4, "trainer.keep_checkpoints": 2,
+               "trainer.callbacks": None, "data.val_tokens": None}  # fmt: skip
+    lm(place, "fit", "--config", str(write_config(place, **changes)))
+    return place
+
+
+@pytest.fixture
+def run(workplace, monkeypatch):
+    """The run, without evaluations; where it is, commands are typed."""
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("LM_REGISTRY", str(workplace / "runs.db"))
+    run = Run(workplace / "checkpoints" / "small")
+    (run.path / "evaluations.jsonl").unlink(missing_ok=True)
+    return run
+
+
+def found_with(capsys, *options):
+    """What `lm evaluate --json` prints."""
+    call(evaluate, [*options, "--json"], prog="lm evaluate")
+    return json.loads(capsys.readouterr().out)
+
+
+def points(run, name):
+    """Step -> value, as the newest event file has them."""
+    newest = max(run.path.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns)
+    return {event.step: event.value for event in EventAccumulator(str(newest)).Reload().Scalars(name)}
+
+
+@pytest.mark.slow
+def test_what_is_found_is_the_models_and_stays_with_the_run(workplace, run, capsys):
+    """In its folder, the registry, TensorBoard and on its page; an earlier checkpoint after a later one, too."""
+    done = lm(workplace, "evaluate", *WORDS_TASK, "--ckpt_path", "last", "--max_items", "7", "--json",
+              "--output", "found.json")  # fmt: skip
+    assert "checkpoints/small/step-00000008" in done.stderr
+    last = json.loads(done.stdout)
+    first = found_with(capsys, *WORDS_TASK, "--ckpt_path", "checkpoints/small/step-00000004", "--max_items", "7")
+    for found, step in ((last, 8), (first, 4)):
+        expected = found_by(run.steps()[step], workplace / "words.jsonl")
+        assert (found["run"], found["step"], found["checkpoint"]) == ("small", step, f"step-{step:08}")
+        assert expected.items() <= found["tasks"]["words"].items()
+        task = found["tasks"]["words"]
+        assert found["core"] == task["centered"] == pytest.approx(2 * task["accuracy"] - 1)
+        low, high = found["core_interval"]
+        assert low <= found["core"] <= high and (low, high) == pytest.approx(task["centered_interval"])
+    assert json.loads((workplace / "found.json").read_text()) == last
+    assert [entry.items() <= found.items() for entry, found in zip(run.evaluations(), (last, first), strict=True)]
+    assert [row["core"] for row in registry.known()] == [first["core"]]  # the newest
+    for name, value in metrics(first).items():
+        assert points(run, name) == pytest.approx({4: value, 8: metrics(last)[name]})
+    call(show, ["small"], prog="lm runs show")
+    shown = capsys.readouterr().out
+    assert re.search(rf"evaluation\s+step 4, mean centred accuracy {first['core']:.4f}", shown) and "words: " in shown
+
+
+@pytest.mark.slow
+def test_bits_per_byte_of_the_validation_data_are_those_of_the_validation(workplace, run, capsys):
+    """As shards, and nearly so as the texts that they were made from, where windows do not cross documents."""
+    found = found_with(
+        capsys, "--shards", "data/small/val", "--texts", "texts/00*.txt", "texts", "--ckpt_path", "last"
+    )
+    validated = lm(workplace, "validate", "--run", "small", "--ckpt_path", "last").stdout
+    loss, bpb = (float(re.search(rf"val/{name} (\S+)", validated)[1]) for name in ("loss", "bpb"))
+    texts = found["texts"]
+    assert list(texts) == ["texts/00*.txt", "texts", "small/val"] and found["tasks"] == {} and found["core"] is None
+    assert (texts["small/val"]["loss"], texts["small/val"]["bits_per_byte"]) == pytest.approx((loss, bpb), abs=1e-4)
+    assert texts["texts"]["bytes"] == sum(path.stat().st_size for path in (workplace / "texts").iterdir())
+    assert texts["texts"]["bits_per_byte"] == pytest.approx(bpb, rel=0.15)
+    assert points(run, "eval/small/val/bpb") == {8: pytest.approx(bpb, abs=1e-4)}
+
+
+@pytest.mark.slow
+def test_a_model_without_a_run_leaves_nothing_behind(workplace, run, capsys):
+    shutil.copytree(run.checkpoint("last"), workplace / "model", dirs_exist_ok=True)
+    (workplace / "model" / "trainer.json").unlink()
+    before = sorted(path for path in workplace.rglob("*"))
+    call(evaluate, ["--ckpt_path", "model", *WORDS_TASK, "--dtype", "bfloat16"], prog="lm evaluate")
+    assert sorted(path for path in workplace.rglob("*")) == before and run.evaluations() == []
+    shown = capsys.readouterr().out
+    assert re.search(rf"words\W+0\W+{len(WORDS)}\W", shown)
+    assert re.search(r"^model, mean centred accuracy \S+ \(\S+ to ", shown, re.M)
+
+
+@pytest.mark.parametrize("options, words", [
+    ((), "give something to evaluate on"),
+    (("--tasks", "nowhere.yaml"), "nowhere.yaml: no such file"),
+    (("--tasks", "words.jsonl", "--max_items", "0"), "--max_items 0 must be at least 1"),
+    (("--tasks", "words.jsonl", "--num_fewshot", "9"), "too few for 9"),
+    (("--tasks", "words.jsonl", "--output", "nowhere/x.json"), "there is no folder nowhere"),
+    (("--texts", "nowhere.txt"), "nowhere.txt"),
+    (("--shards", "nowhere"), "nowhere"),
+    (("--tasks", "words.jsonl", "--run", "nobody"), "no run 'nobody'"),
+])  # fmt: skip
+def test_a_wrong_request_is_one_line_and_leaves_nothing(run, options, words):
+    with pytest.raises(RequestError, match=words) as refused:
+        call(evaluate, list(options), prog="lm evaluate")
+    assert "\n" not in str(refused.value) and run.evaluations() == []
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def test_sources_have_short_names_that_differ():
+    sources = ["a/b/news.jsonl.gz", "data/val/", "data/x/*.parquet", "embedded:sotu", "*.txt"]
+    assert short_names(sources) == ["news", "data/val", "x", "sotu", "*.txt"]
+    assert short_names(["a/val", "val/*.txt", "a/test"]) == ["a/val", "val", "a/test"]
+
+
+def test_what_is_kept_is_json_that_every_program_reads():
+    found = {"bits_per_byte": math.nan, "loss": 1.5, "stderr": math.inf, "tokens": 3}
+    kept = record(4, "step-00000004", {}, None, {"a": found}, {"tasks": None})
+    assert json.loads(json.dumps(kept, allow_nan=False)) == kept
+    assert kept["texts"]["a"] == {"bits_per_byte": None, "loss": 1.5, "stderr": None, "tokens": 3}
+    assert metrics(kept) == {}
+
+
+def test_what_is_known_of_a_step_is_put_together_and_a_part_does_not_replace_the_whole():
+    """Of each task the result over most items counts; texts measured later do not drop the tasks."""
+
+    def evaluation(step, tasks, texts=(), core=None):
+        return {
+            "step": step, "core": core, "core_interval": core and [core, core],
+            "tasks": {name: {"items": items, "accuracy": accuracy} for name, items, accuracy in tasks},
+            "texts": {name: {"tokens": tokens} for name, tokens in texts},
+        }  # fmt: skip
+
+    whole = evaluation(4, [("a", 160, 0.5), ("b", 100, 0.25)], core=0.3)
+    part, words = evaluation(4, [("a", 3, 1.0)], core=1.0), evaluation(4, [], [("w", 9)])
+    older = evaluation(2, [("a", 500, 0.0)])
+    known = joined([older, whole, part, words])
+    assert known["tasks"] == whole["tasks"] and known["texts"] == words["texts"] and known["core"] == 0.3
+    assert joined([older, whole], 2)["tasks"] == older["tasks"] and joined([]) is None and joined([whole], 3) is None
+    assert joined([part, whole, evaluation(4, [("b", 100, 0.75)])])["tasks"]["b"]["accuracy"] == 0.75  # the newest

@@ -1,0 +1,549 @@
+"""Tasks are asked as DCLM asks them, whatever the batches; intervals mean what they say; bits per byte are exact."""
+
+import importlib.util
+import json
+import math
+import random
+import shutil
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.multiprocessing
+import torch.nn.functional as F
+from decoders import SHAPES, SMALL, trained_like
+from test_huggingface import write_folder
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from lm.data.datamodule import Texts
+from lm.data.encode import split_hash
+from lm.data.loader import Batch, Windows
+from lm.data.prepare import PrepareOptions, prepare
+from lm.data.shards import Shards
+from lm.data.text_files import read_documents
+from lm.data.tokenizer import Tokenizer, train_bpe, train_char
+from lm.errors import RequestError, RunError
+from lm.evaluation import tasks as sotu
+from lm.evaluation.benchmark import TaskResult, core, evaluate
+from lm.evaluation.bits_per_byte import shards_bits_per_byte, texts_bits_per_byte
+from lm.evaluation.scoring import chosen_items, prompts
+from lm.evaluation.statistics import TokenLoss, centered, mean_interval, ratio_error, standard_error, wilson
+from lm.evaluation.tasks import SHIPPED, Task, read_tasks
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
+
+WORDS = "the war of a peace and law in our time was made by men who had no fear to say it".split()
+
+
+def sentence(draw: random.Random, words: int) -> str:
+    return " ".join(draw.choices(WORDS, k=words))
+
+
+def make_tasks(folder: Path, shots: int = 2, items: int = 14) -> Path:
+    """A YAML with a task of each kind, of sentences without sense."""
+    draw = random.Random(3)
+    made = {
+        "multiple_choice": [
+            {"query": sentence(draw, 5), "choices": [sentence(draw, 3) + end for end in ("a", "bet", "who")], "gold": 1}
+            for _ in range(items)
+        ],
+        "schema": [
+            {"context_options": [sentence(draw, 3), sentence(draw, 4)], "continuation": sentence(draw, 2), "gold": 0}
+            for _ in range(items)
+        ],
+        "language_modeling": [
+            {"context": sentence(draw, 6) + " ", "continuation": sentence(draw, 1)} for _ in range(items)
+        ],
+    }
+    (folder / "eval_data").mkdir(parents=True)
+    entries = ""
+    for kind, lines in made.items():
+        (folder / "eval_data" / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        entries += f"- label: {kind}_x\n  dataset_uri: {kind}.jsonl\n  num_fewshot: [{shots}]\n"
+        entries += f"  icl_task_type: {kind}\n"
+    entries = entries.replace("multiple_choice\n-", 'multiple_choice\n  continuation_delimiter: "\\nAnswer: "\n-')
+    (folder / "tasks.yaml").write_text(f"icl_tasks:\n{entries}")
+    (folder / "eval_meta_data.csv").write_text("Eval Task,Task Category,Random baseline\nschema_x,words,50\n")
+    return folder / "tasks.yaml"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_char([" ".join(WORDS), "\nAnswer:"])
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> list[Task]:
+    return read_tasks([str(make_tasks(tmp_path_factory.mktemp("tasks")))])
+
+
+def decoder_of(tokenizer: Tokenizer, **changes) -> Decoder:
+    return trained_like(replace(SMALL, vocab_size=tokenizer.vocab_size, max_position_embeddings=512, **changes))
+
+
+# ---- how sure -------------------------------------------------------------------------------------------------------
+
+
+def test_wilson_intervals_are_those_of_the_paper():
+    """Values of the score interval as Newcombe (1998, Statistics in Medicine 17, table I) prints them."""
+    for right, total, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611),
+                                    (1, 29, 0.0061, 0.1718), (29, 29, 0.8830, 1)):  # fmt: skip
+        interval = wilson(right, total)
+        assert interval.low == pytest.approx(low, abs=5e-5) and interval.high == pytest.approx(high, abs=5e-5)
+
+
+def test_standard_errors_are_the_spread_of_repeated_draws():
+    draw = np.random.default_rng(0)
+    rights = draw.binomial(50, 0.3, size=4000)
+    assert np.mean([standard_error(right, 50) for right in rights]) == pytest.approx(np.std(rights / 50), rel=0.05)
+    sizes = draw.integers(10, 200, size=(4000, 60))
+    nats = sizes * 2.0 + draw.normal(0, 9, size=sizes.shape)
+    errors = [ratio_error(a, b) for a, b in zip(nats, sizes, strict=True)]
+    assert np.mean(errors) == pytest.approx(np.std(nats.sum(1) / sizes.sum(1)), rel=0.05)
+    assert ratio_error(np.array([2.0, 4.0]), np.ones(2)) == pytest.approx(1)  # as that of a mean of two
+    assert math.isnan(ratio_error(np.ones(1), np.ones(1))) and standard_error(1, 1) == math.inf
+
+
+def test_the_interval_of_a_mean_covers_it_in_95_of_100_cases():
+    draw, shares, hits = np.random.default_rng(1), (0.3, 0.55, 0.9), 0
+    for _ in range(2000):
+        rights = [draw.binomial(80, share) for share in shares]
+        interval = mean_interval([right / 80 for right in rights], [wilson(right, 80) for right in rights])
+        hits += interval.low <= np.mean(shares) <= interval.high
+    assert 0.935 < hits / 2000 < 0.968
+
+
+# ---- files of tasks -------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_of_tasks_is_read_with_its_baselines(tmp_path):
+    choice, schema, language = read_tasks([str(make_tasks(tmp_path))])
+    assert (choice.label, choice.kind, choice.num_fewshot) == ("multiple_choice_x", "multiple_choice", 2)
+    assert choice.continuation_delimiter == "\nAnswer: " and schema.continuation_delimiter == " "
+    assert (choice.baseline, schema.baseline, language.baseline) == (pytest.approx(1 / 3), 0.5, 0)
+    assert len(language.items) == 14
+    assert [task.num_fewshot for task in read_tasks([str(tmp_path / "tasks.yaml")], num_fewshot=0)] == [0, 0, 0]
+
+
+def test_several_numbers_of_solved_items_are_several_tasks(tmp_path):
+    file = make_tasks(tmp_path)
+    file.write_text(file.read_text().replace("[2]", "[0, 3]"))
+    found = read_tasks([str(file)])
+    assert [task.label for task in found[1:4]] == ["multiple_choice_x_3shot", "schema_x_0shot", "schema_x_3shot"]
+    assert found[3].baseline == 0.5
+    assert len(read_tasks([str(file)], num_fewshot=1)) == 3
+
+
+def test_a_file_of_items_alone_tells_its_kind_by_its_columns(tmp_path):
+    make_tasks(tmp_path)
+    for kind in ("multiple_choice", "schema", "language_modeling"):
+        jsonl = tmp_path / "eval_data" / f"{kind}.jsonl"
+        [task] = read_tasks([str(jsonl)])
+        assert (task.label, task.kind, task.num_fewshot) == (kind, kind, 0)
+        pq.write_table(pa.Table.from_pylist(list(task.items)), tmp_path / "other.parquet")
+        [same] = read_tasks([str(tmp_path / "other.parquet")])
+        assert same.items == task.items and same.label == "other"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("dataset_uri: schema.jsonl", "dataset_uri: ../../schema.jsonl"), "leads out of"),
+        (("dataset_uri: schema.jsonl", "dataset_uri: /etc/hosts"), "leads out of"),
+        (("dataset_uri: schema.jsonl", "dataset_uri: nowhere.jsonl"), "there is no nowhere.jsonl"),
+        (("icl_task_type: schema", "icl_task_type: generation"), "'generation' is none of multiple_choice"),
+        (("num_fewshot: [2]", "num_fewshot: [two]"), "num_fewshot must be a list of whole numbers"),
+        (("num_fewshot: [2]", "num_fewshot: [14]"), "too few for 14 solved ones"),
+        (("num_fewshot: [2]", "num_fewshots: [2]"), "'num_fewshots' is not known here"),
+        (("label: schema_x", "label: multiple_choice_x"), "two tasks are called 'multiple_choice_x'"),
+        (("label: schema_x", "label: 7"), "label must be a text"),
+        (("icl_tasks:", "tasks:"), "expected a list of tasks under icl_tasks"),
+        (("icl_tasks:", "icl_tasks: {"), "cannot be read"),
+    ],
+)
+def test_a_wrong_file_of_tasks_is_one_clear_line(tmp_path, change, message):
+    file = make_tasks(tmp_path / "here")
+    shutil.copy(tmp_path / "here/eval_data/schema.jsonl", tmp_path / "schema.jsonl")
+    file.write_text(file.read_text().replace(*change))
+    with pytest.raises(RequestError, match=message) as error:
+        read_tasks([str(file)])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"query": "a", "choices": ["b", "c"], "gold": 2}', "line 2|item 2: gold 2 is not one of 2"),
+        ('{"query": "a", "choices": ["b"], "gold": 0}', "item 2: two texts or more"),
+        ('{"query": "a", "choices": ["b", 3], "gold": 0}', "item 2: two texts or more"),
+        ('{"query": "a", "choices": ["b", ""], "gold": 0}', "item 2: an answer is empty"),
+        ('{"query": "a", "choices": ["b", "c"]}', "item 2: 'gold' of multiple_choice must be of type int"),
+        ('{"query": "a", ', "line 2: not a JSON object"),
+        ("[1]", "line 2: a JSON list"),
+    ],
+)
+def test_a_wrong_item_is_named_with_its_place(tmp_path, line, message):
+    file = tmp_path / "items.jsonl"
+    file.write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}\n' + line + "\n")
+    with pytest.raises(RequestError, match=message):
+        read_tasks([str(file)])
+
+
+def test_what_is_no_task_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "other.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "bad.parquet").write_text("no")
+    for path, message in (("gone.yaml", "no such file"), ("empty.jsonl", "has no items"), ("bad.parquet", "damaged"),
+                          ("other.jsonl", "its columns are text")):  # fmt: skip
+        with pytest.raises(RequestError, match=message):
+            read_tasks([str(tmp_path / path)])
+    with pytest.raises(RequestError, match="there is embedded:sotu"):
+        read_tasks(["embedded:nothing"])
+
+
+# ---- prompts and scores ---------------------------------------------------------------------------------------------
+
+
+def test_prompts_read_as_dclm_writes_them(tasks, tokenizer):
+    """Other items of the task, drawn by the item's number, then the question; a blank line between them."""
+    items = chosen_items(tasks[0], None)
+    solved = [items[i] for i in random.Random(1234 + 5).sample([i for i in range(14) if i != 5], 2)]
+    expected = "".join(f"{item['query']}\nAnswer: {item['choices'][1]}\n\n" for item in solved)
+    [answers] = prompts(tasks[0], items, [5], tokenizer, 512, "eos")
+    for prompt, choice in zip(answers, items[5]["choices"], strict=True):
+        text = f"{expected}{items[5]['query']}\nAnswer: {choice}"
+        assert prompt.ids.tolist() == [tokenizer.eos_id, *tokenizer.encode(text)] and prompt.cut == 0
+        assert tokenizer.decode(prompt.ids[prompt.answer :]) == " " + choice and prompt.length == len(choice)
+    shuffled = list(tasks[0].items)
+    random.Random(1337).shuffle(shuffled)
+    assert chosen_items(tasks[0], 6) == shuffled[:6]
+
+
+def naive(theirs, tokenizer: Tokenizer, task: Task, context: int, begin: str):
+    """The same answers by transformers, one prompt after the other, put down as DCLM's rules say."""
+    items = list(task.items)
+    random.Random(1337).shuffle(items)
+    for number, item in enumerate(items):
+        others = [i for i in range(len(items)) if i != number]
+        chosen = [items[i] for i in random.Random(1234 + number).sample(others, task.num_fewshot)]
+        lead, mark = "", task.continuation_delimiter
+        options = {"multiple_choice": "choices", "schema": "context_options"}.get(task.kind)
+        for one in chosen:
+            if task.kind == "multiple_choice":
+                lead += one["query"] + mark + one["choices"][one["gold"]] + "\n\n"
+            else:
+                left = one["context_options"][one["gold"]] if options else one["context"].strip()
+                lead += left + mark + one["continuation"] + "\n\n"
+        if task.kind == "multiple_choice":
+            pairs = [(lead + item["query"] + mark, choice) for choice in item["choices"]]
+        elif task.kind == "schema":
+            pairs = [(lead + option + mark, item["continuation"]) for option in item["context_options"]]
+        else:
+            pairs = [(lead + item["context"].strip() + mark, item["continuation"])]
+        start = [tokenizer.eos_id] * (begin == "eos")
+        rows = [start + tokenizer.encode(before + answer) for before, answer in pairs]
+        means, sums, greedy = [], [], []
+        for row, (before, _) in zip(rows, pairs, strict=True):
+            own = len(start) + len(tokenizer.encode(before.rstrip()))
+            if task.kind == "multiple_choice":
+                first = next(i for i in range(len(row)) if len({r[i] if i < len(r) else -1 for r in rows}) > 1)
+                first = min(first, min(map(len, rows)) - 1)
+            elif task.kind == "schema":
+                ends = [r[::-1] for r in rows]
+                first = len(row) - next(i for i in range(len(row)) if len({e[i] for e in ends if i < len(e)}) > 1)
+            else:
+                first = own
+            cut = max(0, len(row) - context - 1)
+            row, first, own = row[cut:], max(1, first - cut), max(1, own - cut)
+            with torch.no_grad():
+                logits = theirs(torch.tensor([row[:-1]])).logits[0]  # (T, V)
+            costs = F.cross_entropy(logits, torch.tensor(row[1:]), reduction="none")
+            means.append(costs[first - 1 :].mean().item())
+            sums.append(-costs[own - 1 :].sum().item())
+            greedy.append(bool((logits.argmax(-1)[own - 1 :] == torch.tensor(row[own:])).all()))
+        lengths = [len(answer) for _, answer in pairs]
+        if task.kind == "language_modeling":
+            yield greedy[0], sums, None, None
+        else:
+            norms = [s / n for s, n in zip(sums, lengths, strict=True)]
+            gold = item["gold"]
+            yield means.index(min(means)) == gold, sums, sums.index(max(sums)) == gold, norms.index(max(norms)) == gold
+
+
+@pytest.mark.parametrize("shape", ["llama, untied, grouped heads", "qwen3, windows"])
+@pytest.mark.parametrize(("context", "begin"), [(512, "eos"), (512, "nothing"), (40, "eos")])
+def test_scores_are_those_of_transformers_by_the_rules_of_dclm(tasks, tokenizer, tmp_path, shape, context, begin):
+    """Item by item: what is right by each rule, and the log-likelihood of every answer."""
+    config = replace(SHAPES[shape], vocab_size=tokenizer.vocab_size, max_position_embeddings=context)
+    decoder = trained_like(config)
+    theirs = AutoModelForCausalLM.from_pretrained(write_folder(decoder, tmp_path)).eval()
+    for task, result in zip(tasks, evaluate(decoder, tokenizer, tasks, begin=begin), strict=True):
+        expected = list(naive(theirs, tokenizer, task, context, begin))
+        assert [outcome.right for outcome in result.outcomes] == [right for right, *_ in expected]
+        assert [outcome.acc for outcome in result.outcomes] == [acc for _, _, acc, _ in expected]
+        assert [outcome.acc_norm for outcome in result.outcomes] == [norm for *_, norm in expected]
+        for outcome, (_, sums, _, _) in zip(result.outcomes, expected, strict=True):
+            assert outcome.log_likelihoods == pytest.approx(sums, abs=2e-4)
+        assert result.truncated == (len(task.items) if context == 40 else 0)
+        assert 0 < result.accuracy < 1 or task.kind == "language_modeling"
+
+
+def test_results_say_what_they_are(tasks, tokenizer):
+    results = evaluate(decoder_of(tokenizer), tokenizer, tasks, max_items=9)
+    for task, result in zip(tasks, results, strict=True):
+        right = sum(outcome.right for outcome in result.outcomes)
+        assert result.items == 9 and result.accuracy == right / 9 and result.interval == wilson(right, 9)
+        assert result.centered == centered(result.accuracy, task.baseline)
+        assert result.centered_interval.low <= result.centered <= result.centered_interval.high
+    nats, tokens = (sum(getattr(outcome, name) for outcome in results[2].outcomes) for name in ("nats", "tokens"))
+    assert results[2].perplexity == pytest.approx(math.exp(nats / tokens)) and results[0].perplexity is None
+    assert json.loads(json.dumps(results[0].as_dict()))["label"] == "multiple_choice_x"
+    found = core(results)
+    assert found.value == pytest.approx(sum(result.centered for result in results) / 3)
+    assert found.interval.low < found.value < found.interval.high and core([]) is None
+    with pytest.raises(RequestError, match="max_items 2 must be at least 3"):
+        evaluate(decoder_of(tokenizer), tokenizer, tasks, max_items=2)
+
+
+def same(some: list[TaskResult], others: list[TaskResult], tolerance: float = 1e-4) -> bool:
+    pairs = [(a, b) for x, y in zip(some, others, strict=True) for a, b in zip(x.outcomes, y.outcomes, strict=True)]
+    return all(a.right == b.right and a.acc == b.acc and a.acc_norm == b.acc_norm for a, b in pairs) and all(
+        a.log_likelihoods == pytest.approx(b.log_likelihoods, abs=tolerance) for a, b in pairs
+    )
+
+
+def test_the_batch_size_changes_nothing(tasks, tokenizer):
+    decoder, told = decoder_of(tokenizer), []
+    whole = evaluate(decoder, tokenizer, tasks, progress=lambda *seen: told.append(seen))
+    for batch_tokens in (1, 300, 1000):
+        assert same(whole, evaluate(decoder, tokenizer, tasks, batch_tokens=batch_tokens))
+    assert told[-1] == ("language_modeling_x", 14, 14) and told == sorted(told, key=told.index)
+    with pytest.raises(RequestError, match="batch_tokens 0"):
+        evaluate(decoder, tokenizer, tasks, batch_tokens=0)
+
+
+def test_a_training_is_left_as_it_was(tasks, tokenizer):
+    """Dropout is off meanwhile and on again after, random numbers are not touched, and there are no gradients."""
+    decoder = decoder_of(tokenizer, dropout=0.4)
+    expected = evaluate(decoder, tokenizer, tasks)
+    decoder.train()
+    decoder.layers[0].eval()
+    state, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    assert same(expected, evaluate(decoder, tokenizer, tasks), tolerance=0)
+    assert torch.equal(state, torch.get_rng_state()) and python == random.getstate()
+    assert np.array_equal(numpy, np.random.get_state()[1])
+    assert decoder.training and decoder.layers[1].training and not decoder.layers[0].training
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in decoder.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        halves = evaluate(decoder, tokenizer, tasks)
+    assert not same(expected, halves, 0)
+    assert halves[0].outcomes[0].log_likelihoods == pytest.approx(expected[0].outcomes[0].log_likelihoods, rel=0.02)
+
+
+def test_broken_weights_are_an_error_and_no_score(tasks, tokenizer):
+    decoder = decoder_of(tokenizer)
+    with torch.no_grad():
+        decoder.norm.weight[0] = math.nan
+    with pytest.raises(RunError, match="not finite"):
+        evaluate(decoder, tokenizer, tasks)
+
+
+def _one_of_two(rank: int, folder: str, file: str) -> None:
+    """A process that divides the items with another, and then shares the model with it."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    tasks, tokenizer = read_tasks([file]), Tokenizer.load(folder)
+    decoder = decoder_of(tokenizer)
+    alone = evaluate(decoder, tokenizer, tasks)
+    assert same(alone, evaluate(decoder, tokenizer, tasks, share=(rank, 2)))
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(decoder, mesh=mesh)
+    assert same(alone, evaluate(decoder, tokenizer, tasks))
+    whole = decoder_of(tokenizer)
+    if rank == 1:
+        with torch.no_grad():
+            whole.norm.weight[0] = math.nan
+    with pytest.raises(RunError, match="not finite" if rank else "failed on rank 1"):
+        evaluate(whole, tokenizer, tasks, share=(rank, 2))
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_divide_the_items_or_share_the_model_and_find_the_same(tokenizer, tmp_path):
+    """Two processes; where one of them fails the other is told and does not wait."""
+    for name, text in tokenizer.files().items():
+        (tmp_path / name).write_text(text)
+    file = make_tasks(tmp_path / "tasks", items=7)
+    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path), str(file)), nprocs=2)
+
+
+# ---- bits per byte --------------------------------------------------------------------------------------------------
+
+TEXTS = [" ".join(WORDS[i:] + WORDS[:i]) * (1 + i % 3) for i in range(9)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (folder / "tokenizer.json").write_text(tokenizer.text)
+    prepare(
+        PrepareOptions(
+            [str(folder / "texts.jsonl")], str(folder / "data"), str(folder / "tokenizer.json"), val_fraction=0
+        )
+    )
+    return folder
+
+
+def test_texts_are_measured_as_validation_and_predict_count_them(corpus, tokenizer):
+    """Each token once, windows that do not overlap, and the sums of `TokenLoss`."""
+    decoder, counted = decoder_of(tokenizer), TokenLoss()
+    rows = Texts([str(corpus / "texts.jsonl")], tokenizer, seq_len=32, micro_batch=4, rows=deque())
+    for batch in rows:
+        with torch.no_grad():
+            losses = decoder(batch.input_ids, labels=batch.labels).each
+        counted.update(losses, batch.labels, torch.from_numpy(tokenizer.token_bytes()))
+    expected, told = counted.compute(), []
+    for batch_tokens in (1, 100, 16_384):
+        result = texts_bits_per_byte(
+            decoder, tokenizer, [str(corpus / "texts.jsonl")], seq_len=32, batch_tokens=batch_tokens,
+            progress=told.append,
+        )  # fmt: skip
+        assert result.loss == pytest.approx(expected["loss"].item(), rel=1e-6)
+        assert result.bits_per_byte == pytest.approx(expected["bits_per_byte"].item(), rel=1e-6)
+        assert result.tokens == expected["tokens"] == sum(map(len, TEXTS)) == result.bytes == told[-1]
+        assert result.samples == len(TEXTS) and 0 < result.stderr < result.bits_per_byte
+        assert result.perplexity == pytest.approx(math.exp(result.loss))
+
+
+def test_a_stride_gives_each_token_what_is_before_it(corpus, tokenizer):
+    """Every token is predicted once, from the window that the stride says."""
+    decoder, nats, count = decoder_of(tokenizer), 0.0, 0
+    for text in TEXTS:
+        ids = torch.tensor([tokenizer.eos_id, *tokenizer.encode(text)])
+        for place in range(1, len(ids)):
+            block = 0 if place <= 32 else -(-(place - 32) // 8)  # windows after the first one
+            end = min(len(ids), 33 + 8 * block)
+            begin = max(0, end - 33)
+            with torch.no_grad():
+                logits = decoder(ids[None, begin:place])[0, -1]
+            nats, count = nats + F.cross_entropy(logits, ids[place]).item(), count + 1
+    result = texts_bits_per_byte(decoder, tokenizer, [str(corpus / "texts.jsonl")], seq_len=32, stride=8)
+    assert result.tokens == count and result.loss == pytest.approx(nats / count, rel=1e-5)
+    for wrong in ({"stride": 0}, {"seq_len": 32, "stride": 33}, {"seq_len": 513}, {"max_documents": 0}):
+        with pytest.raises(RequestError):
+            texts_bits_per_byte(decoder, tokenizer, [str(corpus / "texts.jsonl")], **wrong)
+    few = texts_bits_per_byte(decoder, tokenizer, [str(corpus / "texts.jsonl")], max_documents=2)
+    assert few.samples == 2 and few.tokens == len(TEXTS[0]) + len(TEXTS[1])
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_shards_are_measured_as_a_validation_does(corpus, tokenizer, document_mask):
+    decoder, counted = decoder_of(tokenizer), TokenLoss()
+    windows = Windows(Shards.open(str(corpus / "data/train")), seq_len=48, micro_batch=5)
+    for batch in windows:
+        documents = (batch.input_ids == tokenizer.eos_id).long()
+        documents = documents.cumsum(1) - documents if document_mask else None
+        with torch.no_grad():
+            losses = decoder(batch.input_ids, labels=batch.labels, document_ids=documents).each
+        counted.update(losses, batch.labels, torch.from_numpy(tokenizer.token_bytes()))
+    expected = counted.compute()
+    result = shards_bits_per_byte(
+        decoder, tokenizer, str(corpus / "data/train"), seq_len=48, document_mask=document_mask, batch_tokens=200
+    )
+    assert result.loss == pytest.approx(expected["loss"].item(), rel=1e-6)
+    assert result.bits_per_byte == pytest.approx(expected["bits_per_byte"].item(), rel=1e-6)
+    assert result.tokens == expected["tokens"] and result.samples == windows.total
+    assert shards_bits_per_byte(decoder, tokenizer, str(corpus / "data/train"), seq_len=48, max_windows=3).samples == 3
+
+
+def test_shards_of_another_tokenizer_are_refused(corpus):
+    other = train_bpe(TEXTS, 300)
+    with pytest.raises(RequestError, match="tokenizer"):
+        shards_bits_per_byte(decoder_of(other), other, str(corpus / "data/train"))
+
+
+# ---- the tasks in the package ---------------------------------------------------------------------------------------
+
+
+def test_the_shipped_tasks_are_made_again_to_the_byte(tmp_path):
+    sotu.write_tasks(tmp_path)
+    made = sorted(file.name for file in tmp_path.iterdir())
+    assert made == sorted(file.name for file in SHIPPED.iterdir() if file.suffix != ".md")
+    for name in made:
+        assert (tmp_path / name).read_bytes() == (SHIPPED / name).read_bytes(), name
+
+
+def test_the_shipped_tasks_are_of_validation_documents_only():
+    """What tiny.yaml trains on holds no right answer with what is before it."""
+    trained = "\n".join(text for _, text in read_documents([sotu.CORPUS]) if split_hash(text) >= 0.05)
+    for task in read_tasks(["embedded:sotu"]):
+        assert 100 <= len(task.items) <= 200
+        for item in task.items:
+            if task.kind == "multiple_choice":
+                assert item["query"] not in trained
+            elif task.kind == "schema":
+                assert f"{item['context_options'][item['gold']]} {item['continuation']}" not in trained
+            else:
+                assert f"{item['context']} {item['continuation']}" not in trained
+
+
+def test_a_model_that_learned_a_little_beats_chance():
+    """Seconds of training are enough for the easiest of the shipped tasks."""
+    torch.manual_seed(0)
+    texts = [text for _, text in read_documents([sotu.CORPUS]) if split_hash(text) >= 0.05]
+    tokenizer = train_bpe(texts[::8], 1024)
+    ids = torch.tensor([i for text in texts[::8] for i in (*tokenizer.encode(text), tokenizer.eos_id)])
+    decoder = Decoder(
+        DecoderConfig(
+            vocab_size=tokenizer.vocab_size, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=128, max_position_embeddings=256,
+        )
+    )  # fmt: skip
+    task = [task for task in read_tasks(["embedded:sotu"]) if task.kind == "schema"]
+    [before] = evaluate(decoder, tokenizer, task)
+    assert before.interval.low < 0.5 < before.interval.high
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+    for _ in range(80):
+        starts = torch.randint(len(ids) - 65, (32,))
+        batch = Batch(torch.stack([ids[start : start + 65] for start in starts]).int())
+        loss = decoder(batch.input_ids, labels=batch.labels).total / batch.num_tokens
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    [after] = evaluate(decoder, tokenizer, task)
+    assert after.centered_interval.low > 0
+
+
+# ---- lm-evaluation-harness ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("lm_eval") is None, reason="lm-evaluation-harness is not installed")
+@pytest.mark.parametrize("context", [512, 40])
+def test_scores_are_those_of_lm_evaluation_harness(tokenizer, tmp_path, context):
+    """`acc`, `acc_norm` and `acc_bytes` of every item, and the log-likelihood of every answer."""
+    path = Path(__file__).parent.parent / "benchmarks" / "harness.py"
+    spec = importlib.util.spec_from_file_location("harness", path)
+    harness = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(harness)
+    config = replace(SMALL, vocab_size=tokenizer.vocab_size, max_position_embeddings=context)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_folder(trained_like(config), folder)
+    for name, text in tokenizer.files(context).items():
+        (folder / name).write_text(text)
+    tasks = read_tasks([str(make_tasks(tmp_path / "tasks", items=40))], num_fewshot=0)
+    compared = harness.compare(folder, tasks, ["lm_eval"])
+    for task in tasks:
+        found = compared[task.label]
+        assert found["largest_difference"] < 1e-3
+        for metric in harness.METRICS[task.kind]:
+            assert found[metric]["items_that_differ"] == 0 and found[metric]["ours"] == found[metric]["harness"]

@@ -1,0 +1,114 @@
+"""The validation sums are exact and do not depend on how tokens fell into batches and ranks."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lm.evaluation.statistics import TokenLoss
+
+TOKEN_BYTES = torch.tensor([0, 1, 2, 5])
+
+
+def sample(rows=6, length=50):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(4, (rows, length), generator=generator)
+    labels[torch.rand(rows, length, generator=generator) < 0.1] = -100
+    return torch.rand(rows, length, generator=generator), labels
+
+
+def reference(losses, labels):
+    """The definition, a token at a time."""
+    pairs = [(x, y) for x, y in zip(losses.flatten().tolist(), labels.flatten().tolist(), strict=True) if y != -100]
+    text = [(x, TOKEN_BYTES[y].item()) for x, y in pairs if TOKEN_BYTES[y] > 0]
+    loss = math.fsum(x for x, _ in pairs) / len(pairs)
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "bits_per_byte": math.fsum(x for x, _ in text) / sum(size for _, size in text) / math.log(2),
+        "tokens": len(pairs),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 4, 6])
+def test_means_are_those_of_all_tokens_however_they_are_batched(size):
+    losses, labels = sample()
+    metric = TokenLoss()
+    for rows, targets in zip(losses.split(size), labels.split(size), strict=True):
+        metric.update(rows, targets, TOKEN_BYTES)
+    result = {name: value.item() for name, value in metric.compute().items()}
+    assert result == pytest.approx(reference(losses, labels), rel=1e-12)
+
+
+def test_tokens_without_bytes_are_left_out_of_nats_and_bytes_alike():
+    metric = TokenLoss()
+    metric.update(torch.tensor([[9.0, 1.0, 2.0]]), torch.tensor([[0, 1, 3]]), TOKEN_BYTES)
+    result = metric.compute()
+    assert result["bits_per_byte"].item() == pytest.approx(3 / 6 / math.log(2))
+    assert result["loss"].item() == pytest.approx(4)
+
+
+def test_ignored_labels_count_for_nothing_even_where_the_loss_is_nan():
+    metric = TokenLoss()
+    metric.update(torch.tensor([[2.0, math.nan]]), torch.tensor([[1, -100]]), TOKEN_BYTES)
+    assert metric.compute()["loss"].item() == 2 and metric.compute()["tokens"].item() == 1
+
+
+def test_nothing_counted_is_nan():
+    metric = TokenLoss()
+    metric.update(torch.zeros(1, 2), torch.full((1, 2), -100))
+    result = metric.compute()
+    assert result["tokens"].item() == 0
+    assert all(math.isnan(result[name].item()) for name in ("loss", "perplexity", "bits_per_byte"))
+
+
+def test_without_token_bytes_there_are_no_bits_per_byte():
+    metric = TokenLoss()
+    metric.update(*sample())
+    assert math.isnan(metric.compute()["bits_per_byte"]) and not math.isnan(metric.compute()["loss"])
+
+
+def test_sums_stay_exact_over_many_tokens_and_in_a_half_precision_module():
+    """A hundred million tokens: fp32 sums would have lost the last ones."""
+    module = torch.nn.ModuleDict({"metric": TokenLoss()}).to(torch.bfloat16)
+    metric = module["metric"]
+    assert metric.nats.dtype == torch.float64
+    metric.update(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.long), TOKEN_BYTES)
+    metric.nats += 1e8
+    metric.tokens += 1e8
+    metric.update(torch.full((1, 1), 3.0), torch.ones(1, 1, dtype=torch.long), TOKEN_BYTES)
+    assert metric.nats.item() == 1e8 + 4 and metric.tokens.item() == 1e8 + 2
+    metric.reset()
+    assert metric.nats.item() == 0 and metric.nats.dtype == torch.float64
+
+
+def test_update_waits_for_no_device():
+    """On the meta device nothing has a value, so anything that reads one fails."""
+    metric = TokenLoss().to("meta")
+    losses, labels = (tensor.to("meta") for tensor in sample())
+    metric.update(losses, labels, TOKEN_BYTES)
+    assert metric.nats.is_meta and metric.text_bytes.is_meta
+
+
+def _rank(rank: int, meeting_point: str, queue) -> None:
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2)
+    losses, labels = sample()
+    metric = TokenLoss().to(torch.bfloat16)
+    if rank == 0:  # the other rank has nothing to count
+        metric.update(losses, labels, TOKEN_BYTES)
+    queue.put({name: value.item() for name, value in metric.compute().items()})
+    dist.destroy_process_group()
+
+
+def test_sums_are_taken_over_ranks(tmp_path):
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, f"file://{tmp_path}/meet", queue)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    results = [queue.get(timeout=60) for _ in ranks]
+    for process in ranks:
+        process.join(timeout=60)
+    assert results[0] == results[1] == pytest.approx(reference(*sample()), rel=1e-12)

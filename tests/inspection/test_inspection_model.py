@@ -1,0 +1,341 @@
+"""What is shown of a model is what the model does: numbers against independent ones, pictures that read."""
+
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from decoders import SHAPES, SMALL, trained_like
+from matplotlib.figure import Figure
+from test_huggingface import write_folder
+from transformers import AutoModelForCausalLM
+
+from lm.data.tokenizer import train_char
+from lm.errors import RequestError
+from lm.inference.completion import complete
+from lm.inference.pretrained import Pretrained
+from lm.inspection import attention, drawing, probabilities, weights
+from lm.inspection.drawing import figure, finish
+from lm.model.config import DecoderConfig
+from lm.model.estimates import parameters as counted
+
+LETTERS = train_char([" !.,$<>'abcdefghijklmnopqrstuvwxyz\n"])
+TEXT = "the people of the united states"
+
+
+def ready(config: DecoderConfig = SMALL, seed: int = 0, tokenizer=LETTERS) -> Pretrained:
+    """A model with a tokenizer of letters, whose weights depend on the seed."""
+    decoder = trained_like(config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in decoder.parameters():
+            weight += 0.05 * seed * torch.randn_like(weight)
+    return Pretrained(Path("nowhere"), decoder.requires_grad_(False), tokenizer, None, "plain PyTorch")
+
+
+def check_picture(picture: Figure) -> None:
+    """It is drawn without a complaint, a notebook shows it, and every pair of axes says what it is of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert picture._repr_png_().startswith(b"\x89PNG")
+    for axes in picture.axes:
+        assert axes.get_title() or axes.get_xlabel() or axes.get_ylabel() or picture.get_suptitle()
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_parts_add_up_to_what_the_accounting_says(config):
+    parts = weights.parameter_parts(trained_like(config))
+    sums = {"embed_tokens": "embedding", "lm_head": "lm_head", "self_attn": "attention", "mlp": "mlp"}
+    found = dict.fromkeys(counted(config), 0)
+    for part in parts:
+        norm = "norm" in part.name
+        found["norms" if norm else sums[part.name.split(".")[0]]] += part.parameters
+        assert part.parameters == part.number * math.prod(part.shape) and part.bytes == 4 * part.parameters
+        assert part.number == (1 if part.name in ("embed_tokens", "lm_head", "norm") else config.num_hidden_layers)
+    expected = counted(config)
+    assert all(found[name] == expected[name] for name in ("embedding", "attention", "mlp", "norms", "lm_head"))
+    assert sum(part.parameters for part in parts) == expected["total"]
+    assert sum(part.share for part in parts) == pytest.approx(1)
+
+
+def test_half_precision_takes_half_the_bytes():
+    full, half = (weights.parameter_parts(model) for model in (trained_like(SMALL), trained_like(SMALL).bfloat16()))
+    assert [part.bytes for part in full] == [2 * part.bytes for part in half]
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_histograms_are_densities_of_each_matrix():
+    decoder = trained_like(SMALL)
+    found = weights.weight_histograms(decoder, bins=20)
+    assert len(found) == 1 + 7 * SMALL.num_hidden_layers
+    for one in found.values():
+        assert (one.density * np.diff(one.edges)).sum() == pytest.approx(1)
+    keys = decoder.layers[1].self_attn.qkv_proj.weight[48:96]
+    one = found["model.layers.1.self_attn.k_proj.weight"]
+    assert (one.mean, one.std) == pytest.approx((keys.mean().item(), keys.std(correction=0).item()), rel=1e-4)
+    assert (one.edges[0], one.edges[-1]) == pytest.approx((keys.min().item(), keys.max().item()))
+
+
+def test_weights_that_are_not_finite_are_named():
+    decoder = trained_like(SMALL)
+    with torch.no_grad():
+        decoder.layers[2].mlp.down_proj.weight[0, 0] = math.nan
+    for look in (weights.weight_histograms, weights.spectra):
+        with pytest.raises(RequestError, match="model.layers.2.mlp.down_proj.weight is not finite"):
+            look(decoder)
+
+
+def test_singular_values_and_ranks_are_those_of_the_definitions():
+    matrix = torch.randn(12, 7)
+    one = weights.spectrum(matrix)
+    np.testing.assert_allclose(one.values, np.linalg.svd(matrix.double().numpy())[1], rtol=1e-7)
+    np.testing.assert_allclose(one.values, weights.spectrum(matrix.mT).values, rtol=1e-7)
+    gram = torch.linalg.eigvalsh((matrix.mT @ matrix).double())
+    assert one.stable_rank == pytest.approx((gram.sum() / gram.max()).item(), rel=1e-5)
+    shares = gram.clamp(min=0).sqrt() / gram.sqrt().sum()
+    assert one.effective_rank == pytest.approx(torch.special.entr(shares).sum().exp().item(), rel=1e-5)
+
+
+def test_ranks_of_matrices_that_are_known():
+    same, one, none = (weights.spectrum(matrix) for matrix in (
+        2 * torch.eye(5), torch.outer(torch.randn(6), torch.randn(4)), torch.zeros(3, 3)
+    ))  # fmt: skip
+    assert (same.stable_rank, same.effective_rank) == pytest.approx((5, 5))
+    assert (one.stable_rank, one.effective_rank) == pytest.approx((1, 1), abs=1e-5)
+    assert (none.stable_rank, none.effective_rank) == (0, 0)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_maps_are_those_of_transformers_eager_attention(config, tmp_path):
+    decoder = trained_like(config)
+    theirs = AutoModelForCausalLM.from_pretrained(write_folder(decoder, tmp_path), attn_implementation="eager").eval()
+    ids = torch.randint(config.vocab_size, (1, 40))
+    with torch.no_grad():
+        expected = torch.stack(theirs(ids, output_attentions=True).attentions)[:, 0]  # (layers, heads, T, T)
+    maps = attention.attention_maps(decoder, ids[0].tolist())
+    assert maps.shape == (config.num_hidden_layers, config.num_attention_heads, 40, 40)
+    np.testing.assert_allclose(maps, expected.numpy(), atol=1e-5)
+    assert maps.std(-1).max() > 0.01  # the comparison is of something
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_maps_are_what_the_model_attends_with(config):
+    """Values mixed by a layer's map are what that layer gives, and a row is a distribution within the window."""
+    decoder = trained_like(config)
+    seen = []
+
+    def note(layer, given, out):
+        seen.append((layer, layer.split(*(given[index] for index in (0, 1, 3)))[2], out))
+
+    for block in decoder.layers:
+        block.self_attn.register_forward_hook(note)
+    maps = torch.from_numpy(attention.attention_maps(decoder, list(range(30))))
+    groups = config.num_attention_heads // config.num_key_value_heads
+    for layer, (part, values, out) in enumerate(seen):
+        mixed = maps[layer] @ values[0].transpose(0, 1).repeat_interleave(groups, 0)  # (H, T, D)
+        torch.testing.assert_close(part.o_proj(mixed.transpose(0, 1).flatten(1)), out[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(maps.shape[:-1]))
+    behind = torch.arange(30)[:, None] - torch.arange(30)
+    for layer, window in enumerate(config.windows):
+        assert not maps[layer][:, (behind < 0) | (behind >= (window or 30))].any()
+
+
+def test_looking_leaves_nothing_behind():
+    model = ready()
+    attention.attention_maps(model.decoder, [1, 2, 3])
+    assert not any(block.self_attn._forward_pre_hooks for block in model.decoder.layers)
+    with pytest.raises(RequestError, match="longer than max_position_embeddings"):
+        attention.attention_of(model, "a" * 64)
+    assert not any(block.self_attn._forward_pre_hooks for block in model.decoder.layers)
+    with pytest.raises(RequestError, match="no token"):
+        attention.attention_maps(model.decoder, [])
+
+
+def test_tokens_of_a_text_stand_beside_its_maps():
+    model = ready()
+    found = attention.attention_of(model, "we a\n")
+    assert found.tokens == ["<|endoftext|>", "w", "e", "␣", "a", "↵"]
+    ids = [model.tokenizer.eos_id, *model.tokenizer.encode("we a\n")]
+    np.testing.assert_array_equal(found.maps, attention.attention_maps(model.decoder, ids))
+
+
+def test_statistics_tell_kinds_of_heads_apart():
+    even, previous, first = np.tril(np.ones((4, 4))), np.eye(4, k=-1), np.zeros((4, 4))
+    previous[0, 0], first[:, 0] = 1, 1
+    maps = np.stack([even / even.sum(-1, keepdims=True), previous, first])[None]  # (1, 3, 4, 4)
+    found = attention.head_statistics(maps)
+    assert found.entropy[0] == pytest.approx([(1 + math.log2(3) + 2) / 3, 0, 0])
+    assert found.distance[0] == pytest.approx([(0.5 + 1 + 1.5) / 3, 1, 2])
+    assert found.first[0] == pytest.approx([(1 / 2 + 1 / 3 + 1 / 4) / 3, 1 / 3, 1])
+    assert found.previous[0] == pytest.approx([(1 / 2 + 1 / 3 + 1 / 4) / 3, 1, 1 / 3])
+    assert found.itself[0] == pytest.approx([(1 / 2 + 1 / 3 + 1 / 4) / 3, 0, 0])
+    with pytest.raises(RequestError, match="two tokens or more"):
+        attention.head_statistics(np.ones((1, 1, 1, 1)))
+
+
+# ---- drift -----------------------------------------------------------------------------------------------------------
+
+
+def test_drift_of_weights_that_changed_in_a_known_way():
+    before, after = trained_like(SMALL), trained_like(SMALL)
+    one = torch.outer(torch.randn(48), torch.randn(48))
+    with torch.no_grad():
+        after.layers[0].self_attn.o_proj.weight += one
+        after.layers[1].self_attn.o_proj.weight *= 3
+        after.layers[2].self_attn.o_proj.weight.copy_(torch.randn(48, 48))
+        after.norm.weight *= -1
+    found = {change.name: change for change in weights.weight_drift(before, after)}
+    added, tripled, replaced = (found[f"model.layers.{layer}.self_attn.o_proj.weight"] for layer in range(3))
+    assert added.relative == pytest.approx((one.norm() / before.layers[0].self_attn.o_proj.weight.norm()).item(), 1e-5)
+    assert added.stable_rank == pytest.approx(1, abs=1e-5)
+    assert (tripled.relative, tripled.cosine, tripled.directions) == pytest.approx((2, 1, 1))
+    assert replaced.directions == pytest.approx(8 / 48, abs=0.08) and abs(replaced.cosine) < 0.1
+    assert (found["model.norm.weight"].relative, found["model.norm.weight"].cosine) == pytest.approx((2, -1))
+    assert math.isnan(found["model.norm.weight"].directions)
+    same = found["model.embed_tokens.weight"]
+    assert (same.relative, same.cosine, same.directions) == pytest.approx((0, 1, 1)) and math.isnan(same.stable_rank)
+
+
+def test_leading_directions_are_those_of_the_singular_value_decomposition():
+    for shape in ((30, 12), (12, 30)):
+        matrix = torch.randn(shape, dtype=torch.double)
+        outputs, inputs = weights._leading(matrix)
+        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+        for ours, theirs in ((outputs, left[:, :8]), (inputs, right[:8].mT)):
+            torch.testing.assert_close(ours @ ours.mT, theirs @ theirs.mT)
+
+
+def test_models_of_other_shapes_or_tokenizers_are_not_compared():
+    other = ready(replace(SMALL, num_hidden_layers=2), tokenizer=train_char(["other letters"]))
+    with pytest.raises(RequestError, match="differ in shape"):
+        weights.weight_drift(ready().decoder, other.decoder)
+    with pytest.raises(RequestError, match="different tokenizers"):
+        weights.distribution_drift(ready(), other, [TEXT])
+    with pytest.raises(RequestError, match="no token"):
+        weights.distribution_drift(ready(), ready(), ["", ""])
+
+
+def test_divergence_of_a_text_is_that_of_the_definition_token_by_token():
+    """A text of several windows and chunks: every token once, in its window, against logits of the whole window."""
+    before, after = ready(), ready(seed=1)
+    text = (TEXT + "\n") * 8  # 256 tokens: four windows of the context
+    found = weights.distribution_drift(before, after, ["", text])
+    ids = torch.tensor([LETTERS.eos_id, *LETTERS.encode(text)])
+    logs = [
+        torch.cat([model.decoder(ids[start : start + 64][None])[0] for start in range(0, 256, 64)])
+        [:, : LETTERS.vocab_size].double().log_softmax(-1)
+        for model in (before, after)
+    ]  # fmt: skip
+    middle = torch.logaddexp(*logs) - math.log(2)
+    expected = sum((log.exp() * (log - middle)).sum(-1) for log in logs) / 2 / math.log(2)
+    assert "".join(found.tokens) == text
+    np.testing.assert_allclose(found.divergence, expected.numpy(), atol=1e-6)
+    own = [-log[torch.arange(256), ids[1:]] / math.log(2) for log in logs]
+    np.testing.assert_allclose(found.bits, torch.stack(own, -1).numpy(), rtol=1e-4)
+    assert (found.agree == (logs[0].argmax(-1) == logs[1].argmax(-1)).numpy()).all() and not found.agree.all()
+    assert 0.01 < found.divergence.mean() < 1
+    alike = weights.distribution_drift(before, ready(), [text])
+    assert alike.divergence.max() < 1e-12 and alike.agree.all()
+
+
+# ---- what a model expects --------------------------------------------------------------------------------------------
+
+
+def test_expectations_are_the_models_own_losses_ranks_and_entropies():
+    model = ready()
+    text = TEXT * 3  # longer than the context
+    found = probabilities.expectations(model, text, alternatives=3)
+    assert "".join(one.text for one in found) == text
+    ids = torch.tensor([LETTERS.eos_id, *LETTERS.encode(text)])
+    logs = torch.cat([model.decoder(ids[:64][None])[0], model.decoder(ids[64:-1][None])[0]]).log_softmax(-1)
+    for place, (one, log, token) in enumerate(zip(found, logs, ids[1:].tolist(), strict=True)):
+        assert math.log(one.probability) == pytest.approx(log[token].item(), abs=1e-4), place
+        assert one.rank == 1 + (log > log[token]).sum()
+        assert one.entropy == pytest.approx(torch.special.entr(log.exp()).sum().item() / math.log(2), abs=1e-4)
+        assert [chance for _, chance in one.alternatives] == pytest.approx(log.exp().topk(3).values.tolist(), rel=1e-4)
+    with pytest.raises(RequestError, match="the text is empty"):
+        probabilities.expectations(model, "")
+
+
+@pytest.mark.parametrize("prompt", ["the people", ""])
+def test_what_was_written_cost_what_the_writer_said(prompt):
+    model = ready()
+    written = complete(model.decoder, LETTERS, [prompt], max_new_tokens=20, seed=1, alternatives=2, ignore_eos=True)[0]
+    found = probabilities.expectations_of(model, written, alternatives=2)
+    assert len(found) == len(written.tokens) == 20
+    for one, token in zip(found, written.tokens, strict=True):
+        assert math.log(one.probability) == pytest.approx(token.log_probability, abs=1e-4)
+        assert [text for text, _ in one.alternatives] == [other.text for other in token.alternatives]
+    bits = [-math.log2(one.probability) for one in found]
+    assert probabilities.mean_bits(written) == pytest.approx(sum(bits) / 20, rel=1e-4)
+
+
+# ---- pictures and pages ----------------------------------------------------------------------------------------------
+
+
+def test_text_on_a_page_is_text_whatever_it_says():
+    page = drawing.colored_text(["a", "<b>&", "c"], [None, 0.5, 0.0], ["", "it's <i>", ""])._repr_html_()
+    assert "<b>" not in page and "&lt;b&gt;&amp;" in page and "it&#x27;s &lt;i&gt;" in page
+    assert f"background:{drawing.VERMILION}ff" in page  # as strong as it gets
+    sheet = drawing.table([("<b>", 1234, 0.5, math.nan)], ("x", "y", "z", "<w>"), "a & b")._repr_html_()
+    assert "<b>" not in sheet and "1,234" in sheet and "0.5" in sheet and "nan" not in sheet and "&lt;w&gt;" in sheet
+    assert drawing.table([], ("x",)).source.count("<tr>") == 1
+    assert drawing.visible(" a\n") == "␣a↵" and drawing.visible("") == "∅"
+
+
+def test_a_legend_comes_with_names_only():
+    picture, axes = figure(1, 2)
+    axes[0].plot([1, 2], label="one")
+    axes[1].plot([1, 2])
+    for each in axes:
+        finish(each, "title", "step", "loss")
+    assert axes[0].get_legend() and not axes[1].get_legend()
+    assert (axes[1].get_title(), axes[1].get_xlabel(), axes[1].get_ylabel()) == ("title", "step", "loss")
+    check_picture(picture)
+
+
+def test_every_picture_of_a_model_is_drawn():
+    """Also of awkward texts: two dollars would be a formula, and a model of one layer and one head has one cell."""
+    single = replace(SMALL, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=48)
+    for config in (replace(single, tie_word_embeddings=False), SHAPES["qwen3, windows"]):
+        model, other = ready(config), ready(config, seed=1)
+        parts, found = weights.parameter_parts(model.decoder), weights.spectra(model.decoder)
+        seen = attention.attention_of(model, "a $b$ is < c\n")
+        expected = probabilities.expectations(model, "a $b$ is < c\n")
+        for picture in (
+            weights.draw_parameters(parts),
+            weights.draw_histograms(weights.weight_histograms(model.decoder)),
+            weights.draw_spectra(found), weights.draw_ranks(found),
+            attention.draw_all_heads(seen.maps),
+            attention.draw_attention(seen, 0), attention.draw_attention(seen, 0, heads=[0]),
+            attention.draw_head_statistics(attention.head_statistics(seen.maps)),
+            weights.draw_weight_drift(weights.weight_drift(model.decoder, other.decoder)),
+            weights.draw_weight_drift(weights.weight_drift(model.decoder, model.decoder)),
+            weights.draw_divergence(weights.distribution_drift(model, other, [TEXT])),
+            probabilities.draw_expectations(expected),
+        ):  # fmt: skip
+            check_picture(picture)
+        assert "100" in weights.parameter_table(parts).source
+        assert "a" in probabilities.color(expected, "prompt").source
+        changes = weights.change_table(weights.weight_drift(model.decoder, other.decoder)).source
+        assert changes.count("<tr>") == 1 + len(model.decoder.state_dict()) + 3 * config.num_hidden_layers
+
+
+def test_written_text_is_shown_with_its_alternatives():
+    model = ready()
+    written = complete(model.decoder, LETTERS, ["a"], max_new_tokens=5, seed=3, alternatives=2, ignore_eos=True)[0]
+    sheet = probabilities.alternatives_table(written, tokens=3).source
+    assert sheet.count("<tr>") == 4 and "likeliest 2" in sheet and "likeliest 3" not in sheet
+    page = probabilities.color_written(written).source
+    assert page.count("<span") == 1 + 5 + len(drawing.LEGEND)

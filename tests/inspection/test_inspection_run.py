@@ -1,0 +1,353 @@
+"""What is shown of a run and of its data is what the run logged and saw: numbers against independent ones."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+from shard_files import write_folder
+from trainings import lm, make_workplace, trace, write_config
+
+import lm as package
+from lm.data.shards import Shards
+from lm.data.tokenizer import train_char
+from lm.errors import RequestError
+from lm.inspection.data import (
+    Documents,
+    count_parts,
+    count_tokens,
+    divergence_by_chance,
+    divergence_parts,
+    jensen_shannon,
+    measure_documents,
+    measure_use,
+    most_frequent,
+    most_moved,
+    open_data,
+    read_step,
+    split_documents,
+    token_text,
+)
+from lm.runs.history import (
+    beside,
+    compare_with_events,
+    curve,
+    differences,
+    event_curves,
+    intervals,
+    labels,
+    read_samples,
+    spread,
+    time_spent,
+)
+from lm.runs.run import Run
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("inspection"))
+
+
+@pytest.fixture(scope="module")
+def run(place):
+    """A run that was really trained, and went on from its middle."""
+    write_config(place, **{"samples.prompts": ["Chapter 1", "The"], "trainer.keep_checkpoints": 5})
+    lm(place, "fit", "--config", "small.yaml", "--trainer.max_steps", "6")
+    lm(place, "fit", "--config", "small.yaml", "--ckpt_path", "checkpoints/small/step-00000003")
+    return Run(place / "checkpoints/small")
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Another working directory than the one that the run was started from, as a notebook has it."""
+    monkeypatch.chdir(tmp_path)
+
+
+# ---- curves and time -------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_and_the_log_lines_agree_also_after_a_resume(run):
+    found = {one.metric: one for one in compare_with_events(run)}
+    assert {"train/loss", "val/bpb", "optim/lr", "perf/tokens_per_second"} <= found.keys()
+    assert all(one.agrees for one in found.values()) and found["train/loss"].points == 12
+    assert event_curves(run)["train/loss"].y == pytest.approx(curve("", run.metrics(), "train/loss").y, rel=1e-6)
+
+
+def test_a_value_or_a_step_that_differs_is_told(run, tmp_path):
+    copy = Run(tmp_path / "copy")
+    copy.path.mkdir()
+    for file in [*run.path.glob("events.*")]:
+        (copy.path / file.name).write_bytes(file.read_bytes())
+    for line in run.metrics():
+        if line["step"] == 7:
+            line["train/loss"] *= 1.001
+        if line["step"] != 8:
+            copy.append_metrics(line)
+    found = {one.metric: one for one in compare_with_events(copy)}
+    assert found["train/loss"].largest_difference == pytest.approx(0.001, rel=0.01) and not found["train/loss"].agrees
+    assert found["optim/lr"].only_in_events == 1 and not found["optim/lr"].agrees
+    assert found["val/loss"].only_in_events == 1  # the validation after step 8
+
+
+def lines_of(*parts):
+    """Log lines of a run that trains 100 tokens a step at 50 tokens a second, from steps and seconds of pauses."""
+    lines, now, step = [], 1000.0, 0
+    for kind, amount in parts:
+        if kind == "train":
+            step, now = step + amount, now + 2.0 * amount
+            speed = {"perf/tokens_per_second": 50.0, "perf/data_wait": 0.25, "train/loss": 1.0}
+            lines.append({"step": step, "tokens": 100 * step, "time": now, **speed})
+        else:
+            now += amount
+            if kind != "stop":
+                lines.append({"step": step, "tokens": 100 * step, "time": now, f"{kind}/loss": 1.0})
+    return lines
+
+
+def pauses(found):
+    """(kind, began, seconds) of every pause."""
+    every = [pause for one in found for pause in one.pauses]
+    return [(pause.kind, pytest.approx(pause.began), pytest.approx(pause.seconds)) for pause in every]
+
+
+def test_pauses_are_what_is_left_between_two_log_lines():
+    """Up to the line of a validation it was one; what comes after it was something else."""
+    found = intervals(lines_of(
+        ("train", 5), ("train", 5), ("val", 3.0), ("train", 5), ("val", 2.0), ("eval", 4.0), ("train", 5),
+        ("stop", 60.0), ("train", 5), ("val", 1.0), ("stop", 7.0), ("train", 5),
+    ))  # fmt: skip
+    assert pauses(found) == [
+        ("validation", 20, 3), ("validation", 33, 2), ("evaluation", 35, 4), ("other", 49, 60),
+        ("validation", 119, 1), ("other", 120, 7),
+    ]  # fmt: skip
+    assert [one.training for one in found] == pytest.approx([10] * 6) and found[0].began == pytest.approx(0)
+    assert time_spent(found) == pytest.approx({
+        "computing": 45, "waiting for data": 15, "pause: validation": 6, "pause: evaluation": 4, "pause: other": 67,
+    })  # fmt: skip
+
+
+def test_pauses_between_log_lines_are_placed_by_their_steps():
+    lines = lines_of(("train", 4), ("train", 2), ("val", 3.0), ("train", 1), ("val", 1.0), ("train", 2))
+    lines = [line for line in lines if "val/loss" in line or line["step"] in (4, 9)]  # no log line at the validations
+    (_, second) = intervals(lines)
+    assert pauses([second]) == [("validation", 12, 3), ("validation", 17, 1)]
+
+
+def test_the_time_of_a_real_run_is_accounted_for(run):
+    lines = run.metrics()
+    found = intervals(lines)
+    assert [one.step for one in found] == list(range(1, 13))
+    whole = [line["time"] for line in lines if "train/loss" in line][-1] - lines[0]["time"] + found[0].training
+    assert sum(time_spent(found).values()) == pytest.approx(whole, abs=0.1)
+    for one in found:
+        accounted = one.training + sum(pause.seconds for pause in one.pauses)
+        assert accounted == pytest.approx(one.ended - one.began, abs=2e-3)
+    resumed = found[3]  # the second session began after step 3
+    assert [pause.kind for pause in resumed.pauses] == ["other"] and resumed.pauses[0].seconds > 1
+    assert "validation" in [pause.kind for pause in found[4].pauses]
+
+
+# ---- settings and samples --------------------------------------------------------------------------------------------
+
+
+def test_runs_are_told_apart_by_name_folder_and_settings(run, place, elsewhere):
+    assert run.started_in() == place
+    other = Run.create("small", run.path.parent)
+    other.describe(id=other.name, name="small", entered=1.0)
+    other.config.write_text(run.config.read_text().replace("lr: 0.01", "lr: 0.02"))
+    assert beside(run) == []  # it has no log lines yet
+    other.append_metrics({"step": 1})
+    assert [one.name for one in beside(run)] == ["small-2"] and beside(run, 0) == []
+    assert differences([run.settings(), other.settings()]) == {"model.optimizer.lr": [0.01, 0.02]}
+    assert labels([run, other]) == ["small", "small-2"]
+    assert labels([run, Run("/somewhere/checkpoints/small")])[1] == "somewhere/checkpoints/small"
+
+
+def test_the_later_sample_of_a_step_counts(run, tmp_path):
+    samples = read_samples(run)
+    assert [(one["step"], one["prompt"]) for one in samples] == [
+        (step, prompt) for step in (4, 6, 8, 12) for prompt in ("Chapter 1", "The")
+    ]  # the first session ended with step 6
+    again = Run(tmp_path)
+    lines = [{"step": 4, "prompt": "a", "text": "old"}, {"step": 8, "prompt": "a", "text": "x"},
+             {"step": 4, "prompt": "a", "text": "new"}]  # fmt: skip
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "pro')
+    assert [(one["step"], one["text"]) for one in read_samples(again)] == [(4, "new"), (8, "x")]
+    assert spread(list(range(100)), 3) == [0, 50, 99] and spread([1, 2], 3) == [1, 2] and spread([1, 2], 1) == [2]
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_saw_is_read_again_from_any_folder(run, place, elsewhere):
+    data = open_data(run)
+    seen = [tokens for entry in trace(place) if entry["step"] == 5 for tokens in entry["tokens"]]
+    half = len(seen) // 2  # the step was taken twice, before and after the resume
+    samples = read_step(run, data, 5)
+    assert [token for one in samples for token in one.token_ids] == seen[:half] == seen[half:]
+    assert read_step(run, data, 5, limit=3) == samples[:3] and len(samples) == 8
+    joined = "".join(split_documents(samples[0].token_ids, data))
+    assert joined == data.tokenizer.decode(samples[0].token_ids)
+    assert read_step(run, data) == read_step(run, data, 12)
+    with pytest.raises(RequestError, match="has taken steps 1 to 12"):
+        read_step(run, data, 13)
+
+
+def test_documents_have_the_sizes_of_their_texts(run, place, elsewhere):
+    data = open_data(run)
+    manifest = json.loads((place / "data/small/manifest.json").read_text())
+    texts = [file.read_text() for file in (place / "texts").iterdir()]
+    every = []
+    for name, told in manifest["splits"].items():
+        found = measure_documents(data.shards[name], data.tokenizer)
+        assert (len(found.tokens), found.tokens.sum(), found.bytes.sum()) == (
+            told["documents"], told["tokens"], told["bytes"]
+        )  # fmt: skip
+        assert found.bytes_per_token == pytest.approx(told["bytes"] / told["tokens"])
+        every += zip(found.tokens.tolist(), found.bytes.tolist(), strict=True)
+    expected = [(len(data.tokenizer.encode(text)) + 1, len(text.encode())) for text in texts]
+    assert sorted(every) == sorted(expected)
+
+
+def test_documents_go_on_over_the_borders_of_blocks_and_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr("lm.data.shards.BLOCK_TOKENS", 16)
+    tokenizer = train_char(["abcdefgh"])  # ids 0 (end of text) to 9
+    tokens = write_folder(tmp_path, [100, 3, 200], vocab_size=10, row_groups=20)
+    shards = Shards.open(str(tmp_path))
+    assert len(shards.blocks) > 15
+    for stop in (None, 150, 7):
+        part = tokens[:stop]
+        ends = np.flatnonzero(part == tokenizer.eos_id)
+        documents = np.split(part[: ends[-1] + 1] if len(ends) else part[:0], ends[:-1] + 1)
+        found = measure_documents(shards, tokenizer, stop)
+        assert found.tokens.tolist() == [len(one) for one in documents if len(one)]
+        assert found.bytes.tolist() == [int((one > 1).sum()) for one in documents if len(one)]
+
+
+def test_tokens_are_counted_between_any_two_places(tmp_path, monkeypatch):
+    monkeypatch.setattr("lm.data.shards.BLOCK_TOKENS", 16)
+    tokens = write_folder(tmp_path, [100, 3, 200], vocab_size=50, row_groups=20)
+    shards = Shards.open(str(tmp_path))
+    for start, stop in ((0, None), (0, 1), (17, 18), (90, 110), (5, 1000), (40, 40)):
+        assert count_tokens(shards, 50, start, stop).tolist() == np.bincount(tokens[start:stop], minlength=50).tolist()
+    parts = count_parts(shards, 50, parts=3, most=1000)
+    assert parts.sum(0).tolist() == np.bincount(tokens, minlength=50).tolist()
+    assert count_parts(shards, 50, parts=3, most=10).sum(1).tolist() == [10, 10, 10]
+
+
+def test_frequent_and_unused_tokens_and_what_they_make_up():
+    tokenizer = train_char(["abc \n"])
+    ids = {text: tokenizer.encode(text)[0] for text in "abc \n"}
+    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    counts[[ids["a"], ids["b"], ids[" "]]] = [50, 40, 10]
+    frequent = most_frequent(counts, tokenizer)
+    assert [(one.text, one.count, one.share) for one in frequent] == [("a", 50, 0.5), ("b", 40, 0.4), ("␣", 10, 0.1)]
+    use = measure_use(counts)
+    assert use.unused.tolist() == sorted(set(range(len(counts))) - {ids["a"], ids["b"], ids[" "]})
+    assert use.needed == {0.5: 1, 0.9: 2, 0.99: 3}
+    assert measure_use(np.array([3, 3, 1, 3])).needed[0.9] == 3  # 0.3 + 0.3 + 0.3 is less than 0.9 in floating point
+    assert use.entropy == pytest.approx(-sum(p * math.log(p) for p in (0.5, 0.4, 0.1)))
+    assert token_text(tokenizer, ids["\n"]) == "↵" and token_text(tokenizer, 0) == "<|endoftext|>"
+
+
+# ---- divergence ------------------------------------------------------------------------------------------------------
+
+
+def test_the_divergence_is_that_of_its_definition():
+    assert jensen_shannon([1, 2, 3], [2, 4, 6]) == 0  # counts of the same distribution
+    assert jensen_shannon([1, 0], [0, 5]) == pytest.approx(1)
+    p, q = np.array([0.5, 0.5, 0.0]), np.array([0.25, 0.25, 0.5])
+    middle = [0.375, 0.375, 0.25]
+    by_hand = 0.5 * (2 * 0.5 * math.log2(0.5 / 0.375)) + 0.5 * (2 * 0.25 * math.log2(0.25 / 0.375) + 0.5)
+    assert middle == ((p + q) / 2).tolist() and jensen_shannon(p, q) == pytest.approx(by_hand)
+    parts = divergence_parts(p, q)
+    assert parts.min() >= 0 and parts.sum() == pytest.approx(by_hand) and parts.argmax() == 2
+    many = np.random.default_rng(0).random((4, 7))
+    square = jensen_shannon(many[:, None], many[None])
+    assert square.shape == (4, 4) and np.allclose(square, square.T) and np.allclose(np.diag(square), 0)
+    assert math.isnan(jensen_shannon([0, 0], [1, 1]))
+
+
+def test_chance_tells_texts_of_one_kind_from_texts_of_two():
+    random = np.random.default_rng(3)
+    kind = random.dirichlet(np.ones(200))
+    one, other = random.multinomial(20_000, kind), random.multinomial(5_000, kind)
+    strange = random.multinomial(5_000, np.roll(kind, 1))
+    chance = divergence_by_chance(one, other)
+    assert chance == pytest.approx(float(jensen_shannon(one, other)), rel=0.3)
+    assert jensen_shannon(one, strange) > 10 * chance
+    tokenizer = train_char(["".join(map(chr, range(0x4E00, 0x4E00 + 198)))])
+    moved = most_moved(one, strange, tokenizer, most=200)
+    assert sum(each.part for each in moved) == pytest.approx(float(jensen_shannon(one, strange)))
+    assert [each.part for each in moved] == sorted((each.part for each in moved), reverse=True)
+    assert moved[0].before == pytest.approx(one[moved[0].id] / one.sum())
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_and_tables_are_made_of_any_run(run, tmp_path):
+    """Of one that has everything, and of one that has only begun."""
+    pytest.importorskip("matplotlib")
+    from lm.inspection import run_views as view
+
+    fresh = Run.create("fresh", tmp_path)
+    fresh.describe(id="fresh", name="fresh", entered=1.0, status="running")
+    run.append_alert({"step": 9, "time": 0.0, "guard": "<spike>", "action": "warn", "message": "loss > 3"})
+    for each in (run, fresh):
+        found = intervals(each.metrics())
+        for picture in (
+            view.draw_training(each), view.draw_throughput(found, list(each.steps())),
+            view.draw_comparison([each, run] if each is fresh else [each]),
+        ):  # fmt: skip
+            assert picture._repr_png_().startswith(b"\x89PNG")
+        tables = [
+            view.summary_table(each), view.time_table(found), view.alerts_table(each), view.samples_table(each),
+            view.settings_table([each, run]), view.agreement_table(compare_with_events(each)),
+        ]  # fmt: skip
+        assert all(one._repr_html_().startswith("<table>") for one in tables)
+    assert "&lt;spike&gt;" in view.alerts_table(run).source
+    axes = view.draw_throughput(intervals(run.metrics()), list(run.steps())).axes[0]
+    assert {"pause: validation", "pause: other", "checkpoint kept"} <= set(axes.get_legend_handles_labels()[1])
+
+
+def test_pictures_and_tables_are_made_of_any_data(run, elsewhere):
+    pytest.importorskip("matplotlib")
+    from lm.inspection import data as view
+
+    data = open_data(run)
+    documents = {name: measure_documents(shards, data.tokenizer) for name, shards in data.shards.items()}
+    nothing = {"train": Documents(np.zeros(0, dtype=int), np.zeros(0, dtype=int))}
+    counts = {name: count_tokens(shards, data.tokenizer.vocab_size) for name, shards in data.shards.items()}
+    frequent = most_frequent(counts["train"], data.tokenizer)
+    pictures = [
+        view.draw_document_lengths(documents, 32), view.draw_document_lengths(nothing, 32),
+        view.draw_bytes_per_token(documents), view.draw_frequencies(counts["train"], frequent),
+        view.draw_coverage(counts), view.draw_divergences(np.zeros((2, 2)), view.part_names(2, 1000)),
+    ]  # fmt: skip
+    assert all(picture._repr_png_().startswith(b"\x89PNG") for picture in pictures)
+    uses = {name: measure_use(found) for name, found in counts.items()}
+    samples = read_step(run, data, 5, 2)
+    tables = [
+        view.splits_table(data.shards, documents), view.use_table(uses),
+        view.unused_table(uses["train"], data.tokenizer),
+        view.moved_table(most_moved(counts["train"], counts["val"], data.tokenizer), "training", "validation"),
+        view.seen_table(samples, [split_documents(one.token_ids, data) for one in samples]),
+    ]  # fmt: skip
+    assert all(one._repr_html_().startswith("<table>") for one in tables)
+    assert "village" in tables[-1].source and "train/00000.parquet, window" in tables[-1].source
+
+
+def test_load_run_takes_a_path_or_a_name(run, elsewhere):
+    assert package.load_run(run.path).path == run.path
+    assert package.load_run(os.path.relpath(run.path)).path.resolve() == run.path.resolve()
+
+
+def test_samples_of_signs_that_end_lines_elsewhere_are_kept(tmp_path):
+    """U+2028 and U+0085 end a line for Python, and not in a file of JSON lines."""
+    texts = ["a\u2028b", "c\x85d", "e"]
+    samples = [{"step": 1, "tokens": 1, "prompt": str(i), "text": text} for i, text in enumerate(texts)]
+    lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert [sample["text"] for sample in read_samples(Run(tmp_path))] == texts

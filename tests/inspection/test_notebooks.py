@@ -1,0 +1,75 @@
+"""The notebooks run from top to bottom in a fresh kernel, on a run that was really trained, and say what they show."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from trainings import PLACES, lm, make_workplace, write_config
+
+from lm.runs.run import Run
+
+FOLDER = Path(__file__).parent.parent.parent / "notebooks"
+BOOKS = {  # name -> the least it shows: figures, and tables or coloured texts
+    "inspect_run": (4, 6), "inspect_data": (5, 5), "inspect_model": (5, 2), "samples": (1, 3),
+}  # fmt: skip
+SLOWEST = 60  # seconds, on a CPU
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with several checkpoints, samples and an alert, and another one beside it."""
+    place = make_workplace(tmp_path_factory.mktemp("notebooks"))
+    changes = {"samples.prompts": ["Chapter 1"], "trainer.keep_checkpoints": 5}
+    write_config(place, **changes, **{"guards.alerts": {"step > 10": "warn"}})
+    lm(place, "fit", "--config", "small.yaml", "--model.optimizer.lr", "0.02")
+    lm(place, "fit", "--config", "small.yaml")
+    return Run(place / "checkpoints/small-2")
+
+
+def read(name):
+    return json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))
+
+
+def test_every_notebook_is_known_here():
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(BOOKS)
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_a_notebook_is_plain_and_says_first_what_it_shows(name):
+    """No outputs and no counts are kept; a title and a sentence; then the parameters; then short cells."""
+    book = read(name)
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    assert book["metadata"]["kernelspec"]["name"] == "python3"
+    cells = book["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    first, second = ("".join(cell["source"]) for cell in cells[:2])
+    assert cells[0]["cell_type"] == "markdown" and first.startswith("# ") and first.rstrip().endswith(".")
+    assert 'RUN = os.environ.get("LM_NOTEBOOK_RUN", "../checkpoints/tiny")' in second
+    assert cells[1]["metadata"]["tags"] == ["parameters"]
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+            assert len(cell["source"]) <= 20 and not any(line.startswith(("def ", "class ")) for line in cell["source"])
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_a_notebook_runs_in_a_fresh_kernel(name, run, monkeypatch):
+    """From its own folder, as Jupyter runs it; within a minute; every cell that ends with a picture shows one."""
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("LM_NOTEBOOK_RUN", str(run.path))
+    monkeypatch.setenv("PYTHONPATH", PLACES + os.pathsep + os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    began = time.monotonic()
+    client.NotebookClient(book, timeout=SLOWEST, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    assert time.monotonic() - began < SLOWEST
+    shown = [output for cell in book.cells for output in cell.get("outputs", [])]
+    kinds = [kind for output in shown for kind in output.get("data", {})]
+    pictures, tables = BOOKS[name]
+    assert kinds.count("image/png") >= pictures and kinds.count("text/html") >= tables
+    assert [output.text for output in shown if output.get("name") == "stderr"] == []

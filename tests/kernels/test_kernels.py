@@ -1,0 +1,267 @@
+"""What holds for every kernel: RMSNorm and SwiGLU in emulation, registration, compilation for real architectures.
+
+`test_qk_norm_rope` and `test_cross_entropy` have the larger ops, `test_gpu` runs all of them on a device.
+"""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+from emulation.emulator import emulated  # noqa: F401
+from torch.library import opcheck
+
+from lm.errors import RunError
+from lm.kernels import rms_norm, runtime, swiglu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest value
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def close(got, exact, dtype, scale=1.0, terms=0.0):
+    """Within rounding of the largest of the exact values, or of the terms that they are sums of; no NaN passes."""
+    assert got.shape == exact.shape
+    worst = (got.double() - exact).abs().max().item()
+    assert worst <= TOLERANCE[dtype] * scale * max(exact.abs().max().item(), terms, 1e-30), worst
+
+
+def exact_norm(x, residual, weight, dstream, dy, dtype):
+    """stream, y, dx, dweight in float64, of a stream that is rounded as it is stored."""
+    stream = (x if residual is None else x + residual).detach().double().requires_grad_()
+    weight = weight.detach().double().requires_grad_()
+    y = stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + EPS) * weight
+    torch.autograd.backward([y, stream], [dy.double(), dstream.double()])
+    return stream.detach(), y.detach(), stream.grad, weight.grad
+
+
+# ---- parity ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, width", [(1, 8), (1, 1), (3, 2), (7, 97), (5, 256), (33, 96), (2, 1000), (4, 4104)])
+@pytest.mark.parametrize("adds", [True, False])
+def test_rms_norm_equals_float64(emulated, dtype, rows, width, adds):  # noqa: F811
+    x, residual, dy, dstream = (torch.randn(rows, width).to(dtype) for _ in range(4))
+    weight = 1 + 0.2 * torch.randn(width)  # fp32, as under mixed precision
+    residual = residual if adds else None
+    stream, y, dx, dweight = exact_norm(x, residual, weight, dstream, dy, dtype)
+    if adds:
+        got, normed, rstd = rms_norm._cuda_add_normalise(x, residual, weight, EPS)
+        assert torch.equal(got, x + residual)
+    else:
+        normed, rstd = rms_norm._cuda_normalise(x, weight, EPS)
+        got = x
+    close(normed, y, dtype)
+    ours, again, ours_weight = rms_norm._cuda_backward(dy, dstream, got, weight, rstd, True)
+    assert torch.equal(again, normed)
+    close(ours, dx, dtype, terms=1)
+    close(ours_weight, dweight, torch.float32, scale=4)
+    without, nothing, _ = rms_norm._cuda_backward(dy, None, got, weight, rstd, False)
+    close(without, dx - dstream.double(), dtype, scale=2, terms=1)
+    assert nothing.numel() == 0
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-18, 3e4])
+def test_rms_norm_of_extreme_rows_is_finite(emulated, value):  # noqa: F811
+    x = torch.full((3, 40), value)
+    y, rstd = rms_norm._cuda_normalise(x, torch.ones(40), EPS)
+    dx, _, dweight = rms_norm._cuda_backward(torch.ones_like(x), None, x, torch.ones(40), rstd, True)
+    expected = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
+    close(y, expected, torch.float32)
+    assert torch.isfinite(dx).all() and torch.isfinite(dweight).all()
+
+
+def test_rms_norm_weights_of_the_activations_precision(emulated):  # noqa: F811
+    x, dy = torch.randn(9, 64).bfloat16(), torch.randn(9, 64).bfloat16()
+    weight = torch.randn(64).bfloat16()
+    y, rstd = rms_norm._cuda_normalise(x, weight, EPS)
+    _, _, dweight = rms_norm._cuda_backward(dy, None, x, weight, rstd, False)
+    _, exact, _, exact_weight = exact_norm(x, None, weight, torch.zeros_like(dy), dy, torch.bfloat16)
+    assert dweight.dtype == torch.bfloat16
+    close(y, exact, torch.bfloat16)
+    close(dweight, exact_weight, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, width", [(1, 1), (1, 8), (5, 97), (37, 512), (3, 1000), (300, 3)])
+def test_swiglu_equals_float64(emulated, dtype, rows, width):  # noqa: F811
+    gate_up, dz = torch.randn(rows, 2 * width).to(dtype) * 3, torch.randn(rows, width).to(dtype)
+    exact = gate_up.double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    z = torch.nn.functional.silu(gate) * up
+    z.backward(dz.double())
+    ours = swiglu._cuda_forward(gate_up)
+    close(ours, z.detach(), dtype)
+    dgate_up, again = swiglu._cuda_backward(dz, gate_up, True)
+    close(dgate_up, exact.grad, dtype)
+    assert torch.equal(again, ours)
+    assert swiglu._cuda_backward(dz, gate_up, False)[1].numel() == 0
+
+
+@pytest.mark.parametrize("value", [-1e4, -90.0, 0.0, 90.0, 1e4])
+def test_swiglu_of_extreme_gates_is_finite(emulated, value):  # noqa: F811
+    gate_up = torch.tensor([[value, 2.0]])
+    exact = torch.nn.functional.silu(torch.tensor([[value]], dtype=torch.float64)) * 2
+    close(swiglu._cuda_forward(gate_up), exact, torch.float32)
+    assert torch.isfinite(swiglu._cuda_backward(torch.ones(1, 1), gate_up, True)[0]).all()
+
+
+def test_rows_that_do_not_start_at_16_bytes(emulated):  # noqa: F811
+    """A view into the middle of other memory is loaded one by one, and is right."""
+    x = torch.randn(4 * 64 + 1).bfloat16()[1:].view(4, 64)
+    aligned = x.clone()
+    assert torch.equal(rms_norm._cuda_normalise(x, torch.ones(64), EPS)[0],
+                       rms_norm._cuda_normalise(aligned, torch.ones(64), EPS)[0])
+    assert torch.equal(swiglu._cuda_forward(x), swiglu._cuda_forward(aligned))
+
+
+@pytest.mark.parametrize("which", ["dy", "dstream", "stream"])
+def test_rms_norm_takes_rows_that_are_no_neighbours(emulated, which):  # noqa: F811
+    """Such as a batch with tokens first; its results lie as they should, too."""
+    given = {name: torch.randn(3, 5, 16) for name in ("dy", "dstream", "stream")}
+    weight, rstd = torch.randn(16), torch.rand(3, 5)
+    given[which] = torch.randn(5, 3, 16).transpose(0, 1)
+    ours = rms_norm._cuda_backward(*given.values(), weight, rstd, True)
+    for mine, expected in zip(ours, rms_norm._backward(*given.values(), weight, rstd, True), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+        assert mine.is_contiguous()
+    x, residual = given[which], torch.randn(5, 3, 16).transpose(0, 1)
+    for mine, expected in zip(rms_norm._cuda_add_normalise(x, residual, weight, EPS),
+                              rms_norm._add_normalise(x, residual, weight, EPS), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+
+
+# ---- the same through torch -----------------------------------------------------------------------------------------
+
+
+def norm_arguments(dtype=torch.float32):
+    return torch.randn(2, 5, 16, dtype=dtype), torch.randn(2, 5, 16, dtype=dtype), torch.randn(16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_accepts_every_op(dtype):
+    x, residual, weight = norm_arguments(dtype)
+    rstd = torch.rand(2, 5)
+    opcheck(rms_norm.NORMALISE, (x, weight, EPS))
+    opcheck(rms_norm.NORMALISE, (x.transpose(0, 1), weight, EPS))
+    opcheck(rms_norm.ADD_NORMALISE, (x, residual, weight, EPS))
+    for again in (True, False):
+        opcheck(rms_norm.BACKWARD, (x, residual, residual, weight, rstd, again))
+        opcheck(rms_norm.BACKWARD, (x, None, residual, weight, rstd, again))
+        opcheck(swiglu.BACKWARD, (x[..., :8], x, again))
+    opcheck(swiglu.FORWARD, (x,))
+
+
+PAIRS = {
+    "rms_norm": (lambda x, r, w, m: rms_norm.rms_norm(x, r, w, EPS),
+                 lambda x, r, w, m: rms_norm.rms_norm_plain(x, r, w, EPS)),
+    "first rms_norm": (lambda x, r, w, m: rms_norm.rms_norm(x, None, w, EPS)[1],
+                       lambda x, r, w, m: rms_norm.rms_norm_plain(x, None, w, EPS)[1]),
+    "norm_linear": (lambda x, r, w, m: rms_norm.norm_linear(x, r, w, EPS, m),
+                    lambda x, r, w, m: rms_norm.norm_linear_plain(x, r, w, EPS, m)),
+    "first norm_linear": (lambda x, r, w, m: rms_norm.norm_linear(x, None, w, EPS, m),
+                          lambda x, r, w, m: rms_norm.norm_linear_plain(x, None, w, EPS, m)),
+    "swiglu": (lambda x, r, w, m: swiglu.swiglu(x), lambda x, r, w, m: swiglu.swiglu_plain(x)),
+    "swiglu_linear": (lambda x, r, w, m: swiglu.swiglu_linear(x + r, m[:, :8]),
+                      lambda x, r, w, m: swiglu.swiglu_linear_plain(x + r, m[:, :8])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_those_of_plain_pytorch(name, compiled):
+    """Through autograd as written here, in eager mode and traced without a break."""
+    ours, plain = PAIRS[name]
+    if compiled:
+        torch._dynamo.reset()
+        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (ours, plain):
+        torch.manual_seed(1)
+        inputs = [t.requires_grad_() for t in (*norm_arguments(), torch.randn(6, 16))]
+        outputs = function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        loss = sum((output * torch.randn_like(output)).sum() for output in outputs)
+        loss.backward()
+        results.append([*outputs, *(t.grad for t in inputs)])
+    for got, expected in zip(*results, strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_plain_gradients_are_right(name):
+    inputs = [t.double().requires_grad_() for t in (*norm_arguments(), torch.randn(6, 16))]
+    assert torch.autograd.gradcheck(PAIRS[name][1], [t[..., :16] for t in inputs], fast_mode=True)
+
+
+# ---- compiled for real architectures --------------------------------------------------------------------------------
+
+needs_nvrtc = pytest.mark.skipif(not runtime.available(), reason="NVRTC is not installed")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [768, 1024, 4096, 997])
+def test_every_architecture_compiles_without_spills(arch, dtype, width):
+    vec = 1 if width % 8 else 16 // dtype.itemsize
+    for name, constants in (("rms_norm", rms_norm.constants(dtype, torch.float32, width, vec)),
+                            ("swiglu", swiglu.constants(dtype, width, vec))):
+        code, usage = runtime.compile_source(name, arch, **constants)
+        assert code[:4] == b"\x7fELF" and len(usage) >= 2
+        assert all(use.spilled_bytes == 0 and use.registers <= 96 for use in usage.values()), usage
+
+
+@needs_nvrtc
+def test_a_mistake_in_a_kernel_is_an_error_that_says_where():
+    with pytest.raises(RunError, match=r"swiglu.cu does not compile for sm_90 .*swiglu.cu\(\d+\)"):
+        runtime.compile_source("swiglu", "sm_90", T="nonsense", WIDTH=8, VEC=8)
+
+
+def compile_one(folder):
+    os.environ["LM_KERNEL_CACHE"] = folder
+    return runtime.cubin("swiglu", "sm_90", T="bf16", WIDTH=512, VEC=8)
+
+
+@needs_nvrtc
+def test_many_processes_share_one_cache(tmp_path, monkeypatch):
+    """Ranks that start together leave one whole file; later starts read it, and a damaged one is made again."""
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        codes = pool.map(compile_one, [str(tmp_path)] * 6)
+    (file,) = tmp_path.iterdir()
+    assert len(set(codes)) == 1 and file.read_bytes().endswith(codes[0])
+    monkeypatch.setattr(runtime, "compile_source", None)  # nothing is compiled any more
+    assert compile_one(str(tmp_path)) == codes[0]
+    monkeypatch.undo()
+    file.write_bytes(file.read_bytes()[:-100])
+    assert compile_one(str(tmp_path)) == codes[0]
+    assert file.read_bytes().endswith(codes[0])
+
+
+@needs_nvrtc
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
+    (tmp_path / "file").touch()
+    assert compile_one(str(tmp_path / "file" / "folder"))[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_the_cache_key_knows_sources_constants_and_architecture(tmp_path, monkeypatch):
+    monkeypatch.setenv("LM_KERNEL_CACHE", str(tmp_path))
+    for arch, width in (("sm_90", 512), ("sm_90", 1024), ("sm_80", 512)):
+        runtime.cubin("swiglu", arch, T="bf16", WIDTH=width, VEC=8)
+    changed = tmp_path / "csrc"
+    changed.mkdir()
+    for file in runtime.SOURCES.iterdir():
+        (changed / file.name).write_text(file.read_text() + "// \n")
+    monkeypatch.setattr(runtime, "SOURCES", changed)
+    runtime.cubin("swiglu", "sm_90", T="bf16", WIDTH=512, VEC=8)
+    assert len(list(tmp_path.glob("*.cubin"))) == 4

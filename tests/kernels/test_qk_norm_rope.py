@@ -1,0 +1,194 @@
+"""Queries, keys and values out of the packed projection: right for every shape of heads, with and without the norm."""
+
+import pytest
+import torch
+from emulation.emulator import emulated  # noqa: F401
+from torch.library import opcheck
+
+from lm.kernels import qk_norm_rope, runtime
+from lm.kernels.qk_norm_rope import BACKWARD, FORWARD, qk_norm_rope_plain
+from lm.model.decoder import rotary_table
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}  # of the norm of the exact values
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def inputs(dtype, batch, length, heads, kv_heads, dim, norm=True, documents=False):
+    qkv = torch.randn(batch, length, (heads + 2 * kv_heads) * dim).to(dtype)
+    weights = [1 + 0.2 * torch.randn(dim) for _ in range(2)] if norm else [None, None]  # fp32, as in mixed precision
+    positions = torch.randint(length, (batch, length), dtype=torch.int32) if documents else None
+    return qkv, *weights, *rotary_table(length, dim, 10000.0), positions
+
+
+def exact(inputs, heads, kv_heads, gradients):
+    """q, k, v and the gradients of the projection and the weights, in float64."""
+    qkv, q_weight, k_weight, cos, sin, positions = inputs
+    wide = [None if t is None else t.double().requires_grad_() for t in (qkv, q_weight, k_weight)]
+    outputs = qk_norm_rope_plain(*wide, cos.double(), sin.double(), positions, heads, kv_heads, EPS)
+    torch.autograd.backward(outputs, [g.double() for g in gradients])
+    return [t.detach() for t in outputs], [None if t is None else t.grad for t in wide]
+
+
+def close(mine, true, tolerance):
+    error = (mine.double() - true).norm() / true.norm().clamp(min=1e-12)
+    assert mine.shape == true.shape and error <= tolerance, error.item()
+
+
+SHAPES = {  # batch, length, heads, kv heads, width of a head
+    "one token": (1, 1, 1, 1, 64), "prime": (2, 13, 4, 2, 64), "narrow": (3, 7, 2, 2, 2), "6": (1, 5, 3, 1, 6),
+    "32": (1, 11, 4, 1, 32), "80": (2, 5, 2, 1, 80), "96": (2, 12, 3, 3, 96), "128": (1, 9, 4, 2, 128),
+    "256": (1, 3, 2, 1, 256),
+    "250": (1, 3, 1, 1, 250),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "bare"])
+def test_the_kernels_equal_float64(emulated, dtype, shape, norm):  # noqa: F811
+    batch, length, heads, kv_heads, dim = shape
+    given = inputs(dtype, *shape, norm=norm, documents=length > 10)
+    gradients = [torch.randn(batch, length, n, dim).to(dtype) for n in (heads, kv_heads, kv_heads)]
+    true, true_gradients = exact(given, heads, kv_heads, gradients)
+    for mine, theirs in zip(qk_norm_rope._cuda_forward(*given, heads, kv_heads, EPS), true, strict=True):
+        close(mine, theirs, TOLERANCE[dtype])
+    qkv, q_weight, k_weight, *tables = given
+    dqkv, dweights = qk_norm_rope._cuda_backward(*gradients, qkv if norm else None, q_weight, k_weight, *tables, EPS)
+    close(dqkv, true_gradients[0], 2 * TOLERANCE[dtype])
+    if norm:
+        tolerance = 2 * TOLERANCE[torch.float32] if dtype == torch.float32 else 1e-5
+        close(dweights, torch.stack(true_gradients[1:]), tolerance)
+    else:
+        assert dweights.numel() == 0
+
+
+@pytest.mark.parametrize("weights", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_may_have_a_precision_of_their_own(emulated, dtype, weights):  # noqa: F811
+    batch, length, heads, kv_heads, dim = shape = (2, 7, 2, 1, 64)
+    qkv, *norms, cos, sin, positions = inputs(dtype, *shape)
+    given = (qkv, *(norm.to(weights) for norm in norms), cos, sin, positions)
+    gradients = [torch.randn(batch, length, n, dim).to(dtype) for n in (heads, kv_heads, kv_heads)]
+    true, (dqkv, *dnorms) = exact(given, heads, kv_heads, gradients)
+    for mine, theirs in zip(qk_norm_rope._cuda_forward(*given, heads, kv_heads, EPS), true, strict=True):
+        close(mine, theirs, TOLERANCE[dtype])
+    mine, dweights = qk_norm_rope._cuda_backward(*gradients, *given, EPS)
+    close(mine, dqkv, 2 * TOLERANCE[dtype])
+    assert dweights.dtype == weights
+    close(dweights, torch.stack(dnorms), max(TOLERANCE[weights], 1e-5))
+
+
+def test_gradients_may_lie_as_attention_left_them(emulated):  # noqa: F811
+    """Heads before tokens, or not neighbours at all: the strides are followed, or a copy is made."""
+    given = inputs(torch.bfloat16, 2, 5, 4, 2, 32)
+    neat = [torch.randn(2, 5, n, 32).bfloat16() for n in (4, 2, 2)]
+    turned = [g.transpose(1, 2).contiguous().transpose(1, 2) for g in neat]
+    scattered = [g.transpose(1, 3).contiguous().transpose(1, 3) for g in neat]
+    results = [qk_norm_rope._cuda_backward(*g, *given, EPS) for g in (neat, turned, scattered)]
+    for dqkv, dweights in results[1:]:
+        assert torch.equal(dqkv, results[0][0]) and torch.equal(dweights, results[0][1])
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "bare"])
+def test_a_projection_and_positions_may_have_tokens_first(emulated, norm):  # noqa: F811
+    """Rows that are no neighbours are not taken for such, in either pass."""
+    qkv, q_weight, k_weight, cos, sin, positions = inputs(torch.float32, 5, 3, 4, 2, 16, norm, documents=True)
+    turned = qkv.transpose(0, 1), q_weight, k_weight, cos, sin, positions.transpose(0, 1)
+    for mine, expected in zip(qk_norm_rope._cuda_forward(*turned, 4, 2, EPS),
+                              qk_norm_rope._forward(*turned, 4, 2, EPS), strict=True):
+        close(mine, expected.double(), TOLERANCE[torch.float32])
+    gradients = [torch.randn(5, 3, n, 16).transpose(0, 1) for n in (4, 2, 2)]
+    for mine, expected in zip(qk_norm_rope._cuda_backward(*gradients, *turned, EPS),
+                              qk_norm_rope._backward(*gradients, *turned, EPS), strict=True):
+        close(mine, expected.double(), 2 * TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e4])
+def test_tiny_and_huge_heads_stay_finite(emulated, size):  # noqa: F811
+    given = inputs(torch.float32, 1, 3, 2, 1, 64)
+    given = (given[0] * size, *given[1:])
+    gradients = [torch.ones(1, 3, n, 64) for n in (2, 1, 1)]
+    true, _ = exact(given, 2, 1, gradients)
+    for mine, theirs in zip(qk_norm_rope._cuda_forward(*given, 2, 1, EPS), true, strict=True):
+        close(mine, theirs, 1e-5)
+    assert all(torch.isfinite(t).all() for t in qk_norm_rope._cuda_backward(*gradients, *given, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "bare"])
+@pytest.mark.parametrize("documents", [True, False])
+def test_torch_accepts_both_ops(dtype, norm, documents):
+    qkv, q_weight, k_weight, *tables = inputs(dtype, 2, 5, 4, 2, 8, norm, documents)
+    opcheck(FORWARD, (qkv, q_weight, k_weight, *tables, 4, 2, EPS))
+    gradients = [torch.randn(2, 5, n, 8).to(dtype) for n in (4, 2, 2)]
+    opcheck(BACKWARD, (*gradients, qkv if norm else None, q_weight, k_weight, *tables, EPS))
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "bare"])
+@pytest.mark.parametrize("documents", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_those_of_plain_pytorch(norm, documents, compiled):
+    """In eager mode, and traced without a break."""
+    ours = qk_norm_rope.qk_norm_rope
+    if compiled:
+        torch._dynamo.reset()
+        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (ours, qk_norm_rope_plain):
+        torch.manual_seed(1)
+        qkv, q_weight, k_weight, *tables = inputs(torch.float32, 2, 5, 4, 2, 8, norm, documents)
+        leaves = [t.requires_grad_() for t in (qkv, q_weight, k_weight) if t is not None]
+        outputs = function(qkv, q_weight, k_weight, *tables, 4, 2, EPS)
+        sum((t * torch.randn_like(t)).sum() for t in outputs).backward()
+        results.append([*outputs, *(t.grad for t in leaves)])
+    for mine, plain in zip(*results, strict=True):
+        torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "bare"])
+def test_plain_gradients_are_right(norm):
+    qkv, q_weight, k_weight, cos, sin, positions = inputs(torch.float64, 1, 3, 2, 1, 4, norm, True)
+    leaves = [t.double().requires_grad_() for t in (qkv, q_weight, k_weight) if t is not None]
+
+    def function(qkv, q_weight=None, k_weight=None):
+        return qk_norm_rope_plain(qkv, q_weight, k_weight, cos.double(), sin.double(), positions, 2, 1, EPS)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+def test_values_do_not_keep_the_projection():
+    """Attention saves them; without the norm the packed projection can go as soon as it was split."""
+    qkv, *rest = inputs(torch.float32, 2, 5, 4, 2, 8, norm=False)
+    for value in qk_norm_rope.qk_norm_rope(qkv.requires_grad_(), *rest, 4, 2, EPS):
+        assert value.untyped_storage().nbytes() == value.nbytes
+
+
+@pytest.mark.skipif(not runtime.available(), reason="NVRTC is not installed")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+def test_every_architecture_compiles_without_spills(arch, dtype, norm):
+    compiled(arch, dtype, norm, (64, 80, 128))
+
+
+@pytest.mark.skipif(not runtime.available(), reason="NVRTC is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+def test_unusual_heads_compile_without_spills(dtype, norm):
+    compiled("sm_90", dtype, norm, (2, 32, 72, 96, 250, 256))
+
+
+def compiled(arch: str, dtype, norm: bool, widths):
+    for dim in widths:
+        vec = 16 // dtype.itemsize
+        vec = vec if dim // 2 % vec == 0 else 1
+        constants = qk_norm_rope.constants(dtype, torch.float32 if norm else None, 16, 4, dim, vec)
+        _, usage = runtime.compile_source("qk_norm_rope", arch, **constants)
+        assert all(use.spilled_bytes == 0 for use in usage.values()), (dim, usage)

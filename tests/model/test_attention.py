@@ -1,0 +1,192 @@
+"""Who sees whom, and which library kernel does it."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+from transformers import MistralConfig
+from transformers.models.mistral.modeling_mistral import MistralModel
+
+from lm.model import attention
+from lm.model.attention import Reach, attend, backends, describe, documents_from, reach, way_for
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
+from lm.model.huggingface import to_huggingface
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 3, 3, 3]])
+
+
+def heads(heads=4, kv_heads=2, length=11, dtype=torch.float64, width=8):
+    return [torch.randn(2, length, n, width, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads)]
+
+
+def exact(q, k, v, window, ids, scale=None):
+    """A loop over rows, heads and tokens."""
+    scale = scale or q.shape[3] ** -0.5
+    out = torch.zeros_like(q)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[2]):
+            group = h // (q.shape[2] // k.shape[2])
+            for t in range(q.shape[1]):
+                seen = [s for s in range(t + 1) if (window is None or t - s < window)
+                        and (ids is None or ids[b, s] == ids[b, t])]
+                weights = (k[b, seen, group] @ q[b, t, h] * scale).softmax(0)
+                out[b, t, h] = weights @ v[b, seen, group]
+    return out
+
+
+def reach_of(q, window, ids, dropout=0.0):
+    return reach(q.flatten(2), window, None if ids is None else documents_from(ids), dropout)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 11, 30])
+@pytest.mark.parametrize("ids", [None, IDS], ids=["whole rows", "documents"])
+@pytest.mark.parametrize("groups", [(4, 4), (4, 2), (4, 1)])
+def test_a_cpu_sees_exactly_the_window_and_the_document(window, ids, groups):
+    ours = heads(*groups)
+    true = [t.detach().clone().requires_grad_() for t in ours]
+    out, expected = attend(*ours, reach_of(ours[0], window, ids)), exact(*true, window, ids)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for mine, theirs in zip(ours, true, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+@pytest.mark.parametrize("ids", [None, IDS], ids=["whole rows", "documents"])
+@pytest.mark.parametrize("groups_known", [True, False], ids=["torch 2.13", "torch 2.11"])
+@pytest.mark.parametrize("width", [8, 6, 20])
+def test_sequences_for_flash_say_the_same(monkeypatch, window, ids, groups_known, width):
+    """Flash attention over sequences by its documentation: keys of the query's own sequence, up to window_size[0]
+    before it, heads of whole 16 bytes. It runs on no CPU, so a loop stands in for it here."""
+
+    def varlen(q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa=False):
+        assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] % 8 == 0 and len(k) == len(v) == len(q)
+        assert starts_q.dtype == torch.int32 and torch.equal(starts_q, starts_k) and window_size[1] == 0
+        assert (starts_q.diff() <= longest_q).all() and starts_q[0] == 0 and starts_q[-1] == len(q)
+        assert enable_gqa == (groups_known and q.shape[1] != k.shape[1])
+        out = []
+        for start, end in zip(starts_q, starts_q[1:], strict=False):
+            left = None if window_size[0] == -1 else window_size[0] + 1
+            out.append(exact(q[None, start:end], k[None, start:end], v[None, start:end], left, None, scale)[0])
+        return torch.cat(out)
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "GROUPS_IN_VARLEN", groups_known)
+    monkeypatch.setattr(attention, "way_for", lambda device, capability, dtype, window, documents, dropout: way_for(
+        "cuda", (8, 0), torch.bfloat16, window, documents, dropout))
+    ours = heads(width=width)
+    true = [t.detach().clone().requires_grad_() for t in ours]
+    chosen = reach_of(ours[0], window, ids)
+    assert (chosen.starts is None) == (ids is None and window in (None, 30))
+    out, expected = attend(*ours, chosen), exact(*true, window, ids)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for mine, theirs in zip(ours, true, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_window_counts_as_in_hugging_face():
+    """W tokens, the token itself included: an off-by-one would show in the hidden states."""
+    config = DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                           intermediate_size=48, window_pattern="S", sliding_window=5, initializer_range=0.3)
+    model = Decoder(config).eval()
+    theirs = MistralModel(MistralConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=48, sliding_window=5, rms_norm_eps=1e-5)).eval()
+    theirs.load_state_dict({name.removeprefix("model."): weight
+                            for name, weight in to_huggingface(model.state_dict(), config).items()})
+    ids = torch.randint(50, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(model.hidden_states(ids), theirs(ids).last_hidden_state, atol=1e-5, rtol=1e-5)
+
+
+def test_positions_restart_with_every_document():
+    assert documents_from(IDS).positions.tolist() == [
+        [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2]]
+
+
+def test_a_mask_that_all_layers_share_is_made_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr("lm.model.decoder.reach", lambda *a: calls.append(a[1]) or reach(*a))
+    config = DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=6, num_attention_heads=4,
+                           window_pattern="SSL", sliding_window=5)
+    Decoder(config)(torch.randint(50, (2, 40)))
+    assert sorted(calls, key=str) == [5, None]
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+HALF = torch.bfloat16
+CHOICES = [
+    (("cpu", (0, 0), HALF, None, False, 0.0), "causal"),
+    (("cuda", (9, 0), HALF, None, False, 0.1), "causal"),
+    (("cuda", (9, 0), HALF, 128, False, 0.0), "varlen"),
+    (("cuda", (8, 0), torch.float16, None, True, 0.0), "varlen"),
+    (("cuda", (10, 0), HALF, 128, True, 0.0), "varlen"),
+    (("cuda", (7, 5), torch.float16, 128, False, 0.0), "masked"),  # flash does not run before Ampere
+    (("cuda", (9, 0), torch.float32, 128, False, 0.0), "masked"),
+    (("cuda", (9, 0), HALF, None, True, 0.1), "masked"),
+    (("cpu", (0, 0), HALF, 128, True, 0.0), "masked"),
+    (("cuda", (7, 5), torch.float16, 128, False, 0.0), "masked"),
+    (("mps", (0, 0), HALF, 128, False, 0.0), "masked"),
+]
+
+
+@pytest.mark.parametrize("facts, way", CHOICES)
+def test_the_choice(facts, way):
+    assert way_for(*facts) == way
+
+
+def test_cudnn_comes_first_on_hopper_only_and_never_with_a_mask():
+    assert backends((9, 0), False)[:2] == [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    for capability, masked in (((9, 0), True), ((8, 0), False), ((8, 9), False), ((10, 0), False), ((12, 0), True)):
+        assert SDPBackend.CUDNN_ATTENTION not in backends(capability, masked)
+        assert backends(capability, masked)[0] == SDPBackend.FLASH_ATTENTION
+    assert backends((7, 5), False) == [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def test_the_choice_is_said_in_words(monkeypatch):
+    cpu = torch.device("cpu")
+    assert describe(cpu, HALF, [None], False, 0.0) == "scaled_dot_product_attention"
+    assert describe(cpu, HALF, [None, 8], False, 0.0) == "scaled_dot_product_attention and masked"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda = torch.device("cuda", 0)
+    assert describe(cuda, HALF, [None], False, 0.0) == "cudnn, then flash"
+    assert describe(cuda, HALF, [None, 8], False, 0.0) == "cudnn, then flash and flash over sequences"
+    assert describe(cuda, HALF, [None, 8], False, 0.1) == "flash, then efficient and masked"
+    assert describe(cuda, torch.float32, [None], False, 0.0) == "efficient, then math"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert describe(cuda, torch.float16, [8], False, 0.0) == "masked"
+
+
+def test_a_block_with_windows_is_traced_without_a_break():
+    torch._dynamo.reset()
+    q, k, v = heads(dtype=torch.float32)
+    chosen = reach_of(q, 4, IDS)
+    traced = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(traced(q, k, v, chosen), attend(q, k, v, chosen))
+    torch.testing.assert_close(traced(q, k, v, Reach(None, None, None)), attend(q, k, v, Reach(None, None, None)))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("width", [8, 6])
+def test_sequences_are_traced_without_a_break(kv_heads, width):
+    """Both passes; on tensors without content, because flash runs on no CPU."""
+    torch._dynamo.reset()
+    q, k, v = (torch.empty(2, 16, n, width, device="meta", dtype=HALF, requires_grad=True)
+               for n in (4, kv_heads, kv_heads))
+    traced = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    out = traced(q, k, v, Reach(5, torch.empty(3, device="meta", dtype=torch.int32), None))
+    out.sum().backward()
+    assert out.shape == q.shape and q.grad.shape == q.shape and k.grad.shape == k.shape

@@ -1,0 +1,438 @@
+"""What the decoder promises on its own: who sees whom, what the losses are, how weights begin, what may compile it."""
+
+import copy
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from emulation.flash_on_cpu import flash_on_cpu  # noqa: F401
+from jsonargparse import ArgumentParser
+from torch._dynamo.utils import counters
+
+from lm.errors import RequestError
+from lm.kernels.operations import FUSED, PLAIN
+from lm.kernels.qk_norm_rope import qk_norm_rope_plain
+from lm.kernels.rms_norm import rms_norm_plain
+from lm.model import attention
+from lm.model.attention import Reach, documents_from, way_for
+from lm.model.compile import compile_decoder, triton_free
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder, Rotary, document_ids_from, initialize, rotary_table
+
+SMALL = DecoderConfig(
+    vocab_size=53, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=48, max_position_embeddings=64, initializer_range=0.2,
+)
+VARIANTS = {
+    "plain": SMALL,
+    "untied": replace(SMALL, tie_word_embeddings=False, num_key_value_heads=4),
+    "qk_norm": replace(SMALL, qk_norm=True, head_dim=16),
+    "dropout": replace(SMALL, dropout=0.1),
+    "windows": replace(SMALL, window_pattern="SL", sliding_window=7),
+}
+EOS = 5
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=[PLAIN, FUSED], ids=["plain", "fused"])
+def operations(request, monkeypatch):
+    """Every decoder that is built does its arithmetic this way."""
+    monkeypatch.setattr("lm.model.decoder.PLAIN", request.param)
+    return request.param
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
+def config(request, operations):
+    return request.param
+
+
+def batch(rows=3, length=24, vocab=53):
+    window = torch.randint(vocab, (rows, length + 1))
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+# ---- what comes out -------------------------------------------------------------------------------------------------
+
+
+def test_every_parameter_receives_a_gradient(config):
+    model = Decoder(config)
+    ids, labels = batch()
+    model(ids, labels=labels).total.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+def test_losses_are_fp32_cross_entropy_of_the_logits_and_zero_where_ignored(config):
+    model = Decoder(config).eval()
+    ids, labels = batch()
+    labels[0, 3:7] = -100
+    total, losses = model(ids, labels=labels)
+    expected = -model(ids).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    assert losses.shape == labels.shape and losses.dtype == torch.float32
+    assert torch.all(losses[0, 3:7] == 0)
+    torch.testing.assert_close(losses, expected.where(labels != -100, 0.0))
+    torch.testing.assert_close(total, losses.sum())
+
+
+def test_ignored_labels_give_no_gradient():
+    model = Decoder(SMALL)
+    ids, labels = batch(rows=1)
+    model(ids, labels=torch.full_like(labels, -100)).total.backward()
+    assert all(parameter.grad.abs().sum() == 0 for parameter in model.parameters())
+
+
+def test_a_fresh_model_guesses_uniformly():
+    model = Decoder(replace(SMALL, initializer_range=0.02))
+    ids, labels = batch()
+    assert model(ids, labels=labels).each.mean().item() == pytest.approx(math.log(53), abs=0.1)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_future_does_not_change_the_past(config, documents):
+    model = Decoder(config).eval()
+    ids, _ = batch(rows=1)
+    changed = ids.clone()
+    changed[:, 15:] = (changed[:, 15:] + 1) % 53
+    number = torch.zeros_like(ids) if documents else None
+    before, after = model(ids, document_ids=number), model(changed, document_ids=number)
+    torch.testing.assert_close(after[:, :15], before[:, :15], rtol=0, atol=1e-5)
+    assert (after[:, 15:] - before[:, 15:]).abs().amax(-1).min() > 1e-3
+
+
+def test_every_token_sees_the_whole_past():
+    model = Decoder(SMALL)
+    embedded = []
+    model.embed_tokens.register_forward_hook(lambda _module, _inputs, out: embedded.append(out) or out.retain_grad())
+    ids, _ = batch(rows=1)
+    model(ids)[0, -1].square().sum().backward()
+    assert embedded[0].grad.abs().sum(-1).min() > 0
+
+
+def test_micro_batches_add_up_to_the_batch():
+    """The gradient of the summed loss of 8 rows is that of 8 times 1 row."""
+    model = Decoder(replace(SMALL, qk_norm=True)).double()
+    ids, labels = batch(rows=8)
+    labels[2, 5:] = -100
+    gradients = []
+    for size in (8, 1):
+        model.zero_grad()
+        for rows, targets in zip(ids.split(size), labels.split(size), strict=True):
+            model(rows, labels=targets).total.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for whole, parts in zip(*gradients, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_acts_only_while_training():
+    model = Decoder(replace(SMALL, dropout=0.5))
+    plain = Decoder(SMALL)
+    plain.load_state_dict(model.state_dict())
+    ids, _ = batch()
+    assert not torch.equal(model(ids), model(ids))
+    assert torch.equal(model.eval()(ids), plain.eval()(ids))
+    assert torch.equal(plain.train()(ids), plain.eval()(ids))
+
+
+@pytest.mark.parametrize("place", ["dropout", "layers.0.dropout", "layers.0.self_attn"])
+def test_dropout_acts_on_embeddings_attention_and_residual_branches(place):
+    model = Decoder(replace(SMALL, dropout=0.5)).eval()
+    ids, _ = batch()
+    before = model(ids)
+    model.get_submodule(place).train()
+    assert not torch.equal(model(ids), before)
+
+
+# ---- documents ------------------------------------------------------------------------------------------------------
+
+
+def test_document_ids_step_after_the_end_token_and_positions_restart():
+    ids = torch.tensor([[1, 2, EOS, 3, EOS, EOS, 4, 4], [EOS, 1, 1, 1, 1, 1, 1, EOS]])
+    documents = document_ids_from(ids, EOS)
+    assert documents.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
+    assert documents_from(documents).positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
+
+
+def test_masked_documents_give_the_logits_and_losses_of_each_document_alone(config):
+    model = Decoder(config).eval()
+    ids, labels = batch(rows=2, length=40)
+    ids[ids == EOS] = 6
+    ids[0, 9] = ids[0, 10] = ids[0, 30] = ids[1, 22] = EOS
+    documents = document_ids_from(ids, EOS)
+    together, losses = model(ids, document_ids=documents), model(ids, labels=labels, document_ids=documents).each
+    for row, cuts in ((0, (0, 10, 11, 31, 40)), (1, (0, 23, 40))):
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            part = slice(start, end)
+            alone = model(ids[row:row + 1, part])[0]
+            torch.testing.assert_close(together[row, part], alone, atol=1e-5, rtol=1e-5)
+            alone = model(ids[row:row + 1, part], labels=labels[row:row + 1, part]).each[0]
+            torch.testing.assert_close(losses[row, part], alone, atol=1e-5, rtol=1e-5)
+    assert (together - model(ids)).abs().max() > 1e-2  # without the mask they do see each other
+
+
+def test_rotations_restart_with_every_document():
+    """Attention sees only distances, so the logits alone would not show it."""
+    model, rotations = Decoder(SMALL), []
+    model.layers[0].register_forward_pre_hook(lambda _module, inputs: rotations.append(inputs[2]))
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    model(torch.zeros_like(documents), document_ids=documents)
+    assert rotations[0].positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]]
+
+
+def test_one_document_is_the_plain_causal_model(config):
+    model = Decoder(config).eval()
+    ids, _ = batch()
+    torch.testing.assert_close(model(ids, document_ids=torch.zeros_like(ids)), model(ids), atol=1e-5, rtol=1e-5)
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_rms_norm_keeps_fp32_statistics_in_bf16():
+    x = (torch.randn(64, 512) * 3).bfloat16()
+    normed = rms_norm_plain(x, None, torch.ones(512), 1e-5)[1]
+    exact = F.rms_norm(x.double(), (512,), eps=1e-5).bfloat16()
+    assert normed.dtype == torch.bfloat16
+    assert (normed == exact).float().mean() > 0.999  # one rounding, at the end
+
+
+def test_rotary_products_depend_only_on_distance():
+    cos, sin = rotary_table(1024, 64, 10000.0)
+    qkv = torch.randn(1, 1, 3 * 64, dtype=torch.float64).expand(1, 1024, -1)
+    q, k, _ = qk_norm_rope_plain(qkv, None, None, cos, sin, None, 1, 1, 1e-5)  # one query and one key, everywhere
+
+    def product(i, j):
+        return (q[0, i] * k[0, j]).sum()
+
+    torch.testing.assert_close(product(7, 3), product(1007, 1003), rtol=1e-4, atol=1e-4)
+    assert (product(7, 3) - product(7, 4)).abs() > 1e-3
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_rotary_angles_are_fp32_whatever_the_default_precision(default):
+    exact = torch.arange(4096)[:, None].double() / 10000.0 ** (torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    torch.set_default_dtype(default)
+    try:
+        cos, sin = rotary_table(4096, 64, 10000.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert cos.dtype == sin.dtype == torch.float32
+    torch.testing.assert_close(cos, exact.cos().float(), atol=2e-3, rtol=0)
+    torch.testing.assert_close(sin, exact.sin().float(), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["true", "mixed"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_bf16_is_close_to_fp32_and_its_losses_are_fp32(config, way, documents):
+    model = Decoder(config).eval()
+    ids, labels = batch()
+    number = document_ids_from(ids, EOS) if documents else None
+    wide = model(ids, labels=labels, document_ids=number).each
+    if way == "true":
+        total, losses = model.bfloat16()(ids, labels=labels, document_ids=number)
+    else:
+        with torch.autocast("cpu", torch.bfloat16):
+            total, losses = model(ids, labels=labels, document_ids=number)
+    total.backward()
+    assert losses.dtype == torch.float32 and not torch.equal(losses, wide)
+    torch.testing.assert_close(losses, wide, atol=0.15, rtol=0.05)
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+def test_initial_weights_have_the_documented_spread():
+    model = Decoder(DecoderConfig(vocab_size=4096, hidden_size=256, num_hidden_layers=3, num_attention_heads=4,
+                                  intermediate_size=512, tie_word_embeddings=False, qk_norm=True))
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            assert torch.all(weight == 1), name
+            continue
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        expected = 0.02 / math.sqrt(6) if residual else 0.02
+        assert weight.std().item() == pytest.approx(expected, rel=0.02), name
+        assert abs(weight.mean().item()) < expected / 50, name
+
+
+# ---- how it may be built and run ------------------------------------------------------------------------------------
+
+
+def test_a_model_built_on_meta_is_whole_after_initialize(config):
+    torch.manual_seed(1)
+    plain = Decoder(config).eval()
+    with torch.device("meta"):
+        model = Decoder(config)
+    assert all(tensor.is_meta for tensor in model.state_dict().values()) and not list(model.buffers())
+    model = model.to_empty(device="cpu").eval()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    initialize(model)
+    ids, _ = batch()
+    assert torch.isfinite(model(ids)).all()
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(model(ids), plain(ids))
+
+
+def test_the_same_seed_gives_the_same_weights():
+    states = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        states.append(Decoder(SMALL).state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("backend", ["aot_eager", triton_free], ids=["aot_eager", "triton_free"])
+def test_forward_and_backward_compile_as_one_graph(config, documents, training, backend):
+    torch._dynamo.reset()
+    model = Decoder(replace(config, dropout=0.0)).train(training)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    ids, labels = batch()
+    number = document_ids_from(ids, EOS) if documents else None
+    results = []
+    for run in (model, compiled):
+        model.zero_grad()
+        total, losses = run(ids, labels=labels, document_ids=number)
+        total.backward()
+        results.append([losses, *(parameter.grad for parameter in model.parameters())])
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, atol=1e-4, rtol=1e-4)
+
+
+def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(config):
+    """Names, weights and gradients stay; and a second block of a kind costs no second compilation."""
+    torch._dynamo.reset()
+    model = Decoder(replace(config, dropout=0.0, num_hidden_layers=5))
+    ids, labels = batch()
+    results, names = [], list(model.state_dict())
+    for mode in ("none", "triton_free"):
+        compile_decoder(model, mode)
+        model.zero_grad()
+        counters.clear()
+        model(ids, labels=labels).total.backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert list(model.state_dict()) == names
+    # the first block, which has no stream yet; all others with the same window; the loss
+    assert counters["stats"]["unique_graphs"] == 2 + len(set(model.config.windows))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "infer"])
+def test_compiled_blocks_take_any_number_of_documents(operations, training, flash_on_cpu, monkeypatch):  # noqa: F811
+    """On a GPU documents become sequences, in other numbers in every batch. The blocks are compiled once for the first
+    number and once for all others, and what they compute is what masks give."""
+    torch._dynamo.reset()
+    model = Decoder(replace(SMALL, num_hidden_layers=3, window_pattern="SSL", sliding_window=7)).train(training)
+    compiled = copy.deepcopy(model)
+    compile_decoder(compiled, "triton_free")
+    graphs = []
+    for documents in (2, 3, 5, 2, 17, 48):
+        ids = torch.randint(EOS + 1, 53, (2, 24))
+        ends = torch.randperm(2 * 23)[: documents - 2]
+        ids[ends // 23, ends % 23] = EOS  # never the last of a row, which has no document after it
+        numbers = document_ids_from(ids, EOS)
+        results = []
+        counters.clear()
+        for decoder in (compiled, model):
+            with monkeypatch.context() as patch, torch.inference_mode(not training):
+                if decoder is model:
+                    patch.setattr(attention, "way_for", way_for)
+                decoder.zero_grad()
+                total, each = decoder(ids, labels=ids, document_ids=numbers)
+            if training:
+                total.backward()
+            results.append([each, *(parameter.grad for parameter in decoder.parameters() if training)])
+        graphs.append(counters["stats"]["unique_graphs"])
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert 0 < graphs[0] <= 4 and graphs[1] < graphs[0] and not any(graphs[2:])
+
+
+def test_kernels_keep_half_of_the_activations_for_the_backward_pass(monkeypatch):
+    """Explicit recomputation: in units of a (B, T, C) tensor and per block, 13 instead of 29 for a block of the 350M
+    preset's proportions, in eager mode. Counted as bytes more for a token more, so weights do not count."""
+
+    def units(operations):
+        model = Decoder(DecoderConfig(vocab_size=64, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+                                      num_key_value_heads=1, intermediate_size=256))
+        model.operations = operations
+        saved = []
+        for length in (128, 256):
+            storages = {}
+
+            def pack(tensor, storages=storages):
+                storages[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that no address comes twice
+                return tensor
+
+            x = model.embed_tokens(torch.zeros(1, length, dtype=torch.long)).detach().bfloat16().requires_grad_()
+            rotary = Rotary(*rotary_table(length, 16, 10000.0), None)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                branch, stream = x, x
+                for layer in model.layers:
+                    branch, stream = layer(branch, stream, rotary, Reach(None, None, None), operations)
+            saved.append(sum(tensor.untyped_storage().nbytes() for tensor in storages.values()))
+        return (saved[1] - saved[0]) / (128 * 64 * 2) / 4
+
+    plain, fused = units(PLAIN), units(FUSED)
+    assert 12 < fused < 14 and fused < plain / 2, (plain, fused)
+
+
+def test_the_output_matrix_is_the_embedding_only_where_tied():
+    assert "lm_head.weight" not in Decoder(SMALL).state_dict()
+    assert Decoder(SMALL).output_weight is not None
+    assert "lm_head.weight" in Decoder(replace(SMALL, tie_word_embeddings=False)).state_dict()
+
+
+def test_a_sequence_beyond_the_context_is_refused():
+    model = Decoder(SMALL)
+    with pytest.raises(RequestError, match="65 tokens is longer than max_position_embeddings 64"):
+        model(torch.zeros(1, 65, dtype=torch.long))
+    assert model(torch.zeros(1, 64, dtype=torch.long)).shape == (1, 64, 53)
+
+
+# ---- the request ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_open_follows_from_the_rest():
+    config = DecoderConfig(hidden_size=96, num_attention_heads=6)
+    assert (config.num_key_value_heads, config.head_dim, config.vocab_size) == (6, 16, None)
+    with pytest.raises(RequestError, match="vocab_size is not known"):
+        Decoder(config)
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"hidden_size": 100, "num_attention_heads": 8}, "num_attention_heads 8 does not divide hidden_size 100"),
+    ({"num_attention_heads": 8, "num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
+    ({"hidden_size": 24, "num_attention_heads": 8}, "head_dim 3 is odd"),
+    ({"head_dim": 15}, "head_dim 15 is odd"),
+    ({"dropout": 1.0}, r"dropout 1.0 must lie in \[0, 1\)"),
+    ({"dropout": -0.1}, "dropout"),
+    ({"window_pattern": "SSX"}, "window_pattern 'SSX' must be made of S"),
+    ({"window_pattern": ""}, "window_pattern '' must be made of S"),
+    ({"window_pattern": "SL"}, "give sliding_window"),
+    ({"window_pattern": "LL", "sliding_window": 4}, "sliding_window 4 needs a window_pattern with an S"),
+    ({"sliding_window": 4}, "sliding_window 4 needs a window_pattern"),
+    *(({name: 0}, f"{name} 0 must be above 0") for name in (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "initializer_range",
+        "sliding_window")),
+])
+def test_contradictions_are_refused(given, words):
+    with pytest.raises(RequestError, match=words):
+        DecoderConfig(**given)
+
+
+def test_every_field_explains_itself_in_help():
+    parser = ArgumentParser()
+    parser.add_class_arguments(DecoderConfig, "decoder")
+    text = " ".join(parser.format_help().split())
+    explained = {"vocab_size": "taken from the tokenizer", "qk_norm": "exported as Qwen3", "dropout": "while training"}
+    for field, words in explained.items():
+        assert f"--decoder.{field}" in text and words in text
+    assert all(f"--decoder.{field.name}" in text for field in fields(DecoderConfig))

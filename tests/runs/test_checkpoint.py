@@ -1,0 +1,355 @@
+"""A checkpoint is complete or absent, is what was written, and holds no code."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from itertools import count
+
+import pytest
+import torch
+
+from lm.errors import RequestError, RunError
+from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, samples_of, step_of, write_folder
+from lm.runs.resume import find_checkpoint, newest_whole, settle
+from lm.runs.run import Run
+from lm.system.files import put_back, remove, seal, stated_digest, unseal
+from lm.training.callbacks.checkpoints import Checkpoints, clear
+from lm.training.checkpointing import FolderCheckpointIO
+
+
+def content(step=3):
+    return {
+        "state_dict": {"w": torch.arange(6.0).reshape(2, 3), "b": torch.randn(4).bfloat16()},
+        "optimizer": {"w/exp_avg": torch.randn(2, 3), "w/step": torch.tensor(3.0)},
+        "files": {"config.json": "{}\n"},
+        "global_step": step,
+        "ranks": [{"rng": torch.get_rng_state()}],
+        "loops": {"a": (1, 2), "b": {0: "zero", 1: float("inf")}, "c": None},
+    }
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    written = content()
+    write_folder(tmp_path / "step-00000003", written)
+    read = read_folder(tmp_path / "step-00000003")
+    for key in ("state_dict", "optimizer"):
+        assert all(torch.equal(read[key][name], tensor) for name, tensor in written[key].items())
+    assert torch.equal(read["ranks"][0]["rng"], written["ranks"][0]["rng"])
+    assert read["loops"] == written["loops"] and read["files"] == written["files"]
+    assert step_of(tmp_path / "step-00000003") == 3
+    assert "optimizer" not in read_folder(tmp_path / "step-00000003", optimizer=False)
+
+
+def test_a_folder_that_is_there_is_replaced_as_a_whole(tmp_path):
+    write_folder(tmp_path / "c", content(1))
+    write_folder(tmp_path / "c", content(2))
+    assert step_of(tmp_path / "c") == 2 and [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+FILES = ["model.safetensors", "optimizer.safetensors", "config.json", "trainer.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["cut", "empty", "longer", "remove", "folder"])
+def test_damage_to_any_file_is_found_and_named(tmp_path, name, damage):
+    folder = tmp_path / "c"
+    write_folder(folder, content())
+    path = folder / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    elif damage != "remove":
+        path.write_bytes({"cut": data[:-1], "empty": b"", "longer": data + b"\n"}[damage])
+    assert name in find_damage(folder)
+    with pytest.raises(RequestError, match=name):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_byte_of_every_file_counts(tmp_path, name):
+    """Each is flipped in one bit, and put back: numbers and names, spaces and digests."""
+    folder = tmp_path / "c"
+    write_folder(folder, content() | {"ranks": [{"rng": torch.arange(9)}]})
+    data = (folder / name).read_bytes()
+    for place in range(len(data)):
+        (folder / name).write_bytes(data[:place] + bytes([data[place] ^ (1 << place % 8)]) + data[place + 1 :])
+        assert name in (find_damage(folder) or ""), place
+    (folder / name).write_bytes(data)
+    assert find_damage(folder) is None
+
+
+def test_what_somebody_puts_beside_is_no_damage(tmp_path):
+    write_folder(tmp_path / "c", content())
+    (tmp_path / "c" / "README.md").write_text("mine")
+    assert find_damage(tmp_path / "c") is None and "README.md" not in read_folder(tmp_path / "c")["files"]
+
+
+def test_a_checkpoint_of_another_version_is_told_from_a_damaged_one(tmp_path):
+    write_folder(tmp_path / "c", content())
+    file = tmp_path / "c" / "trainer.json"
+    file.write_text('{"format": 2, "digests": {}}')
+    assert find_damage(tmp_path / "c") == "format 2, and this version of lm reads format 3"
+    file.write_bytes(seal({"format": 4, "digests": {}}))
+    assert find_damage(tmp_path / "c") == "format 4, and this version of lm reads format 3"
+    with pytest.raises(RequestError, match="format 4"):
+        step_of(tmp_path / "c")
+
+
+def rewrite(folder, **changes):
+    """As somebody would who knows how the digest is made."""
+    file = folder / "trainer.json"
+    file.write_bytes(seal(unseal(file.read_bytes()) | changes))
+
+
+CRAFTED = {
+    "a path out of the folder": ({"digests": {"model.safetensors": "0", "../secret": "0"}}, "outside the folder"),
+    "an absolute path": ({"digests": {"model.safetensors": "0", "/etc/passwd": "0"}}, "outside the folder"),
+    "the folder itself": ({"digests": {"..": "0", "model.safetensors": "0"}}, "is not a file"),
+    "no files": ({"digests": {}}, "names no weights"),
+    "a list of files": ({"digests": ["model.safetensors"]}, "names no files"),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_a_document_that_leads_astray_is_refused(tmp_path, case):
+    changes, complaint = CRAFTED[case]
+    write_folder(tmp_path / "c", content())
+    good = unseal((tmp_path / "c" / "trainer.json").read_bytes())["digests"]
+    if isinstance(changes["digests"], dict):
+        changes = {"digests": {name: good.get(name, value) for name, value in changes["digests"].items()}}
+    rewrite(tmp_path / "c", **changes)
+    assert complaint in find_damage(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"__tensor__": 1}, {"__tensor__": ["load", [1], "AAAA"]}, {"__tensor__": ["float32", [9], "AAAA"]},
+     {"__items__": [[{}, 1]]}, {"__items__": [[1]]}, {"__float__": []}, {"__tuple__": 1},
+     {"__tensor__": ["__loader__", [0], ""]}, {"__tensor__": ["float32", [10**15], "AAAA"]}],
+)  # fmt: skip
+def test_values_that_nobody_wrote_are_refused(tmp_path, value):
+    write_folder(tmp_path / "c", content())
+    rewrite(tmp_path / "c", ranks=[value])
+    with pytest.raises(RequestError, match="was not written by lm"):
+        read_folder(tmp_path / "c")
+
+
+def test_a_document_without_its_numbers_is_refused(tmp_path):
+    write_folder(tmp_path / "c", content())
+    with pytest.raises(RequestError, match="has no cursor.consumed"):
+        samples_of(tmp_path / "c")
+    rewrite(tmp_path / "c", global_step="many")
+    with pytest.raises(RequestError, match="has no global_step"):
+        step_of(tmp_path / "c")
+
+
+def test_nothing_but_plain_values_goes_in():
+    with pytest.raises(TypeError, match="cannot hold"):
+        encode({"a": object()})
+    for value in [1, 2.5, "x", None, True, [1, (2, 3)], {"a": {1: 2}}, float("-inf"), {"__tensor__": 1}]:
+        assert decode(json.loads(json.dumps(encode(value)))) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 5)])
+def test_small_tensors_survive(dtype, shape):
+    tensor = (torch.rand(shape) * 9).to(dtype)
+    again = decode(json.loads(json.dumps(encode(tensor))))
+    assert again.dtype == dtype and again.shape == tensor.shape and torch.equal(again, tensor)
+
+
+def test_a_failed_write_leaves_nothing_and_says_so(tmp_path):
+    write_folder(tmp_path / "a", content())
+    with pytest.raises(RunError, match="could not write the checkpoint"):
+        write_folder(tmp_path / "missing" / "c", content())
+    with pytest.raises(TypeError, match="cannot hold"):
+        write_folder(tmp_path / "b", content() | {"callbacks": object()})
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_writing_behind_keeps_what_was_there_at_the_time_of_saving(tmp_path):
+    io = FolderCheckpointIO()
+    moving = content()
+    io.save_checkpoint(moving, tmp_path / "c", storage_options=lambda: point(tmp_path / "last", "c"))
+    moving["state_dict"]["w"].zero_()
+    io.drain()
+    assert read_folder(tmp_path / "c")["state_dict"]["w"].sum() == 15
+    assert os.readlink(tmp_path / "last") == "c"
+
+
+def test_a_failure_behind_is_raised_by_the_next_save(tmp_path):
+    io = FolderCheckpointIO()
+    io.save_checkpoint(content(), tmp_path / "missing" / "c")
+    with pytest.raises(RunError, match="could not write"):
+        io.drain()
+
+
+def test_where_the_disk_is_slow_the_next_save_waits(tmp_path):
+    """Or the snapshots that wait for it would fill the memory."""
+    io, slow = FolderCheckpointIO(), threading.Event()
+    threading.Timer(0.5, slow.set).start()
+    io.save_checkpoint(content(1), tmp_path / "a", storage_options=slow.wait)
+    io.save_checkpoint(content(2), tmp_path / "b")
+    assert slow.is_set()
+    io.drain()
+
+
+def test_what_callbacks_change_after_a_save_is_not_in_it(tmp_path):
+    io, losses = FolderCheckpointIO(), [1.0]
+    io.save_checkpoint(content() | {"callbacks": {"spike": {"losses": losses}}}, tmp_path / "c")
+    losses.append(2.0)
+    io.drain()
+    assert read_folder(tmp_path / "c")["callbacks"] == {"spike": {"losses": [1.0]}}
+
+
+def test_links_that_cannot_move_are_a_failure_with_one_line(tmp_path):
+    io = FolderCheckpointIO()
+    io.save_checkpoint(content(), tmp_path / "c", storage_options=lambda: point(tmp_path / "gone" / "last", "c"))
+    with pytest.raises(RunError, match="is whole, but the links .* cannot be changed: No such file"):
+        io.drain()
+
+
+# ---- a kill at any moment of a save ----------------------------------------------------------------------------------
+
+STEPS = {1: "step-00000001", 2: "step-00000002"}
+OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.chmod", "os.scandir"}
+
+
+def killed_at(operation, work):
+    """Do something in a process that is killed before its n-th operation on files; False once it has fewer."""
+    child = os.fork()
+    if child == 0:
+        done = count(1)
+
+        def hook(event, arguments):
+            if event in OPERATIONS and next(done) == operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def state(step, best):
+    return content(step) | {"callbacks": {"Checkpoints": {"best_name": best}}}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a checkpoint of step 1, which is its last and its best."""
+    run = Run.create("run", tmp_path)
+    run.describe(name="run", status="interrupted")
+    write_folder(run.path / STEPS[1], state(1, STEPS[1]))
+    for link in ("last", "best"):
+        point(run.path / link, STEPS[1])
+    return run
+
+
+@pytest.mark.parametrize("saved", ["the next step", "the same step again"])
+def test_a_save_that_is_killed_anywhere_leaves_the_one_before_or_the_new_one(run, tmp_path, saved):
+    """Killed before each of its operations on files, one after the other, also while what is old is removed."""
+    step = 2 if saved == "the next step" else 1
+    for operation in count(1):
+        shutil.rmtree(tmp_path / "at", ignore_errors=True)
+        shutil.copytree(run.path.parent / "run", tmp_path / "at" / "run", symlinks=True)
+        copy = Run(tmp_path / "at" / "run")
+
+        def save(copy=copy):
+            write_folder(copy.path / STEPS[step], state(step, STEPS[step]))
+            Checkpoints(interval=1)._move_links(copy, step, STEPS[step], STEPS[step])
+
+        killed = killed_at(operation, save)
+        arrived = (copy.path / STEPS[step]).exists()
+        path, _ = find_checkpoint("auto", "run", str(tmp_path / "at"), named=False, command="fit")
+        assert path.name == STEPS[step if arrived else 1] and step_of(path) in (1, step)
+        assert find_damage(copy.checkpoint("last")) is None and find_damage(copy.checkpoint("best")) is None
+        assert all(find_damage(each) is None for each in copy.steps().values())
+        settle(copy, path)
+        assert copy.link("last").name == copy.link("best").name == path.name
+        clear(copy)
+        assert not list(copy.path.glob(".*"))
+        if not killed:
+            break
+    assert operation > 20 and list(copy.steps()) == [step]
+
+
+def test_what_was_being_replaced_comes_back(run):
+    os.rename(run.path / STEPS[1], run.path / f".old-{STEPS[1]}-7")
+    assert run.link("last") is None
+    put_back(run.path / "step-*")
+    assert newest_whole(run).name == STEPS[1]
+
+
+def test_a_replacement_that_fails_gives_the_name_back(run, monkeypatch):
+    rename = os.rename
+
+    def fails(source, target):
+        if os.path.basename(source).startswith(".tmp-"):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(RunError, match="Input/output error; the ones before it are untouched"):
+        write_folder(run.path / STEPS[1], state(1, STEPS[1]))
+    assert find_damage(run.checkpoint("last")) is None and not list(run.path.glob(".*"))
+
+
+def test_a_checkpoint_that_somebody_has_removed_by_hand_does_not_matter(run):
+    remove(run.path / STEPS[2])
+    assert list(run.steps()) == [1]
+
+
+# ---- which one `auto` takes ------------------------------------------------------------------------------------------
+
+
+def auto(run):
+    return find_checkpoint("auto", "run", str(run.path.parent), named=False, command="fit")[0]
+
+
+def test_steps_left_behind_come_last(run):
+    """Also where they are newer than `last`; a step that was saved before `last` could move is no such step."""
+    write_folder(run.path / STEPS[2], state(2, STEPS[2]))
+    assert auto(run).name == STEPS[2]
+    run.describe(left_behind=[stated_digest(run.path / STEPS[2] / "trainer.json")])
+    assert auto(run).name == STEPS[1]
+    (run.path / STEPS[1] / "config.json").write_text("")
+    assert auto(run).name == STEPS[2]
+
+
+@pytest.mark.parametrize("damage", ["a file is empty", "trainer.json is gone", "the folder is gone"])
+def test_where_every_checkpoint_is_damaged_nothing_starts_anew(run, damage):
+    if damage == "a file is empty":
+        (run.path / STEPS[1] / "config.json").write_text("")
+    elif damage == "trainer.json is gone":
+        (run.path / STEPS[1] / "trainer.json").unlink()
+    else:
+        shutil.rmtree(run.path / STEPS[1])
+    with pytest.raises(RequestError, match=f"no whole checkpoint.*{STEPS[1]}.*start a new run"):
+        auto(run)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_run_that_lost_its_name_is_not_trained_again_from_the_start(run, damage):
+    if damage == "gone":
+        (run.path / "run.json").unlink()
+    else:
+        (run.path / "run.json").write_text('{"name": "ru')
+    with pytest.raises(RequestError, match="its run.json is damaged or gone.*--ckpt_path .*step-00000001"):
+        auto(run)
+
+
+def test_without_a_checkpoint_the_run_starts_again_and_says_so(tmp_path, caplog):
+    run = Run.create("run", tmp_path)
+    run.describe(name="run")
+    with caplog.at_level("INFO"):
+        assert auto(run) is None
+    assert "stopped before its first checkpoint" in caplog.text
+    with pytest.raises(RequestError, match="has no checkpoint yet"):
+        find_checkpoint("auto", "run", str(tmp_path), named=False, command="validate")

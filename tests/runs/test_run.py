@@ -1,0 +1,175 @@
+"""Run folders are claimed and never overwritten, found by name or age, and read back whatever a kill left."""
+
+import json
+import os
+
+import pytest
+
+from lm.errors import RequestError
+from lm.inspection.data import samples_at
+from lm.runs.checkpoint import point, write_folder
+from lm.runs.resume import compare, find_checkpoint, sealed
+from lm.runs.run import Run
+from lm.system.files import stated_digest
+
+
+def make(root, name, entered=0.0):
+    run = Run.create(name, root)
+    run.describe(id=run.name, name=name, entered=entered)
+    return run
+
+
+def save(run, step, links=()):
+    path = run.path / f"step-{step:08d}"
+    write_folder(path, {"state_dict": {}, "global_step": step, "cursor": {"consumed": step * 4}})
+    for link in links:
+        point(run.path / link, path.name)
+    return path
+
+
+def test_an_existing_run_is_never_overwritten(tmp_path):
+    assert [Run.create("a", tmp_path).name for _ in range(3)] == ["a", "a-2", "a-3"]
+
+
+@pytest.mark.parametrize("name", ["", "..", "../a", "a/b", ".hidden", "a b"])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
+    with pytest.raises(RequestError, match="run name"):
+        Run.create(name, tmp_path)
+
+
+def test_newest_is_the_one_entered_last_and_names_do_not_mix(tmp_path):
+    make(tmp_path, "depth", 1.0), make(tmp_path, "depth", 3.0), make(tmp_path, "depth-12", 5.0)
+    assert Run.newest(tmp_path).name == "depth-12"
+    assert Run.newest(tmp_path, "depth").name == "depth-2"
+    assert Run.newest(tmp_path, "nothing") is None
+    with pytest.raises(RequestError, match="depth, depth-2, depth-12"):
+        Run.named("nothing", tmp_path)
+
+
+def test_a_dangling_link_is_no_checkpoint(tmp_path):
+    run = make(tmp_path, "a")
+    save(run, 1)
+    point(run.path / "best", "step-00000009")
+    assert run.link("best") is None
+    with pytest.raises(RequestError, match="no 'best' checkpoint; it has: step-00000001"):
+        run.checkpoint("best")
+
+
+def test_metrics_continue_after_a_resume_and_forget_what_was_beyond_it(tmp_path):
+    run = make(tmp_path, "a")
+    for step in (1, 2, 3, 4):
+        run.append_metrics({"step": step, "loss": step})
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')  # a kill
+    run.append_metrics({"resumed_at": 2})
+    run.append_metrics({"step": 3, "loss": 30})
+    assert [(entry["step"], entry["loss"]) for entry in run.metrics()] == [(1, 1), (2, 2), (3, 30)]
+
+
+def test_state_is_replaced_in_one_piece(tmp_path):
+    run = make(tmp_path, "a")
+    run.write_state({"step": 1})
+    run.write_state({"step": 2})
+    assert run.read("state.json") == {"step": 2} and not [p for p in os.listdir(run.path) if p.startswith(".")]
+    (run.path / "state.json").write_text("{")
+    assert run.read("state.json") == {}
+
+
+# ---- --ckpt_path -----------------------------------------------------------------------------------------------------
+
+
+def find(reference, root, name="a", named=False, command="fit"):
+    return find_checkpoint(reference, name, str(root), named=named, command=command)
+
+
+def test_without_a_reference_a_fit_starts_fresh_and_a_validation_takes_the_best(tmp_path):
+    run = make(tmp_path, "a")
+    best, last = save(run, 1, ["best"]), save(run, 2, ["last"])
+    assert find(None, tmp_path) == (None, None)
+    assert find(None, tmp_path, command="validate")[0] == best
+    assert find("last", tmp_path)[0] == last
+
+
+def test_auto_starts_fresh_where_there_is_nothing_and_passes_over_damage(tmp_path):
+    assert find("auto", tmp_path) == (None, None)
+    run = make(tmp_path, "a")
+    assert find("auto", tmp_path)[0] is None
+    whole, damaged = save(run, 1), save(run, 2)
+    (damaged / "model.safetensors").write_bytes(b"x")
+    assert find("auto", tmp_path)[0] == whole
+    (run.path / ".tmp-step-00000003-1").mkdir()  # what a kill in a write leaves
+    (run.path / "step-00000004").mkdir()
+    assert find("auto", tmp_path)[0] == whole
+
+
+def test_auto_follows_a_run_that_went_on_from_an_earlier_step(tmp_path):
+    run = make(tmp_path, "a")
+    for step in (3, 9, 12):
+        save(run, step)
+    current = save(run, 6, ["last"])
+    run.describe(left_behind=[stated_digest(run.steps()[step] / "trainer.json") for step in (9, 12)])
+    assert find("auto", tmp_path)[0] == current
+    (current / "trainer.json").write_text("{")
+    assert find("auto", tmp_path)[0] == run.steps()[3]
+
+
+def test_the_samples_of_a_step_are_known_after_the_global_batch_changed(tmp_path):
+    run = make(tmp_path, "a")
+    stretches = [{"step": 0, "sample": 0, "global_batch": 8}, {"step": 5, "sample": 40, "global_batch": 4}]
+    run.describe(step=9, stretches=stretches)
+    assert [samples_at(run, step) for step in (1, 5, 6, 9)] == [(0, 8), (32, 8), (40, 4), (52, 4)]
+    with pytest.raises(RequestError, match="has taken steps 1 to 9"):
+        samples_at(run, 10)
+
+
+def test_best_and_last_that_are_not_there_are_errors(tmp_path):
+    with pytest.raises(RequestError, match="no run 'a'"):
+        find("last", tmp_path)
+    make(tmp_path, "a")
+    with pytest.raises(RequestError, match="has no 'best' checkpoint; it has: no checkpoint yet"):
+        find("best", tmp_path)
+
+
+def test_a_folder_belongs_to_its_run_unless_another_name_is_given(tmp_path):
+    run = make(tmp_path, "a")
+    path = save(run, 1, ["last"])
+    assert find(str(path), tmp_path)[1].path.resolve() == run.path.resolve()
+    assert find(str(run.path / "last"), tmp_path)[0] == path.resolve()
+    assert find(str(path), tmp_path, name="fork", named=True)[1] is None
+    with pytest.raises(RequestError, match="no trainer.json"):
+        find(str(tmp_path), tmp_path)
+
+
+def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path):
+    run = make(tmp_path, "a")
+    model = {"decoder": {"hidden_size": 8}, "optimizer": {"lr": 0.1}}
+    config = {"seed_everything": 1, "model": model, "data": {"path": "x"}}
+    run.config.write_text(sealed(json.dumps(config) + "\n"))
+    harmless = json.loads(json.dumps(config))
+    harmless["model"]["optimizer"]["lr"] = 0.2
+    harmless["data"]["micro_batch_size"] = 4
+    compare(run, harmless, force=False)
+    changes = ((("model", "decoder"), {"hidden_size": 16}), (("seed_everything",), 2), (("data", "path"), "y"))
+    for path, value in changes:
+        changed = json.loads(json.dumps(config))
+        place = changed
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        with pytest.raises(RequestError, match="cannot go on with another " + ".".join(path)):
+            compare(run, changed, force=False)
+        compare(run, changed, force=True)
+
+
+def test_a_config_of_a_run_that_is_damaged_is_named_and_not_compared(tmp_path):
+    """Cut at the end of a line it is YAML all the same, and would look like another config."""
+    run = make(tmp_path, "a")
+    text = sealed("model: {decoder: {hidden_size: 8}}\ndata: {path: x}\n")
+    config = {"model": {"decoder": {"hidden_size": 8}}, "data": {"path": "x"}}
+    for damaged in (text.partition("\n")[0] + "\n", text.replace("8", "9", 1), text[:-9], "", "\0" * 50, None):
+        run.config.write_text(text)
+        assert compare(run, config, force=False) == []
+        run.config.unlink() if damaged is None else run.config.write_text(damaged)
+        with pytest.raises(RequestError, match="config.yaml is damaged, .* put it back, or give --force"):
+            compare(run, config, force=False)
+        compare(run, config, force=True)

@@ -1,0 +1,40 @@
+"""Command lines as people type them become what was meant, and a wrong one is one line."""
+
+import pytest
+
+from lm.errors import RequestError
+from lm.system.arguments import call
+
+TEXTS = ["🎉", "\u2028", "null", "1", "[Applause]", "[a, b]", "", "a\nb\tc", "日本", "x: y", '"quoted"', "\x7f"]
+
+
+def typed(*arguments: str):
+    def function(prompt: list[str] | None = None, kind: str | None = None, json: bool = False, top: int | None = 3):
+        return prompt, kind, json, top
+
+    return call(function, list(arguments), prog="lm test")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_in_a_list_is_that_text(text):
+    assert typed("--prompt", text)[0] == [text]
+    assert typed("--prompt", text, "b")[0] == [text, "b"]
+
+
+def test_a_list_comes_together_one_by_one_or_as_json():
+    assert typed("--prompt", "a", "b", "--json") == (["a", "b"], None, True, 3)
+    assert typed("--prompt", "a", "--kind", "k", "--prompt", "b") == (["a", "b"], "k", False, 3)
+    assert typed("--prompt=a", "--prompt=--b")[0] == ["a", "--b"]
+    assert typed("--prompt", '["--x", "y"]')[0] == typed("--prompt=[--x, y]")[0] == ["--x", "y"]
+    assert typed("--prompt=null")[0] is None
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--prompt"], "--prompt needs a value"),
+    (["--kin", "x"], "did you mean 'kind'"),
+    (["--top", "x"], "top"),
+])  # fmt: skip
+def test_what_cannot_be_read_is_one_line(arguments, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        typed(*arguments)
+    assert "\n" not in str(caught.value)

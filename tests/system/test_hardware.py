@@ -1,0 +1,93 @@
+"""What is said of the machine is true or None: a peak is of that very device and precision, never of a similar one."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lm.system.hardware import PEAKS, cpu_half_precision, device_name, memory_bytes, peak_flops
+
+
+@pytest.mark.parametrize("name, precision, teraflops", [
+    ("NVIDIA H200", "bf16-mixed", 989),
+    ("NVIDIA H200", "bf16-true", 989),
+    ("NVIDIA H200", "fp8-rowwise", 1979),
+    ("NVIDIA H100 80GB HBM3", "fp8-tensorwise", 1978.9),
+    ("NVIDIA L40S", "fp8", 733),
+    ("NVIDIA H100 80GB HBM3", "16-mixed", 989.4),
+    ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
+    ("NVIDIA H100 PCIe", "bf16", 756),
+    ("NVIDIA H100 NVL", "bf16", 835.5),
+    ("NVIDIA H200 NVL", "bf16", 835.5),
+    ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312),
+    ("NVIDIA A100-PCIE-40GB", "bf16-mixed", 312),
+    ("NVIDIA A100 80GB PCIe", "32-true", 19.5),
+    ("A100-SXM4-40GB", "tf32", 156),
+    ("NVIDIA A10", "bf16", 125),
+    ("NVIDIA A10G", "bf16", 70),
+    ("NVIDIA L4", "bf16", 121),
+    ("NVIDIA L40S", "bf16", 362.05),
+    ("NVIDIA B200", "bf16", 2250),
+    ("NVIDIA RTX A6000", "bf16", 154.8),
+    ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2),
+    ("NVIDIA GeForce RTX 3090", "bf16", 71),
+    ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+    ("NVIDIA GeForce RTX 5090", "fp32", 104.8),
+    ("Tesla T4", "fp16", 65),
+    ("Tesla V100-SXM2-16GB", "16-mixed", 125),
+    ("AMD Instinct MI300X", "bf16", 1307.4),
+])
+def test_peaks_are_the_data_sheets_dense_figures(name, precision, teraflops):
+    assert peak_flops(name, precision) == pytest.approx(teraflops * 1e12)
+
+
+@pytest.mark.parametrize("name, precision", [
+    ("NVIDIA H300", "bf16"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
+    ("NVIDIA GeForce RTX 4090 D", "bf16"),
+    ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "bf16"),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),
+    ("AMD EPYC 9654 96-Core Processor", "32-true"),
+    ("Intel(R) Xeon(R) Platinum 8480+", "bf16"),
+    ("cpu", "32-true"),
+    ("", "bf16"),
+    ("Tesla T4", "bf16"),  # emulated there
+    ("NVIDIA A100-SXM4-80GB", "fp8-rowwise"),
+    ("Tesla V100-SXM2-16GB", "tf32"),
+    ("NVIDIA H200", "transformer-engine"),
+    ("NVIDIA H200", "64-true"),
+])
+def test_the_unknown_is_none(name, precision):
+    assert peak_flops(name, precision) is None
+
+
+def test_wider_precisions_are_never_faster():
+    for bf16, fp16, tf32, fp32, fp8 in PEAKS.values():
+        assert bf16 in (None, fp16) and fp16 >= (tf32 or fp32) >= fp32
+        assert fp8 is None or fp8 == pytest.approx(2 * bf16, rel=0.02)
+
+
+def test_this_cpu_has_a_name_memory_and_no_peak():
+    assert device_name() and peak_flops(device_name(), "32-true") is None
+    assert 2**28 < memory_bytes() < 2**50
+    assert memory_bytes(torch.device("meta")) is None and device_name("meta") == "meta"
+
+
+@pytest.mark.parametrize("cpuinfo, expected", [
+    ("flags\t\t: fpu avx512f avx512_bf16 avx512_fp16\n", "bf16"),
+    ("flags\t\t: fpu amx_bf16 amx_tile\n", "bf16"),
+    ("Features\t: fp asimd sve bf16\n", "bf16"),
+    ("Features\t: fp asimd sve svebf16\n", "bf16"),
+    ("flags\t\t: fpu avx2 avx512f\n", None),
+    ("Features\t: fp asimd bf16\n", None),
+    ("", None),
+])
+def test_half_precision_is_only_what_the_cpu_has_in_hardware(cpuinfo, expected):
+    assert cpu_half_precision(cpuinfo) == expected
+
+
+def test_importing_it_imports_no_torch():
+    code = "import sys, lm.system.hardware as h; h.cpu_half_precision(); h.peak_flops('NVIDIA L4', 'bf16'); "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

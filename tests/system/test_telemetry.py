@@ -1,0 +1,367 @@
+"""What is read of the machine is true, and what cannot be read is None and never an error."""
+
+import json
+import logging
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+from trainings import lm, make_workplace, write_config
+
+from lm.runs.run import Run
+from lm.system.hardware import CLOCK_LIMITS, Telemetry, clock_limits, memory, visible
+from lm.training.callbacks.run_folder import Heartbeat, figures
+
+GIB = 2**30
+
+
+class Driver:
+    """Stands in for the module pynvml on a machine with GPUs: its exceptions and constants are the real ones.
+
+    Args:
+        gpus: answers by the name of the question; an exception is raised, a question that is not there is one that
+            the GPU does not support.
+    """
+
+    def __init__(self, *gpus: dict) -> None:
+        self.gpus = gpus
+        self.NVMLError = pynvml.NVMLError
+        self.NVML_DEVICE_MIG_ENABLE = pynvml.NVML_DEVICE_MIG_ENABLE
+        self.NVML_TEMPERATURE_GPU = pynvml.NVML_TEMPERATURE_GPU
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetCount(self):
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        if "lost" in self.gpus[index]:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def __getattr__(self, question):
+        assert hasattr(pynvml, question), question
+
+        def answer(handle, *_):
+            if handle is None:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            unsupported = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            value = self.gpus[handle].get(question.removeprefix("nvmlDeviceGet"), unsupported)
+            if isinstance(value, pynvml.NVMLError):
+                raise value
+            return value
+
+        return answer
+
+
+def gpu(index: int = 0, **changes) -> dict:
+    """A GPU whose sensors all answer."""
+    return {
+        "UUID": f"GPU-{index}a2b3c4d-0000-1111-2222-333344445555", "Name": "NVIDIA H200", "MigMode": [0, 0],
+        "UtilizationRates": SimpleNamespace(gpu=97, memory=60),
+        "MemoryInfo": SimpleNamespace(used=71 * GIB, total=140 * GIB), "Temperature": 61 + index,
+        "PowerUsage": 640_500, "EnforcedPowerLimit": 700_000, "CurrentClocksEventReasons": 0, **changes,
+    }  # fmt: skip
+
+
+def read(*gpus: dict) -> list[dict] | None:
+    return Telemetry(nvml=Driver(*gpus)).read()["gpus"]
+
+
+# ---- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def all_are_visible(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_every_figure_of_a_gpu_comes_in_its_unit():
+    assert read(gpu()) == [{
+        "index": 0, "name": "NVIDIA H200", "load_percent": 97, "memory_used_bytes": 71 * GIB,
+        "memory_total_bytes": 140 * GIB, "temperature_celsius": 61, "power_watts": 640.5, "power_limit_watts": 700.0,
+        "clocks_limited_by": [],
+    }]  # fmt: skip
+
+
+def test_a_sensor_that_is_not_there_is_none_and_the_others_answer():
+    passive = gpu()
+    for sensor in ("Temperature", "PowerUsage", "UtilizationRates", "CurrentClocksEventReasons", "MigMode"):
+        del passive[sensor]
+    found = read(passive)[0]
+    assert found["memory_used_bytes"] == 71 * GIB and found["power_limit_watts"] == 700
+    assert [found[name] for name in ("temperature_celsius", "power_watts", "load_percent", "clocks_limited_by")] == [
+        None
+    ] * 4
+
+
+def test_a_sliced_gpu_is_not_taken_for_the_slice():
+    found = read(gpu(MigMode=[1, 1]))[0]
+    assert found["load_percent"] is found["memory_used_bytes"] is found["memory_total_bytes"] is None
+    assert found["temperature_celsius"] == 61
+
+
+def test_a_gpu_that_is_lost_is_none_and_the_others_answer():
+    first, second = read({"lost": True}, gpu(1))
+    assert first["index"] == 0 and all(value is None for name, value in first.items() if name != "index")
+    assert second["temperature_celsius"] == 62
+
+
+def test_a_gpu_that_is_lost_while_it_is_watched_is_no_error():
+    driver = Driver(gpu())
+    telemetry = Telemetry(nvml=driver)
+    assert telemetry.read()["gpus"][0]["load_percent"] == 97
+    driver.gpus = ({"UtilizationRates": pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)},)
+    assert telemetry.read()["gpus"][0]["load_percent"] is None
+
+
+@pytest.mark.parametrize(
+    "value, indices",
+    [
+        (None, [0, 1, 2]), ("1", [1]), ("2, 0", [2, 0]), ("", []), ("-1", []), ("0,7,1", [0]),
+        ("GPU-1a2b", [1]), ("GPU-2a2b3c4d-0000-1111-2222-333344445555,0", [2, 0]), ("GPU-ffff", []),
+        ("MIG-12345678", []),
+    ],
+)  # fmt: skip
+def test_only_the_gpus_that_this_process_may_use(value, indices, monkeypatch):
+    """CUDA_VISIBLE_DEVICES by index or UUID, or the beginning of one; what stands behind a wrong name is not seen."""
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert [found["index"] for found in read(gpu(0), gpu(1), gpu(2))] == indices
+    assert (visible(value) is None) == (value is None)
+
+
+def test_the_gpus_that_are_trained_on_come_before_the_environment(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    telemetry = Telemetry(["GPU-2a2b3c4d-0000-1111-2222-333344445555"], Driver(gpu(0), gpu(1), gpu(2)))
+    assert [found["index"] for found in telemetry.read()["gpus"]] == [2]
+
+
+@pytest.mark.parametrize(
+    "reasons, words",
+    [
+        (0x0, []), (0x1 | 0x2, []),  # idle; clocks that somebody set
+        (0x4, ["power cap"]), (0x20, ["thermal"]), (0x8 | 0x40, ["thermal"]), (0x8 | 0x80, ["power brake"]),
+        (0x8, ["hardware slowdown"]), (0x4 | 0x20, ["thermal", "power cap"]),
+    ],
+)  # fmt: skip
+def test_what_limits_the_clocks_is_said_in_words(reasons, words):
+    assert read(gpu(CurrentClocksEventReasons=reasons))[0]["clocks_limited_by"] == words == clock_limits(reasons)
+
+
+def test_the_bits_are_those_of_nvml():
+    known = {
+        getattr(pynvml, f"nvmlClocksEventReason{name}")
+        for name in ("HwSlowdown", "HwThermalSlowdown", "SwThermalSlowdown", "SwPowerCap", "HwPowerBrakeSlowdown")
+    }
+    assert set(CLOCK_LIMITS) == known
+
+
+def test_an_old_driver_is_asked_for_the_clocks_by_the_old_name():
+    old = gpu(
+        CurrentClocksEventReasons=pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND),
+        CurrentClocksThrottleReasons=0x4,
+    )
+    assert read(old)[0]["clocks_limited_by"] == ["power cap"]
+
+
+@pytest.mark.parametrize("code", ["DRIVER_NOT_LOADED", "LIBRARY_NOT_FOUND", "NO_PERMISSION"])
+def test_without_a_driver_there_is_nothing_to_tell(code):
+    driver = Driver(gpu())
+
+    def fails():
+        raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{code}"))
+
+    driver.nvmlInit = fails
+    assert Telemetry(nvml=driver).read()["gpus"] is None
+
+
+def test_without_the_package_there_is_nothing_to_tell(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Telemetry().read()["gpus"] is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_real_package_on_a_machine_without_a_gpu():
+    assert not Telemetry().read()["gpus"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_real_gpu_is_the_one_that_torch_has():
+    properties = torch.cuda.get_device_properties(0)
+    held = torch.empty(2**28, dtype=torch.uint8, device="cuda:0")
+    found = Telemetry([f"GPU-{properties.uuid}"]).read()["gpus"][0]
+    assert found["name"] == properties.name
+    assert found["memory_used_bytes"] is None or found["memory_used_bytes"] >= held.numel()
+
+
+# ---- the machine and this process ------------------------------------------------------------------------------------
+
+
+def test_work_shows_as_load_of_the_process_and_the_machine():
+    telemetry = Telemetry()
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        sum(range(1000))
+    found = telemetry.read()
+    assert 5 < found["process"]["cpu_percent"] < 150
+    assert found["cpu"]["cores"] == os.cpu_count()
+    if sys.platform == "linux":
+        assert 5 < found["cpu"]["load_percent"] <= 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="from /proc")
+def test_memory_that_is_held_shows():
+    telemetry = Telemetry()
+    before = telemetry.read()["process"]["memory_bytes"]
+    held = b"x" * 2**28
+    assert telemetry.read()["process"]["memory_bytes"] - before > 0.9 * len(held)
+    whole = memory()
+    assert 0 < whole["used_bytes"] < whole["total_bytes"] <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_memory_of_a_container_is_its_limit_and_its_cache_is_not_in_use(version, monkeypatch):
+    files = {"/proc/meminfo": "MemTotal: 1000000 kB\nMemFree: 1 kB\nMemAvailable: 400000 kB\nHugePages_Total: 0\n"}
+    if version == 2:
+        files |= {"/sys/fs/cgroup/memory.current": "300000\n", "/sys/fs/cgroup/memory.max": "500000\n",
+                  "/sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 100000\n"}  # fmt: skip
+    else:
+        folder = "/sys/fs/cgroup/memory/memory"
+        files |= {f"{folder}.usage_in_bytes": "300000\n", f"{folder}.limit_in_bytes": "500000\n",
+                  f"{folder}.stat": "inactive_file 7\ntotal_inactive_file 100000\n"}  # fmt: skip
+    monkeypatch.setattr("lm.system.hardware._read", lambda path: files.get(path, ""))
+    assert memory() == {"used_bytes": 200_000, "total_bytes": 500_000}
+    files = {name: text.replace("500000", "max") for name, text in files.items()}
+    assert memory() == {"used_bytes": 600_000 * 1024, "total_bytes": 1_000_000 * 1024}
+
+
+def test_elsewhere_than_on_linux_what_cannot_be_told_is_none(monkeypatch):
+    monkeypatch.setattr("lm.system.hardware._read", lambda path: "")
+    found = Telemetry(nvml=Driver()).read()
+    assert found["cpu"]["load_percent"] is found["memory"]["used_bytes"] is found["process"]["memory_bytes"] is None
+    assert found["process"]["cpu_percent"] is not None and found["gpus"] == []
+    json.dumps(found)
+
+
+def test_a_reading_costs_next_to_nothing():
+    """It is taken every 5 s: 1 ms would be 0.02 %."""
+    telemetry = Telemetry(nvml=Driver(*[gpu(index) for index in range(8)]))
+    telemetry.read()
+    spent = []
+    for _ in range(50):
+        began = time.thread_time()
+        telemetry.read()
+        spent.append(time.thread_time() - began)
+    assert statistics.median(spent) < 0.005
+
+
+def test_it_needs_no_torch():
+    code = "import sys, lm.system.hardware; lm.system.hardware.Telemetry().read(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- the heartbeat ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def beating(tmp_path):
+    """A heartbeat, twenty times a second, of a fit on a CPU."""
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    trainer = SimpleNamespace(
+        run=run, is_global_zero=True, strategy=SimpleNamespace(root_device=torch.device("cpu")), device_ids=[0]
+    )
+    heartbeat = Heartbeat(interval=0.05)
+    heartbeat.on_fit_start(trainer, None)
+    yield heartbeat, run
+    heartbeat.teardown(trainer, None, "fit")
+
+
+def next_beat(run: Run) -> dict:
+    """The first beat that begins after now."""
+    now, deadline = time.time(), time.monotonic() + 10
+    while (beat := run.read("heartbeat.json")).get("time", 0) <= now:
+        assert time.monotonic() < deadline, beat
+        time.sleep(0.01)
+    return beat
+
+
+def test_it_says_who_lives_where_and_how_the_machine_does(beating):
+    heartbeat, run = beating
+    next_beat(run)
+    beat = next_beat(run)
+    assert beat["pid"] == os.getpid() and beat["host"] == os.uname().nodename
+    assert beat["machine"]["process"]["memory_bytes"] > 10 * 2**20
+    metrics = heartbeat.logged_metrics(None, SimpleNamespace(device=torch.device("cpu")))
+    assert metrics["mem/process_gib"] > 0.01 and "perf/gpu_load" not in metrics
+
+
+def test_a_folder_that_vanishes_does_not_stop_it(beating):
+    heartbeat, run = beating
+    next_beat(run)
+    shutil.rmtree(run.path)
+    time.sleep(0.3)
+    assert heartbeat._thread.is_alive()
+    run.path.mkdir()
+    next_beat(run)
+
+
+def test_a_reading_that_fails_does_not_stop_it(beating, monkeypatch, caplog):
+    heartbeat, run = beating
+
+    def fails(self):
+        raise ValueError("nonsense from a driver")
+
+    monkeypatch.setattr(Telemetry, "read", fails)
+    with caplog.at_level(logging.WARNING):
+        next_beat(run)
+        next_beat(run)
+        assert next_beat(run)["machine"] == {}
+    assert len([record for record in caplog.records if "nonsense" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("how", ["teardown", "on_exception"])
+def test_it_ends_with_the_fit(beating, how):
+    heartbeat, run = beating
+    thread = heartbeat._thread
+    getattr(heartbeat, how)(None, None, "fit" if how == "teardown" else RuntimeError())
+    assert not thread.is_alive()
+
+
+def test_other_ranks_have_none():
+    heartbeat = Heartbeat()
+    heartbeat.on_fit_start(SimpleNamespace(is_global_zero=False), None)
+    assert heartbeat._thread is None
+    assert heartbeat.logged_metrics(None, SimpleNamespace(device=torch.device("cpu"))) == {}
+
+
+def test_several_gpus_are_one_line_of_tensorboard():
+    machine = Telemetry(nvml=Driver(gpu(0, UtilizationRates=SimpleNamespace(gpu=57)), gpu(1), gpu(2))).read()
+    del machine["gpus"][2]["power_limit_watts"]
+    machine["gpus"][2]["load_percent"] = None
+    found = figures(machine)
+    assert found["perf/gpu_load"] == 77 and found["perf/gpu_temperature"] == 63
+    assert found["perf/gpu_power"] == 3 * 640.5 and found["mem/gpu_gib"] == 71
+    assert figures({}) == {}
+
+
+def test_a_fit_leaves_its_heartbeat_and_its_memory_among_the_metrics(tmp_path):
+    make_workplace(tmp_path)
+    lm(tmp_path, "fit", "--config", str(write_config(tmp_path, **{"trainer.max_steps": 4})), "--run", "a")
+    run = Run(tmp_path / "checkpoints" / "a")
+    assert run.read("heartbeat.json")["machine"]["process"]["memory_bytes"] > 50 * 2**20
+    assert any(line.get("mem/process_gib", 0) > 0.05 for line in run.metrics())
+    assert not [path for path in run.path.iterdir() if path.name.startswith(".heartbeat")]

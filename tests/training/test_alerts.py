@@ -1,0 +1,299 @@
+"""Alerts: a small language that is read without running anything, decides nothing it does not know, and acts once."""
+
+import json
+import math
+import statistics
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainings import lm, make_workplace, write_config
+
+from lm.errors import RequestError
+from lm.runs.run import Run
+from lm.training.alerts import LONGEST_WINDOW, METRICS, Watch, parse
+
+NAMES = ("loss", "grad_norm", "val_loss")
+
+
+def holds(text, *lines):
+    """What an expression says after these log lines, each a dict by short names; None: not looked at, or undecided."""
+    watch, said = Watch([text]), {}
+    for line in lines:
+        said = watch.look({METRICS[name]: value for name, value in line.items()})
+    return next(iter(said.values()), None)
+
+
+# ---- what it means ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("loss > 10", True), ("loss > 12.5", False), ("-loss < -12", True), ("10 < loss <= 12.5", True),
+        ("10 < loss < 12.5", False), ("loss == 12.5 and not loss != 12.5", True), ("loss > 20 or lr < 0.1", True),
+        ("loss > 1 + 2 * 5", True), ("loss > (1 + 2) * 5", False), ("loss - 2 - 3 < 8", True),
+        ("loss / 5 / 5 < 1", True), ("loss < 1 or loss > 2 and loss < 3", False), ("not loss > 3 or loss > 12", True),
+        ("abs(lr - 1) > 0.9", True), ("loss > 1.5 * median(loss, 3)", True), ("mean(loss, 3) == 3", True),
+        ("min(loss, 2) == 2 and max(loss, 2) == 5", True), ("previous(loss) == 5", True), ("std(loss, 2) == 1.5", True),
+        ("std(loss, 1) == 0", True), ("median(loss, 2) == 3.5", True), ("loss > loss", False),
+    ],
+)  # fmt: skip
+def test_it_means_what_it_would_in_python(text, expected):
+    """The log lines are losses of 2, 2, 5 and 12.5."""
+    lines = [{"loss": loss, "lr": 0.01, "step": step} for step, loss in enumerate((2.0, 2.0, 5.0, 12.5))]
+    assert holds(text, *lines) is expected
+
+
+class Known(float):
+    """A number that remembers those before it, for Python itself to compute with."""
+
+    before: list[float]
+
+
+def in_python(text, log):
+    """What Python says to an expression when everything is known."""
+    names = {}
+    for name in NAMES:
+        names[name] = Known(log[-1][name])
+        names[name].before = [line[name] for line in log[:-1]]
+    windows = {"mean": statistics.fmean, "median": statistics.median, "min": min, "max": max, "std": statistics.pstdev}
+    functions = {name: lambda value, n, f=f: f(value.before[-n:]) for name, f in windows.items()}
+    functions |= {"previous": lambda value: value.before[-1], "abs": abs}
+    return eval(text, {"__builtins__": {}}, {**names, **functions})
+
+
+values = st.integers(-8, 8).map(lambda n: n / 4)
+numbers = st.recursive(
+    st.one_of(
+        values.filter(lambda v: v >= 0).map(str), st.sampled_from(NAMES),
+        st.builds("{}({}, {})".format, st.sampled_from(["mean", "median", "min", "max"]), st.sampled_from(NAMES),
+                  st.integers(1, 4)),
+        st.sampled_from(NAMES).map("previous({})".format),
+    ),
+    lambda inner: st.one_of(
+        st.builds("{} {} {}".format, inner, st.sampled_from("+-*"), inner),
+        inner.map("({})".format), inner.map("-{}".format), inner.map("abs({})".format),
+    ),
+    max_leaves=5,
+)  # fmt: skip
+comparisons = st.lists(numbers, min_size=2, max_size=3).flatmap(
+    lambda sides: st.lists(st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), min_size=2, max_size=2).map(
+        lambda ops: " ".join(part for pair in zip(sides, [*ops, ""]) for part in pair)
+        if len(sides) == 3 else f"{sides[0]} {ops[0]} {sides[1]}"
+    )
+)  # fmt: skip
+conditions = st.recursive(
+    comparisons,
+    lambda inner: st.one_of(
+        st.builds("{} and {}".format, inner, inner), st.builds("{} or {}".format, inner, inner),
+        inner.map("not {}".format), inner.map("({})".format),
+    ),
+    max_leaves=4,
+)  # fmt: skip
+logs = st.lists(st.fixed_dictionaries({name: values for name in NAMES}), min_size=6, max_size=9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(conditions.filter(lambda text: len(text) < 400), logs)
+def test_where_everything_is_known_it_is_python(text, log):
+    """Any expression over a log that fills its windows says what Python says to the same text."""
+    if not any(name in text for name in NAMES):
+        text = f"({text}) or loss > 100"
+    assert holds(text, *log) is in_python(text, log)
+
+
+def three_valued(tree, log):
+    """A condition as a tree, over a log with gaps: the straightforward way."""
+    kind, *parts = tree
+    if kind == "number":
+        return parts[0]
+    if kind == "metric":
+        given = [line[parts[0]] for line in log if parts[0] in line]
+        return given[-1] if given else math.nan
+    if kind == "median":
+        given = [line[parts[0]] for line in log if parts[0] in line]
+        before = [value for value in given[:-1] if math.isfinite(value)]
+        return statistics.median(before[-parts[1] :]) if len(before) >= parts[1] else math.nan
+    sides = [three_valued(part, log) for part in parts]
+    if kind == "/":
+        return sides[0] / sides[1] if sides[1] else math.nan
+    if kind == ">":
+        return None if math.isnan(sides[0]) or math.isnan(sides[1]) else sides[0] > sides[1]
+    if kind == "not":
+        return None if sides[0] is None else not sides[0]
+    decides = kind == "or"
+    return decides if decides in sides else None if None in sides else not decides
+
+
+def written(tree):
+    """A tree as an expression, every part in parentheses."""
+    kind, *parts = tree
+    if kind in ("number", "metric"):
+        return str(parts[0])
+    if kind == "median":
+        return f"median({parts[0]}, {parts[1]})"
+    sides = [f"({written(part)})" for part in parts]
+    return f"not {sides[0]}" if kind == "not" else f" {kind} ".join(sides)
+
+
+terms = st.recursive(
+    st.one_of(
+        st.tuples(st.just("number"), st.integers(0, 3)), st.tuples(st.just("metric"), st.sampled_from(NAMES)),
+        st.tuples(st.just("median"), st.sampled_from(NAMES), st.integers(1, 4)),
+    ),
+    lambda inner: st.tuples(st.just("/"), inner, inner), max_leaves=3,
+)  # fmt: skip
+trees = st.recursive(
+    st.tuples(st.just(">"), terms, terms),
+    lambda inner: st.one_of(st.tuples(st.sampled_from(["and", "or"]), inner, inner), st.tuples(st.just("not"), inner)),
+    max_leaves=4,
+)
+gaps = st.dictionaries(st.sampled_from(NAMES), values | st.sampled_from([math.nan, math.inf, -math.inf]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(trees, st.lists(gaps, max_size=9), gaps)
+def test_what_is_not_known_is_undecided(tree, log, last):
+    """Over logs with gaps, NaN and infinities it is what three-valued logic says, and never an error."""
+    text = f"({written(tree)}) or loss / 0 > 1"  # the latter is never decided, and names a metric
+    log = [*log, {"loss": 1.0, **last}]
+    assert holds(text, *log) is three_valued(("or", tree, (">", ("number", math.nan), ("number", 1))), log)
+
+
+def test_nothing_fires_until_a_window_is_full():
+    """The value that is looked at is no part of its own window, and a NaN in the log is no part of any."""
+    spike = "loss > 1.5 * median(loss, 3)"
+    assert holds(spike, *[{"loss": loss} for loss in (1, 1, 9)]) is None
+    assert holds(spike, *[{"loss": loss} for loss in (1, 1, math.nan, 9)]) is None
+    assert holds(spike, *[{"loss": loss} for loss in (1, 1, math.nan, 1, 9)]) is True
+    assert holds(spike, *[{"loss": loss} for loss in (1, 1, 1, math.nan)]) is None
+    assert holds(spike + " and step > 5", *[{"loss": 9, "step": 2}]) is False
+
+
+def test_it_is_looked_at_when_one_of_its_metrics_is_logged():
+    watch = Watch(["loss > 1", "val_loss > 1 and step > 3", "step > 1"])
+    seen = {each.text for each in watch.look({"train/loss": 2.0, "step": 4})}
+    assert seen == {"loss > 1", "step > 1"}
+    assert {each.text for each in watch.look({"val/loss": 2.0, "step": 4})} == {"val_loss > 1 and step > 3", "step > 1"}
+
+
+# ---- what it refuses -------------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "__import__('os').system('true') > 1", "loss.__class__ > 1", "loss.real > 1", "(lambda: 1)() > loss",
+    "[x for x in (1,)] > loss", "loss > 10 ** 10 ** 10", "loss > 2 << 100000", "'a' > loss", "b'a' > loss",
+    "f'{loss}' > 1", "(x := loss) > 1", "loss[0] > 1", "loss > 1 if loss else loss > 2", "loss in (1, 2)",
+    "loss is 1", "loss // 2 > 1", "loss % 2 > 1", "loss & 1 > 1", "~loss > 1", "loss > 1j", "loss > True",
+    "loss > None", "... > loss", "loss, loss", "loss > 1; loss", "x = loss > 1", "await loss > 1", "yield", "*loss",
+    "loss > 1e309", "loss > " + "9" * 400, "loss > -1e309", "median(*loss) > 1", "median(loss, n=3) > 1",
+    "median(loss, 3)(1) > 1", "exec('1') > loss", "open('x') > loss", "print(loss) > 1", "(" * 90 + "loss" + ")" * 90,
+    "-" * 200 + "loss > 1", "not " * 100 + "loss > 1", "(" * 240 + "loss > 1" + ")" * 240, "+".join(["loss"] * 80),
+    "loss > 1\nloss > 2", "loss > 1 # \n or loss > 0", "\0", "loss >\x1b[31m 1", "", "   ", "loss >", "> 1",
+    "x" * 10**6,
+]  # fmt: skip
+WRONG = {
+    "los > 10": "did you mean loss?", "gradnorm > 1": "did you mean grad_norm?", "mediam(loss, 5) > 1": "median?",
+    "loss": "compare it", "not loss": "compare it", "loss and lr > 1": "compare it", "loss + 1": "compare it",
+    "1 > 2": "no metric", "(loss > 1) > 2": "a number is needed", "(loss > 1) + 1 > 2": "a number is needed",
+    "median(loss) > 1": "median(loss, 100)", "median(loss, 0) > 1": "1 to 10,000", "median(loss, -1) > 1": "1 to",
+    "median(loss, 2.5) > 1": "1 to", "median(loss, True) > 1": "1 to", "median(loss, 10_001) > 1": "1 to",
+    "median(loss, step) > 1": "1 to", "median(loss + 1, 3) > 1": "median(loss, 100)", "median > 1": "a function",
+    "previous(loss, 2) > 1": "previous(loss)", "abs(loss, lr) > 1": "abs(", "abs() > loss": "abs(",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:30]))
+def test_what_is_not_in_the_language_is_refused(text):
+    """One line, at once, and nothing has run; never another exception."""
+    began = time.monotonic()
+    with pytest.raises(RequestError) as error:
+        parse(text, METRICS)
+    assert time.monotonic() - began < 0.5
+    assert str(error.value).isprintable() and len(str(error.value)) < 1500
+
+
+@pytest.mark.parametrize(("text", "cure"), WRONG.items())
+def test_a_wrong_expression_is_told_what_is_wrong_and_what_to_write(text, cure):
+    with pytest.raises(RequestError) as error:
+        parse(text, METRICS)
+    assert text in str(error.value) and cure in str(error.value) and str(error.value).isprintable()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from("loss>< =()[]+-*/.,:'\"\\_19e\n@#{}"), max_size=40) | st.text(max_size=40))
+def test_any_text_is_an_expression_or_a_request_error(text):
+    try:
+        parse(text, METRICS)
+    except RequestError as error:
+        assert "\n" not in str(error)
+
+
+# ---- what it keeps ---------------------------------------------------------------------------------------------------
+
+
+def test_windows_go_on_after_a_resume():
+    """What a watch keeps is plain finite JSON, and another one goes on from it as if nothing had been."""
+    texts = ["loss > 2 * median(loss, 4)", "val_loss > previous(val_loss)"]
+    lines = [{"train/loss": loss, "val/loss": loss} for loss in (1, 2, math.inf, 1, 3, math.nan, 9, 1, 2, 30)]
+    whole, first = Watch(texts), Watch(texts)
+    said = [list(whole.look(line).values()) for line in lines]
+    for cut in range(len(lines)):
+        second = Watch(texts)
+        second.history.load_state_dict(json.loads(json.dumps(first.history.state_dict(), allow_nan=False)))
+        assert [list(second.look(line).values()) for line in lines[cut:]] == said[cut:]
+        first.look(lines[cut])
+
+
+def test_memory_is_bounded():
+    """A window keeps its values and no more, whatever the length of a run."""
+    watch = Watch(["loss > mean(loss, 10)", f"lr > max(lr, {LONGEST_WINDOW})"])
+    for step in range(2 * LONGEST_WINDOW):
+        watch.look({"train/loss": 1.0, "optim/lr": float(step)})
+    assert {name: len(values) for name, values in watch.history.before.items()} == {"loss": 10, "lr": LONGEST_WINDOW}
+
+
+def test_a_look_costs_next_to_nothing():
+    """Ten conditions with windows of a hundred take a thousandth of the ten steps between two lines of `tiny.yaml`,
+    which last 1.7 s on two cores."""
+    watch = Watch([f"loss > {k} * median(loss, 100)" for k in range(1, 11)])
+    for step in range(200):
+        watch.look({"train/loss": float(step)})
+    times = []
+    for step in range(100):
+        began = time.perf_counter()
+        watch.look({"train/loss": float(step)})
+        times.append(time.perf_counter() - began)
+    assert statistics.median(times) < 1.7e-3
+
+
+# ---- in a training ---------------------------------------------------------------------------------------------------
+
+
+def test_a_training_warns_once_and_stops(tmp_path):
+    """Both conditions hold at every line: the warning comes once; the stop ends the run with exit code 3, says why in
+    one line, and leaves no checkpoint of weights that may be broken."""
+    folder = make_workplace(tmp_path)
+    window = {"loss < mean(loss, 8)": "warn"}
+    write_config(folder, guards={"alerts": {"loss > 1": "warn", "loss > 1 and step >= 5": "stop", **window}})
+    fit = lm(folder, "fit", "--config", "small.yaml", expect=3)
+    assert "Traceback" not in fit.stderr and "loss > 1 and step >= 5: loss is " in fit.stderr.splitlines()[-1]
+    run = Run(folder / "checkpoints" / "small")
+    alerts = [(alert["step"], alert["guard"], alert["action"]) for alert in run.alerts()]
+    assert alerts == [(1, "alert", "warn"), (5, "alert", "stop")]
+    assert run.status() == "stopped" and "loss > 1 and step >= 5" in run.read("run.json")["reason"]
+    assert list(run.steps()) == [4]  # the best; none of step 5
+
+    # Windows go on with the run: eight lines before the one of step 9, four of them in the other process.
+    write_config(folder, guards={"alerts": window})
+    lm(folder, "fit", "--config", "small.yaml", "--ckpt_path", "auto")
+    assert [alert["step"] for alert in run.alerts()] == [1, 5, 9]
+
+
+def test_a_wrong_expression_ends_a_fit_before_it_begins(tmp_path):
+    folder = make_workplace(tmp_path)
+    write_config(folder, guards={"alerts": {"los > 10": "stop"}})
+    fit = lm(folder, "fit", "--config", "small.yaml", expect=2)
+    assert "did you mean loss?" in fit.stderr and len(fit.stderr.splitlines()) == 1
+    assert not (folder / "checkpoints").exists() and not (folder / "data").exists()

@@ -1,0 +1,342 @@
+"""The budget: what is spent is counted on a clock that does not jump, and a run ends when the cap is reached."""
+
+import json
+import math
+import random
+import time
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from lm.errors import RequestError
+from lm.runs.run import Run
+from lm.system.process import seconds_since_process_start
+from lm.training.callbacks.budget import STALE, Budget, BudgetConfig, Cost, Meter, Pace, Sidecar, judge
+
+
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+# ---- counting --------------------------------------------------------------------------------------------------------
+
+
+def test_the_meter_goes_on_over_sessions_and_from_the_start_of_the_process():
+    """Two hours before at $2, then a session that started half an hour ago at $3 and goes on for an hour."""
+    clock = Clock()
+    meter = Meter(3.0, Cost(2.0, 4.0), age=1800.0, clock=clock)
+    clock.now += 3600
+    assert meter.read() == pytest.approx(Cost(3.5, 8.5))
+    assert meter.read(ahead=7200) == pytest.approx(Cost(5.5, 14.5))
+    assert Meter(None, Cost(0.0, None), 0.0, clock).read().usd is None
+
+
+def test_the_age_of_the_process_is_told():
+    """It grows with time, and is at least what this process has computed for."""
+    first = seconds_since_process_start()
+    time.sleep(0.05)
+    assert first >= 0 and 0.03 < seconds_since_process_start() - first < 5
+    assert first + 0.05 > time.process_time() * 0.5 or first == 0
+
+
+def test_a_slow_stretch_is_not_the_pace():
+    """Compilation, or a disk that hangs for ten minutes, says nothing of the steps to come."""
+    pace = Pace()
+    assert pace.rest(100, 0) is None
+    pace.steps.extend([2.0, 2.0, 300.0, 2.0, 2.0])
+    pace.validations.extend([30.0, 12.0, 12.0])
+    assert pace.rest(100, 3) == 100 * 2.0 + 3 * 12.0
+    assert not pace.settled
+
+
+def test_pauses_that_come_again_are_part_of_the_pace_and_a_single_one_is_not():
+    """Evaluations of 120 s every 250 steps make a step of 0.1 s one of 0.58 s."""
+    pace = Pace()
+    pace.steps.append(0.1)
+    pace.pauses.append((250, 500.0))  # the first of a session, which compiled something
+    assert pace.rest(1000, 0) == pytest.approx(100.0)
+    pace.pauses.extend([(500, 120.0), (750, 120.0)])
+    assert pace.rest(1000, 0) == pytest.approx(100.0 + 4 * 120.0)
+
+
+@pytest.mark.parametrize(
+    ("hours", "usd", "end", "kind"),
+    [
+        (1, 3, 9.9, None), (1, 3, None, None), (1, 8, 9.9, "near"), (1, 8, 10.1, "projected"), (1, 10, 10, "spent"),
+        (1, None, None, None), (5, 0, 0, "spent"), (4, 0, 0, "near"),
+    ],
+)  # fmt: skip
+def test_what_a_cost_means(hours, usd, end, kind):
+    """Under a cap of $10 and 5 hours: the worst is what is said."""
+    config = BudgetConfig(cap_usd=10, rate_usd_per_hr=3, max_hours=5)
+    verdict = judge(config, Cost(hours, usd), None if end is None else Cost(hours, end))
+    assert (verdict and verdict.kind) == kind
+
+
+def test_hours_that_will_not_suffice():
+    verdict = judge(BudgetConfig(max_hours=5), Cost(1, None), Cost(6.5, None))
+    assert verdict.kind == "projected" and "6.50 hours of 5.00 hours" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"cap_usd": 20}, "rate_usd_per_hr"), ({"cap_usd": -1, "rate_usd_per_hr": 3}, "cap_usd"),
+        ({"cap_usd": 1, "rate_usd_per_hr": 0}, "rate_usd_per_hr"), ({"max_hours": math.nan}, "max_hours"),
+        ({"cap_usd": math.inf, "file": "x"}, "cap_usd"), ({"max_hours": 1, "warn_at": 1.5}, "warn_at"),
+        ({"max_hours": 1, "warn_at": 0}, "warn_at"), ({"dry_run": True}, "dry_run"),
+        ({"dry_run": True, "rate_usd_per_hr": 3}, "dry_run"),
+    ],
+)  # fmt: skip
+def test_an_inconsistent_budget_is_refused(wrong, word):
+    with pytest.raises(RequestError, match=word):
+        BudgetConfig(**wrong)
+
+
+# ---- another program's count -----------------------------------------------------------------------------------------
+
+
+def stamp(seconds_ago=0.0):
+    return (datetime.now(UTC) - timedelta(seconds=seconds_ago)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def test_a_sidecar_is_read_when_it_has_news(tmp_path):
+    clock = Clock()
+    path = tmp_path / "budget.json"
+    sidecar = Sidecar(path, clock)
+    assert "cannot be read" in sidecar.read()[1]
+    for half in ('{"spent_usd": 3.2, "last_up', "[]", "{}", '{"spent_usd": "x", "last_update_utc": "%s"}' % stamp(),
+                 '{"spent_usd": 1, "last_update_utc": "yesterday"}', '{"spent_usd": -1, "last_update_utc": ""}'):
+        path.write_text(half)
+        assert sidecar.read()[0] is None and "not whole" in sidecar.read()[1]
+    path.write_text(json.dumps({"spent_usd": 3, "last_update_utc": stamp(STALE + 60)}))
+    assert sidecar.read()[0] is None and "more than 10 minutes ago" in sidecar.read()[1]
+    path.write_text(json.dumps({"spent_usd": 3, "last_update_utc": stamp(60)}))
+    assert sidecar.read() == ({"spent_usd": 3, "last_update_utc": stamp(60)}, None) or sidecar.read() == (None, None)
+    clock.now += STALE + 1
+    assert "10 minutes" in sidecar.read()[1]
+    path.write_text(json.dumps({"spent_usd": 4, "last_update_utc": "2001-01-01T00:00:00"}))
+    assert sidecar.read()[0]["spent_usd"] == 4, "a date that jumps back is news all the same"
+
+
+# ---- a run, with the clock turned ------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """A run of 1000 steps with a log line every 10, on a clock of its own; `act` is what the guard asked for."""
+
+    def __init__(self, tmp_path, monkeypatch, config, val_interval=250):
+        run = Run(tmp_path)
+        self.acts = []
+        self.trainer = SimpleNamespace(
+            run=run, global_step=0, max_steps=1000, val_interval=val_interval, world_size=1, is_global_zero=True,
+            datamodule=SimpleNamespace(has_validation=True), stop=None,
+        )  # fmt: skip
+        self.clock = Clock()
+        self.budget = Budget(config, self.clock)
+        monkeypatch.setattr("lm.training.callbacks.budget.seconds_since_process_start", lambda: 0.0)
+        monkeypatch.setattr("lm.training.callbacks.budget.act", self._act)
+        self.budget.on_train_start(self.trainer, None)
+
+    def _act(self, trainer, pl_module, guard, action, message, save=False):
+        self.acts.append((trainer.global_step, action, save, message))
+        if action == "stop":
+            trainer.stop = RuntimeError(message)
+
+    def lines(self, count, seconds, validation=0.0):
+        """Log lines of 10 steps, each step so long; stops where the guard does."""
+        for _ in range(count):
+            if self.trainer.stop:
+                return
+            self.trainer.global_step += 10
+            self.clock.now += 10 * (seconds() if callable(seconds) else seconds)
+            self.budget.on_metrics(self.trainer, None, {})
+            if validation and self.trainer.global_step % self.trainer.val_interval == 0:
+                self.budget.on_validation_start(self.trainer, None)
+                self.clock.now += validation
+                self.budget.on_validation_end(self.trainer, None)
+                self.budget.on_metrics(self.trainer, None, {})
+
+    @property
+    def file(self):
+        return json.loads((self.trainer.run.path / "budget.json").read_text())
+
+
+def hourly(cap, **more):
+    """A budget of so many seconds, for the rate is a dollar a second."""
+    return BudgetConfig(cap_usd=cap, rate_usd_per_hr=3600, **more)
+
+
+def test_a_run_that_fits_is_left_alone(tmp_path, monkeypatch):
+    """1000 steps of 1 s, four validations of 60 s and a first line of ten minutes, for compilation: 1830 of $2300."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(2300))
+    simulation.lines(1, 60)
+    simulation.lines(99, 1, validation=60)
+    assert simulation.acts == []
+    simulation.budget.on_train_end(simulation.trainer, None)
+    file = simulation.file
+    assert file["spent_usd"] == file["projected_total_usd"] == pytest.approx(1830, rel=0.01)
+    assert file["hours_elapsed"] == pytest.approx(1830 / 3600) and file["cap_usd"] == 2300
+    assert file["rate_usd_per_hr"] == 3600 and datetime.fromisoformat(file["last_update_utc"])
+
+
+def test_most_of_it_spent_is_a_warning_once(tmp_path, monkeypatch):
+    simulation = Simulation(tmp_path, monkeypatch, hourly(1200))
+    simulation.lines(100, 1)
+    assert [act[:2] for act in simulation.acts] == [(960, "warn")] and "80%" in simulation.acts[0][3]
+
+
+def test_what_will_not_suffice_ends_with_a_checkpoint_once_the_projection_has_settled(tmp_path, monkeypatch):
+    """Twice as long as the cap allows from the first step on: seen after ten measured lines, three times in a row."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(1000))
+    simulation.lines(100, 2)
+    assert [act[:3] for act in simulation.acts] == [(130, "stop", True)]
+    assert "$2,000.00 of $1,000.00" in simulation.acts[0][3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_and_slow_stretches_stop_nothing(tmp_path, monkeypatch, seed):
+    """Steps of about 1 s and a few lines ten times slower, early ones among them, under a cap that is enough."""
+    draw = random.Random(seed)
+    simulation = Simulation(tmp_path, monkeypatch, hourly(2600))
+    simulation.lines(1, 30)
+    slow = {5, 9, *draw.sample(range(99), 5)}
+    for line in range(99):
+        simulation.lines(1, 10 if line in slow else draw.uniform(0.8, 1.2), validation=30)
+    assert simulation.trainer.global_step == 1000
+    assert simulation.budget.meter.read().usd < 2600 and "stop" not in [act[1] for act in simulation.acts]
+
+
+def test_validations_are_paid_for_too(tmp_path, monkeypatch):
+    """1000 steps of 1 s fit in $1100, and four validations of 60 s do not; the first of them tells."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(1100))
+    simulation.lines(100, 1, validation=60)
+    assert [act[:3] for act in simulation.acts] == [(280, "stop", True)]
+
+
+def test_a_validation_at_every_line_is_counted_once(tmp_path, monkeypatch):
+    """1000 steps of 1 s and a hundred validations of 10 s fit in $2300."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(2300, warn_at=1), val_interval=10)
+    simulation.lines(100, 1, validation=10)
+    assert simulation.acts == [] and simulation.budget.meter.read().usd == pytest.approx(2000)
+
+
+def test_what_is_spent_ends_at_once_without_a_checkpoint(tmp_path, monkeypatch):
+    """The machine stands still for an hour: no projection saw it coming."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(2000))
+    simulation.lines(50, 1)
+    simulation.lines(1, 360)
+    assert [act[:3] for act in simulation.acts] == [(510, "stop", False)]
+
+
+def test_a_cap_that_comes_before_the_projection_has_settled_ends_with_a_checkpoint_under_it(tmp_path, monkeypatch):
+    """Ten seconds a log line: at $90 of $100 there is time for no more than one more and a checkpoint."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(100, warn_at=1))
+    simulation.lines(100, 1)
+    assert [act[:3] for act in simulation.acts] == [(90, "stop", True)]
+    assert "$90.00 so far" in simulation.acts[0][3] and simulation.budget.meter.read().usd == pytest.approx(90)
+
+
+def test_steps_that_become_slow_all_of_a_sudden_end_with_a_checkpoint_under_the_cap(tmp_path, monkeypatch):
+    """From step 500 on they take 45 times as long: it ends before the median of their times has seen that."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(2000, warn_at=1))
+    simulation.lines(50, 1)
+    simulation.lines(50, 45)
+    ((step, action, save, message),) = simulation.acts
+    assert (action, save) == ("stop", True) and simulation.budget.meter.read().usd < 2000, message
+
+
+def test_a_damaged_budget_file_is_no_fresh_budget(tmp_path, monkeypatch):
+    for content in ('{"spent_', "[]", "{}", '{"spent_usd": "9", "hours_elapsed": NaN}'):
+        (tmp_path / "budget.json").write_text(content)
+        with pytest.raises(RequestError, match="is damaged, so what the run has cost is not known"):
+            Simulation(tmp_path, monkeypatch, hourly(2000))
+
+
+def test_a_run_whose_budget_is_spent_is_not_gone_on_with(tmp_path, monkeypatch):
+    (tmp_path / "budget.json").write_text('{"spent_usd": 2000, "hours_elapsed": 0.5}')
+    with pytest.raises(RuntimeError, match=r"\$2,000.00 of \$2,000.00 are spent"):
+        Simulation(tmp_path, monkeypatch, hourly(2000))
+
+
+def test_a_dry_run_says_what_it_would_do_and_goes_on(tmp_path, monkeypatch):
+    simulation = Simulation(tmp_path, monkeypatch, hourly(500, dry_run=True))
+    simulation.lines(100, 1)
+    assert [act[:2] for act in simulation.acts] == [(130, "warn"), (500, "warn")]
+    assert "dry run" in simulation.acts[0][3] and "checkpoint" in simulation.acts[0][3]
+    assert "without a checkpoint" in simulation.acts[-1][3]
+
+
+def test_the_last_step_is_not_stopped(tmp_path, monkeypatch):
+    """The run is over anyway, and its last checkpoint is worth what was paid."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(1000, warn_at=1))
+    simulation.lines(99, 1)
+    simulation.lines(1, 2)
+    assert simulation.trainer.global_step == 1000 and [act[1] for act in simulation.acts] == []
+
+
+def test_a_jump_of_the_wall_clock_changes_nothing(tmp_path, monkeypatch):
+    """Ten years forth and back, with nothing said and nothing counted."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(1300))
+    simulation.lines(20, 1)
+    wall = time.time
+    for jump in (3e8, -3e8):
+        monkeypatch.setattr(time, "time", lambda jump=jump: wall() + jump)
+        simulation.lines(20, 1)
+    assert simulation.acts == [] and simulation.budget.meter.read().usd == pytest.approx(600)
+
+
+def test_a_sidecar_counts_and_the_own_clock_takes_over_where_it_ends(tmp_path, monkeypatch, caplog):
+    """The sidecar knows of $300 before this process was there. When it falls silent, counting goes on from there at
+    its rate, and that is said once."""
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "sidecar.json"
+    sidecar = {"spent_usd": 300, "rate_usd_per_hr": 3600, "hours_elapsed": 1.0, "last_update_utc": stamp()}
+    path.write_text(json.dumps(sidecar))
+    simulation = Simulation(tmp_path / "run", monkeypatch, BudgetConfig(cap_usd=1800, file=str(path)))
+    simulation.lines(40, 1)
+    assert simulation.file["spent_usd"] == pytest.approx(700) and simulation.file["hours_elapsed"] > 1.1
+    path.write_text('{"spent_')
+    simulation.lines(20, 1)
+    path.unlink()
+    simulation.lines(20, 1)
+    assert simulation.file["spent_usd"] == pytest.approx(1100) and simulation.acts == []
+    said = [record.message for record in caplog.records]
+    assert len(said) == 2 and "not whole" in said[0] and "cannot be read" in said[1] and "own clock" in said[1]
+    path.write_text(json.dumps({**sidecar, "spent_usd": 1900, "last_update_utc": stamp(-60)}))
+    simulation.lines(1, 1)
+    assert [act[:3] for act in simulation.acts] == [(810, "stop", False)]
+
+
+def test_what_a_sidecar_projects_counts(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "sidecar.json"
+    path.write_text(json.dumps({"spent_usd": 3, "projected_total_usd": 99, "last_update_utc": stamp()}))
+    simulation = Simulation(tmp_path / "run", monkeypatch, BudgetConfig(cap_usd=50, file=str(path)))
+    simulation.lines(100, 1)
+    assert [act[:3] for act in simulation.acts] == [(130, "stop", True)] and "$99.00" in simulation.acts[0][3]
+
+
+def test_a_file_of_somebody_else_is_not_written_over(tmp_path, monkeypatch):
+    """The sidecar may keep its file in the run folder."""
+    path = tmp_path / "budget.json"
+    text = json.dumps({"spent_usd": 3, "rate_usd_per_hr": 1, "last_update_utc": stamp()})
+    path.write_text(text)
+    simulation = Simulation(tmp_path, monkeypatch, BudgetConfig(cap_usd=50, file=str(path)))
+    simulation.lines(50, 1)
+    assert path.read_text() == text
+
+
+def test_the_file_is_not_written_at_every_line(tmp_path, monkeypatch):
+    simulation = Simulation(tmp_path, monkeypatch, hourly(1e6))
+    writes = []
+    monkeypatch.setattr(Budget, "_write", lambda self, trainer: writes.append(setattr(self, "_written", self._clock())))
+    simulation.lines(90, 0.2)
+    assert 10 <= len(writes) <= 19

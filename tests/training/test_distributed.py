@@ -1,0 +1,267 @@
+"""Two real processes train as one does: same samples, same losses, same checkpoints, and they end together."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from safetensors.torch import load_file
+from trainings import PLACES, lm, make_workplace, processes_of, start, write_config
+
+from lm.errors import RunError
+from lm.runs.run import Run
+
+DIVISIONS = {
+    "one": {"trainer.devices": 1, "data.micro_batch_size": 4},  # 2 micro-batches a step
+    "ddp": {"trainer.devices": 2, "trainer.strategy": "ddp", "data.micro_batch_size": 2},  # 2 a rank
+    "ddp-whole": {"trainer.devices": 2, "trainer.strategy": "ddp", "data.micro_batch_size": 4},  # 1 a rank
+    "fsdp2": {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 2},
+    "fsdp2-whole": {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 4},
+    "fsdp2-compiled": {"trainer.devices": 2, "trainer.strategy": "fsdp2", "data.micro_batch_size": 4,
+                       "model.compile": "triton_free"},
+}
+# The order of additions differs between divisions, and training widens the difference of 1e-7 with every step.
+TOLERANCE = 2e-5
+MASK = {"class_path": "test_distributed.Mask"}
+PLAIN = {
+    "model.decoder.dropout": 0.0, "model.document_mask": True, "model.optimizer.lr": 3e-3,
+    "model.schedule.name": "constant", "trainer.gradient_clip_val": 0.5, "trainer.max_steps": 14,
+    "trainer.val_interval": 7, "trainer.checkpoint_interval": 100,
+}  # fmt: skip
+
+
+# ---- what a config names ---------------------------------------------------------------------------------------------
+
+
+class Send(Callback):
+    """Sends a signal to one rank when it begins an optimizer step (the first is 0)."""
+
+    def __init__(self, name: str, rank: int, step: int) -> None:
+        self.number, self.rank, self.step = getattr(signal, name), rank, step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == self.rank and trainer.global_step == self.step and batch.cursor.micro == 0:
+            os.kill(os.getpid(), self.number)
+
+
+class Fail(Callback):
+    """Rank one fails, while rank zero does not listen, as one that waits for a GPU."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 1 and trainer.global_rank == 1:
+            raise RunError("shard 7 is gone")
+        if trainer.global_step == 1:
+            time.sleep(600)
+
+
+class Mask(Callback):
+    """Leaves out labels by their ids: another number of them in every micro-batch and on every rank."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        object.__setattr__(batch, "mask", batch.tokens[:, 1:].to(torch.int64) % 3 > 0)
+
+
+# ---- how it is looked at ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder where one process has trained `one` without a stop."""
+    folder = make_workplace(tmp_path_factory.mktemp("distributed"))
+    fit(folder, "one", "one")
+    return folder
+
+
+def config(folder: Path, run: str, division: str, *callbacks: dict, **changes) -> str:
+    named = [MASK, {"class_path": "recorder.Recorder"}, *callbacks]
+    return str(write_config(folder, run, **{**PLAIN, **DIVISIONS[division], "trainer.callbacks": named, **changes}))
+
+
+def fit(folder: Path, run: str, division: str, *callbacks: dict, expect: int = 0, **changes):
+    """Train `run`, or go on with it; the samples that its steps saw are left in `seen-<run>.json`."""
+    for old in folder.glob("trace*.jsonl"):
+        old.unlink()
+    done = lm(
+        folder, "fit", "--config", config(folder, run, division, *callbacks, **changes), "--ckpt_path", "auto",
+        expect=expect,
+    )  # fmt: skip
+    (folder / f"seen-{run}.json").write_text(json.dumps(seen(folder)))
+    return done
+
+
+def seen(folder: Path) -> dict[str, list[list[int]]]:
+    """Each step's rows of tokens, sorted: which rank had which, and when, is the division's affair."""
+    steps: dict[str, list[list[int]]] = {}
+    for path in folder.glob("trace*.jsonl"):
+        for entry in map(json.loads, path.read_text().splitlines()):
+            tokens = entry["tokens"]
+            steps.setdefault(str(entry["step"]), []).extend(tokens[at : at + 33] for at in range(0, len(tokens), 33))
+    return {step: sorted(rows) for step, rows in steps.items()}
+
+
+def curves(folder: Path, run: str) -> dict[tuple[int, str], float]:
+    """What the run logged that must not depend on the division."""
+    names = ("train/loss", "val/loss", "val/bpb", "optim/grad_norm", "optim/lr")
+    entries = Run(folder / "checkpoints" / run).metrics()
+    return {(entry["step"], name): entry[name] for entry in entries for name in names if name in entry}
+
+
+def complaints(text: str) -> list[str]:
+    """The lines of a program's standard error that are neither the run's log nor empty."""
+    log = r"step \d|run checkpoints|curves:|from another|preparing|learning|\d+ x \d+ tokens|changed since|passing over"
+    log += "|kernels:|no run '"
+    return [line for line in text.splitlines() if line.strip() and not re.match(log, line)]
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.1)
+
+
+# ---- the same training -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", ["ddp", "fsdp2-whole", "fsdp2-compiled"])
+def test_two_ranks_train_as_one_process(workplace, division):
+    """With accumulation and without, with clipping, attention inside documents, and labels left out: ranks and
+    micro-batches hold different numbers of counted tokens, and every token weighs the same all the same."""
+    done = fit(workplace, division, division)
+    samples, expected = (json.loads((workplace / f"seen-{run}.json").read_text()) for run in (division, "one"))
+    assert samples == expected
+    assert curves(workplace, division) == pytest.approx(curves(workplace, "one"), rel=TOLERANCE)
+    assert complaints(done.stderr) == []  # each line once, and no warning from any rank
+    norms = [value for (_, name), value in curves(workplace, division).items() if name == "optim/grad_norm"]
+    assert max(norms) > 0.5  # clipping had something to do
+    state = json.loads((workplace / "checkpoints" / division / "last" / "trainer.json").read_text())
+    zero, one = (json.dumps(rank["rng"]["cpu"]) for rank in state["ranks"])
+    assert zero != one  # same initial weights on every rank, and other random numbers afterwards
+
+
+@pytest.mark.slow
+def test_every_checkpoint_goes_on_under_every_strategy(workplace):
+    """SIGTERM to one rank every second step, and on under another strategy: all six changes, and the curve of a run
+    that was never stopped, though losses that were not logged yet cross every stop."""
+    order = ["one", "ddp-whole", "fsdp2", "one", "fsdp2", "ddp-whole", "one"]
+    for index, division in enumerate(order):
+        step, rank = 2 * index + 1, index % 2 if division != "one" else 0
+        last = index == len(order) - 1
+        send = {"class_path": "test_distributed.Send", "init_args": dict(name="SIGTERM", rank=rank, step=step)}
+        stop = [] if last else [send]
+        keep = {"trainer.keep_checkpoints": 20, "trainer.log_interval": 7}
+        done = fit(workplace, "relay", division, *stop, expect=0 if last else 75, **keep)
+        if not last:
+            assert len(complaints(done.stderr)) == 1 and f"stopped after step {step + 1} " in done.stderr
+    run = Run(workplace / "checkpoints" / "relay")
+    reference = curves(workplace, "one")
+    logged = curves(workplace, "relay")
+    assert {step for step, _ in logged} == {7, 14} and not (workplace / "checkpoints" / "relay-2").exists()
+    rows = json.loads((workplace / "seen-one.json").read_text())
+    counted = {int(step): sum(token % 3 > 0 for row in rows[step] for token in row[1:]) for step in rows}
+    for (step, name), value in logged.items():
+        steps = range(step - 6, step + 1) if name == "train/loss" else [step]  # since the last log line, per token
+        want = sum(reference[s, name] * counted[s] for s in steps) / sum(counted[s] for s in steps)
+        assert value == pytest.approx(want, rel=TOLERANCE), (step, name)
+    stretches = [stretch["step"] for stretch in run.read("run.json")["stretches"]]
+    assert stretches == [0, 2, 4, 6, 8, 10, 12]  # each went on from where the one before it stopped, and says so
+    folders = [run.path / f"step-{step:08d}" for step in (2, 4, 6, 14)]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        files = [load_file(folder / name) for folder in folders]
+        shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()} for tensors in files]
+        assert shapes[0] == shapes[1] == shapes[2] == shapes[3]
+    files = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert files[0] == files[1] == files[2] == files[3]
+
+
+@pytest.mark.slow
+def test_validate_counts_every_window_once(workplace):
+    """As many windows as one process counts, though they do not divide evenly into ranks and batches."""
+    arguments = ("validate", "--run", "one", "--data.val_tokens", "416", "--data.micro_batch_size", "3")  # 13 windows
+    one = lm(workplace, *arguments).stdout
+    assert one.startswith("val/loss ")
+    for strategy in ("ddp", "fsdp2"):
+        assert lm(workplace, *arguments, "--trainer.devices", "2", "--trainer.strategy", strategy).stdout == one
+
+
+# ---- one start -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_torchrun_leaves_one_run_folder(workplace):
+    path = config(workplace, "torchrun", "ddp", **{"trainer.max_steps": 2})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lm"]
+    env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "fit", "--config", path], cwd=workplace, env=env, text=True, capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (workplace / "checkpoints").glob("torchrun*")] == ["torchrun"]
+    run = Run(workplace / "checkpoints" / "torchrun")
+    assert run.read("run.json")["world_size"] == 2 and run.read("run.json")["status"] == "finished"
+    first = curves(workplace, "torchrun")[1, "train/loss"]
+    assert first == pytest.approx(curves(workplace, "one")[1, "train/loss"], rel=TOLERANCE)
+
+
+# ---- one end ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.global_batch_tokens": 250}, "250 / 128 = 1.953"),  # before the other rank is started
+        ({"model.decoder.vocab_size": 3}, "smaller than the tokenizer's"),  # on both ranks
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(workplace, changes, message):
+    done = fit(workplace, "wrong", "ddp", expect=2, **changes)
+    lines = complaints(done.stderr)
+    assert len(lines) == 1 and lines[0].startswith("lm fit: ") and message in lines[0]
+    assert not (workplace / "checkpoints" / "wrong").exists() and processes_of(workplace) == []
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_process_group_stops_both_with_one_checkpoint(workplace):
+    path = config(workplace, "group", "ddp", **{"trainer.max_steps": 100_000, "trainer.val_interval": 100_000})
+    command = [sys.executable, "-m", "lm", "fit", "--config", path]
+    env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=workplace, env=env, text=True, stderr=subprocess.PIPE, start_new_session=True
+    )
+    run = Run(workplace / "checkpoints" / "group")
+    wait_for(lambda: (run.path / "metrics.jsonl").exists())
+    os.killpg(process.pid, signal.SIGTERM)
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, err
+    assert len(complaints(err)) == 1 and "SIGTERM: stopped after step" in err
+    assert processes_of(workplace) == [] and len(run.steps()) == 1
+    assert run.read("run.json")["status"] == "interrupted"
+
+
+@pytest.mark.slow
+@pytest.mark.fault(18)
+def test_a_rank_that_fails_alone_is_named_and_ends_the_training(workplace):
+    done = fit(workplace, "broken", "ddp", {"class_path": "test_distributed.Fail"}, expect=1)
+    assert "shard 7 is gone" in done.stderr and "local rank 1 failed with exit code 1" in done.stderr
+    assert len(complaints(done.stderr)) == 2 and processes_of(workplace) == []
+    assert Run(workplace / "checkpoints" / "broken").read("run.json")["status"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.fault(18)
+def test_nobody_outlives_a_process_that_was_killed(workplace):
+    """SIGKILL to the process that the user started; of the other one, tests/faults/test_ranks.py has more."""
+    path = config(workplace, "killed", "fsdp2", **{"trainer.max_steps": 100_000, "trainer.val_interval": 100_000})
+    process = start(workplace, "fit", "--config", path)
+    wait_for(lambda: (workplace / "checkpoints" / "killed" / "metrics.jsonl").exists())
+    process.kill()
+    process.communicate()
+    wait_for(lambda: processes_of(workplace) == [], seconds=20)

@@ -1,0 +1,238 @@
+"""What guards do to a run: a step that is not finite changes nothing, a stop ends with 3, a rollback goes back."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from trainings import lm, make_workplace, write_config
+
+from lm.errors import RequestError
+from lm.runs.run import Run
+from lm.training.callbacks.guards import Rollback
+from lm.training.callbacks.standard import GuardsConfig
+from lm.training.optim import AdamW, Muon
+from lm.training.step_stats import Tally
+
+pytestmark = pytest.mark.slow
+KEEP_ALL = {"trainer.checkpoint_interval": 1, "trainer.keep_checkpoints": 99}
+
+
+class Poison(Callback):
+    """Makes a NaN in the gradient, or an Inf in the loss, of a step; on the last rank alone.
+
+    Args:
+        gradient: steps whose gradient it is; 1 is the first.
+        loss: steps whose loss it is.
+    """
+
+    def __init__(self, gradient: list[int] = [], loss: list[int] = []) -> None:
+        self.gradient, self.loss = gradient, loss
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank != trainer.world_size - 1:
+            return
+        if trainer.global_step + 1 in self.loss:
+            pl_module.tally.add(torch.tensor(math.inf), 0)
+        weight = pl_module.decoder.norm.weight
+        if trainer.global_step + 1 in self.gradient and not isinstance(weight, DTensor):
+            handle = weight.register_hook(lambda gradient: [handle.remove(), gradient * math.nan][1])
+
+    def on_after_backward(self, trainer, pl_module):
+        weight = pl_module.decoder.norm.weight  # a shard of it, whose gradient is that rank's alone
+        last = trainer.global_rank == trainer.world_size - 1
+        if last and trainer.global_step + 1 in self.gradient and isinstance(weight.grad, DTensor):
+            weight.grad.to_local().mul_(math.nan)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("guards"))
+
+
+def fit(folder, run, *arguments, expect=0, poison=None, **changes):
+    callbacks = [] if poison is None else [{"class_path": "test_guards.Poison", "init_args": poison}]
+    config = write_config(folder, run, **{"trainer.callbacks": callbacks, **changes})
+    return lm(folder, "fit", "--config", str(config), *arguments, expect=expect), Run(folder / "checkpoints" / run)
+
+
+def tensors(run, step, name="model.safetensors"):
+    return load_file(run.path / f"step-{step:08d}" / name)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_told(workplace):
+    """Weights, optimizer state and logged losses are those without the step, and training goes on."""
+    done, run = fit(workplace, "nan", poison={"gradient": [6], "loss": [9]}, **KEEP_ALL)
+    for step in (6, 9):
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert same(tensors(run, step - 1, name), tensors(run, step, name))
+        assert not same(tensors(run, step), tensors(run, step + 1))
+    alerts = [(alert["step"], alert["action"]) for alert in run.alerts() if alert["guard"] == "not-finite"]
+    assert alerts == [(6, "warn"), (9, "warn")]
+    assert "step 6 changed no weight" in done.stderr and "lm data show --run nan --step 6" in done.stderr
+    logged = {line["step"]: line for line in run.metrics() if "optim/lr" in line}
+    assert list(logged) == list(range(1, 13))
+    assert "train/loss" not in logged[6] and "optim/grad_norm" not in logged[6]
+    assert all(math.isfinite(value) for line in logged.values() for value in line.values())
+    assert (run.path / "step-00000012").exists() and run.status() == "finished"
+
+
+def test_nothing_but_nan_ends_the_run_with_a_checkpoint_of_unharmed_weights(workplace):
+    done, run = fit(
+        workplace, "only-nan", poison={"gradient": list(range(5, 13))}, expect=3,
+        **{"guards.max_skipped": 3, "trainer.checkpoint_interval": 4, "trainer.keep_checkpoints": 9},
+    )  # fmt: skip
+    assert run.link("last").name == "step-00000007" and same(tensors(run, 4), tensors(run, 7))
+    assert run.status() == "stopped" and "3 in a row" in run.read("run.json")["reason"]
+    assert run.read("state.json")["status"] == "stopped" and "3 in a row" in run.read("state.json")["reason"]
+    assert done.stderr.splitlines()[-1].startswith("lm fit: not-finite: step 7 changed no weight")
+
+
+def test_not_finite_stop_ends_at_the_first(workplace):
+    _, run = fit(workplace, "nan-stop", poison={"loss": [2]}, expect=3, **{"guards.not_finite": "stop"})
+    assert run.link("last").name == "step-00000002"
+
+
+def test_a_stop_leaves_last_as_it_was_and_says_why_everywhere(workplace):
+    """A state that may be broken must not become the one that `auto` goes on from."""
+    alerts = {"guards.alerts": {"step >= 5 and loss > 0": "stop"}}
+    done, run = fit(workplace, "stopped", expect=3, **alerts)
+    assert run.link("last").name == "step-00000004"  # the best, of the validation after step 4
+    for place in (run.read("run.json"), run.read("state.json")):
+        assert place["status"] == "stopped" and "step >= 5 and loss > 0" in place["reason"]
+    assert run.alerts()[-1]["action"] == "stop" and run.alerts()[-1]["step"] == 5
+    assert "stopped: alert: step >= 5" in (run.path / "log.txt").read_text()
+    _, run = fit(workplace, "stopped", "--ckpt_path", "auto", **{"guards.alerts": {}})
+    assert run.status() == "finished" and [line["step"] for line in run.metrics() if "optim/lr" in line][-1] == 12
+
+
+@pytest.mark.fault(9)
+def test_a_rollback_returns_to_good_weights_and_goes_on_with_the_next_samples(workplace):
+    """After step 8 the weights of 7 are back, with their optimizer; the steps and their samples go on."""
+    rollback = {"guards.alerts": {"step == 8 and loss > 0": "rollback"}}
+    _, run = fit(workplace, "rollback", **KEEP_ALL, **rollback)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert same(tensors(run, 7, name), tensors(run, 8, name))
+    assert not same(tensors(run, 8), tensors(run, 9))
+    assert run.read("run.json")["rollbacks"] == [{"step": 8, "to": 7}]
+    tokens = {line["step"]: line["tokens"] for line in run.metrics()}
+    assert tokens == {step: step * 256 for step in range(1, 13)}
+    assert (run.path / "step-00000012" / "trainer.json").exists()
+
+
+@pytest.mark.fault(9)
+def test_a_kill_after_a_rollback_does_not_bring_the_bad_stretch_back(workplace):
+    """With checkpoints far apart, the step of the rollback is saved at once."""
+    changes = {"trainer.checkpoint_interval": 3, "guards.alerts": {"step == 7 and loss > 0": "rollback"}}
+    changes |= {"trainer.val_interval": 100, "trainer.keep_checkpoints": 9, "trainer.max_steps": 8}
+    _, run = fit(workplace, "rollback-saved", **changes)
+    assert same(tensors(run, 6), tensors(run, 7)) and run.read("run.json")["rollbacks"] == [{"step": 7, "to": 6}]
+
+
+def test_a_rollback_with_nothing_to_return_to_or_too_many_of_them_stops(workplace):
+    always = {"guards.alerts": {"loss > 0": "rollback"}}
+    done, run = fit(workplace, "nothing", expect=3, **always)
+    assert "there is no checkpoint of step 0 or before" in run.read("run.json")["reason"]
+    late = {"guards.alerts": {"step > 6 and loss > 0": "rollback"}, "guards.max_rollbacks": 2}
+    _, run = fit(workplace, "often", expect=3, **late, **{"trainer.checkpoint_interval": 3})
+    assert "guards.max_rollbacks 2 are used up" in run.read("run.json")["reason"]
+    assert len(run.read("run.json")["rollbacks"]) == 2 and run.read("state.json")["step"] == 9
+
+
+@pytest.mark.fault(8)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_all_ranks_agree(workplace, strategy):
+    """What only the last rank finds is skipped, rolled back and stopped by all of them, and they end together; the
+    samples of the step, of both ranks, are kept for a look."""
+    poison = {"class_path": "test_guards.Poison", "init_args": {"gradient": [3], "loss": [5]}}
+    for trace in workplace.glob("trace-*.jsonl"):
+        trace.unlink()
+    changes = {
+        "trainer.callbacks": [{"class_path": "recorder.Recorder"}, poison],
+        "trainer.devices": 2, "trainer.strategy": strategy, "data.micro_batch_size": 2,
+        "guards.alerts": {"step == 7 and loss > 0": "rollback", "step == 10 and loss > 0": "stop"},
+    }  # fmt: skip
+    _, run = fit(workplace, strategy, expect=3, **KEEP_ALL, **changes)
+    for step in (3, 5, 7):
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert same(tensors(run, step - 1, name), tensors(run, step, name)), step
+    assert not same(tensors(run, 1), tensors(run, 2)) and not same(tensors(run, 8), tensors(run, 9))
+    assert run.status() == "stopped" and run.read("state.json")["step"] == 10
+    kept = [entry["token_ids"] for entry in json.loads((run.path / "postmortem-00000003/tokens.json").read_text())]
+    traces = [json.loads(line) for path in workplace.glob("trace-*.jsonl") for line in path.read_text().splitlines()]
+    tokens = [entry["tokens"] for entry in traces if entry["step"] == 3]
+    seen = [some[at : at + 33] for some in tokens for at in range(0, len(some), 33)]
+    assert sorted(kept) == sorted(seen) and len(seen) == 8
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_optimizer_that_skips_leaves_everything_as_it_is(name):
+    weight = nn.Parameter(torch.randn(8, 4))
+    common = dict(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    if name == "adamw":
+        optimizer = AdamW([weight], fused=True, **common)
+    else:
+        optimizer = Muon([{"params": [weight], "rows": (8,)}], momentum=0.9, **common)
+    weight.grad = torch.randn(8, 4)
+    optimizer.step()
+    before = json.dumps([weight.tolist(), {key: value.tolist() for key, value in optimizer.state[weight].items()}])
+    weight.grad = torch.full((8, 4), math.nan)
+    optimizer.skip = torch.tensor(True)
+    optimizer.step()
+    after = json.dumps([weight.tolist(), {key: value.tolist() for key, value in optimizer.state[weight].items()}])
+    assert after == before
+    weight.grad, optimizer.skip = torch.randn(8, 4), torch.tensor(False)
+    optimizer.step()
+    assert not torch.equal(weight, torch.tensor(json.loads(before)[0]))
+
+
+def test_the_tally_leaves_out_what_was_not_applied_and_leaves_overflows_to_the_scaler():
+    tally = Tally()
+    for nats, norm, scaled, counts in ((8.0, 1.0, False, True), (math.nan, 1.0, True, False),
+                                       (12.0, math.inf, False, False), (16.0, math.inf, True, True)):
+        tally.add(torch.tensor(nats), 4)
+        sums = tally.step_sums(world_size=1)
+        assert bool(tally.close_step(1, *sums, torch.tensor(norm), scaled)) == counts
+    loss, steps = tally.read()
+    assert loss == (8 + 16) / 8
+    assert [(step.loss, step.applied) for step in steps][::2] == [(2.0, True), (3.0, False)]
+    assert steps[3].applied is False and math.isnan(tally.read()[0])
+
+
+@pytest.mark.parametrize("wrong", [
+    {"alerts": {"los > 10": "stop"}}, {"alerts": {"__import__('os')": "stop"}}, {"spike": "loss"},
+    {"max_skipped": 0}, {"max_rollbacks": -1}, {"inject_step": 0},
+])  # fmt: skip
+def test_a_wrong_guard_is_refused_when_the_config_is_read(wrong):
+    with pytest.raises(RequestError):
+        GuardsConfig(**wrong)
+
+
+def test_a_wrong_guard_on_the_command_line_is_one_line(workplace):
+    config = str(write_config(workplace, "wrong", **{"guards.alerts": {"los > 10": "stop"}}))
+    for command in ("fit", "plan"):
+        done = lm(workplace, command, "--config", config, expect=2)
+        assert len(done.stderr.splitlines()) == 1 and "did you mean loss" in done.stderr
+    done = lm(workplace, "fit", "--config", config, "--guards.alerts", '{"loss > 1": "panic"}', expect=2)
+    assert len(done.stderr.splitlines()) == 1 and "warn" in done.stderr
+    assert not (workplace / "checkpoints" / "wrong").exists()
+
+
+def test_a_line_without_steps_does_not_make_the_steps_before_it_good():
+    """An evaluation between two log lines says nothing of the steps that no guard has seen yet."""
+    rollback = Rollback(3)
+    rollback.on_metrics(SimpleNamespace(global_step=10), None, {"train/loss": 1.0})
+    rollback.on_metrics(SimpleNamespace(global_step=15), None, {"eval/core": 0.1})
+    assert rollback._good == 10

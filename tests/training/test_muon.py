@@ -1,0 +1,303 @@
+"""Muon against torch's own and against singular values; as part of a training, stopped, shared among ranks, scaled."""
+
+import json
+import math
+import signal
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from test_distributed import DIVISIONS, TOLERANCE, curves
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from trainings import lm, losses, make_workplace, write_config
+
+from lm.training.optim import COEFFICIENTS, ROUNDS, Muon, orthogonalize
+
+ALIKE = dict(lr=0.02, weight_decay=0.1)
+SETTINGS = dict(**ALIKE, betas=(0.9, 0.95), eps=1e-8, momentum=0.95)
+SHAPES = [(24, 16), (16, 24), (16, 16)]
+
+
+def parameters(*shapes):
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def gradients(parameters, seed):
+    """Gradients of unequal singular values, as real ones have."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=generator) * torch.logspace(-1.5, 0, p.shape[-1])
+
+
+def groups_of(parameters):
+    return [{"params": [p], "rows": (p.shape[0],)} for p in parameters]
+
+
+# ---- one step -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows, columns", SHAPES)
+def test_it_applies_the_polynomial_to_the_singular_values(rows, columns):
+    """Matrices of known singular vectors and values, in a batch whose members differ in size by six orders."""
+    generator = torch.Generator().manual_seed(1)
+    u, _ = torch.linalg.qr(torch.randn(3, rows, 16, dtype=torch.float64, generator=generator))  # (3, rows, 16)
+    v, _ = torch.linalg.qr(torch.randn(3, columns, 16, dtype=torch.float64, generator=generator))
+    values = torch.logspace(-2.4, 0, 16, dtype=torch.float64) * torch.tensor([[1e-3], [1.0], [1e3]])  # (3, 16)
+    matrices = u * values[:, None] @ v.mT
+    values = values / values.norm(dim=1, keepdim=True)
+    a, b, c = COEFFICIENTS
+    for _ in range(ROUNDS):
+        values = a * values + b * values**3 + c * values**5
+    assert 0.67 < values.min() and values.max() < 1.21
+    torch.testing.assert_close(orthogonalize(matrices), u * values[:, None] @ v.mT, rtol=0, atol=1e-9)
+    torch.testing.assert_close(orthogonalize(matrices.float()), (u * values[:, None] @ v.mT).float(), rtol=0, atol=1e-4)
+
+
+def test_a_matrix_without_a_gradient_stays_where_it_is():
+    assert torch.equal(orthogonalize(torch.zeros(2, 4, 8)), torch.zeros(2, 4, 8))
+
+
+def test_it_steps_as_torchs_muon_does():
+    """Within bfloat16's rounding, in which torch computes: over some steps, with momentum, decay and every shape."""
+    ours = parameters(*SHAPES)
+    theirs = deepcopy(ours)
+    start = deepcopy(ours)
+    optimizer = Muon(groups_of(ours), **SETTINGS)
+    reference = torch.optim.Muon(theirs, **ALIKE, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for seed in range(5):
+        for each in (ours, theirs):
+            gradients(each, seed)
+        optimizer.step()
+        reference.step()
+    for mine, other, before in zip(ours, theirs, start, strict=True):
+        moved = (other - before).norm()
+        assert (mine - other).norm() < 0.01 * moved
+        assert moved > 0.5 * 5 * 0.02 * 0.2 * math.sqrt(mine.numel())  # five updates that mostly agree
+
+
+def test_in_bfloat16_it_is_torchs_to_rounding():
+    from torch.optim._muon import DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
+
+    for shape in SHAPES:
+        matrices = torch.randn(4, *shape)
+        wanted = torch.stack([_zeropower_via_newtonschulz(m, COEFFICIENTS, DEFAULT_NS_STEPS, EPS) for m in matrices])
+        torch.testing.assert_close(orthogonalize(matrices.bfloat16()), wanted, rtol=0, atol=0.02)
+
+
+def test_an_update_has_the_size_of_adamws():
+    """A root mean square of about 0.2 whatever the shape (Liu et al., 2025), so learning rates carry over."""
+    for shape in [(64, 64), (256, 64), (64, 256)]:
+        (p,) = parameters(shape)
+        before = p.detach().clone()
+        p.grad = torch.randn(shape)
+        Muon(groups_of([p]), **{**SETTINGS, "lr": 1.0, "weight_decay": 0.0}).step()
+        assert (p - before).square().mean().sqrt().item() == pytest.approx(0.2, rel=0.2)
+
+
+def test_parts_of_a_fused_matrix_move_as_if_they_were_apart():
+    """Queries, keys and values, with gradients of very different size."""
+    rows = (16, 8, 8)
+    apart = parameters(*((n, 16) for n in rows), *((n, 16) for n in rows))
+    fused = [nn.Parameter(torch.cat([p.detach() for p in apart[i : i + 3]])) for i in (0, 3)]
+    one = Muon(groups_of(apart), **SETTINGS)
+    other = Muon([{"params": fused, "rows": rows}], **SETTINGS)
+    for seed in range(3):
+        gradients(apart, seed)
+        for i, p in enumerate(apart):
+            p.grad *= 10.0 ** (i - 3)
+        for i, p in enumerate(fused):
+            p.grad = torch.cat([part.grad for part in apart[3 * i : 3 * i + 3]])
+        one.step()
+        other.step()
+    for i, p in enumerate(fused):
+        torch.testing.assert_close(p.data, torch.cat([part.data for part in apart[3 * i : 3 * i + 3]]))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_rest_is_adamw_to_the_bit(fused):
+    ours = parameters((24, 16), (16,))
+    theirs = deepcopy(ours)
+    optimizer = Muon([{"params": ours}], **SETTINGS)
+    optimizer.param_groups[0]["fused"] = fused
+    settings = {name: value for name, value in SETTINGS.items() if name != "momentum"}
+    reference = torch.optim.AdamW(theirs, **settings, fused=fused)
+    for seed in range(3):
+        for each in (ours, theirs):
+            gradients(each, seed)
+        optimizer.step()
+        reference.step()
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(optimizer.state[mine][slot], value) for slot, value in reference.state[other].items())
+
+
+def test_under_a_gradient_scaler_it_takes_the_same_steps_and_none_from_infinity():
+    plain = parameters((24, 16), (16,))
+    scaled = deepcopy(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    optimizers = [Muon([{"params": [w], "rows": (24,)}, {"params": [b]}], **SETTINGS) for w, b in (plain, scaled)]
+    for step in range(3):
+        gradients(plain, step)
+        optimizers[0].step()
+        gradients(scaled, step)
+        scaler.scale(torch.zeros(()))  # what a backward pass would have begun with
+        for p in scaled:
+            p.grad *= scaler.get_scale()
+        scaler.unscale_(optimizers[1])  # before clipping
+        scaler.step(optimizers[1])
+        scaler.update()
+    assert all(torch.equal(a, b) for a, b in zip(plain, scaled, strict=True))
+    scaled[0].grad = torch.full_like(scaled[0], math.inf)
+    scaler.unscale_(optimizers[1])
+    scaler.step(optimizers[1])
+    assert all(torch.equal(a, b) for a, b in zip(plain, scaled, strict=True))
+
+
+# ---- a training -----------------------------------------------------------------------------------------------------
+
+MUON = {"model.optimizer.name": "muon", "model.optimizer.lr": 1e-2, "model.decoder.qk_norm": True}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with one uninterrupted run, `straight`; its losses are in `expected`."""
+    folder = make_workplace(tmp_path_factory.mktemp("muon"))
+    fit(folder, "straight")
+    (folder / "trace.jsonl").rename(folder / "expected.jsonl")
+    return folder
+
+
+def fit(folder: Path, name: str, *arguments: str, expect: int = 0, **changes):
+    (folder / "trace.jsonl").unlink(missing_ok=True) if "--ckpt_path" not in arguments else None
+    return lm(folder, "fit", "--config", str(write_config(folder, name, **{**MUON, **changes})), *arguments,
+              expect=expect)  # fmt: skip
+
+
+def expected(folder):
+    entries = [json.loads(line) for line in (folder / "expected.jsonl").read_text().splitlines()]
+    return {(entry["step"], entry["micro"]): entry["loss"] for entry in entries}
+
+
+def last(folder, name, file="model"):
+    return load_file(folder / "checkpoints" / name / "last" / f"{file}.safetensors")
+
+
+def test_a_killed_training_goes_on_bit_for_bit(workplace):
+    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=15)}
+    recorder = {"class_path": "recorder.Recorder"}
+    fit(workplace, "killed", expect=-signal.SIGKILL, **{"trainer.callbacks": [recorder, kill]})
+    fit(workplace, "killed", "--ckpt_path", "auto")
+    assert losses(workplace) == expected(workplace)
+    for file in ("model", "optimizer"):
+        straight, killed = (last(workplace, name, file) for name in ("straight", "killed"))
+        assert straight.keys() == killed.keys() and all(torch.equal(straight[key], killed[key]) for key in straight)
+
+
+def test_a_checkpoint_keeps_momentum_of_matrices_and_averages_of_the_rest(workplace):
+    slots = {}
+    for key in last(workplace, "straight", "optimizer"):
+        name, _, slot = key.rpartition("/")
+        slots.setdefault(name, set()).add(slot)
+    for name, found in slots.items():
+        hidden = name.endswith("_proj.weight")
+        assert found == ({"momentum_buffer"} if hidden else {"exp_avg", "exp_avg_sq", "step"}), name
+
+
+def test_a_run_does_not_go_on_with_another_optimizer(workplace):
+    other = {"model.optimizer.name": "adamw", "trainer.max_steps": 14}
+    ended = fit(workplace, "straight", "--ckpt_path", "auto", expect=2, **other)
+    line = ended.stderr.strip().splitlines()[-1]
+    assert line.startswith("lm fit: this is a checkpoint of another optimizer") and "momentum_buffer" in line
+
+
+def test_a_group_takes_its_own_rate_through_the_schedule(workplace):
+    """An embedding whose rate is next to nothing stays where it began; the rest does not."""
+    still = {"model.optimizer.groups": {"embedding": {"lr": 1e-30, "weight_decay": 0.0}}}
+    changes = {"trainer.max_steps": 4, "trainer.checkpoint_interval": 1, "trainer.keep_checkpoints": 9}
+    fit(workplace, "groups", **{**changes, **still})
+    path = workplace / "checkpoints" / "groups"
+    first, final = (load_file(path / f"step-{step:08d}" / "model.safetensors") for step in (1, 4))
+    same = {name for name in first if torch.equal(first[name], final[name])}
+    assert same == {"model.embed_tokens.weight"}
+    rates = [json.loads(line).get("optim/lr") for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert rates[0] == 5e-3  # the optimizer's own, halfway through the warm-up
+
+
+def test_a_schedule_by_shares_of_the_run(workplace):
+    by_ratio = {"warmup_ratio": 0.25, "name": "wsd", "decay_ratio": 0.5, "final_fraction": 0.0}
+    fit(workplace, "ratio", **{"model.schedule": by_ratio, "trainer.max_steps": 8})
+    lines = (workplace / "checkpoints" / "ratio" / "metrics.jsonl").read_text().splitlines()
+    rates = [entry["optim/lr"] for entry in map(json.loads, lines) if "optim/lr" in entry]
+    assert rates == pytest.approx([5e-3, 1e-2, 1e-2, 1e-2, 1e-2, 7.5e-3, 5e-3, 2.5e-3])
+
+
+# ---- several ranks --------------------------------------------------------------------------------------------------
+
+SHARED = {**MUON, "model.decoder.dropout": 0.0, "model.schedule.name": "constant", "trainer.gradient_clip_val": 0.5,
+          "trainer.val_interval": 6, "trainer.checkpoint_interval": 100, "model.optimizer.lr": 3e-3}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(workplace):
+    fit(workplace, "alone", **SHARED, **DIVISIONS["one"])
+    return curves(workplace, "alone")
+
+
+def steps_of_a_rank(rank: int, world: int, rendezvous: str, expected: list[torch.Tensor]) -> None:
+    """Three steps on shards, with the gradients of the whole; every rank compares what comes out."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    shards = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters((16, 20), (16, 20))]
+    optimizer = Muon([{"params": shards, "rows": (10, 3, 3)}], **SETTINGS)
+    for seed in range(3):
+        whole = parameters((16, 20), (16, 20))
+        gradients(whole, seed)
+        for p, of in zip(shards, whole, strict=True):
+            p.grad = distribute_tensor(of.grad, mesh, [Shard(0)])
+        optimizer.step()
+    for p, wanted in zip(shards, expected, strict=True):
+        assert optimizer.state[p]["momentum_buffer"].to_local().shape == p.to_local().shape
+        torch.testing.assert_close(p.full_tensor().detach(), wanted, rtol=0, atol=1e-6)
+    dist.barrier()  # nobody leaves while another still listens
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_shards_need_not_be_equal(tmp_path):
+    """16 rows over three ranks are 6, 6 and 4, and the parts of a fused matrix begin somewhere else."""
+    whole = parameters((16, 20), (16, 20))
+    optimizer = Muon([{"params": whole, "rows": (10, 3, 3)}], **SETTINGS)
+    for seed in range(3):
+        gradients(whole, seed)
+        optimizer.step()
+    expected = [p.detach() for p in whole]
+    torch.multiprocessing.spawn(steps_of_a_rank, (3, str(tmp_path / "rendezvous"), expected), nprocs=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", ["ddp", "fsdp2-whole"])
+def test_two_ranks_train_as_one_process(workplace, alone, division):
+    fit(workplace, division, **SHARED, **DIVISIONS[division])
+    assert curves(workplace, division) == pytest.approx(alone, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_under_another_strategy(workplace, alone):
+    """Shards to one process and back to shards: the curve of a run that was never stopped, and the same tensors in the
+    files."""
+    relay = {"fsdp2": 4, "one": 8, "fsdp2-whole": 12}
+    for division, steps in relay.items():
+        changes = {**SHARED, **DIVISIONS[division], "trainer.max_steps": steps}
+        fit(workplace, "relay", "--ckpt_path", "auto", **changes)
+    relayed = curves(workplace, "relay")
+    assert {step for step, _ in relayed} == set(range(1, 13))
+    assert {key: relayed[key] for key in alone} == pytest.approx(alone, rel=TOLERANCE)
+    for file in ("model", "optimizer"):
+        relayed, straight = (last(workplace, name, file) for name in ("relay", "alone"))
+        assert {key: t.shape for key, t in relayed.items()} == {key: t.shape for key, t in straight.items()}

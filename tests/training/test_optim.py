@@ -1,0 +1,212 @@
+"""Schedules are pure functions, settings fall on the groups that they name, and state survives its names."""
+
+import pytest
+import torch
+from torch import nn
+
+from lm.errors import RequestError
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
+from lm.model.fused import fused_rows
+from lm.training.optim import (
+    ADAMW_SLOTS,
+    MUON_SLOTS,
+    GroupConfig,
+    GroupsConfig,
+    OptimizerConfig,
+    build_optimizer,
+    index_state,
+    name_state,
+    parameter_groups,
+    parameter_names,
+)
+from lm.training.schedule import ScheduleConfig, lengths, schedule
+
+SHAPE = dict(
+    vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=20, max_position_embeddings=8, qk_norm=True,
+)  # fmt: skip
+
+
+def curve(config, steps=100):
+    return [schedule(step, steps, config) for step in range(steps + 1)]
+
+
+def decoder(**changes):
+    return Decoder(DecoderConfig(**{**SHAPE, **changes}))
+
+
+def optimizer_of(model, config):
+    return build_optimizer(model, config, fused_rows(model.config))
+
+
+def settings(model, config):
+    """Each parameter's learning rate and decay, by name."""
+    optimizer = optimizer_of(model, config)
+    each = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups for _ in group["params"]]
+    return dict(zip(parameter_names(model, optimizer), each, strict=True))
+
+
+# ---- schedules ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+def test_warm_up_rises_to_the_peak_and_stays_within_bounds(name):
+    values = curve(ScheduleConfig(name, warmup_steps=10, final_fraction=0.1, decay_steps=20 if name == "wsd" else None))
+    assert values[0] == pytest.approx(0.1) and values[9] == 1.0
+    assert all(0 < value <= 1 for value in values)
+
+
+def test_cosine_and_linear_end_at_the_final_fraction_and_pass_the_middle():
+    for name in ("cosine", "linear"):
+        values = curve(ScheduleConfig(name, warmup_steps=0, final_fraction=0.1))
+        assert values[100] == pytest.approx(0.1) and values[50] == pytest.approx(0.55)
+
+
+def test_wsd_is_flat_then_falls():
+    values = curve(ScheduleConfig("wsd", warmup_steps=10, final_fraction=0.0, decay_steps=20))
+    assert set(values[9:81]) == {1.0} and values[90] == pytest.approx(0.5) and values[100] == 0
+
+
+def test_beyond_the_end_the_rate_stays_at_the_final_fraction():
+    assert schedule(500, 100, ScheduleConfig("cosine", final_fraction=0.2)) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("steps", [100, 250, 7])
+def test_shares_of_the_run_are_the_steps_that_they_come_to(name, steps):
+    ratios = ScheduleConfig(name, warmup_ratio=0.1, decay_ratio=0.4)
+    warmup, decay = lengths(steps, ratios)
+    assert (warmup, decay) == (round(0.1 * steps), round(0.4 * steps))
+    assert curve(ratios, steps) == curve(ScheduleConfig(name, warmup_steps=warmup, decay_steps=decay), steps)
+
+
+def test_a_warm_up_and_a_decay_that_do_not_fit_into_the_run_are_refused():
+    """They may fill it; more would let the rate jump from the warm-up into the middle of the fall."""
+    filled = ScheduleConfig("wsd", warmup_steps=10, decay_steps=90)
+    assert lengths(100, filled) == (10, 90) and curve(filled)[9] == 1.0
+    for config in (filled, ScheduleConfig("wsd", warmup_steps=10, decay_ratio=0.95)):
+        with pytest.raises(RequestError, match=r"warm-up 10 \+ decay \d+ steps are more than the run's 99"):
+            schedule(0, 99, config)
+    assert lengths(99, ScheduleConfig("cosine", warmup_steps=10, decay_steps=90)) == (10, 90)  # a fall that ends at 90
+
+
+@pytest.mark.parametrize("steps", range(1, 40))
+def test_shares_that_make_a_whole_fill_every_run(steps):
+    """Though both may come to half a step and be rounded up."""
+    for warmup in (0.1, 0.3, 0.5):
+        assert sum(lengths(steps, ScheduleConfig("wsd", warmup_ratio=warmup, decay_ratio=1 - warmup))) <= steps
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(final_fraction=2.0), "final_fraction 2.0 must lie in"),
+        (dict(warmup_ratio=-0.1), "warmup_ratio -0.1 must lie in"),
+        (dict(decay_ratio=1.5), "decay_ratio 1.5 must lie in"),
+        (dict(warmup_steps=10, warmup_ratio=0.1), "warmup_steps 10 and model.schedule.warmup_ratio 0.1 are two"),
+        (dict(decay_steps=10, decay_ratio=0.1), "decay_steps 10 and model.schedule.decay_ratio 0.1 are two"),
+        (dict(name="wsd", warmup_ratio=0.6, decay_ratio=0.5), "more than the whole run"),
+    ],
+)
+def test_nonsense_in_a_schedule_is_refused(given, message):
+    with pytest.raises(RequestError, match=message):
+        ScheduleConfig(**given)
+
+
+# ---- groups ---------------------------------------------------------------------------------------------------------
+
+
+def test_decay_falls_on_matrices_only():
+    model = decoder(tie_word_embeddings=False)
+    plain = {name for name, (_, decay) in settings(model, OptimizerConfig()).items() if decay == 0}
+    assert plain == {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
+
+
+def test_without_groups_adamw_has_matrices_and_vectors():
+    """Two launches of the fused step, in this order, as ever."""
+    model = decoder()
+    first, second = parameter_groups(model.named_parameters(), OptimizerConfig(weight_decay=0.2), {})
+    assert all(p.ndim == 2 for p in first["params"]) and first["weight_decay"] == 0.2
+    assert all(p.ndim == 1 for p in second["params"]) and second["weight_decay"] == 0.0
+    assert len(first["params"]) + len(second["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_each_group_has_its_own_rate_and_decay(name):
+    groups = GroupsConfig(
+        matrices=GroupConfig(lr=0.2), embedding=GroupConfig(lr=0.3, weight_decay=0.0),
+        output=GroupConfig(weight_decay=0.01), norms=GroupConfig(lr=0.5, weight_decay=0.02),
+    )  # fmt: skip
+    model = decoder(tie_word_embeddings=False)
+    found = settings(model, OptimizerConfig(name, lr=0.1, weight_decay=0.7, groups=groups))
+    assert found.pop("embed_tokens.weight") == (0.3, 0.0)
+    assert found.pop("lm_head.weight") == (0.1, 0.01)
+    for parameter, values in found.items():
+        assert values == ((0.5, 0.02) if "norm" in parameter else (0.2, 0.7)), parameter
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else(tied):
+    """Each group holds one shape, and the rows of fused matrices are those of their parts."""
+    model = decoder(tie_word_embeddings=tied, head_dim=6)
+    optimizer = optimizer_of(model, OptimizerConfig("muon"))
+    names = iter(parameter_names(model, optimizer))
+    rows = {next(names): group["rows"] for group in optimizer.param_groups for _ in group["params"]}
+    for name, found in rows.items():
+        last = name.removesuffix(".weight").split(".")[-1]
+        wanted = {"qkv_proj": (24, 12, 12), "o_proj": (16,), "gate_up_proj": (20, 20), "down_proj": (16,)}.get(last)
+        assert found == wanted, name
+    muon = [group for group in optimizer.param_groups if group["rows"]]
+    assert [len({p.shape for p in group["params"]}) for group in muon] == [1, 1, 1, 1]
+    assert sorted(rows) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_settings_for_an_output_matrix_that_is_the_embedding_are_refused(name):
+    config = OptimizerConfig(name, groups=GroupsConfig(output=GroupConfig(lr=0.1)))
+    with pytest.raises(RequestError, match="groups.output .* set groups.embedding"):
+        optimizer_of(decoder(), config)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(lr=0.0), "model.optimizer.lr 0.0 must be above 0"),
+        (dict(weight_decay=-1.0), "model.optimizer.weight_decay -1.0"),
+        (dict(betas=(0.9, 1.0)), "betas"),
+        (dict(momentum=1.0), "momentum 1.0"),
+        (dict(groups=GroupsConfig(norms=GroupConfig(lr=-1.0))), "model.optimizer.groups.norms.lr -1.0"),
+        (dict(groups=GroupsConfig(norms=GroupConfig(weight_decay=-1.0))), "model.optimizer.groups.norms.weight_decay"),
+    ],
+)
+def test_nonsense_in_an_optimizer_is_refused(given, message):
+    with pytest.raises(RequestError, match=message):
+        OptimizerConfig(**given)
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_starts_empty_and_survives_its_names(name):
+    model = decoder()
+    optimizer = optimizer_of(model, OptimizerConfig(name))
+    assert optimizer.state_dict()["state"] == {}
+    model(torch.arange(8)[None]).square().sum().backward()
+    optimizer.step()
+    flat = name_state(optimizer.state_dict(), parameter_names(model, optimizer))
+    muon = {n for n, p in model.named_parameters() if name == "muon" and p.ndim == 2 and n != "embed_tokens.weight"}
+    assert set(flat) == {
+        f"{n}/{slot}" for n, _ in model.named_parameters() for slot in (MUON_SLOTS if n in muon else ADAMW_SLOTS)
+    }
+    restored = index_state(flat, model, optimizer)
+    for index, slots in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(slots[slot], restored[index][slot]) for slot in slots)
+
+
+def test_another_optimizers_state_is_refused():
+    model = nn.Linear(4, 4)
+    optimizer = build_optimizer(model, OptimizerConfig("muon"), {})
+    with pytest.raises(RequestError, match="exp_avg, .* of weight, and Muon needs momentum_buffer"):
+        index_state({f"weight/{slot}": torch.zeros(()) for slot in ADAMW_SLOTS}, model, optimizer)

@@ -1,0 +1,257 @@
+"""A post-mortem writes itself, says what is true, and leaves no trace in the training that it is about."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from trainings import lm, losses, make_workplace, write_config
+
+from lm.runs import postmortem
+from lm.runs.postmortem import Evidence, Moment, Sample
+from lm.runs.run import Run
+
+ALWAYS = {"guards.spike": "loss > 0.1"}  # true at the first log line
+NEVER = {"guards.spike": None}
+FILES = {"postmortem.md", "postmortem.json", "samples.txt", "tokens.json", "norms.json", "loss.png", "grad_norm.png"}
+
+
+# ---- what a config names ---------------------------------------------------------------------------------------------
+
+
+class Poison(Callback):
+    """Makes the loss of steps NaN, on the last rank alone; 1 is the first step."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step + 1 in self.steps and trainer.global_rank == trainer.world_size - 1:
+            pl_module.tally.add(torch.tensor(math.nan), 0)
+
+
+class InTheWay(Callback):
+    """A file where the folder of the first post-mortem should be."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        (trainer.run.path / "postmortem-00000001").touch()
+
+
+class Compilations(Callback):
+    """Writes down how often something was compiled."""
+
+    def on_train_end(self, trainer, pl_module):
+        Path("compilations").write_text(str(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+
+
+def with_callback(name, **arguments):
+    callback = {"class_path": f"test_post_mortem.{name}", "init_args": arguments}
+    return {"trainer.callbacks": [{"class_path": "recorder.Recorder"}, callback]}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("post_mortem"))
+
+
+def fit(folder, name, *arguments, expect=0, **changes):
+    """Train; returns the run and its messages."""
+    for trace in folder.glob("trace*.jsonl"):
+        trace.unlink()
+    done = lm(folder, "fit", "--config", str(write_config(folder, name, **changes)), *arguments, expect=expect)
+    return Run(folder / "checkpoints" / name), done.stderr
+
+
+def page_of(run, step):
+    return (run.path / f"postmortem-{step:08d}" / "postmortem.md").read_text()
+
+
+def section(page, title):
+    return page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+# ---- in a training ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compile", ["none", pytest.param("triton_free", marks=pytest.mark.slow)])
+def test_losses_are_those_of_a_run_without_one(workplace, compile):
+    """To the bit, with dropout; nothing is compiled for it, and hooks inside compiled blocks are seen."""
+    changes = {"model.compile": compile, "trainer.max_steps": 4, **with_callback("Compilations")}
+    without, _ = fit(workplace, f"without-{compile}", **NEVER, **changes)
+    expected, compilations = losses(workplace), (workplace / "compilations").read_text()
+    run, _ = fit(workplace, f"with-{compile}", **ALWAYS, **changes)
+    assert losses(workplace) == expected and (workplace / "compilations").read_text() == compilations
+    assert {path.name for path in (run.path / "postmortem-00000001").iterdir()} == FILES
+    norms = json.loads((run.path / "postmortem-00000001" / "norms.json").read_text())
+    assert {"layers.0.attention", "layers.1.stream"} <= norms["worst"]["activations"].keys()
+    assert postmortem.all_of(without) == []
+
+
+def test_numbers_are_those_of_the_step(workplace):
+    """Of a step of one micro-batch by weights that do not move: its loss, its gradient norm, its samples."""
+    run, _ = fit(workplace, "still", **{
+        "model.optimizer.lr": 1e-30, "model.decoder.dropout": 0.0, "data.micro_batch_size": 8,
+        "guards.spike": "step > 4", "trainer.log_interval": 5, "trainer.max_steps": 5,
+    })  # fmt: skip
+    folder = run.path / "postmortem-00000005"
+    facts = json.loads((folder / "postmortem.json").read_text())
+    step, loss, grad_norm, _ = max(facts["steps"], key=lambda each: each[1])
+    assert facts["worst"] == step and [each[0] for each in facts["steps"]] == [1, 2, 3, 4, 5]
+    shown = json.loads(lm(workplace, "data", "show", "--run", "still", "--step", str(step), "--json").stdout)["samples"]
+    told = json.loads((folder / "tokens.json").read_text())
+    assert [entry["loss"] for entry in told] == sorted((entry["loss"] for entry in told), reverse=True)
+    assert sum(entry["loss"] for entry in told) / len(told) == pytest.approx(loss, rel=1e-5)
+    by_sample = {entry["sample"]: entry for entry in told}
+    for sample in shown:
+        entry = by_sample[sample["sample"]]
+        assert (entry["token_ids"], entry["shard"], entry["window"]) == tuple(
+            sample[key] for key in ("token_ids", "shard", "window"))  # fmt: skip
+        assert len(entry["token_ids"]) == len(entry["tokens"]) == len(entry["losses"])
+        assert "".join(entry["tokens"]) in (folder / "samples.txt").read_text()
+    norms = json.loads((folder / "norms.json").read_text())["worst"]
+    assert norms["what"] == f"micro-batch 1 of step {step}"
+    assert math.hypot(*norms["gradients"].values()) == pytest.approx(grad_norm, rel=1e-4)
+
+
+def test_a_step_that_is_not_finite_is_written_up(workplace):
+    """The step, and not another one of its log line; the run goes on and the page is closed."""
+    run, _ = fit(workplace, "poisoned", **with_callback("Poison", steps=[6]), **{
+        "trainer.log_interval": 4, "guards.spike": None, "trainer.max_steps": 60, "trainer.val_interval": 60,
+    })  # fmt: skip
+    page = page_of(run, 8)
+    assert "Step 6 stands out: loss nan" in page and "It was not applied, so it changed no weight." in page
+    assert "not-finite" in section(page, "What was done") and "- 20" in section(page, "What was done")
+    assert re.match(r"\nThe loss was back in the log line of step \d+: ", section(page, "Recovery"))
+    assert len(postmortem.all_of(run)) == 1 and postmortem.still_open(run) is None
+
+
+@pytest.mark.slow
+def test_what_guards_do_meanwhile_belongs_to_it_and_a_stop_closes_it(workplace):
+    """A spike, a rollback and a stop are one trouble and one page, where there is no loss before to come back to."""
+    alerts = {f"loss > 0 and step == {step}": action for step, action in {3: "rollback", 5: "warn", 6: "stop"}.items()}
+    run, _ = fit(workplace, "stopped", expect=3, **{
+        **ALWAYS, "guards.alerts": alerts, "trainer.checkpoint_interval": 1,
+        "trainer.keep_checkpoints": 9,
+    })  # fmt: skip
+    page = page_of(run, 1)
+    done = section(page, "What was done").strip().splitlines()
+    assert [re.search(r"step (\d+): `(\S+)`, (\w+)", line).groups() for line in done] == [
+        ("1", "spike", "warn"), ("3", "alert", "rollback"), ("6", "alert", "stop")]  # fmt: skip
+    assert "The training ended at step 6, " in section(page, "Recovery")
+    assert len(postmortem.all_of(run)) == 1
+
+
+@pytest.mark.slow
+def test_a_warning_of_an_alert_is_none_and_a_run_has_five_at_most(workplace):
+    """Every fourth step is a spike, and the loss is back before the next."""
+    condition = " or ".join(f"step == {step}" for step in range(2, 30, 4))
+    run, _ = fit(workplace, "many", **{
+        "guards.spike": condition, "guards.alerts": {"loss > 0": "warn"}, "model.optimizer.lr": 1e-30,
+        "trainer.max_steps": 30, "trainer.val_interval": 30, "model.decoder.dropout": 0.0,
+    })  # fmt: skip
+    assert postmortem.steps_of(run) == [2, 6, 10, 14, 18] and postmortem.still_open(run) is None
+    assert [alert["step"] for alert in run.alerts() if alert["guard"] == "spike"] == list(range(2, 30, 4))
+
+
+def test_a_post_mortem_that_fails_is_one_warning(workplace):
+    run, messages = fit(workplace, "clumsy", **ALWAYS, **with_callback("InTheWay"))
+    assert messages.count("the post-mortem could not be written: FileExistsError") == 1
+    assert run.read("run.json")["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_with_its_page(workplace):
+    """Interrupted while it was open; the next process closes it, and what a person wrote in it stays."""
+    changes = {"guards.spike": "step == 3", "trainer.max_steps": 40, "trainer.val_interval": 40}
+    kill = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGTERM", "micro_batch": 5}}
+    run, _ = fit(workplace, "again", expect=75, **changes, **{
+        "trainer.callbacks": [{"class_path": "recorder.Recorder"}, kill],
+    })  # fmt: skip
+    file = run.path / "postmortem-00000003" / "postmortem.md"
+    assert "## Recovery\n\nOpen" in file.read_text() and postmortem.still_open(run).step == 3
+    file.write_text(file.read_text().replace("_For a person to finish._", "It was the cat."))
+    fit(workplace, "again", "--ckpt_path", "auto", **changes)
+    assert "It was the cat." in file.read_text() and postmortem.still_open(run) is None
+    assert "The loss was back in the log line of step" in section(file.read_text(), "Recovery")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_ranks_stay_in_step(workplace, strategy):
+    """Two ranks; the last one has the NaN, and the losses are those of a run that writes nothing."""
+    changes = {
+        "trainer.devices": 2, "trainer.strategy": strategy, "data.micro_batch_size": 2, "trainer.max_steps": 6,
+        "guards.inject_step": 4,
+    }  # fmt: skip
+
+    def both():
+        traces = [(workplace / f"trace-{rank}.jsonl").read_text().splitlines() for rank in range(2)]
+        return [[json.loads(line)["loss"] for line in lines] for lines in traces]
+
+    fit(workplace, f"without-{strategy}", **NEVER, **changes)
+    expected = both()
+    run, _ = fit(workplace, f"with-{strategy}", **{"guards.spike": "step == 4"}, **changes)
+    assert both() == expected
+    norms = json.loads((run.path / "postmortem-00000004" / "norms.json").read_text())
+    assert norms["worst"]["activations"] and norms["ordinary"]["activations"]
+    if strategy == "fsdp2":
+        assert norms["worst"]["gradients"] is None
+        assert "Gradients were left out: the model is sharded over ranks." in page_of(run, 4)
+    else:
+        assert norms["worst"]["gradients"] and re.search("on rank [01]", norms["worst"]["what"])
+
+
+# ---- the folder alone ------------------------------------------------------------------------------------------------
+
+
+def a_moment(**changes):
+    lines = [{"step": step, "tokens": step * 8, "time": 0.0, "train/loss": 3.0, "optim/grad_norm": 1.0}
+             for step in range(1, 8)]  # fmt: skip
+    return Moment(**{
+        "run": "mine", "step": 7, "time": 1e9, "guard": "spike", "action": "warn", "message": "loss > 1",
+        "tokens_per_step": 8, "worst": 6, "baseline": 3.0, "injected": False, "lines": lines,
+        "steps": [(5, 3.0, 1.0, True), (6, 9.0, math.nan, False), (7, 4.0, 2.0, True)], **changes,
+    })  # fmt: skip
+
+
+def test_only_the_recovery_is_replaced(tmp_path):
+    """A person's edits before and after survive that it is closed."""
+    run = Run(tmp_path)
+    folder = postmortem.write(run, a_moment(), Evidence())
+    before = (folder / "loss.png").read_bytes()
+    file = folder / "postmortem.md"
+    edited = file.read_text().replace("## Cause", "## Cause\n\nRow 7 of shard 3.").replace("# Post", "# My post")
+    file.write_text(edited)
+    moment = postmortem.still_open(run)
+    assert moment.step == 7 and math.isnan(moment.steps[1][2]) and tuple(moment.highest) == (6, 9.0)
+    run.append_metrics({"step": 9, "time": 2e9, "train/loss": 2.9, "optim/grad_norm": 1.0})
+    postmortem.close(run, moment, "recovered", "It is back.")
+    page = file.read_text()
+    assert page == edited.replace(postmortem.OPEN, "It is back.") != edited
+    assert (folder / "loss.png").read_bytes() != before and postmortem.still_open(run) is None
+
+
+def test_a_page_is_written_where_little_is_known(tmp_path):
+    """The first log line, nothing read, nothing finite; and text that means something to Markdown."""
+    nothing = a_moment(step=1, worst=1, baseline=None, lines=[], steps=[(1, math.nan, math.nan, False)])
+    folder = postmortem.write(Run(tmp_path), nothing, Evidence())
+    assert {path.name for path in folder.iterdir()} == {"postmortem.md", "postmortem.json", "loss.png", "grad_norm.png"}
+    sample = Sample(3, "a.parquet", 2, [1, 2, 3], [math.nan, 0.5])
+    side = {"what": "micro-batch 1 of step 6", "activations": {"embedding": {"rms": math.nan, "max": 1.0}},
+            "gradients": {"embed_tokens.weight": math.inf}}  # fmt: skip
+    evidence = Evidence([sample], ["a|b`\n\x00"], [["a|", "b`", "\n\x00"]], side, side, None)
+    page = (postmortem.write(Run(tmp_path), a_moment(), evidence) / "postmortem.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert all(line.count("|") in {5, 6, 7} for line in rows) and "`a¦b'↵·`" in page
+    for name in ("postmortem.json", "norms.json", "tokens.json"):
+        json.loads((tmp_path / "postmortem-00000007" / name).read_text(), parse_constant=pytest.fail)
+
+
+def test_writing_one_needs_no_torch():
+    code = "import sys, lm.runs.postmortem; assert not {'torch', 'matplotlib'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)

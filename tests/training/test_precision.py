@@ -1,0 +1,445 @@
+"""Number formats: what FP8 rounds and what it leaves alone, which matrices it takes, and what is refused.
+
+On a CPU the products of the same eight bits are summed in fp32; `test_gpu` compares that with what a device gives.
+"""
+
+import logging
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.fx.experimental.proxy_tensor import make_fx
+from trainings import lm, losses, make_workplace, trace, write_config
+
+from lm.cli.bench import AUTOCAST
+from lm.errors import RequestError
+from lm.kernels import linear as fp8
+from lm.kernels.linear import linear, product, scaled
+from lm.kernels.operations import FUSED, PLAIN
+from lm.model.compile import compile_decoder
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
+from lm.runs.run import Run
+from lm.training.precision import Float8Precision, Precision, choose
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # the largest relative error of rounding to 3 and to 2 bits of mantissa
+LEAST = {E4M3: 2.0**-9, E5M2: 2.0**-16}  # the smallest value above zero
+SCALINGS = ["tensorwise", "rowwise"]
+SMALL = DecoderConfig(
+    vocab_size=64, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=96, max_position_embeddings=32,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+# ---- the numbers ----------------------------------------------------------------------------------------------------
+
+
+def uncertainty(x, scale, dtype):
+    """The most by which each value may differ once it is in FP8, in float64."""
+    return torch.maximum(x.double().abs() * HALF_STEP[dtype], scale.double() * LEAST[dtype] / 2)
+
+
+def column(scale):
+    return scale[..., None]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
+def test_values_are_rounded_to_the_format_and_use_its_range(scaling, dtype, source):
+    """Over 60 orders of magnitude, with outliers; scales are powers of two, and the least that fit."""
+    x = (torch.randn(64, 48) * torch.logspace(-30, 30, 64)[:, None]).to(source)
+    x = x if scaling == "rowwise" else x[20:22] * torch.tensor([[1.0], [1e4]], dtype=source)
+    values, scale = scaled(x, dtype, scaling)
+    assert scale.shape == (x.shape[:1] if scaling == "rowwise" else ()) and scale.dtype == torch.float32
+    assert (torch.frexp(scale).mantissa == 0.5).all()
+    error = (values.double() * column(scale).double() - x.double()).abs()
+    assert (error <= uncertainty(x, column(scale), dtype)).all()
+    largest = values.float().abs().amax(-1 if scaling == "rowwise" else None)
+    end = torch.finfo(dtype).max
+    assert (largest <= end).all() and (largest > end / 2 * (1 - HALF_STEP[dtype])).all()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("rows", [1, 32])
+def test_a_product_is_float64s_within_what_the_formats_round(scaling, gradient, rows):
+    a, b = torch.randn(rows, 80).bfloat16(), torch.randn(48, 80).bfloat16()
+    got, exact = product(a, b, scaling, gradient=gradient), a.double() @ b.double().t()
+    left = E5M2 if gradient and scaling == "tensorwise" else E4M3
+    da = uncertainty(a, column(scaled(a, left, scaling).scale), left)
+    db = uncertainty(b, column(scaled(b, E4M3, scaling).scale), E4M3)
+    bound = da @ b.double().abs().t() + a.double().abs() @ db.t() + da @ db.t()
+    assert got.dtype == torch.bfloat16 and got.shape == exact.shape
+    assert ((got.double() - exact).abs() <= bound + got.double().abs() * 2**-8).all()
+    typical = 2.0 if left == E5M2 else 1.0  # on average it is far less than that, and no less than the formats imply
+    assert 0.02 * typical < (got.double() - exact).norm() / exact.norm() < 0.04 * typical
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_emulation_is_torchs_own_scaled_product(scaling):
+    """To the bit, where this CPU's torch has one."""
+    a, b = torch.randn(32, 80).bfloat16() * 7, torch.randn(48, 80).bfloat16() / 300
+    left, right = scaled(a, E4M3, scaling), scaled(b, E4M3, scaling)
+    scales = left.scale.view(-1, 1), right.scale.view(1, -1)
+    try:
+        exact = torch._scaled_mm(left.values, right.values.t(), *scales, out_dtype=torch.bfloat16)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        pytest.skip(str(error))
+    assert torch.equal(product(a, b, scaling), exact)
+
+
+def test_an_outlier_costs_only_its_own_row_its_digits_where_rows_have_scales():
+    a, b = torch.randn(32, 64).bfloat16(), torch.randn(16, 64).bfloat16()
+    a[3, 5] = 3e6
+    exact = (a.double() @ b.double().t())[4:]
+    errors = {scaling: ((product(a, b, scaling).double()[4:] - exact).norm() / exact.norm()).item()
+              for scaling in SCALINGS}  # fmt: skip
+    assert errors["rowwise"] < 0.04 and errors["tensorwise"] > 0.5
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_zeros_stay_zeros(scaling):
+    a, b = torch.randn(16, 32).bfloat16(), torch.randn(16, 32).bfloat16()
+    a[2] = 0
+    assert (product(a, b, scaling)[2] == 0).all() and (product(torch.zeros_like(a), b, scaling) == 0).all()
+    assert (product(a, torch.zeros_like(b), scaling, gradient=True) == 0).all()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_not_hidden(scaling, value):
+    a, b = torch.randn(16, 32).bfloat16(), torch.randn(16, 32).bfloat16()
+    a[2, 7] = value
+    lost = product(a, b, scaling).isnan()
+    assert lost[2].all() and lost.all() == (scaling == "tensorwise") and lost[0].any() == (scaling == "tensorwise")
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_device_takes_the_layouts_of_all_three_products(scaling):
+    """What torch checks of shapes and strides before it starts a device's kernel."""
+    x, weight = torch.empty(2, 24, 64, dtype=torch.bfloat16, device="meta"), torch.empty(96, 64, device="meta")
+    out = linear(x.requires_grad_(), weight.requires_grad_(), scaling)
+    out.backward(torch.empty_like(out))
+    assert out.shape == (2, 24, 96) and x.grad.shape == x.shape and weight.grad.shape == weight.shape
+    with pytest.raises(RuntimeError, match="divisible by 16"):
+        odd = linear(x[:, :5], weight, scaling)
+        odd.backward(torch.empty_like(odd))  # 10 tokens
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_device_is_asked_for_what_it_can_give_and_the_product_is_like_its_factor(scaling, source):
+    """Most devices give bf16 alone where rows have scales."""
+    a, b = (torch.empty(32, 64, dtype=source, device="meta") for _ in range(2))
+    traced = make_fx(lambda a, b: product(a, b, scaling))(a, b)
+    (asked,) = [node for node in traced.graph.nodes if node.target == torch.ops.aten._scaled_mm.default]
+    assert torch.bfloat16 in asked.args if scaling == "rowwise" else source in asked.args
+    assert traced(a, b).dtype == source
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_what_a_device_runs_is_traced_in_one_graph(scaling):
+    """Torch's scaled product is in it, three times, and nothing that waits for the device."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    called = []
+
+    def note(graph, inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(linear, backend=aot_autograd(fw_compiler=note), fullgraph=True)
+    x = torch.empty(32, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    out = compiled(x, torch.empty(96, 64, device="meta", requires_grad=True), scaling)
+    out.backward(torch.empty_like(out))
+    assert [name for name in called if "mm" in name] == ["aten._scaled_mm.default"] * 3
+    assert not [name for name in called if "local_scalar" in name or name.endswith(".item")]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("joined", ["linear", "norm_linear", "swiglu_linear"])
+@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
+def test_gradients_are_those_of_bf16_within_rounding(scaling, joined, operations):
+    """The matrix's own, and that of what goes into it."""
+    torch.manual_seed(1)
+    inputs = [torch.randn(2, 16, 64), torch.randn(48, 64 if joined != "swiglu_linear" else 32), torch.randn(64)]
+
+    def run(scaling, dtype):
+        x, weight, norm = (t.to(dtype, copy=True).requires_grad_() for t in inputs)
+        if joined == "linear":
+            out = linear(x, weight, scaling)
+        elif joined == "swiglu_linear":
+            out = operations.swiglu_linear(x, weight, scaling)
+        else:
+            out = operations.norm_linear(x, None, norm, 1e-5, weight, scaling)[1]
+        torch.manual_seed(2)
+        out.backward(torch.randn(out.shape).to(dtype))
+        return out.detach(), *(t.grad for t in (x, weight, norm) if t.grad is not None)
+
+    for got, exact in zip(run(scaling, torch.bfloat16), run(None, torch.float32), strict=True):
+        assert got.dtype == torch.bfloat16 and 0.01 < (got.float() - exact).norm() / exact.norm() < 0.09
+
+
+# ---- the decoder ----------------------------------------------------------------------------------------------------
+
+
+def converted(decoder, scaling, keep=None, tokens=(4, 32)):
+    """The decoder, its matrices marked as Lightning would have it done."""
+    data = SimpleNamespace(micro_batch_size=tokens[0], seq_len=tokens[1])
+    trainer = SimpleNamespace(datamodule=data, fitting=True)
+    Float8Precision(scaling, keep, "cpu").convert_module(SimpleNamespace(decoder=decoder, trainer=trainer))
+    return decoder
+
+
+def built(scaling=None, keep=None, operations=PLAIN, config=SMALL):
+    torch.manual_seed(0)
+    decoder = Decoder(config)
+    decoder.operations = operations
+    return decoder if scaling is None else converted(decoder, scaling, keep)
+
+
+def results(decoder):
+    """The losses of a batch and the gradients of all weights, as under `bf16-mixed`."""
+    torch.manual_seed(1)
+    ids = torch.randint(64, (2, 33))
+    decoder.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        total, each = decoder(ids[:, :-1], labels=ids[:, 1:])
+    total.backward()
+    return [each, *(parameter.grad for parameter in decoder.parameters())]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
+def test_compiled_it_is_eager_to_the_bit_in_one_graph(scaling, operations):
+    decoder = built(scaling, operations=operations)
+    eager = [t.clone() for t in results(decoder)]
+    torch._dynamo.reset()
+    compile_decoder(decoder, "triton_free")  # whole graphs or an error
+    for mine, before in zip(results(decoder), eager, strict=True):
+        assert torch.equal(mine, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_inductor_is_nearer_to_eager_than_fp8_is_to_bf16(scaling):
+    """It rounds less often to bf16 on the way, and so some values fall to the other side in FP8."""
+    bf16 = results(built(operations=FUSED))
+    decoder = built(scaling, operations=FUSED)
+    eager = [t.clone() for t in results(decoder)]
+    torch._dynamo.reset()
+    compile_decoder(decoder, "inductor")
+    for mine, before, exact in zip(results(decoder), eager, bf16, strict=True):
+        assert (mine - before).norm() <= (before - exact).norm()
+
+
+def test_plain_and_fused_differ_by_rounding_only():
+    for mine, plain in zip(results(built("rowwise", operations=FUSED)), results(built("rowwise")), strict=True):
+        assert (mine - plain).norm() < 6e-2 * plain.norm()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_it_learns_as_bf16_does(scaling):
+    """Thirty steps on one text; the losses stay together all along and end where they should."""
+
+    def curve(scaling, keep=None):
+        decoder = built(scaling, keep, FUSED)
+        torch.manual_seed(3)
+        text = torch.randint(64, (400,))
+        optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
+        found = []
+        for step in range(30):
+            ids = torch.stack([text[at : at + 33] for at in torch.randint(360, (16,))])
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                total, each = decoder(ids[:, :-1], labels=ids[:, 1:])
+            (total / each.numel()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(each.mean().item())
+        return found
+
+    bf16, ours = curve(None), curve(scaling)
+    assert ours != bf16 and ours[0] == pytest.approx(bf16[0], abs=5e-3)
+    assert ours == pytest.approx(bf16, rel=0.03) and ours[-1] < 0.75 * ours[0]
+
+
+# ---- which matrices -------------------------------------------------------------------------------------------------
+
+
+def in_fp8(decoder):
+    return [name for name, part in decoder.named_modules() if getattr(part, "scaling", None)]
+
+
+@pytest.mark.parametrize("keep, expected", [
+    (None, [f"layers.{i}.{part}" for i in (0, 1)
+            for part in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")]),
+    (["layers.*.self_attn.*", "layers.[01].*"], ["layers.2.mlp.gate_up_proj", "layers.2.mlp.down_proj"]),
+    (["*_proj", ], None),
+])  # fmt: skip
+def test_matrices_are_left_out_by_name_and_the_last_blocks_if_none_is_named(keep, expected):
+    if expected is None:
+        with pytest.raises(RequestError, match="leaves no matrix for FP8"):
+            built("rowwise", keep)
+        return
+    decoder = built("rowwise", keep)
+    assert in_fp8(decoder) == expected
+    assert not hasattr(decoder.embed_tokens, "scaling") and decoder.norm.weight.dtype == torch.float32
+    assert len(in_fp8(built("rowwise", []))) == 12
+
+
+def test_an_output_matrix_of_its_own_is_not_taken_either():
+    decoder = built("rowwise", [], config=DecoderConfig(**{**vars(SMALL), "tie_word_embeddings": False}))
+    assert len(in_fp8(decoder)) == 12 and type(decoder.lm_head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("part", ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"])
+def test_each_kind_of_matrix_is_multiplied_in_fp8(part, operations):
+    """One alone: the losses change, and its own gradient changes by more than bf16 rounds."""
+    others = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"} - {part}
+    keep = ["layers.[02].*", *(f"layers.1.{other}" for other in others)]
+    bf16, ours = built(None, operations=operations), built("rowwise", keep, operations)
+    assert not torch.equal(results(ours)[0], results(bf16)[0])
+    exact, rounded = (decoder.get_parameter(f"layers.1.{part}.weight").grad for decoder in (bf16, ours))
+    assert 0.015 < (rounded - exact).norm() / exact.norm() < 0.15
+
+
+@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
+def test_what_is_left_out_is_exact(operations):
+    """FP8 in the last matrix alone: all that comes before it is bf16's to the bit, and what comes after is not."""
+    keep = ["layers.[01].*", "layers.2.self_attn.*", "*.gate_up_proj"]
+    seen = {}
+
+    def run(name, decoder):
+        for i, layer in enumerate(decoder.layers):
+            layer.register_forward_hook(lambda layer, inputs, output, i=i: seen.setdefault((name, i), output))
+        results(decoder)
+
+    run("bf16", built(None, operations=operations))
+    run("fp8", built("rowwise", keep, operations))
+    for layer in (0, 1):
+        assert all(map(torch.equal, seen["bf16", layer], seen["fp8", layer]))
+    (branch, stream), (rounded, same) = seen["bf16", 2], seen["fp8", 2]
+    assert torch.equal(stream, same) and not torch.equal(branch, rounded)
+
+
+def test_sizes_that_a_device_does_not_take_are_refused_with_the_cure():
+    odd = DecoderConfig(**{**vars(SMALL), "intermediate_size": 72})
+    with pytest.raises(RequestError) as refused:
+        built("rowwise", config=odd)
+    assert str(refused.value) == (
+        "trainer.precision fp8-rowwise takes multiples of 16, and layers.0.mlp.down_proj is 64 x 72: change the "
+        "decoder's sizes, or name it in trainer.fp8_keep")
+    assert len(in_fp8(built("rowwise", ["*.down_proj"], config=odd))) == 9
+    with pytest.raises(RequestError, match="multiples of 16 tokens a micro-batch, and these are 3 x 24"):
+        converted(Decoder(SMALL), "rowwise", tokens=(3, 24))
+
+
+def test_a_name_that_fits_nothing_is_refused():
+    with pytest.raises(RequestError) as refused:
+        built("rowwise", ["layers.3.*"])
+    assert str(refused.value) == ("trainer.fp8_keep layers.3.* fits no matrix: they go from "
+                                  "layers.0.self_attn.qkv_proj to layers.2.mlp.down_proj")
+
+
+# ---- what is asked for ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments, line", [
+    (["--trainer.precision", "fp8-tensorwise"],
+     "lm fit: trainer.precision fp8-tensorwise needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, "
+     "Blackwell), and this is a cpu: take bf16-mixed"),
+    (["--trainer.fp8_keep", "[layers.0.*]"],
+     "lm fit: trainer.fp8_keep layers.0.* is for FP8, and trainer.precision is 32-true: leave it out, or take "
+     "fp8-tensorwise or fp8-rowwise"),
+])
+def test_a_request_that_cannot_be_met_ends_with_one_line(tmp_path, arguments, line):
+    folder = make_workplace(tmp_path)
+    ended = lm(folder, "fit", "--config", str(write_config(folder)), *arguments, expect=2)
+    assert ended.stderr.strip().splitlines()[-1] == line
+    assert not (folder / "checkpoints").exists() and not (folder / "data").exists()
+
+
+@pytest.mark.parametrize("capability, expected", [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_an_older_gpu_is_refused_by_name(monkeypatch, capability, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    plugin = Float8Precision("rowwise", None)
+    if expected:
+        with pytest.raises(RequestError, match="and this is NVIDIA A100-SXM4-80GB: take bf16-mixed"):
+            plugin.refuse(torch.device("cuda", 0))
+    else:
+        plugin.refuse(torch.device("cuda", 0))
+
+
+def test_on_a_cpu_a_half_precision_becomes_what_it_does_well_and_fp8_becomes_nothing_else(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    for half, expected in {"bf16": "bf16-mixed", None: "32-true"}.items():
+        monkeypatch.setattr("lm.training.precision.cpu_half_precision", lambda half=half: half)
+        assert choose("16-mixed", None, "cpu") == expected
+        assert caplog.messages.pop() == f"precision 16-mixed -> {expected}: this CPU has no fast 16-mixed arithmetic"
+        caplog.clear()
+    assert choose("32-true", None, "cpu") == "32-true" and choose("16-mixed", None, "gpu") == "16-mixed"
+    assert not caplog.messages
+    assert choose("fp8-rowwise", None, "cpu").scaling == "rowwise"
+
+
+def test_every_precision_has_its_place_in_the_bench():
+    """The loop that is written by hand computes in the precision of Lightning's."""
+    assert set(get_args(Precision)) == AUTOCAST.keys() | {"32-true", "bf16-true"}
+    assert {AUTOCAST[f"fp8-{scaling}"] for scaling in get_args(fp8.Scaling)} == {torch.bfloat16}
+
+
+# ---- through Lightning ----------------------------------------------------------------------------------------------
+
+
+class Emulated(Callback):
+    """FP8 on a CPU, which a config cannot ask for."""
+
+    def setup(self, trainer, pl_module, stage):
+        trainer.strategy.precision_plugin = Float8Precision("rowwise", None, "cpu")
+
+
+def fit(folder, name, *callbacks, expect=0, **changes):
+    named = [{"class_path": "recorder.Recorder"}, {"class_path": "test_precision.Emulated"}, *callbacks]
+    config = write_config(folder, name, **changes, **{"trainer.callbacks": named})
+    return lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=expect)
+
+
+def test_a_run_trains_validates_and_goes_on_exactly(tmp_path):
+    folder = make_workplace(tmp_path)
+    said = fit(folder, "straight").stderr
+    assert said.count("precision: fp8-rowwise in 4 of the blocks' 8 matrices; bf16 in layers.1.*") == 1
+    straight = losses(folder)
+    metrics = Run(folder / "checkpoints" / "straight").metrics()
+    assert metrics[-1]["val/loss"] < 3.4 and metrics[-1]["val/loss"] < metrics[0]["train/loss"]
+    (folder / "trace.jsonl").unlink()
+    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGTERM", micro_batch=11)}
+    fit(folder, "stopped", kill, expect=75)
+    fit(folder, "stopped")
+    assert losses(folder) == straight and len(trace(folder)) == 24
+
+
+@pytest.mark.slow
+def test_shards_compute_what_whole_models_do(tmp_path):
+    """FSDP2: matrices are whole where they are multiplied, and their scales those of the whole matrix."""
+    folder = make_workplace(tmp_path)
+    changes = {"model.decoder.dropout": 0.0, "trainer.devices": 2, "data.micro_batch_size": 2, "trainer.max_steps": 6}
+    found = {}
+    for strategy in ("ddp", "fsdp2"):
+        fit(folder, strategy, **changes, **{"trainer.strategy": strategy})
+        found[strategy] = [entry["train/loss"] for entry in Run(folder / "checkpoints" / strategy).metrics()
+                           if "train/loss" in entry]  # fmt: skip
+    assert found["fsdp2"] == pytest.approx(found["ddp"], rel=1e-3) and len(found["ddp"]) == 6

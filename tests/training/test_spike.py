@@ -1,0 +1,148 @@
+"""The drill: five steps of rare tokens come when they were asked for, as a pure function, once, and are survived."""
+
+import json
+import re
+import signal
+
+import numpy as np
+import pytest
+from shard_files import write_folder, write_tokens
+from trainings import lm, losses, make_workplace, trace, write_config
+
+from lm.data.rare import rare_rows, rare_tokens
+from lm.data.shards import Shards
+from lm.runs.run import Run
+
+STEPS = [30, 31, 32, 33, 34]
+LENGTH = {"trainer.max_steps": 44, "trainer.val_interval": 44}
+DRILL = {"guards.inject_step": 30, **LENGTH}
+
+
+# ---- which tokens ----------------------------------------------------------------------------------------------------
+
+
+def test_rare_tokens_are_the_most_that_make_up_one_percent(tmp_path):
+    """None that was left out is rarer than one that was taken, and one more would be too many."""
+    random = np.random.default_rng(0)
+    tokens = (random.zipf(1.3, 200_000) % 500).astype(np.uint16)
+    write_tokens(tmp_path / "00000.parquet", tokens)
+    rare = rare_tokens(Shards.open(str(tmp_path)), 1000)
+    counts = np.bincount(tokens, minlength=1000)
+    assert counts[rare].min() > 0 and counts[rare].sum() <= 0.01 * len(tokens)
+    others = np.setdiff1d(np.flatnonzero(counts), rare)
+    assert counts[others].min() >= counts[rare].max()
+    assert counts[rare].sum() + counts[others].min() > 0.01 * len(tokens)
+
+
+def test_there_is_always_one(tmp_path):
+    """Where every token is common, it is the rarest one; of equals the one with the smallest id."""
+    write_tokens(tmp_path / "00000.parquet", np.array([7, 7, 7, 3, 3, 9, 9] * 10, dtype=np.uint16))
+    assert rare_tokens(Shards.open(str(tmp_path)), 1000).tolist() == [3]
+
+
+def test_only_the_beginning_of_the_text_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("lm.data.rare.COUNTED", 700)
+    tokens = write_folder(tmp_path, [500, 500], vocab_size=20)
+    counts = np.bincount(tokens[:700], minlength=1000)
+    assert rare_tokens(Shards.open(str(tmp_path)), 1000)[0] == np.where(counts > 0, counts, 10_000).argmin()
+
+
+def test_samples_are_a_function_of_seed_and_step_for_good():
+    """The numbers are written down here: another version of numpy has to give them, too."""
+    rare = np.array([11, 22, 33, 44, 55], dtype=np.uint16)
+    rows = rare_rows(rare, seed=7, step=150, samples=2, length=6)
+    assert rows.dtype == np.uint16 and rows.tolist() == PINNED
+    assert not np.array_equal(rows, rare_rows(rare, 7, 151, 2, 6))
+    assert not np.array_equal(rows, rare_rows(rare, 8, 150, 2, 6))
+    assert set(rare_rows(rare, -1, 1, 64, 33).flatten().tolist()) == set(rare.tolist())
+
+
+PINNED = [[33, 33, 44, 55, 22, 55], [55, 22, 22, 33, 44, 11]]
+
+
+# ---- in a training ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with one uninterrupted run, `drill`; its messages, what it saw and its exact losses."""
+    folder = make_workplace(tmp_path_factory.mktemp("spike"))
+    done = lm(folder, "fit", "--config", str(write_config(folder, "drill", **DRILL)))
+    (folder / "messages.txt").write_text(done.stderr)
+    (folder / "trace.jsonl").rename(folder / "expected.jsonl")
+    return folder
+
+
+def tokens_by_step(entries):
+    steps = {}
+    for entry in entries:
+        steps.setdefault(entry["step"], []).extend(entry["tokens"])
+    return steps
+
+
+def expected(folder):
+    return [json.loads(line) for line in (folder / "expected.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.fault(9)
+def test_five_steps_are_replaced_and_no_other(workplace):
+    """The steps around are those of a run without the drill."""
+    (workplace / "trace.jsonl").unlink(missing_ok=True)
+    lm(workplace, "fit", "--config", str(write_config(workplace, "plain", **LENGTH)))
+    plain, drill = tokens_by_step(trace(workplace)), tokens_by_step(expected(workplace))
+    assert [step for step in drill if drill[step] != plain[step]] == STEPS
+    train = Shards.open(str(workplace / "data/small/train"))
+    rare = set(rare_tokens(train, 100).tolist())
+    assert all(set(drill[step]) <= rare for step in STEPS)
+    assert len({tuple(drill[step]) for step in STEPS}) == 5
+
+
+def test_it_is_logged_as_such(workplace):
+    messages = (workplace / "messages.txt").read_text()
+    assert re.search(r"step 30: the samples of steps 30 to 34 are replaced by rare tokens", messages)
+    assert re.search(r"step 34: the last of the injected steps", messages)
+    run = Run(workplace / "checkpoints" / "drill")
+    marked = {line["step"] for line in run.metrics() if line.get("data/injected") == 1}
+    assert sorted(marked) == STEPS and run.read("run.json")["injected"] == {"steps": STEPS}
+
+
+@pytest.mark.fault(9)
+def test_it_is_survived_and_written_up_with_its_recovery(workplace):
+    run = Run(workplace / "checkpoints" / "drill")
+    assert run.read("run.json")["status"] == "finished"
+    page = (run.path / "postmortem-00000030" / "postmortem.md").read_text()
+    assert "**This was a drill**" in page and "injected" in page
+    assert re.search(r"## Recovery\n\nThe loss was back in the log line of step (3[5-9]|4\d)", page)
+
+
+def test_another_division_sees_the_same(workplace):
+    (workplace / "trace.jsonl").unlink(missing_ok=True)
+    divided = {"data.micro_batch_size": 2, "data.num_workers": 1}
+    lm(workplace, "fit", "--config", str(write_config(workplace, "divided", **DRILL, **divided)))
+    assert tokens_by_step(trace(workplace)) == tokens_by_step(expected(workplace))
+
+
+@pytest.mark.slow
+@pytest.mark.fault(9)
+def test_a_resume_in_the_middle_injects_the_rest(workplace):
+    """Killed in the last injected step, gone on with from step 33: the losses are those of a run without a stop."""
+    (workplace / "trace.jsonl").unlink(missing_ok=True)
+    callbacks = [
+        {"class_path": "recorder.Recorder"},
+        {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 67}},
+    ]
+    killed = write_config(workplace, "killed", **DRILL, **{"trainer.callbacks": callbacks})
+    lm(workplace, "fit", "--config", str(killed), expect=-signal.SIGKILL)
+    run = Run(workplace / "checkpoints" / "killed")
+    assert run.read("run.json")["injected"] == {"steps": STEPS} and list(run.steps())[-1] < 34
+    config = write_config(workplace, "killed", **DRILL)
+    lm(workplace, "fit", "--config", str(config), "--ckpt_path", "auto")
+    straight = {(entry["step"], entry["micro"]): entry["loss"] for entry in expected(workplace)}
+    assert losses(workplace) == straight and run.read("run.json")["injected"] == {"steps": STEPS}
+
+
+def test_a_step_that_never_comes_is_refused(workplace):
+    config = write_config(workplace, "late", **{"guards.inject_step": 13})
+    refused = lm(workplace, "fit", "--config", str(config), expect=2)
+    assert "guards.inject_step 13: the run ends with step 12" in refused.stderr
+    assert not (workplace / "checkpoints" / "late").exists()

@@ -1,0 +1,200 @@
+"""TensorBoard has one curve a metric however often a run is killed, charts that belong together, and small files."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import defaultdict
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from trainings import lm, make_workplace, write_config
+
+from lm.runs.run import Run
+from lm.training.callbacks.logging import BUCKETS, REPLAYED, EventFile, count
+
+STEPS, TOKENS = 12, 256  # optimizer steps of the run, and tokens of one
+KILL = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 20}}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A run that was killed after ten steps and went on from step 6; histograms every 4 steps."""
+    place = make_workplace(tmp_path_factory.mktemp("curves"))
+    changes = {"trainer.histogram_interval": 4, "trainer.max_steps": STEPS, "trainer.keep_checkpoints": 5}
+    write_config(place, **changes, **{"trainer.callbacks": [KILL]})
+    lm(place, "fit", "--config", "small.yaml", expect=-9)
+    write_config(place, **changes, **{"trainer.callbacks": None})
+    lm(place, "fit", "--config", "small.yaml", "--ckpt_path", "checkpoints/small/step-00000006")
+    run = Run(place / "checkpoints/small")
+    assert len(values(run, "train/loss")) > STEPS  # there are points that do not count any more
+    return run
+
+
+def events(run):
+    """Every event of a run's files, oldest file first."""
+    files = sorted(run.path.glob("events.out.tfevents.*"))
+    return [Event.FromString(record) for file in files for record in RawEventFileLoader(str(file)).Load()]
+
+
+def values(run, tag):
+    """The values under one tag, in all files."""
+    return [value for event in events(run) for value in event.summary.value if value.tag == tag]
+
+
+def steps(run, tag):
+    accumulator = EventAccumulator(str(run.path), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return [event.step for event in accumulator.Scalars(tag)]
+
+
+def test_a_killed_run_has_every_point_once(killed):
+    """By step and by tokens, though what the purge goes by is the step."""
+    every = list(range(1, STEPS + 1))
+    assert steps(killed, "train/loss") == every
+    assert steps(killed, "tokens/train_loss") == [step * TOKENS for step in every]
+    assert steps(killed, "val/loss") == [4, 8, 12]
+    assert steps(killed, "tokens/val_loss") == [4 * TOKENS, 8 * TOKENS, 12 * TOKENS]
+
+
+def test_there_is_one_file_a_process_and_no_folder_of_tensorboards_own(killed):
+    assert len(list(killed.path.glob("events.out.tfevents.*"))) == 2
+    assert not [path.name for path in killed.path.iterdir() if path.is_dir() and not path.name.startswith("step-")
+                and path.name not in ("best", "last")]  # fmt: skip
+    assert not values(killed, "hp_metric")
+
+
+def test_the_charts_show_curves_that_are_there(killed):
+    """The layout is what the Custom Scalars tab reads, and each of its tags is written (but MFU: a CPU has no peak)."""
+    written = {value.tag for event in events(killed) for value in event.summary.value}
+    layout = values(killed, "custom_scalars__config__")[0]
+    assert layout.metadata.plugin_data.plugin_name == "custom_scalars"
+    charts = [chart for category in Layout.FromString(layout.tensor.string_val[0]).category for chart in category.chart]
+    assert ["train/loss", "val/loss"] in [list(chart.multiline.tag) for chart in charts]
+    assert {tag for chart in charts for tag in chart.multiline.tag} - written == {"perf/mfu"}
+
+
+def test_hyperparameters_come_once_at_the_end_with_the_results(killed):
+    """Not from the process that was killed: TensorBoard keeps the first that it reads."""
+    start, = values(killed, "_hparams_/session_start_info")
+    experiment, = values(killed, "_hparams_/experiment")
+    end, = values(killed, "_hparams_/session_end_info")
+    assert {value.metadata.plugin_data.plugin_name for value in (start, experiment, end)} == {"hparams"}
+    given = HParamsPluginData.FromString(start.metadata.plugin_data.content).session_start_info.hparams
+    assert given["model.optimizer.lr"].number_value == pytest.approx(1e-2)
+    assert given["model.decoder.num_hidden_layers"].number_value == 2
+    assert given["model.schedule.name"].string_value == "cosine"
+    assert given["model.document_mask"].string_value == "false"
+    metrics = HParamsPluginData.FromString(experiment.metadata.plugin_data.content).experiment.metric_infos
+    names = [info.name.tag for info in metrics]
+    assert names == ["val/best_loss", "val/bpb", "train/loss", "perf/tokens_per_second"]
+    assert all(values(killed, name) for name in names)  # their values are the curves' last
+    best = min(entry["val/loss"] for entry in killed.metrics() if "val/loss" in entry)
+    assert values(killed, "val/best_loss")[-1].simple_value == pytest.approx(best)
+
+
+def test_an_event_file_stays_small(killed):
+    """A log line is under 25 bytes a metric and 100 more; a weight's histogram under a kilobyte; the rest under 8 KB.
+
+    (Measured: 191 bytes for the seven metrics of a line, 56 for its loss over tokens, 613 for a histogram.)
+    """
+    size, number = defaultdict(int), defaultdict(int)
+    for event in events(killed):
+        kind = event.summary.value[0].tag.split("/")[0] if event.summary.value else "rest"
+        size[kind] += event.ByteSize() + 16  # and the record around it
+        number[kind] += 1
+    metrics = len(killed.metrics()[0])  # with step, tokens and time
+    assert (size["train"] + size["tokens"]) / number["train"] < 25 * metrics + 100
+    assert size["weights"] / number["weights"] < 1000
+    assert size["_hparams_"] + size["custom_scalars__config__"] + size["rest"] < 8192
+
+
+def test_a_replay_is_bounded(tmp_path):
+    """However long a run is, going on with it writes no more points over tokens again than TensorBoard shows."""
+    run = Run.create("long", tmp_path)
+    lines = ({"step": step, "tokens": step * 10, "time": 1.0, "train/loss": 2.0} for step in range(1, 2501))
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    logger = EventFile(run)
+    logger.go_on_after(2500)
+    logger.finalize("success")
+    assert REPLAYED / 2 < len(values(run, "tokens/train_loss")) <= REPLAYED
+
+
+# ---- histograms ------------------------------------------------------------------------------------------------------
+
+
+def test_histograms_have_hugging_faces_names_and_count_every_weight(killed):
+    accumulator = EventAccumulator(str(killed.path), size_guidance={"histograms": 0})
+    accumulator.Reload()
+    tags = accumulator.Tags()["histograms"]
+    assert {"weights/model.embed_tokens.weight", "weights/model.layers.1.self_attn.k_proj.weight",
+            "weights/model.layers.0.mlp.up_proj.weight", "weights/model.norm.weight"} <= set(tags)  # fmt: skip
+    assert [event.step for event in accumulator.Histograms("weights/model.norm.weight")] == [4, 8, 12]
+    drawn = accumulator.Histograms("weights/model.layers.0.mlp.down_proj.weight")[-1].histogram_value
+    assert drawn.num == sum(drawn.bucket) == 32 * 64
+
+
+def test_a_histogram_is_that_of_the_values():
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    found = count(values)
+    low, high, number, total, squares = found[:5].tolist()
+    assert (low, high, number) == (values.min().item(), values.max().item(), 1000)
+    assert (total, squares) == pytest.approx((values.double().sum().item(), values.double().square().sum().item()))
+    assert found[5:].tolist() == pytest.approx(torch.histc(values, BUCKETS).tolist(), abs=1)
+    assert count(torch.ones(7))[5:].sum() == 7  # all alike
+    assert count(torch.tensor([1.0, torch.nan, torch.inf])).numel() == 5 + BUCKETS  # said to be not finite, no more
+
+
+# ---- the real server -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load_fast", ["true", "false"])
+def test_a_tensorboard_server_serves_all_of_it(killed, tmp_path, load_fast):
+    """Both of its readers: the layout, the curves over tokens without doubles, and the run's row among the HParams."""
+    log = open(tmp_path / "log", "w+")
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(killed.path.parent), "--host", "127.0.0.1"]
+    server = subprocess.Popen([*command, "--port", "0", f"--load_fast={load_fast}"], stdout=log, stderr=log)
+    try:
+        address = wait_for(lambda: next(
+            word for word in (tmp_path / "log").read_text().split() if word.startswith("http://127")
+        ))  # fmt: skip
+
+        def ask(path, body=None):
+            data = None if body is None else json.dumps(body).encode()
+            request = urllib.request.Request(
+                f"{address}data/{path}", data, {"Content-Type": "application/json"} if data else {}
+            )
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return json.load(answer)
+
+        wait_for(lambda: ask("plugin/scalars/tags")["small"]["val/best_loss"])
+        layout = ask("plugin/custom_scalars/layout")
+        assert [category["title"] for category in layout["category"]] == ["loss", "optimization", "throughput"]
+        curve = ask("plugin/scalars/scalars?run=small&tag=tokens/train_loss")
+        assert [point[1] for point in curve] == [step * TOKENS for step in range(1, STEPS + 1)]
+        body = {"experimentName": "", "allowedStatuses": ["STATUS_SUCCESS"], "colParams": [], "sliceSize": 10}
+        row, = ask("plugin/hparams/session_groups", body)["sessionGroups"]
+        assert row["name"] == "small" and row["hparams"]["model.optimizer.lr"] == pytest.approx(1e-2)
+        assert {"val/best_loss", "val/bpb"} <= {metric["name"]["tag"] for metric in row["metricValues"]}
+    finally:
+        server.terminate()
+        server.wait()
+        log.close()
+
+
+def wait_for(question, seconds=30.0):
+    """The answer to a question that fails at first."""
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            return question()
+        except (OSError, KeyError, StopIteration, ValueError):
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.2)
