@@ -53,7 +53,6 @@ from lm.training.callbacks.standard import standard_callbacks
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
-
 # ---- step loops ------------------------------------------------------------------------------------------------------
 # Lightning's loop and a plain one around the same model, in turns, so that their times can be compared.
 #

@@ -1,4 +1,4 @@
-"""The one YAML: how a config is found and parsed; and the commands that run it: `fit`, `validate`, `test`, `predict`."""
+"""The one YAML: how it is found and parsed, and the commands that run it: `fit`, `validate`, `test`, `predict`."""
 
 import logging
 import sys
@@ -26,7 +26,6 @@ from lm.training.callbacks.run_folder import Registration, RunFolder
 from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
-
 
 # ---- config file -----------------------------------------------------------------------------------------------------
 # The one YAML: how it is found, and a parser of it for commands that look at a training without running one.

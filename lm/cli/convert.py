@@ -31,7 +31,6 @@ from lm.system.files import sweep
 from lm.training.checkpointing import model_files
 from lm.training.step_stats import Tally
 
-
 # ---- export ----------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)

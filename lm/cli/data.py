@@ -19,7 +19,6 @@ from lm.runs.run import ROOT, Run
 from lm.system.files import fits, parse_json
 from lm.system.units import format_count
 
-
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)

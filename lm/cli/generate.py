@@ -32,7 +32,6 @@ from lm.system.hardware import device_name
 from lm.system.process import harmless
 from lm.system.units import Count, parse_count
 
-
 # ---- writer ----------------------------------------------------------------------------------------------------------
 # What `lm generate` and its prompt share: the settings that a person can give, and a text that appears as it is
 # written.

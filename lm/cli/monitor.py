@@ -32,7 +32,6 @@ from lm.runs.registry import find
 from lm.runs.run import ROOT, Run
 from lm.system.units import format_bytes, format_count
 
-
 # ---- dashboard figures -----------------------------------------------------------------------------------------------
 # The figures of a run in words, for `dashboard` to place: a title, a bar, and sections of labels and values.
 

@@ -27,7 +27,6 @@ from lm.training.optim import OptimizerConfig
 from lm.training.precision import for_cpu
 from lm.training.schedule import Steps, lengths, plan_steps
 
-
 # ---- plan facts ------------------------------------------------------------------------------------------------------
 # What a config asks for, as numbers: the parts of `lm plan`'s page. Nothing is built, allocated or written.
 #

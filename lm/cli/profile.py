@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import lightning
 import torch
@@ -49,7 +49,6 @@ from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
-
 
 # ---- profile generation ----------------------------------------------------------------------------------------------
 # `lm profile --run R`: how soon a checkpoint writes its first token, and how fast the others follow.
@@ -137,9 +136,6 @@ def show_generation(found: dict[str, Any]) -> None:
 # Where the time of a training step goes: Lightning's spans, each moment of a fit given to one part of the step.
 #
 # `profile` runs the fit and says what was found.
-
-if TYPE_CHECKING:
-    from lm.training.trainer import Trainer
 
 # Lightning's name of a span, after its last dot -> the part of a step. Spans nest: an optimizer step has the forward
 # and backward pass of its last micro-batch in it. What is in no span, or in one that is not here, is the part around

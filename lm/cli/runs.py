@@ -27,7 +27,6 @@ from lm.runs.history import read_samples
 from lm.runs.run import ROOT, Run, joined, release, sentences
 from lm.system.units import format_bytes, format_count
 
-
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)

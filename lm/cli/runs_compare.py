@@ -24,7 +24,6 @@ from lm.runs.history import Series, curve, differences, labels
 from lm.runs.run import ROOT, Run
 from lm.system.files import unseal
 
-
 # ---- run compare -----------------------------------------------------------------------------------------------------
 
 CHART_HEIGHT = 20

@@ -12,7 +12,6 @@ from lm.model.config import DecoderConfig
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import Count, format_count
 
-
 # ---- scaling ---------------------------------------------------------------------------------------------------------
 # One dial: from a depth to a whole recipe, by published rules. `cli/scale` writes it down as YAML.
 #

@@ -26,7 +26,6 @@ from lm.errors import RequestError
 from lm.system.files import fits, parse_json
 from lm.system.units import Count
 
-
 # ---- texts -----------------------------------------------------------------------------------------------------------
 # Texts as masked batches, for `lm predict`.
 

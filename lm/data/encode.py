@@ -33,7 +33,6 @@ from lm.data.text_files import Piece, TextFile, read_pieces
 from lm.data.tokenizer import Encoder, Tokenizer, id_type
 from lm.errors import RunError
 
-
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 UNIT_BYTES = 64 * 2**20  # of text, about; smaller for a small corpus, so that all processes have something to do

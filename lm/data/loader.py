@@ -29,7 +29,6 @@ from lm.data.sampler import BLOCKS_AHEAD, Order
 from lm.data.shards import BLOCK_TOKENS, BadBlock, Shards
 from lm.errors import RequestError, RunError
 
-
 # ---- buffer ----------------------------------------------------------------------------------------------------------
 # Decoded blocks in memory, read ahead by threads.
 #

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 
 from lm.errors import RequestError, RunError
 
-
 # ---- pages -----------------------------------------------------------------------------------------------------------
 # The pages of our own layout, straight into numpy: three times as fast as through Arrow's nested lists.
 #

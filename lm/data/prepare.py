@@ -37,7 +37,6 @@ from lm.errors import Interrupted, RequestError
 from lm.system.files import fits, parse_json
 from lm.system.units import Count
 
-
 # ---- splits ----------------------------------------------------------------------------------------------------------
 # Which tokens are for training and which for validation, once all are encoded.
 #

@@ -27,7 +27,6 @@ import pyarrow.fs as pafs
 from lm.errors import LmError, RequestError, RunError
 from lm.system.process import may_hang
 
-
 # ---- remote ----------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)

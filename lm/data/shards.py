@@ -38,7 +38,6 @@ from lm.data.remote import (
 from lm.errors import RequestError, RunError
 from lm.system.files import parse_json
 
-
 # ---- catalog ---------------------------------------------------------------------------------------------------------
 # Which files a source means, and how many tokens each of their row groups has.
 #

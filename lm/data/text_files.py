@@ -24,7 +24,6 @@ from lm.data.remote import first_line, glob_expression, is_remote, open_filesyst
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError
 
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 # Which text files an input means, of what kind they are, and how to open them.
 #

@@ -21,7 +21,6 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from lm.errors import RequestError
 from lm.system.files import parse_json
 
-
 # ---- tokenizer -------------------------------------------------------------------------------------------------------
 
 Begin = Literal["nothing", "eos"]  # what a text begins with; documents follow the token that ended the one before

@@ -20,7 +20,6 @@ from lm.errors import RequestError, RunError
 from lm.evaluation.tasks import Item, Task
 from lm.model.decoder import Decoder, document_ids_from, evaluating
 
-
 # ---- scoring ---------------------------------------------------------------------------------------------------------
 
 LOGITS = 2**26  # that are held at once, 256 MiB

@@ -11,7 +11,6 @@ from torchmetrics import Metric
 
 from lm.model.decoder import IGNORED
 
-
 # ---- statistics ------------------------------------------------------------------------------------------------------
 # How sure a score is: standard errors and 95 % intervals.
 

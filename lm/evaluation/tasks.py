@@ -23,7 +23,6 @@ from lm.data.text_files import read_documents
 from lm.errors import RequestError
 from lm.system.files import parse_json, parse_yaml
 
-
 # ---- tasks -----------------------------------------------------------------------------------------------------------
 
 EMBEDDED = "embedded:"

@@ -25,7 +25,6 @@ from lm.runs.checkpoint import samples_of
 from lm.runs.run import Run, joined
 from lm.system.units import format_bytes, format_count
 
-
 # ---- provenance ------------------------------------------------------------------------------------------------------
 # How a checkpoint came to be, from the folder of its run: its data, its training, how good it was found to be.
 #

@@ -10,7 +10,6 @@ from torch import Tensor
 from lm.errors import RequestError, RunError
 from lm.model.decoder import Cache, Decoder, evaluating
 
-
 # ---- decode step -----------------------------------------------------------------------------------------------------
 # A step of generation: the decoder reads the newest token of each row over a cache and says what may follow.
 #

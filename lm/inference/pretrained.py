@@ -22,7 +22,6 @@ from lm.runs.registry import find
 from lm.runs.run import Run
 from lm.system.files import parse_json
 
-
 # ---- weights ---------------------------------------------------------------------------------------------------------
 # The weights of a model folder: a checkpoint of ours, or what Hugging Face's libraries write. Nothing is unpickled.
 

@@ -20,7 +20,6 @@ from lm.system.arguments import Parser
 from lm.system.files import fits
 from lm.system.units import format_count
 
-
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 # The tokens of shards: how often each occurs, and how long the documents are in tokens and in bytes.
 

@@ -20,7 +20,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 # Eight colours that people with every kind of colour vision tell apart (Okabe and Ito, "Color Universal Design", 2008).

@@ -20,7 +20,6 @@ from lm.inspection.probabilities import windows
 from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
 
-
 # ---- parameters ------------------------------------------------------------------------------------------------------
 # Where a model's parameters are.
 

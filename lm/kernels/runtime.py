@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lm.errors import RunError
 
-
 # ---- nvrtc -----------------------------------------------------------------------------------------------------------
 # CUDA sources to machine code by NVRTC, which torch installs: no nvcc, no headers, no GPU.
 #

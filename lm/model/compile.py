@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-
 # ---- compiled --------------------------------------------------------------------------------------------------------
 # torch.compile for a decoder, block by block and then the loss: all blocks share one graph, so it takes seconds and
 # not minutes.

@@ -19,7 +19,6 @@ from lm.kernels.operations import PLAIN, Operations
 from lm.model.attention import Past, Reach, attend, chosen_kernels, documents_from, reach
 from lm.model.config import DecoderConfig
 
-
 # ---- layers ----------------------------------------------------------------------------------------------------------
 # The parts of a block that look at one token at a time: its matrices, the weights of RMSNorm, and the rotary angles.
 #

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 
-
 # ---- accounting ------------------------------------------------------------------------------------------------------
 # What a decoder costs, from its config alone: nothing is built, and torch is not imported.
 #

@@ -27,7 +27,6 @@ from lm.errors import RequestError, RunError
 from lm.system.files import put_back, seal, sweep, unseal
 from lm.system.units import format_bytes
 
-
 # ---- plain -----------------------------------------------------------------------------------------------------------
 # A tree of plain values as JSON and back: what a checkpoint holds beside its big tensors, without pickling.
 

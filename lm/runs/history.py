@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from lm.runs.run import ALERT, STEP, Run, measured
 from lm.system.files import fits, flatten, number, parse_json
 
-
 # ---- watch -----------------------------------------------------------------------------------------------------------
 # What a run's files say of it, again and again: each look reads only what was added since the one before.
 #

@@ -16,7 +16,6 @@ from typing import Any
 from lm.runs.run import Run
 from lm.system.files import write_atomically
 
-
 # ---- incident --------------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,6 @@ from lm.errors import LmError, RequestError
 from lm.runs.run import ROOT, Run, joined
 from lm.system.files import number, parse_json
 
-
 # ---- registry file ---------------------------------------------------------------------------------------------------
 # The file of the registry: one SQLite table, opened so that it survives what a user's home may be.
 #

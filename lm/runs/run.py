@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from lm.errors import RequestError
 from lm.system.files import Attempts, append_line, fits, number, parse_json, parse_yaml, read_lines, write_atomically
 
-
 # ---- run shapes ------------------------------------------------------------------------------------------------------
 # What the files of a run say, and the shape of each fact: what has another shape is not known, whatever damaged it.
 #

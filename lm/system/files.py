@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from lm.system.units import format_bytes
 
-
 # ---- leftovers -------------------------------------------------------------------------------------------------------
 # What writers of folders that were killed left behind: half written, half replaced, half removed.
 #

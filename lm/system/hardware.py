@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.errors import RequestError
 
-
 # ---- hardware --------------------------------------------------------------------------------------------------------
 # What the machine is and can do: peaks, memory, fast precisions. Unknown is None, never a guess.
 #

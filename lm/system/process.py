@@ -22,7 +22,6 @@ from typing import Any
 from lm import __version__
 from lm.errors import Interrupted
 
-
 # ---- stop signals ----------------------------------------------------------------------------------------------------
 # The signals that end a training: at once before its first step, and then between two steps.
 #

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from lm.errors import RequestError
 
-
 # ---- expressions -----------------------------------------------------------------------------------------------------
 # Conditions over named values and their past, such as `loss > 1.5 * median(loss, 100)`: read once, looked at often.
 #

@@ -28,7 +28,6 @@ from lm.runs.checkpoint import TENSORS, read_folder, write_folder
 from lm.system.files import remove
 from lm.training.optim import index_state, name_state, parameter_names
 
-
 # ---- checkpoint io ---------------------------------------------------------------------------------------------------
 # Lightning's side of checkpoints: folders that are written in the background.
 #

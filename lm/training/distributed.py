@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 
 from lm.errors import GuardStop, Interrupted, LmError, RunError
 
-
 # ---- launcher --------------------------------------------------------------------------------------------------------
 # How the processes of a training on many devices start, and how all of them end together and with one voice.
 

@@ -16,7 +16,6 @@ from torch.optim.adamw import adamw
 
 from lm.errors import RequestError
 
-
 # ---- muon ------------------------------------------------------------------------------------------------------------
 # Muon for hidden matrices and AdamW for the rest, as one optimizer. `optim` says which parameter goes where.
 #

@@ -22,7 +22,6 @@ from lm.runs.postmortem import Evidence, Sample
 from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
 
-
 # ---- probe -----------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ from typing import Literal
 from lm.errors import RequestError
 from lm.system.units import Count
 
-
 # ---- schedule --------------------------------------------------------------------------------------------------------
 # How the learning rate moves over a run: pure functions of the optimizer step.
 #

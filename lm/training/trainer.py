@@ -32,7 +32,6 @@ from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
 from lm.training.precision import Float8Precision, Precision, choose
 from lm.training.schedule import Steps, lengths, plan_steps
 
-
 # ---- loops -----------------------------------------------------------------------------------------------------------
 # Lightning's loops, which may begin with the validation that a stopped run still owes.
 

@@ -31,7 +31,6 @@ from lm.system.hardware import device_name
 from lm.system.process import run_facts
 from lm.system.units import Count
 
-
 # ---- kernel cases ----------------------------------------------------------------------------------------------------
 # What is measured: each op with inputs of a training's shapes, the bytes it must move, its operations.
 

@@ -264,6 +264,6 @@ batches = iter(Stream(shards, Order(shards.windows(8), 1), seq_len=8, start=0, g
 print(tuple(next(batches).tokens.shape))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent.parent.parent
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "(4, 9)\n", "")

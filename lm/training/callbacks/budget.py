@@ -22,7 +22,6 @@ from lm.system.process import seconds_since_process_start
 from lm.training.callbacks.guards import act, agree
 from lm.training.trainer import Trainer
 
-
 # ---- spending --------------------------------------------------------------------------------------------------------
 # What a run costs while it runs: a meter that goes on over its sessions, another program's count, the time to come.
 

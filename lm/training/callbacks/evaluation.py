@@ -26,7 +26,6 @@ from lm.training.callbacks.logging import RunLog
 from lm.training.distributed import FullyShardedStrategy
 from lm.training.trainer import Trainer
 
-
 # ---- samples ---------------------------------------------------------------------------------------------------------
 # What the model writes while it learns: the same prompts and the same random numbers again and again.
 

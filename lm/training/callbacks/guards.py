@@ -20,7 +20,6 @@ from lm.training.alerts import Watch
 from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
 
-
 # ---- actions ---------------------------------------------------------------------------------------------------------
 # What a guard may do to a run when it finds something, in one place for all of them.
 

@@ -34,7 +34,6 @@ from lm.system.files import append, flatten
 from lm.system.units import format_count
 from lm.training.trainer import Trainer
 
-
 # ---- run log ---------------------------------------------------------------------------------------------------------
 # Where a run is written down: TensorBoard, `metrics.jsonl`, `state.json`, and a line for the person watching.
 

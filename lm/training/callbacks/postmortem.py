@@ -28,7 +28,6 @@ from lm.training.probe import Taken, gather, injected, is_sharded
 from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
 
-
 # ---- post mortem -----------------------------------------------------------------------------------------------------
 # A post-mortem that writes itself: when something goes wrong, what it was and how it went on is left in a folder.
 #

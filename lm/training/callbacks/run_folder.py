@@ -27,7 +27,6 @@ from lm.system.hardware import Telemetry, device_name
 from lm.system.process import run_facts
 from lm.training.trainer import Trainer
 
-
 # ---- run folder ------------------------------------------------------------------------------------------------------
 # Claims the run folder when a fit starts, and records how it ended.
 

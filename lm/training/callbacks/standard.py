@@ -19,7 +19,6 @@ from lm.training.callbacks.run_folder import Heartbeat, RunFolder
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt, LastStep
 from lm.training.callbacks.throughput import DataWait, Throughput, ThroughputConfig, ThroughputFloor
 
-
 # ---- guards ----------------------------------------------------------------------------------------------------------
 # The guards of a run: what they are told in the config, and who they are.
 

@@ -14,7 +14,6 @@ from lm.errors import Interrupted
 from lm.system.process import STOP
 from lm.training.trainer import Trainer
 
-
 # ---- interrupt -------------------------------------------------------------------------------------------------------
 # Ends a run after a signal, with a checkpoint and exit code 75; and for a guard, with 3.
 

@@ -16,7 +16,6 @@ from lm.training.callbacks.guards import act, agree
 from lm.training.callbacks.run_folder import Heartbeat
 from lm.training.trainer import Trainer
 
-
 # ---- throughput ------------------------------------------------------------------------------------------------------
 # Tokens a second and model FLOPs utilisation, over the time that was spent training.
 
