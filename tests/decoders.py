@@ -1,11 +1,14 @@
 """Test equipment: small decoders of every kind that there is."""
 
+import json
 from dataclasses import replace
 
 import torch
+from safetensors.torch import save_file
 
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
+from lm.model.huggingface import config_json, generation_config_json, to_huggingface
 
 SMALL = DecoderConfig(
     vocab_size=101, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80,
@@ -30,3 +33,12 @@ def trained_like(config: DecoderConfig) -> Decoder:
         if parameter.ndim == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model
+
+
+def write_huggingface(model: Decoder, path, dtype: str = "float32"):
+    """A model folder as Hugging Face's libraries write it; returns the path."""
+    weights = to_huggingface(model.state_dict(), model.config)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config_json(model.config, 7, dtype)))
+    (path / "generation_config.json").write_text(json.dumps(generation_config_json(7)))
+    return path

@@ -1,6 +1,5 @@
 """`lm data`: from text to shards, and a look at what a folder of shards holds."""
 
-import json as json_format
 import json as jsonlib
 import logging
 from pathlib import Path
@@ -14,7 +13,6 @@ from lm.data.prepare import prepare as make
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.inspection.data import is_injected, open_data, read_step, samples_at, split_documents, steps_taken
 from lm.runs.run import ROOT, Run
 from lm.system.files import fits, parse_json
 from lm.system.units import format_count
@@ -48,7 +46,7 @@ def inspect(path: str, column: str = "input_ids", json: bool = False) -> None:
     """
     found = describe(path, column)
     if json:
-        print(json_format.dumps(found, ensure_ascii=False))
+        print(jsonlib.dumps(found, ensure_ascii=False))
     else:
         _show(found)
 
@@ -161,6 +159,9 @@ def show(
         json: Print one JSON object with token ids and texts instead.
         root: Folder of the runs.
     """
+    # Not above, because it needs torch and the other two commands do not.
+    from lm.inspection.data import is_injected, open_data, read_step, samples_at, split_documents, steps_taken
+
     folder = Run.named(run, root) if run else Run.newest(root)
     if folder is None:
         raise RequestError(f"no run under {root} yet: start one with `lm fit`")

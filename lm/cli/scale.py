@@ -366,7 +366,7 @@ def write(made: Recipe, command: str, horizon: str, data: str, optimizer: str) -
     quoted = data if re.fullmatch(r"[\w./-]+", data) else json.dumps(data)
     return YAML.format(
         title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
-        f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/scaling.py.",
+        f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/cli/scale.py.",
         command=command, name=f"depth{decoder.num_hidden_layers}", data=quoted, optimizer=optimizer,
         optimizer_reason=reasons[optimizer], steps=f"{made.steps:_}", horizon=horizon,
         interval=min(INTERVAL, made.steps), vocab_size=f"{decoder.vocab_size:_}", rows=int(decoder.vocab_size),

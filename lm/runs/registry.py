@@ -280,12 +280,12 @@ def note(runs: Iterable[Run], forget_others: bool = False) -> None:
     rows = [facts(run) for run in runs]
     names, marks = ", ".join(COLUMNS), ", ".join(f":{name}" for name in COLUMNS)
 
-    def write(database: sqlite3.Connection) -> None:
+    def insert(database: sqlite3.Connection) -> None:
         if forget_others:
             database.execute("DELETE FROM runs")
         database.executemany(f"INSERT OR REPLACE INTO runs ({names}) VALUES ({marks})", rows)
 
-    write(COLUMNS, write)
+    write(COLUMNS, insert)
 
 
 def forget(paths: Iterable[str]) -> None:

@@ -588,4 +588,8 @@ def show(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    call_with(kernels, sys.argv[1:], prog="bench_kernels.py")
+    try:
+        call_with(kernels, sys.argv[1:], prog="bench_kernels.py")
+    except RequestError as error:
+        print(f"bench_kernels.py: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -28,6 +28,7 @@ from lm.data.loader import Batch, Stream
 from lm.data.parquet import ShardWriter
 from lm.data.sampler import Order, lanes_for
 from lm.data.shards import BLOCK_TOKENS, Shards
+from lm.errors import RequestError
 from lm.system.arguments import call
 from lm.system.units import Count, format_count
 
@@ -223,4 +224,8 @@ def _memory_map(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    call(loader, sys.argv[1:], prog="bench_loader.py")
+    try:
+        call(loader, sys.argv[1:], prog="bench_loader.py")
+    except RequestError as error:
+        print(f"bench_loader.py: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,23 +1,36 @@
-"""`lm bench kernels` measures every op, and its figures follow from the formulas beside them."""
+"""`bench_kernels.py` measures every op, and its figures follow from the formulas beside them."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from bench_kernels import FORMULAS, SMALL, Cases
-from trainings import lm
 
 from lm.kernels import runtime
 
-QUICK = ("bench", "kernels", "--tokens", "128", "--rounds", "1")
+QUICK = ("--tokens", "128", "--rounds", "1")
+SCRIPT = Path(__file__).parent / "bench_kernels.py"
+
+
+def bench(folder, *arguments, expect=0, **environment):
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert ended.returncode == expect, ended.stdout + ended.stderr
+    return ended
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """The JSON object, the file it was written to, and what people are shown."""
     folder = tmp_path_factory.mktemp("bench")
-    ended = lm(folder, *QUICK, "--inductor", "false", "--json", "--output", "found.json")
-    shown = lm(folder, *QUICK, "--inductor", "false", "--dtype", "fp32").stdout
+    ended = bench(folder, *QUICK, "--inductor", "false", "--json", "--output", "found.json")
+    shown = bench(folder, *QUICK, "--inductor", "false", "--dtype", "fp32").stdout
     return json.loads(ended.stdout), json.loads((folder / "found.json").read_text()), shown
 
 
@@ -95,11 +108,11 @@ def test_registers_and_spills_are_reported_for_every_kernel(found):
 def test_a_compiler_that_is_missing_is_said_and_the_rest_is_measured(tmp_path):
     """Inductor needs one on a CPU, too."""
     none = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    ended = lm(tmp_path, *QUICK, **none)
+    ended = bench(tmp_path, *QUICK, **none)
     assert "inductor is unavailable: " in ended.stdout and "swiglu_linear" in ended.stdout
 
 
 @pytest.mark.parametrize("option", [("--tokens", "100"), ("--rounds", "0"), ("--dtype", "int8")])
 def test_a_wrong_request_is_one_line(tmp_path, option):
-    ended = lm(tmp_path, "bench", "kernels", *option, expect=2)
+    ended = bench(tmp_path, *option, expect=2)
     assert option[0].strip("-") in ended.stderr and ended.stderr.count("\n") == 1

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from decoders import SHAPES, trained_like
-from test_huggingface import write_folder as write_model
+from decoders import SHAPES, trained_like, write_huggingface
 from trainings import CORPUS, lm, make_workplace, write_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,7 +36,7 @@ def model_folder(path, config, dtype="float32"):
     """A model of random weights with a tokenizer of characters, as a Hugging Face folder."""
     path.mkdir()
     decoder = trained_like(config).to(DTYPES[dtype])
-    write_model(decoder, path, dtype)
+    write_huggingface(decoder, path, dtype)
     tokenizer = train_char(sorted(set("".join(export.TEXTS))))
     assert tokenizer.vocab_size <= config.vocab_size
     for name, text in tokenizer.files().items():

@@ -13,8 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoders import SMALL, trained_like
-from test_huggingface import write_folder
+from decoders import SMALL, trained_like, write_huggingface
 from trainings import PLACES, lm, make_workplace, write_config
 
 from lm import load_model
@@ -40,7 +39,7 @@ def model_folder(tmp_path_factory):
     """A model of Hugging Face's with a long context, which knows all small letters."""
     folder, tokenizer = tmp_path_factory.mktemp("model"), train_char(["abcdefghijklmnopqrstuvwxyz ."])
     shape = replace(SMALL, vocab_size=tokenizer.vocab_size, max_position_embeddings=8192)
-    write_folder(trained_like(shape), folder)
+    write_huggingface(trained_like(shape), folder)
     for name, text in tokenizer.files().items():
         (folder / name).write_text(text)
     return folder

@@ -6,8 +6,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from decoders import SHAPES, trained_like
-from test_huggingface import write_folder as write_model
+from decoders import SHAPES, trained_like, write_huggingface
 from trainings import CORPUS, lm, losses, make_workplace, trace, write_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -94,7 +93,7 @@ def test_weights_and_shape_are_those_that_transformers_saved(kind, size, tmp_pat
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_yaml_gives_a_fit_this_very_decoder(shape, tmp_path):
     (tmp_path / "hf").mkdir()
-    source = write_model(trained_like(SHAPES[shape]), tmp_path / "hf")
+    source = write_huggingface(trained_like(SHAPES[shape]), tmp_path / "hf")
     for name, text in train_char([CORPUS]).files().items():
         (source / name).write_text(text)
     import_model(str(source), str(tmp_path / "made"))

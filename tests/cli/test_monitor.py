@@ -346,7 +346,7 @@ def test_a_pipe_gets_one_plain_page(tmp_path):
 def test_it_starts_at_once_and_without_torch(tmp_path):
     make_run(tmp_path / "checkpoints", "a", lines=2000)
     code = (
-        "import sys; from lm.cli import main; assert main(['monitor', 'a', '--once']) == 0; "
+        "import sys; from lm.cli.main import main; assert main(['monitor', 'a', '--once']) == 0; "
         "assert not {'torch', 'lightning', 'pynvml', 'numpy'} & sys.modules.keys()"
     )
     began = os.times()

@@ -128,7 +128,7 @@ def test_the_file_says_how_to_make_it_again(tmp_path):
 
 def test_standard_output_is_yaml_alone_and_torch_is_not_imported():
     """People redirect it into a file, and it is there at once."""
-    code = "import sys; from lm.cli import main; main(['scale', '--depth', '12']); assert 'torch' not in sys.modules"
+    code = "import sys; from lm.cli.main import main; main(['scale', '--depth', '12']); assert 'torch' not in sys.modules"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert time.monotonic() - began < 2  # half a second on an idle machine

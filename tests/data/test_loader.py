@@ -256,9 +256,9 @@ def test_the_next_blocks_are_decoded_while_a_batch_is_trained_on(shards):
 def test_the_interpreter_exits_in_the_middle_of_a_stream(tmp_path):
     write_folder(tmp_path, [3000] * 4)
     script = f"""
-from lm.data.order import Order
+from lm.data.sampler import Order
 from lm.data.shards import Shards
-from lm.data.stream import Stream
+from lm.data.loader import Stream
 shards = Shards.open({str(tmp_path)!r}, vocab_size=1000)
 batches = iter(Stream(shards, Order(shards.windows(8), 1), seq_len=8, start=0, global_batch=4, micro_batch=4))
 print(tuple(next(batches).tokens.shape))

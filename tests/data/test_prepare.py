@@ -254,8 +254,8 @@ def test_any_number_of_workers_makes_the_same_bytes(tmp_path, many_small_units):
 
 COMMAND = """
 import sys
-from lm.data import parts, prepare, workforce
-parts.SMALLEST_UNIT, workforce.SMALL_WORK = 4096, 0
+from lm.data import encode, prepare
+encode.SMALLEST_UNIT, encode.SMALL_WORK = 4096, 0
 prepare.prepare(prepare.PrepareOptions(
     input=[sys.argv[1]], output=sys.argv[2], vocab_size=300, workers=int(sys.argv[3]), shard_tokens=20_000
 ))

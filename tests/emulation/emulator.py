@@ -1,6 +1,6 @@
 """Test equipment: our kernels on a CPU, compiled by g++ through `cuda_on_cpu.h`.
 
-`emulated` is a fixture that puts this in the place of `lm.kernels.launch`, so that an op's CUDA entry (its grid, its
+`emulated` is a fixture that puts this in the place of `lm.kernels.runtime`, so that an op's CUDA entry (its grid, its
 constants, its arguments) runs as it is, on CPU tensors.
 """
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 import torch.multiprocessing
 import torch.nn.functional as F
-from decoders import SHAPES, SMALL, trained_like
-from test_huggingface import write_folder
+from decoders import SHAPES, SMALL, trained_like, write_huggingface
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
@@ -283,7 +282,7 @@ def test_scores_are_those_of_transformers_by_the_rules_of_dclm(tasks, tokenizer,
     """Item by item: what is right by each rule, and the log-likelihood of every answer."""
     config = replace(SHAPES[shape], vocab_size=tokenizer.vocab_size, max_position_embeddings=context)
     decoder = trained_like(config)
-    theirs = AutoModelForCausalLM.from_pretrained(write_folder(decoder, tmp_path)).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(write_huggingface(decoder, tmp_path)).eval()
     for task, result in zip(tasks, evaluate(decoder, tokenizer, tasks, begin=begin), strict=True):
         expected = list(naive(theirs, tokenizer, task, context, begin))
         assert [outcome.right for outcome in result.outcomes] == [right for right, *_ in expected]
@@ -537,7 +536,7 @@ def test_scores_are_those_of_lm_evaluation_harness(tokenizer, tmp_path, context)
     config = replace(SMALL, vocab_size=tokenizer.vocab_size, max_position_embeddings=context)
     folder = tmp_path / "model"
     folder.mkdir()
-    write_folder(trained_like(config), folder)
+    write_huggingface(trained_like(config), folder)
     for name, text in tokenizer.files(context).items():
         (folder / name).write_text(text)
     tasks = read_tasks([str(make_tasks(tmp_path / "tasks", items=40))], num_fewshot=0)

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoders import SHAPES, SMALL, trained_like
-from test_huggingface import write_folder
+from decoders import SHAPES, SMALL, trained_like, write_huggingface
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
@@ -75,7 +74,7 @@ def test_rows_of_unequal_length_are_continued_by_pieces_of_unequal_length(config
 def test_greedy_tokens_are_those_of_transformers(config, tmp_path):
     """Until a context of 64 is full."""
     decoder = trained_like(config)
-    theirs = AutoModelForCausalLM.from_pretrained(write_folder(decoder, tmp_path)).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(write_huggingface(decoder, tmp_path)).eval()
     prompt = torch.randint(config.vocab_size, (1, 11), generator=seeded())
     expected = theirs.generate(prompt, do_sample=False, use_cache=True, max_new_tokens=53, eos_token_id=None,
                                pad_token_id=0)  # fmt: skip
@@ -88,7 +87,7 @@ def test_greedy_tokens_are_those_of_transformers(config, tmp_path):
 def test_greedy_tokens_of_unequal_prompts_are_those_of_transformers(config, penalty, tmp_path):
     """In a batch, and with a penalty on repetition, which counts the prompt's tokens and not what fills it up."""
     decoder = trained_like(config)
-    theirs = AutoModelForCausalLM.from_pretrained(write_folder(decoder, tmp_path)).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(write_huggingface(decoder, tmp_path)).eval()
     expected = [
         theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=30, eos_token_id=None, pad_token_id=0,
                         repetition_penalty=penalty)[0, len(prompt):].tolist()

@@ -5,9 +5,8 @@ import pickle
 
 import pytest
 import torch
-from decoders import SHAPES, SMALL, trained_like
+from decoders import SHAPES, SMALL, trained_like, write_huggingface
 from safetensors.torch import load_file, save_file
-from test_huggingface import write_folder
 from trainings import lm as command
 from trainings import make_workplace, write_config
 
@@ -27,7 +26,7 @@ def workplace(tmp_path_factory):
 @pytest.fixture
 def folder(tmp_path):
     """A Hugging Face folder with a tokenizer, of a model and of nothing else."""
-    write_folder(trained_like(SMALL), tmp_path)
+    write_huggingface(trained_like(SMALL), tmp_path)
     for name, text in train_char(["abc"]).files().items():
         (tmp_path / name).write_text(text)
     return tmp_path
@@ -59,7 +58,7 @@ def test_a_run_is_found_by_name_and_says_what_it_wrote_down(workplace, monkeypat
 
 def test_logits_are_those_of_the_weights_in_the_folder(config, tmp_path):
     decoder = trained_like(config)
-    write_folder(decoder, tmp_path)
+    write_huggingface(decoder, tmp_path)
     for name, text in train_char(["abc"]).files().items():
         (tmp_path / name).write_text(text)
     model = lm.load_model(tmp_path, device="cpu")

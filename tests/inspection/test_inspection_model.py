@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoders import SHAPES, SMALL, trained_like
+from decoders import SHAPES, SMALL, trained_like, write_huggingface
 from matplotlib.figure import Figure
-from test_huggingface import write_folder
 from transformers import AutoModelForCausalLM
 
 from lm.data.tokenizer import train_char
@@ -119,7 +118,7 @@ def test_ranks_of_matrices_that_are_known():
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 def test_maps_are_those_of_transformers_eager_attention(config, tmp_path):
     decoder = trained_like(config)
-    theirs = AutoModelForCausalLM.from_pretrained(write_folder(decoder, tmp_path), attn_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(write_huggingface(decoder, tmp_path), attn_implementation="eager").eval()
     ids = torch.randint(config.vocab_size, (1, 40))
     with torch.no_grad():
         expected = torch.stack(theirs(ids, output_attentions=True).attentions)[:, 0]  # (layers, heads, T, T)

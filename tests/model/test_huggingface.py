@@ -5,13 +5,12 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from decoders import SHAPES, SMALL, trained_like
-from safetensors.torch import load_file, save_file
+from decoders import SHAPES, SMALL, trained_like, write_huggingface
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MinistralConfig, Qwen3Config
 
 from lm.errors import RequestError
-from lm.model.decoder import Decoder
-from lm.model.huggingface import config_from_json, config_json, from_huggingface, generation_config_json, to_huggingface
+from lm.model.huggingface import config_from_json, config_json, from_huggingface, to_huggingface
 
 
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
@@ -19,17 +18,9 @@ def config(request):
     return request.param
 
 
-def write_folder(model: Decoder, path, dtype: str = "float32"):
-    weights = to_huggingface(model.state_dict(), model.config)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config_json(model.config, 7, dtype)))
-    (path / "generation_config.json").write_text(json.dumps(generation_config_json(7)))
-    return path
-
-
 def test_from_pretrained_gives_the_same_logits(config, tmp_path):
     model = trained_like(config)
-    theirs, report = AutoModelForCausalLM.from_pretrained(write_folder(model, tmp_path), output_loading_info=True)
+    theirs, report = AutoModelForCausalLM.from_pretrained(write_huggingface(model, tmp_path), output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     expected = "Qwen3" if config.qk_norm else "Ministral" if config.window_pattern else "Llama"
     assert type(theirs).__name__ == f"{expected}ForCausalLM"
@@ -44,7 +35,7 @@ def test_from_pretrained_gives_the_same_logits(config, tmp_path):
 
 def test_losses_are_those_of_hugging_face_for_shifted_labels(tmp_path):
     model = trained_like(SMALL)
-    theirs = AutoModelForCausalLM.from_pretrained(write_folder(model, tmp_path)).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(write_huggingface(model, tmp_path)).eval()
     ids = torch.randint(SMALL.vocab_size, (2, 33))
     with torch.no_grad():
         ours = model(ids[:, :-1], labels=ids[:, 1:]).each.mean()
@@ -53,7 +44,7 @@ def test_losses_are_those_of_hugging_face_for_shifted_labels(tmp_path):
 
 def test_bfloat16_folders_load_as_bfloat16_with_the_same_logits(tmp_path):
     model = trained_like(replace(SMALL, qk_norm=True)).bfloat16()
-    theirs = AutoModelForCausalLM.from_pretrained(write_folder(model, tmp_path, "bfloat16"), dtype="auto").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(write_huggingface(model, tmp_path, "bfloat16"), dtype="auto").eval()
     assert theirs.dtype == torch.bfloat16
     ids = torch.randint(SMALL.vocab_size, (2, 64))
     with torch.no_grad():
@@ -65,7 +56,7 @@ def test_bfloat16_folders_load_as_bfloat16_with_the_same_logits(tmp_path):
 
 def test_weights_come_back_bit_for_bit(config, tmp_path):
     state = trained_like(config).state_dict()
-    path = write_folder(trained_like(config), tmp_path)
+    path = write_huggingface(trained_like(config), tmp_path)
     stored = load_file(path / "model.safetensors")
     assert ("lm_head.weight" in stored) is not config.tie_word_embeddings
     back = from_huggingface(stored, config)

@@ -63,7 +63,7 @@ def test_a_wrong_request_is_refused(wrong, word):
 SLOW_DATA = """
 import time
 from lightning.pytorch import Callback
-from lm.data.stream import Stream
+from lm.data.loader import Stream
 
 class SlowData(Callback):
     def setup(self, trainer, pl_module, stage):
