@@ -33,6 +33,9 @@ def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
     # All blocks share one code object, so what dynamo allows for one is divided among them: the first block or another,
     # a window or none, FP8 or not, training or evaluation, documents. Beyond the limit compiling would be an error.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    # The backward pass is traced with the forward pass, under autocast, and would multiply in half precision what eager
+    # mode, whose backward pass is outside of autocast, multiplies in fp32: the emulated FP8 products do.
+    torch._functorch.config.backward_pass_autocast = "off"
     backend = triton_free if mode == "triton_free" else "inductor"
     for layer in decoder.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
