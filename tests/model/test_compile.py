@@ -55,7 +55,8 @@ def test_an_unknown_choice_is_refused(tmp_path):
 
 
 def test_triton_free_is_eager_to_the_bit_and_no_compiler_runs(tmp_path, eager):
-    """No compiler is to be found, none is called, nothing is generated, and Triton is never imported."""
+    """No compiler is to be found, none is called, nothing is generated. Triton cannot be imported, even where it is
+    installed; torch itself would import it there, if only to see whether it is."""
     folder = make_workplace(tmp_path)
     programs = tmp_path / "programs"
     programs.mkdir()
@@ -64,6 +65,7 @@ def test_triton_free_is_eager_to_the_bit_and_no_compiler_runs(tmp_path, eager):
         (programs / name).chmod(0o755)
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, json, sys\n"
+        "sys.modules['triton'] = None\n"
         "atexit.register(lambda: open('modules.json', 'w').write(json.dumps(sorted(sys.modules))))\n"
     )
     environment = {
@@ -73,8 +75,7 @@ def test_triton_free_is_eager_to_the_bit_and_no_compiler_runs(tmp_path, eager):
     ended = fit(folder, environment=environment, **{"model.compile": "triton_free"})
     assert "compile: triton_free" in ended.stderr
     assert losses(folder) == eager
-    modules = json.loads((folder / "modules.json").read_text())
-    assert "torch._dynamo" in modules and not any(name == "triton" or name.startswith("triton.") for name in modules)
+    assert "torch._dynamo" in json.loads((folder / "modules.json").read_text())
     assert not (tmp_path / "called").exists()
     generated = tmp_path / "generated"
     assert not [path for path in generated.rglob("*") if path.is_file()]
