@@ -35,6 +35,7 @@ def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: 
     rows = max(1, min(tokens, CHUNK_BYTES // (stride * x.element_size())))
     rows = rows // 128 * 128 if 128 <= rows < tokens else rows  # whole tiles of a matrix product
     logits = x.new_empty((rows, stride))
+    logits[:, vocab:] = 0  # oneDNN's bf16 product with AMX reads on beyond a row: times zero, which a NaN survives
     losses, costs = (x.new_empty(tokens, dtype=torch.float32) for _ in range(2))
     dx = torch.empty_like(x) if gradient else x.new_empty(0)
     dweight = weight.new_zeros(weight.shape if gradient else 0, dtype=torch.float32)

@@ -83,6 +83,19 @@ def test_chunks_add_up(emulated, monkeypatch, chunk):  # noqa: F811
     close(got, exact(x, weight, labels), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_comes_from_memory_that_was_not_written(dtype):
+    """Rows of logits may be longer than the vocabulary, and what lies there could be anything: here it is NaN."""
+    x, weight, labels = inputs(dtype, 72, 53, 32)
+    torch.use_deterministic_algorithms(True)  # fills new memory
+    try:
+        assert x.new_empty(8).isnan().all()
+        got = cross_entropy._reference(x, weight, labels, None, IGNORED, 0.0, 0.0, True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    close(got, exact(x, weight, labels, logits_dtype=dtype), TOLERANCE[dtype])
+
+
 def test_nothing_counts_where_all_is_ignored(emulated):  # noqa: F811
     x, weight, _ = inputs(torch.bfloat16, 6, 50, 8)
     for result in cross_entropy._cuda(x, weight, torch.full((6,), IGNORED), None, IGNORED, 0.1, 0.0, True):
