@@ -19,7 +19,8 @@ from torch import Tensor
 from lm.kernels import runtime
 
 HEADER = Path(__file__).parent / "cuda_on_cpu.h"
-FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden")
+FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden",
+         "-ffp-contract=off")  # the same bits on every processor
 CACHE = Path(tempfile.gettempdir()) / f"lm-emulated-kernels-{os.getuid()}"
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(')
 

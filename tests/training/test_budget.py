@@ -43,7 +43,7 @@ def test_the_age_of_the_process_is_told():
     first = seconds_since_process_start()
     time.sleep(0.05)
     assert first >= 0 and 0.03 < seconds_since_process_start() - first < 5
-    assert first + 0.05 > time.process_time() * 0.5 or first == 0
+    assert first + 0.05 > time.thread_time() * 0.5 or first == 0  # the process may have computed on many cores
 
 
 def test_a_slow_stretch_is_not_the_pace():
