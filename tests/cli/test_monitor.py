@@ -417,6 +417,16 @@ class Terminal:
             self.read(0.1)
         return self.output[since:].decode(errors="replace")
 
+    def page_of(self, height: int) -> list[str]:
+        """The newest page that is drawn after now, as soon as one has this many lines."""
+        since, deadline = len(self.output), time.monotonic() + 30
+        while True:
+            pages = screens(self.output[since:].decode(errors="replace"))
+            if pages and len(pages[-1]) == height:
+                return pages[-1]
+            assert time.monotonic() < deadline, pages[-1:]
+            self.read(0.5)
+
     def type(self, text: str) -> None:
         os.write(self.terminal, text.encode())
 
@@ -446,8 +456,8 @@ def test_it_fills_the_terminal_survives_a_resize_and_leaves_it_as_it_was(workpla
     assert "\x1b[?1049h" in shown and "\x1b[?25l" in shown  # a screen of its own, without a cursor
     for width, height in ((200, 60), (40, 10), (120, 40)) if leave == "q" else ((81, 24),):
         terminal.resize(width, height)
-        page = screens(terminal.read(1.5))[-1]
-        assert len(page) == height and all(len(line) <= width for line in page), page
+        page = terminal.page_of(height)
+        assert all(len(line) <= width for line in page), page
         assert page[0].startswith("a  running")
     if leave == "SIGTERM":
         os.kill(terminal.pid, signal.SIGTERM)

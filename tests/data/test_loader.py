@@ -213,7 +213,7 @@ def threads_of_streams():
 
 
 def wait_until_gone():
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while threads_of_streams() and time.monotonic() < deadline:
         time.sleep(0.01)
     return not threads_of_streams()
@@ -247,7 +247,7 @@ def test_the_next_blocks_are_decoded_while_a_batch_is_trained_on(shards):
     for step in range(1, 40):
         next(batches)
         needed = set(given.order.locate(np.arange(step * 4, step * 4 + 4))[0].tolist())
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not needed <= read and time.monotonic() < deadline:
             time.sleep(0.001)
         assert needed <= read

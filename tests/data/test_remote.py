@@ -129,18 +129,17 @@ def write_shard(path, tokens):
 def test_a_server_that_is_away_for_a_while_is_waited_for(monkeypatch):
     """Reads that fail are tried again with growing pauses."""
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.05)
-    attempts, times = iter([OSError("connection reset"), TimeoutError("slow"), OSError("slow down"), None]), []
+    attempts, pauses = iter([OSError("connection reset"), TimeoutError("slow"), OSError("slow down"), None]), []
+    monkeypatch.setattr(time, "sleep", pauses.append)
 
     def read():
-        times.append(time.monotonic())
         error = next(attempts)
         if error is not None:
             raise error
         return "content"
 
     assert with_retries(read, "s3://corpus/x") == "content"
-    pauses = [after - before for before, after in zip(times, times[1:])]
-    assert len(pauses) == 3 and 0.04 < pauses[0] < pauses[1] < pauses[2]
+    assert len(pauses) == 3 and 0.04 <= pauses[0] < pauses[1] < pauses[2]
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -155,12 +154,12 @@ def test_patience_with_a_server_has_an_end(hangs, monkeypatch):
             answer.wait(30)
         raise OSError("no route to host.\nmore about it")
 
-    reason = r"no answer in 0\.\d s" if hangs else "no route to host"
+    reason = r"no answer in \d\.\d s" if hangs else "no route to host"
     began = time.monotonic()
-    with pytest.raises(RunError, match=rf"^s3://corpus/x: \d attempts .* failed in 1 s: {reason}; "):
-        with_retries(fail, "s3://corpus/x", patience=1)
+    with pytest.raises(RunError, match=rf"^s3://corpus/x: \d attempts .* failed in 2 s: {reason}; "):
+        with_retries(fail, "s3://corpus/x", patience=2)
     answer.set()
-    assert time.monotonic() - began < 1.5 and len(calls) > 2
+    assert time.monotonic() - began < 15 and len(calls) > 1  # an answer would take 30 s
 
 
 def test_what_trying_again_cannot_cure_is_not_tried_again():

@@ -3,17 +3,19 @@
 import json
 import time
 from concurrent.futures import Future
+from pathlib import Path
 
 from lightning.pytorch import Callback
 
 
 class SlowSteps(Callback):
-    """Every micro-batch takes so many seconds."""
+    """Every micro-batch takes so many seconds; the file `slow-steps` says that the first has begun."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        Path("slow-steps").touch()
         time.sleep(self.seconds)
 
 

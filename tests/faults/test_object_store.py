@@ -105,4 +105,4 @@ def test_a_store_that_refuses_is_not_asked_again(store, monkeypatch):
     began = time.monotonic()
     with pytest.raises(RequestError, match="^s3://corpus/many/train: cannot be listed .*ACCESS_DENIED"):
         Shards.open("s3://corpus/many/train")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # and not 150

@@ -15,10 +15,10 @@ LAUGHS = "a0: &a0 [1, 2]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] *
 ])  # fmt: skip
 def test_a_wrong_yaml_is_a_value_error_at_once(text):
     """The parser in C ends the process where values are nested deep enough, and aliases may stand for anything."""
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ValueError):
         parse_yaml(text)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, str(2**64), "", b"\x80", "{"])

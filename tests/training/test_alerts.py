@@ -207,10 +207,10 @@ WRONG = {
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:30]))
 def test_what_is_not_in_the_language_is_refused(text):
     """One line, at once, and nothing has run; never another exception."""
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(RequestError) as error:
         parse(text, METRICS)
-    assert time.monotonic() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert str(error.value).isprintable() and len(str(error.value)) < 1500
 
 
@@ -262,9 +262,9 @@ def test_a_look_costs_next_to_nothing():
         watch.look({"train/loss": float(step)})
     times = []
     for step in range(100):
-        began = time.perf_counter()
+        began = time.process_time()
         watch.look({"train/loss": float(step)})
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     assert statistics.median(times) < 1.7e-3
 
 
