@@ -11,7 +11,7 @@ import yaml
 
 # The test equipment, and lm, which may not be installed and is there all the same.
 HERE = Path(__file__).parent
-PLACES = os.pathsep.join(map(str, (HERE, HERE / "faults", HERE.parent)))
+PLACES = os.pathsep.join(map(str, (HERE.parent, HERE, *(path for path in HERE.iterdir() if path.is_dir()))))
 CORPUS = "\n".join(
     f"Chapter {i}. The {a} of the {b} was {c}, and so the {b} had no {a} of its own."
     for i, (a, b, c) in enumerate(
