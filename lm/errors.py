@@ -16,6 +16,10 @@ class RunError(LmError):
     exit_code = 1
 
 
+class DataError(RunError):
+    """Training data could not be read. No step was under way, so the weights are those of the last whole step."""
+
+
 class RequestError(LmError):
     """What was asked for is wrong (a config, a path, a flag); nothing was done."""
 

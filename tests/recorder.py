@@ -7,19 +7,48 @@ import threading
 import time
 from pathlib import Path
 
+import torch
 from lightning.pytorch import Callback
 
 
-class Recorder(Callback):
+class AtMicroBatches(Callback):
+    """Has `before_micro_batch` and `after_micro_batch` called around the forward pass of each, in training."""
+
+    def on_train_start(self, trainer, pl_module):
+        losses = pl_module.losses
+
+        def watched(micro_batch):
+            if not (pl_module.training and torch.is_grad_enabled()):
+                return losses(micro_batch)
+            self.micro += 1
+            index = trainer.global_step * trainer.steps.accumulate + self.micro  # counted over the run
+            self.before_micro_batch(trainer, pl_module, index)
+            found = losses(micro_batch)
+            self.after_micro_batch(trainer, micro_batch, found)
+            return found
+
+        pl_module.losses = watched
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.micro, self.batch = -1, batch
+
+    def before_micro_batch(self, trainer, pl_module, index):
+        pass
+
+    def after_micro_batch(self, trainer, micro_batch, found):
+        pass
+
+
+class Recorder(AtMicroBatches):
     """Appends a line a micro-batch to `trace.jsonl`, on disk before anything can kill the process."""
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    def after_micro_batch(self, trainer, micro_batch, found):
         entry = {
-            "step": (batch_idx // trainer.accumulate_grad_batches) + 1,
-            "micro": batch.cursor.micro,
-            "samples": [batch.cursor.start, batch.cursor.end],
-            "tokens": batch.tokens.to(int).flatten().tolist(),
-            "loss": outputs["loss"].item().hex(),
+            "step": trainer.global_step + 1,
+            "micro": self.micro,
+            "samples": [self.batch.cursor.start, self.batch.cursor.end],
+            "tokens": micro_batch.tokens.to(int).flatten().tolist(),
+            "loss": (found[0] / found[1].numel()).item().hex(),
             "rank": trainer.global_rank,
         }
         name = "trace.jsonl" if trainer.world_size == 1 else f"trace-{trainer.global_rank}.jsonl"
@@ -27,7 +56,7 @@ class Recorder(Callback):
             file.write(json.dumps(entry) + "\n")
 
 
-class KillAt(Callback):
+class KillAt(AtMicroBatches):
     """Sends this process a signal.
 
     Args:
@@ -69,8 +98,8 @@ class KillAt(Callback):
         if self.step in (None, trainer.global_step):
             self._kill()
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == self.micro_batch:
+    def before_micro_batch(self, trainer, pl_module, index):
+        if index == self.micro_batch:
             self._kill()
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):

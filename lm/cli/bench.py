@@ -17,7 +17,6 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,9 +56,6 @@ from lm.training.trainer import Trainer
 # Lightning's loop and a plain one around the same model, in turns, so that their times can be compared.
 #
 # The whole of a batch's way is in both: stream, decoder, loss, backward pass, clipping, optimizer.
-
-AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "fp8-tensorwise": torch.bfloat16,
-            "fp8-rowwise": torch.bfloat16}
 
 
 class Stretch(NamedTuple):
@@ -105,14 +101,13 @@ class PlainLoop:
 
     def __init__(self, trainer: Trainer, module: LanguageModule) -> None:
         self.module = module
-        self.micro_step = module.micro_step
+        self.graphed = module.graphed
         self.device = module.device
         self.optimizer = trainer.optimizers[0]
         self.parameters = list(module.parameters())
         self.batches = iter(trainer.datamodule.train_dataloader())
-        self.accumulate = trainer.accumulate_grad_batches
-        self.largest_norm = trainer.gradient_clip_val
-        self.half = AUTOCAST.get(trainer.precision)
+        self.steps = trainer.steps
+        self.largest_norm = trainer.max_grad_norm
         # A CUDA graph has Lightning's in it.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.scaler = scaler or torch.amp.GradScaler(self.device.type, enabled=False)
@@ -126,8 +121,8 @@ class PlainLoop:
         return clock.read()
 
     def parts(self, steps: int) -> dict[str, list[float]]:
-        """Take optimizer steps, waiting for the device after each part: `data`, `forward` and `backward` of a
-        micro-batch, or `replay` where a CUDA graph does these two, and `optimizer` of a step, in seconds."""
+        """Take optimizer steps, waiting for the device after each part: `data` and `optimizer` of a step, `forward` and
+        `backward` of a micro-batch, or `replay` where a CUDA graph does these two, in seconds."""
         seconds: dict[str, list[float]] = defaultdict(list)
         clock = Clock(self.device)
 
@@ -142,16 +137,16 @@ class PlainLoop:
 
     def step(self, mark: Callable[[str], None] = lambda part: None) -> None:
         """One optimizer step; `mark` is called at the end of each part."""
-        for _ in range(self.accumulate):
-            batch = next(self.batches)
-            if self.device.type == "cuda":
-                batch = batch.pin_memory()
-            batch = batch.to(self.device, non_blocking=True)
-            mark("data")
-            if self.micro_step is None:
-                self._forward_backward(batch, mark)
+        batch = next(self.batches)
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()
+        batch = batch.to(self.device, non_blocking=True)
+        mark("data")
+        for micro_batch in batch.split(self.steps.micro_batch_size):
+            if self.graphed is None:
+                self._forward_backward(micro_batch, mark)
             else:
-                self.micro_step(batch.tokens)
+                self.graphed(micro_batch.tokens)
                 mark("replay")
         if self.largest_norm:
             self.scaler.unscale_(self.optimizer)
@@ -162,25 +157,21 @@ class PlainLoop:
         mark("optimizer")
 
     def _forward_backward(self, batch: Batch, mark: Callable[[str], None]) -> None:
-        with self._autocast():
-            total, each = self.module.losses(batch)  # (), (B, T)
-        loss = total / each.numel() / self.accumulate
+        total, per_token = self.module.losses(batch)  # (), (b, T)
+        loss = total / per_token.numel() / self.steps.accumulate
         mark("forward")
         self.scaler.scale(loss).backward()
         mark("backward")
 
     def _zero_grad(self) -> None:
-        (self.micro_step or self.optimizer).zero_grad()
-
-    def _autocast(self) -> AbstractContextManager:
-        return torch.autocast(self.device.type, self.half) if self.half else nullcontext()
+        (self.graphed or self.optimizer).zero_grad()
 
 
 class Turns(Callback):
     """Lets the two loops take turns while Lightning trains, and times each; then times some checkpoints.
 
     A stretch of Lightning's loop is timed from the end of this callback's hook to its next call, so everything that
-    `lm fit` does for a micro-batch is in it.
+    `lm fit` does for a step is in it.
 
     Args:
         warmup: optimizer steps before anything is timed.
@@ -214,11 +205,11 @@ class Turns(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LanguageModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.step_taken(batch_idx)
+        step = trainer.global_step
         if step == 1:
             alone = self._clock.read().seconds  # waits for the device, so that the age is that of the end, too
             self.first_step = FirstStep(process_age(), alone)
-        if step is None or step < self.warmup:
+        if step < self.warmup:
             return
         saving = step > self.measured
         if not saving and (step - self.warmup) % self.stretch:
@@ -461,7 +452,8 @@ def report(
             "cpu_time_ratio": cpu_ratio,
         },
         "parts": {
-            f"{part}_ms_per_{'step' if part == 'optimizer' else 'micro_batch'}": ms for part, ms in median.items()
+            f"{part}_ms_per_{'step' if part in ('data', 'optimizer') else 'micro_batch'}": ms
+            for part, ms in median.items()
         },
         "first_step_s": turns.first_step.seconds,
         "first_step": {
@@ -541,7 +533,8 @@ def show(found: dict[str, Any]) -> None:
         for name, ms in parts.items() if name.endswith("_ms_per_micro_batch")
     )  # fmt: skip
     console.print(
-        f"a micro-batch: {of_micro_batch}; a step: clipping and optimizer {parts['optimizer_ms_per_step']:.2f} ms"
+        f"a micro-batch: {of_micro_batch}; a step: data {parts['data_ms_per_step']:.2f} ms, clipping and optimizer "
+        f"{parts['optimizer_ms_per_step']:.2f} ms"
     )
     since_start = found["first_step_s"]
     console.print(

@@ -29,7 +29,7 @@ from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT
 from lm.system.files import sweep
 from lm.training.checkpointing import model_files
-from lm.training.step_stats import Tally
+from lm.training.step_stats import StepStats
 
 # ---- export ----------------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ def content(model: Pretrained) -> dict[str, object]:
         "lr_schedulers": [],
         "cursor": {"consumed": 0},
         "ranks": [],
-        "tally": Tally().state_dict(),
+        "step_stats": StepStats().state_dict(),
     }
 
 

@@ -242,12 +242,11 @@ class DataModule(LightningDataModule):
         return Order(train.windows(self.seq_len), self.seed, lanes=lanes)
 
     def train_dataloader(self) -> Any:
-        """The endless stream of this rank's micro-batches, from the first sample not trained on yet."""
+        """This rank's share of one optimizer step after another, without end, from the first sample not trained on."""
         stream = Stream(
             self.shards["train"], self.order(), seq_len=self.seq_len, start=self.consumed,
-            global_batch=self.global_batch, micro_batch=self.micro_batch_size,
-            rank=self.trainer.global_rank, world=self.trainer.world_size, shuffle_buffer=self.shuffle_buffer,
-            reading=self._reading(),
+            global_batch=self.global_batch, rank=self.trainer.global_rank, world=self.trainer.world_size,
+            shuffle_buffer=self.shuffle_buffer, reading=self._reading(),
         )
         return Workers(stream, self.num_workers) if self.num_workers else stream
 
@@ -268,7 +267,7 @@ class DataModule(LightningDataModule):
         )
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Through page-locked memory, so that the copy does not make the device wait."""
+        """In one copy, through page-locked memory, so that it does not make the device wait."""
         if device.type != "cuda":
             return batch.to(device)
         return batch.pin_memory().to(device, non_blocking=True)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset
 
 from lm.data.sampler import BLOCKS_AHEAD, Order
 from lm.data.shards import BLOCK_TOKENS, BadBlock, Shards
-from lm.errors import RequestError, RunError
+from lm.errors import DataError, RequestError, RunError
 
 # ---- buffer ----------------------------------------------------------------------------------------------------------
 # Decoded blocks in memory, read ahead by threads.
@@ -172,41 +172,40 @@ IGNORED = -100  # the label that a loss leaves out
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a batch stands in the endless sequence of samples; a few integers, so it rides along with the batch.
+    """Which samples of the endless sequence an optimizer step consumes, over all ranks: from `start` up to `end`.
 
-    After the last micro-batch of an optimizer step, training goes on at sample `end`: however far the loader has
-    read ahead, this is what was trained on.
-
-    Args:
-        start: first sample of the optimizer step.
-        end: one past the last sample of the optimizer step.
-        micro: which micro-batch of that step this is on this rank, from 0.
+    It travels with the batch: however far the loader has read ahead, the cursor of the newest step is what was trained
+    on, and the next step begins at its `end`.
     """
 
     start: int
     end: int
-    micro: int
 
 
 class Batch:
     """Rows of T + 1 consecutive tokens: the first T are inputs, the last T their targets.
 
-    No dataclass: Lightning takes those apart, field by field, for every micro-batch.
+    In training a batch is a rank's share of a whole optimizer step, which `split` divides into micro-batches.
+
+    No dataclass: Lightning takes those apart, field by field.
 
     Args:
         tokens: (B, T + 1) uint16 or int32, on any device.
-        cursor: which samples these are; None outside of training.
+        cursor: which samples the step consumes; None outside of training.
         mask: (B, T) bool, False where a target does not count; None when all of them count.
         bad: what is wrong with the shards of rows that could not be read and do not count, an entry a row.
+        counted: how many values of the mask are True, where that is known.
     """
 
     def __init__(
-        self, tokens: Tensor, cursor: Cursor | None = None, mask: Tensor | None = None, bad: tuple[str, ...] = ()
+        self, tokens: Tensor, cursor: Cursor | None = None, mask: Tensor | None = None, bad: tuple[str, ...] = (),
+        counted: int | None = None,
     ) -> None:
         self.tokens = tokens
         self.cursor = cursor
         self.mask = mask
         self.bad = bad
+        self._counted = counted
 
     @property
     def input_ids(self) -> Tensor:
@@ -221,10 +220,22 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """How many targets count. Without a mask this is a shape, so no device is waited for."""
+        """How many targets count. They are counted before a batch moves to a device, which then is not waited for."""
         if self.mask is None:
-            return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
-        return int(self.mask.sum())
+            return self.num_positions
+        if self._counted is None:
+            self._counted = int(self.mask.sum())
+        return self._counted
+
+    @property
+    def num_positions(self) -> int:
+        """How many targets there are, B x T, whether they count or not."""
+        return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
+
+    def split(self, rows: int) -> "list[Batch]":
+        """The micro-batches: so many rows each, in order. They are views, and carry neither `cursor` nor `bad`."""
+        masks = [None] * len(self.tokens) if self.mask is None else self.mask.split(rows)
+        return [Batch(tokens, mask=mask) for tokens, mask in zip(self.tokens.split(rows), masks)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """The same batch on another device; `non_blocking` from pinned memory overlaps the copy with compute."""
@@ -235,7 +246,8 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        return Batch(function(self.tokens), self.cursor, None if self.mask is None else function(self.mask), self.bad)
+        mask, counted = (None, None) if self.mask is None else (function(self.mask), self.num_tokens)
+        return Batch(function(self.tokens), self.cursor, mask, self.bad, counted)
 
 
 def _widen(tokens: Tensor) -> Tensor:
@@ -246,14 +258,7 @@ def _widen(tokens: Tensor) -> Tensor:
 
 
 # ---- stream ----------------------------------------------------------------------------------------------------------
-# Micro-batches for one rank: the samples of each optimizer step, divided, read ahead and laid in rows.
-#
-# Between `data/sampler`, which says what each sample is, and `data/datamodule`, which hands the batches to Lightning.
-#
-# `Stream` and `Windows` say which samples make which micro-batch; `assemble` copies their rows out of blocks, which
-# `data/loader` decodes ahead. Decoding runs in threads of the training process: Arrow and numpy let go of the
-# interpreter lock while they work, and copying batches between processes (`data/workers`) costs more than reading them.
-# Copying the rows takes some 50 microseconds a batch, less than handing it over from yet another thread would.
+# Which samples make which batch, and their rows.
 
 OnBadShard = Literal["raise", "skip"]
 LOCATED = 1024  # samples that are located in one call of numpy
@@ -261,7 +266,7 @@ MOST_AHEAD = 4096  # samples that blocks are decoded ahead for; less where BLOCK
 
 
 class Request(NamedTuple):
-    """One micro-batch to be made: its samples in order, and how many rows at the end only fill it up."""
+    """One batch to be made: its samples in order, and how many rows at the end only fill it up."""
 
     samples: np.ndarray
     cursor: Cursor | None = None
@@ -284,8 +289,8 @@ class Reading(NamedTuple):
 class Stream(IterableDataset):
     """The endless training stream of one rank.
 
-    Optimizer step after optimizer step takes the next `global_batch` samples; ranks, workers and micro-batches only
-    divide them, so another division sees the same samples in every step.
+    Each batch is this rank's share of an optimizer step, which takes the next `global_batch` samples: ranks, workers
+    and micro-batches only divide them, so another division sees the same samples in every step.
 
     Args:
         shards: where tokens are read.
@@ -293,23 +298,22 @@ class Stream(IterableDataset):
         seq_len: T, the targets of a row.
         start: the first sample that was not trained on yet.
         global_batch: samples of an optimizer step over all ranks.
-        micro_batch: B, the rows of a batch.
         rank: this process; it takes every `world`-th sample of a step.
         world: number of processes.
         shuffle_buffer: tokens of decoded blocks that are held at most; None takes what the order's lanes need.
         reading: what to do when a block cannot be read, or not soon.
 
     Raises:
-        ValueError: `global_batch` is not a multiple of `world * micro_batch`.
+        ValueError: `global_batch` is not a multiple of `world`.
         RequestError: a row group alone is larger than the shuffle buffer.
     """
 
     def __init__(
-        self, shards: Shards, order: Order, *, seq_len: int, start: int, global_batch: int, micro_batch: int,
-        rank: int = 0, world: int = 1, shuffle_buffer: int | None = None, reading: Reading = Reading(),
+        self, shards: Shards, order: Order, *, seq_len: int, start: int, global_batch: int, rank: int = 0,
+        world: int = 1, shuffle_buffer: int | None = None, reading: Reading = Reading(),
     ):
-        if global_batch % (world * micro_batch):
-            raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks x {micro_batch} samples")
+        if global_batch % world:
+            raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks")
         largest = shards.largest
         needed = (order.lanes + BLOCKS_AHEAD) * largest.tokens
         if shuffle_buffer is not None and largest.tokens > shuffle_buffer:
@@ -318,19 +322,15 @@ class Stream(IterableDataset):
                 "raise data.shuffle_buffer, or write the shard again with smaller row groups (`lm data prepare`)"
             )
         self.shards, self.order, self.seq_len, self.start = shards, order, seq_len, start
-        self.global_batch, self.micro_batch, self.rank, self.world = global_batch, micro_batch, rank, world
+        self.global_batch, self.rank, self.world = global_batch, rank, world
         self.buffer = needed if shuffle_buffer is None else shuffle_buffer
         self.reading = reading
 
     def requests(self) -> Iterator[Request]:
-        """What this rank's micro-batches are made of; endless."""
-        start = self.start
-        while True:
+        """What this rank's share of each optimizer step is made of; endless."""
+        for start in count(self.start, self.global_batch):
             end = start + self.global_batch
-            samples = np.arange(start + self.rank, end, self.world)
-            for micro, first in enumerate(range(0, len(samples), self.micro_batch)):
-                yield Request(samples[first : first + self.micro_batch], Cursor(start, end, micro))
-            start = end
+            yield Request(np.arange(start + self.rank, end, self.world), Cursor(start, end))
 
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()
@@ -399,7 +399,7 @@ def assemble(
         A batch of (B, T + 1) tokens for each request.
 
     Raises:
-        RunError: a block cannot be read; names the file.
+        DataError: a block cannot be read; names the file.
     """
     dtype = shards.column.dtype if shards.column.dtype == np.uint16 else np.dtype(np.int32)
     ahead = min(MOST_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))  # on this stretch as many blocks begin
@@ -442,6 +442,8 @@ def assemble(
                 taken += 1
             look_ahead()  # so that decoding goes on while the batch is trained on
             yield _batch(rows, request, bad)
+    except RunError as error:
+        raise DataError(str(error)) from error
     finally:
         buffer.close()
 

@@ -20,7 +20,7 @@ import torch
 
 from lm.data.encode import end_with_parent
 from lm.data.loader import Batch, Stream
-from lm.errors import LmError, RunError
+from lm.errors import DataError, LmError
 
 STARTING = 300.0  # seconds for a process to begin; torch alone takes seconds to import
 GRACE = 5.0  # seconds that a process gets beyond those that it gives a block itself, to say which one it was
@@ -38,7 +38,7 @@ class Workers:
 
     Raises:
         LmError: while iterating, what a process raised.
-        RunError: while iterating, a process died, or gave no batch for so long that it must hang; names it.
+        DataError: while iterating, a process died, or gave no batch for so long that it must hang; names it.
     """
 
     def __init__(self, stream: Stream, count: int) -> None:
@@ -98,7 +98,7 @@ class _Worker:
         try:
             message = self.received.get(timeout=seconds)
         except Empty:
-            raise RunError(
+            raise DataError(
                 f"{self.name} (pid {self.process.pid}) gave nothing for {seconds:g} seconds (see data.timeout), so it "
                 "hangs; `--ckpt_path auto` goes on from the newest checkpoint"
             ) from None
@@ -109,7 +109,7 @@ class _Worker:
             code = self.process.exitcode
             how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
             memory = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
-            raise RunError(
+            raise DataError(
                 f"{self.name} (pid {self.process.pid}) {how}{memory}; `--ckpt_path auto` goes on from the newest "
                 "checkpoint"
             )

@@ -58,53 +58,50 @@ def triton_free(graph: GraphModule, inputs: list[Tensor], **options: Any) -> Cal
     return compiler(graph, inputs)
 
 
-# ---- micro step ------------------------------------------------------------------------------------------------------
-# A micro-batch's forward and backward pass as one CUDA graph, so that the host starts one thing and not thousands.
-#
-# The optimizer stays outside, and so do accumulation, clipping and the schedule: `module` replays the graph where it
-# would have run the decoder, and Lightning goes on as ever.
+# ---- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 WARMUP = 3  # micro-batches that run as usual first, so that every kernel is loaded and every buffer has its size
 
 
-class MicroStep:
-    """Runs `step(tokens)` as usual at first, then by replaying its recording.
+class GraphedMicroBatch:
+    """The forward and backward pass of a micro-batch as one CUDA graph: the host starts one thing and not thousands.
 
-    Gradients gather in buffers that stay where they are from the first call on: `zero_grad` clears them, nothing
-    else may drop them.
+    The first calls run as usual, then one is recorded, and from then on it is replayed. Gradients are accumulated in
+    buffers that stay where they are: `zero_grad` clears them, and nothing else may drop them. The optimizer stays
+    outside, and so do accumulation, clipping and the schedule.
 
     Args:
         parameters: what gets gradients.
-        step: runs forward and backward pass of a micro-batch of tokens, always of one shape, and returns tensors
-            that are not differentiable. It must not wait for the device.
+        forward_backward: takes tokens `(B, T + 1)`, always of one shape, and returns a tensor that is not
+            differentiable. It must not wait for the device.
         capture: whether there is a device that can record; otherwise every call runs as usual.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], step: Callable[[Tensor], tuple[Tensor, ...]], capture: bool
+        self, parameters: Iterable[nn.Parameter], forward_backward: Callable[[Tensor], Tensor], capture: bool
     ) -> None:
         self.gradients = []
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
             self.gradients.append(parameter.grad)
-        self.step = step
+        self.forward_backward = forward_backward
         self.capture = capture
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """What `step` returns for these tokens; the gradients are added to the buffers."""
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """What `forward_backward` returns for these tokens; the gradients are added to the buffers."""
         self.calls += 1
         if not self.capture or self.calls <= WARMUP:
-            return self.step(tokens)
+            return self.forward_backward(tokens)
         if self.graph is None:
             self._record(tokens)
         self.tokens.copy_(tokens, non_blocking=True)
         self.graph.replay()
-        return tuple(result.clone() for result in self.results)
+        return self.result.clone()
 
     def zero_grad(self) -> None:
-        """Forget the gradients, and keep their buffers."""
+        """Clear the gradients, and keep their buffers."""
         torch._foreach_zero_(self.gradients)
 
     def _record(self, tokens: Tensor) -> None:
@@ -112,4 +109,4 @@ class MicroStep:
         self.graph = torch.cuda.CUDAGraph()
         # Other threads, which pin memory for the next batches, may do what they like meanwhile.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.results = self.step(self.tokens)
+            self.result = self.forward_backward(self.tokens)

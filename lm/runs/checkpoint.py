@@ -78,7 +78,7 @@ def decode(value: Any) -> Any:
 
 # ---- checkpoint ------------------------------------------------------------------------------------------------------
 
-FORMAT = 3  # 2: what was not logged yet stands under `tally`; 3: trainer.json has a digest of itself
+FORMAT = 4  # 3: trainer.json has a digest of itself; 4: Lightning counts optimizer steps, not micro-batches
 NO_SPACE, NO_QUOTA = os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)
 TENSORS = {"state_dict": "model.safetensors", "optimizer": "optimizer.safetensors"}
 # What parsing a document raises that nobody wrote like this: digests hold, and yet it makes no sense.
@@ -268,13 +268,13 @@ def best_of(folder: Path) -> str | None:
     return next((state["best_name"] for state in states if "best_name" in state), None)
 
 
-def owes_validation(folder: Path | str | None) -> bool:
-    """Whether a checkpoint was taken before the validation that was due after its step.
+def pending_validation(folder: Path | str | None) -> bool:
+    """Whether a checkpoint was taken before the validation that is due after its step.
 
     Raises:
         RequestError: it is damaged.
     """
-    return bool(folder and read_document(Path(folder)).get("owes_validation"))
+    return bool(folder and read_document(Path(folder)).get("pending_validation"))
 
 
 def _entry(folder: Path | str, *keys: str) -> int:

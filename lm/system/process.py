@@ -28,30 +28,25 @@ from lm.errors import Interrupted
 # Importing this imports no torch: the signals are caught before that, which takes seconds.
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-
-
-class GivenUp(BaseException):
-    """Raised in the middle of what took too long after a signal. No handler of errors is to take it for one."""
-
-
-def never() -> bool:
-    """Nothing may be given up."""
-    return False
+ENDING = 2.0  # seconds that the watchdog gives to the last words of a run
 
 
 class StopSignals:
-    """What this process was told.
+    """The signals that this process received, and what happens then.
 
     Attributes:
         received: the first signal.
         noted: a training is under way that looks at `received` by itself; else a signal raises `Interrupted`.
+        late: half of the time after a signal is over, and the training has not come to an end.
+        saving: a checkpoint is being taken, which may take longer than there is time.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.noted = False
-        self._repeatable: Callable[[], bool] = never
-        self._patience = 0.0
+        self.late = False
+        self.saving = False
+        self._in_time = threading.Event()  # the watchdog has nothing more to wait for
 
     def catch(self) -> None:
         """Install the handlers; later calls take back what others have put in their place."""
@@ -59,32 +54,35 @@ class StopSignals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored: it runs under nohup
                 signal.signal(number, self._handle)
 
-    def note(self, patience: float = 0.0, repeatable: Callable[[], bool] = never) -> None:
+    def note(self, within: float = 0.0, end: Callable[[], None] | None = None) -> None:
         """From here on a signal is noted, and raises nothing at once.
 
         Args:
-            patience: seconds from a signal on, after which `GivenUp` is raised; 0: never.
-            repeatable: whether that may be done at this moment; asked once a second.
+            within: seconds from a signal to `disarm`; a thread ends the process with 75 when they are over, whatever
+                the main thread does. 0: there is no such limit.
+            end: called by that thread just before, with a second or two for it.
         """
-        self.noted, self._patience, self._repeatable = True, patience, repeatable
-        if patience:
-            signal.signal(signal.SIGALRM, self._give_up)
-        if self.received is not None:
-            self._be_patient()
+        self.noted, self.late, self._in_time = True, False, threading.Event()
+        if within:
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written to by C, also while Python cannot run
+            if self.received is not None:
+                os.write(writer, bytes([self.received]))
+            arguments = (reader, within, self._in_time, end)
+            threading.Thread(target=self._watch, args=arguments, name="stop-watchdog", daemon=True).start()
+
+    def disarm(self) -> None:
+        """The run is about to end by itself, and is not ended any more, however long its last checkpoint takes."""
+        self._in_time.set()
 
     def over(self) -> None:
         """The exit code is known, and no signal is to change it. While Python ends it gives those that it handles their
         default back, which kills; those that are ignored stay so. Ctrl-C may still end an end that hangs."""
+        self.disarm()
         for number in SIGNALS:
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_IGN)
-
-    def forget_patience(self) -> None:
-        """Nothing is given up any more. An alarm that went off while Python ends would kill the process."""
-        self._repeatable = never  # or what is asked would keep the whole training in memory
-        if self._patience:  # else the alarm, if there is one, is somebody else's
-            self._patience = 0.0
-            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
@@ -92,19 +90,29 @@ class StopSignals:
                 os._exit(128 + number)
             return
         self.received = signal.Signals(number)
-        if self.noted:
-            self._be_patient()
-        elif os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":  # the other ranks end with this one
+        if not self.noted and os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+            # The other ranks end with this one.
             raise Interrupted(f"{self.received.name}: ended before the first step; the same command starts again")
 
-    def _be_patient(self) -> None:
-        if self._patience:
-            signal.setitimer(signal.ITIMER_REAL, self._patience, 1.0)
-
-    def _give_up(self, number: int, frame: FrameType | None) -> None:
-        if self._repeatable():
-            self.forget_patience()
-            raise GivenUp
+    def _watch(self, reader: int, within: float, in_time: threading.Event, end: Callable[[], None] | None) -> None:
+        """Wait for a signal, then for `in_time`; end the process if that does not come."""
+        while not (numbers := set(os.read(reader, 64)) & set(SIGNALS)):  # a byte a signal, of all that have a handler
+            pass
+        self.late = not in_time.wait(within / 2)
+        while not in_time.wait(within / 2) and self.saving:
+            pass
+        if in_time.is_set():
+            return
+        self.received = self.received or signal.Signals(numbers.pop())  # the main thread may not have run since
+        # `end` writes files and may wait for a lock that the main thread holds.
+        last = threading.Timer(ENDING, os._exit, (Interrupted.exit_code,))
+        last.daemon = True
+        last.start()
+        try:
+            if end is not None:
+                end()
+        finally:
+            os._exit(Interrupted.exit_code)
 
 
 STOP = StopSignals()  # signals are told to a process

@@ -130,7 +130,7 @@ def _snapshot(tensor: Tensor) -> Tensor:
 # and the rest of an exact resume. `checkpoint` writes and reads the folder.
 
 
-def complete(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     """Turn what Lightning gathered into what the folder is to hold, in place.
 
     Args:
@@ -145,14 +145,10 @@ def complete(module: LightningModule, checkpoint: dict[str, Any]) -> None:
         names = parameter_names(module.decoder, module.optimizers(use_pl_optimizer=False))
         checkpoint["optimizer"] = name_state(states[0], names)
     checkpoint["lr_schedulers"] = []
-    if module.trainer.in_a_step:  # it is given up: what was drawn and read for it is as if it had not been
-        consumed, rng = module.step_began
-    else:
-        consumed, rng = module.cursor.end if module.cursor else 0, rng_state()
-    checkpoint["cursor"] = {"consumed": consumed}
-    checkpoint["ranks"] = _gather({"rng": rng})
-    checkpoint["owes_validation"] = module.trainer.owes_validation
-    checkpoint["tally"] = module.tally.state_dict()
+    checkpoint["cursor"] = {"consumed": module.cursor.end if module.cursor else 0}
+    checkpoint["ranks"] = _gather({"rng": rng_state()})
+    checkpoint["pending_validation"] = module.trainer.pending_validation
+    checkpoint["step_stats"] = module.stats.state_dict()
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
     checkpoint["files"] = model_files(module.config, module.trainer.datamodule.tokenizer, dtype)
 
@@ -175,12 +171,12 @@ def model_files(config: DecoderConfig, tokenizer: Tokenizer, dtype: str) -> dict
     }
 
 
-def restore(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `complete`; the config decides every hyper-parameter, so a changed learning rate is what is used.
+def from_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `to_checkpoint`; the config decides every hyper-parameter, so a changed learning rate is what is used.
 
     Returns:
-        What goes on with this rank: the `tally` of what was not logged yet; and `rng`, its generators, where the
-        checkpoint is of so many ranks.
+        What is this rank's: `step_stats`, which were not logged yet; and `rng`, its generators, where the checkpoint is
+        of so many ranks.
 
     Raises:
         RequestError: the weights are of another architecture, the state is of another optimizer, or the token ids are
@@ -189,17 +185,18 @@ def restore(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, An
     _refuse_other_tokenizer(checkpoint["files"], module.trainer.datamodule.tokenizer)
     restore_weights(module, checkpoint)
     ranks, rank = checkpoint["ranks"], module.global_rank
-    module.trainer.recount(checkpoint)
-    module.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"], micro=0)
-    module.trainer.datamodule.consumed = module.cursor.end
-    return {"tally": checkpoint["tally"], **(ranks[rank] if rank < len(ranks) else {})}
+    trainer = module.trainer
+    trainer.pending_validation = checkpoint.get("pending_validation", False) and trainer.datamodule.has_validation
+    module.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"])
+    trainer.datamodule.consumed = module.cursor.end
+    return {"step_stats": checkpoint["step_stats"], **(ranks[rank] if rank < len(ranks) else {})}
 
 
 def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """The part of `restore` that is weights and optimizer: as Lightning's strategies load them, in place.
+    """The part of `from_checkpoint` that is weights and optimizer: as Lightning's strategies load them, in place.
 
     Raises:
-        RequestError: as for `restore`.
+        RequestError: as for `from_checkpoint`.
     """
     weights = checkpoint["state_dict"]
     _refuse_other_shapes(weights, module.config)

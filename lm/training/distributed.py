@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -228,11 +229,15 @@ class FullyShardedStrategy(ModelParallelStrategy):
             fully_shard(layer, mesh=mesh)
         fully_shard(decoder, mesh=mesh)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Exchange gradients only with the last micro-batch of an optimizer step."""
-        trainer = self.lightning_module.trainer
-        last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        self.lightning_module.decoder.set_requires_gradient_sync(last)
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backward passes in here add up gradients and exchange none, as `no_sync` of DDP."""
+        decoder = self.lightning_module.decoder
+        decoder.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            decoder.set_requires_gradient_sync(True)
 
     def teardown(self) -> None:
         super().teardown()

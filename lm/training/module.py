@@ -1,8 +1,7 @@
-"""The spine: the LightningModule around the decoder. Read it first.
+"""The LightningModule around the decoder: `training_step` is one optimizer step, from a batch to changed weights.
 
-On the way of a batch this is the stop after `data/datamodule`: `training_step` hands the token ids to
-`model/decoder`, sums the loss, and `optim` takes the step. It is also the one place that sees both the model and the
-data, so what a checkpoint holds is put together here.
+Fifth stop of a batch: it comes from `data/datamodule`, and `model/decoder` computes its losses. This is the one place
+that sees both the model and the data.
 """
 
 import logging
@@ -19,15 +18,16 @@ from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, perplexity
 from lm.kernels.operations import choose
 from lm.model.attention import describe
-from lm.model.compile import Compile, MicroStep, compile_decoder
+from lm.model.compile import Compile, GraphedMicroBatch, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.model.fused import fused_rows
+from lm.system.process import STOP
 from lm.training import checkpointing
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.schedule import ScheduleConfig, schedule
-from lm.training.step_stats import Step, Tally
+from lm.training.step_stats import Step, StepStats, sum_over_ranks, total_norm
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class LanguageModule(LightningModule):
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
+        self.automatic_optimization = False  # Lightning's batch is an optimizer step, and `training_step` takes it
         self.config = decoder
         self.optimizer_config = optimizer
         self.schedule_config = schedule
@@ -67,15 +68,14 @@ class LanguageModule(LightningModule):
         self.kernels = {True: "on", False: "off"}.get(kernels, kernels)  # YAML takes a bare `on` for true
         self.compile_mode = compile
         self.cuda_graphs = cuda_graphs
-        self.micro_step: MicroStep | None = None  # while training with CUDA graphs
+        self.graphed: GraphedMicroBatch | None = None  # while training with CUDA graphs
         self.decoder: Decoder | None = None
         self.attention = "not chosen yet"  # which library kernels do it, in words
         self.kernels_taken = "not chosen yet"
         self.validation = TokenLoss()
-        self.cursor: Cursor | None = None  # of the newest micro-batch that was trained on
-        self.tally = Tally()  # no buffers: DDP would overwrite them with those of rank zero
+        self.cursor: Cursor | None = None  # of the newest step
+        self.stats = StepStats()  # no buffers: DDP would overwrite them with those of rank zero
         self.recent_steps: list[Step] = []  # since the log line before the newest one
-        self.step_began: tuple[int, dict[str, Tensor]] | None = None  # samples before the newest step, and generators
         self._token_bytes: Tensor | None = None  # (V,) UTF-8 bytes of each token, on the device
         self._resumed: dict[str, Any] = {}  # what a checkpoint holds for this rank alone
 
@@ -126,55 +126,81 @@ class LanguageModule(LightningModule):
         if self.document_mask:
             documents = document_ids_from(input_ids, self.trainer.datamodule.tokenizer.eos_id)
         z_loss = self.z_loss if self.training else 0.0
-        return self.decoder(input_ids, labels=batch.labels, document_ids=documents, z_loss=z_loss)
+        with self.trainer.precision_plugin.forward_context():
+            return self.decoder(input_ids, labels=batch.labels, document_ids=documents, z_loss=z_loss)
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Remember how an optimizer step began: until it is taken it may be given up."""
-        if batch_idx % self.trainer.accumulate_grad_batches == 0:
-            self.step_began = batch.cursor.start, checkpointing.rng_state()
-        self.trainer.repeatable = True
-
-    def on_after_backward(self) -> None:
-        """What comes now changes weights, or is for the callbacks to do."""
-        self.trainer.repeatable = False
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The loss of one micro-batch.
+        """One optimizer step on this rank's share `(B, T + 1)` of the global batch.
 
-        It is divided by the tokens a micro-batch has room for. Lightning then divides by the micro-batches of a step
-        and DDP by the ranks, so the gradient is that of the mean over the whole global batch; where labels are
-        masked, `configure_gradient_clipping` makes up the difference with the tokens that really counted.
+        The gradient is that of the mean loss over all tokens that count, of all micro-batches and all ranks. A step
+        whose loss or gradient is not finite changes no weight, on any rank. Nothing here waits for the device.
+
+        Returns:
+            The mean loss of this rank's tokens in nats, a scalar.
         """
-        total, each = self.losses(batch) if self.micro_step is None else self.micro_step(batch.tokens)  # (), (B, T)
-        self.tally.add(each.sum(), batch.num_tokens)
+        trainer, optimizer = self.trainer, self.optimizers()
+        generators = checkpointing.rng_state()
+        micro_batches = batch.split(trainer.steps.micro_batch_size)
+        nats = torch.zeros((), device=self.device)
+
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            if STOP.late:  # after a signal; on a single device
+                self._forget_step(generators)
+                trainer.stop_after_last_step()
+            # Ranks exchange gradients once, in the backward pass of the last micro-batch.
+            with optimizer.toggle_model(sync_grad=number == len(micro_batches)):
+                if self.graphed is None:
+                    per_token = self.forward_backward(micro_batch)  # (b, T)
+                else:
+                    per_token = self.graphed(micro_batch.tokens)
+            nats += per_token.sum()
+
+        # The gradients are a mean over all targets; those that do not count had no loss.
+        global_nats, global_tokens = sum_over_ranks(nats, batch.num_tokens, trainer.world_size)
+        factor = trainer.steps.tokens_per_step / global_tokens.clamp(min=1)  # 1 exactly where all targets count
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = total_norm(gradients) * factor / self._loss_scale()
+        finite = self.stats.add(self.global_step + 1, global_nats, global_tokens, norm, self._scaler is not None)
+        if trainer.max_grad_norm:
+            factor = factor * (trainer.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+        if self._scaler is None:
+            optimizer.optimizer.skip = ~finite
+        else:
+            factor = torch.where(finite, factor, torch.nan)  # a GradScaler skips the step itself
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+
+        share_of_peak = schedule(self.global_step, trainer.max_steps, self.schedule_config)
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * share_of_peak
+        optimizer.step()
+        (self.graphed or optimizer).zero_grad()
         self.cursor = batch.cursor
-        return total / each.numel()
+        return nats / max(1, batch.num_tokens)
 
-    def _forward_backward(self, tokens: Tensor) -> Losses:
-        """A micro-batch with its backward pass, and all that Lightning would do to the loss in between."""
-        total, each = self.losses(Batch(tokens))
-        loss = total / each.numel() / self.trainer.accumulate_grad_batches
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        with torch.autocast(tokens.device.type, enabled=False):
-            (loss if scaler is None else scaler.scale(loss)).backward()
-        return Losses(total.detach(), each)
+    def forward_backward(self, micro_batch: Batch) -> Tensor:
+        """Add the gradient of a micro-batch's mean loss, divided by the micro-batches of a step, to those before it.
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass, unless `training_step` has replayed it already."""
-        if self.micro_step is None:
-            super().backward(loss, *args, **kwargs)
+        Returns:
+            The loss of every token in nats, `(b, T)`.
+        """
+        total, per_token = self.losses(micro_batch)  # (), (b, T)
+        self.manual_backward(total / per_token.numel() / self.trainer.steps.accumulate)
+        return per_token
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Forget old gradients; those in the buffers of a CUDA graph are new here, and are cleared after the step."""
-        if self.micro_step is None:
-            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+    def _forget_step(self, generators: dict[str, Tensor]) -> None:
+        """Have the state be that of the last whole step."""
+        (self.graphed or self.optimizers()).zero_grad()
+        checkpointing.restore_generators(generators)
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        """Clear the buffers of a CUDA graph once a step is taken."""
-        if self.micro_step is not None and (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
-            self.micro_step.zero_grad()
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return getattr(self.trainer.precision_plugin, "scaler", None)
+
+    def _loss_scale(self) -> Tensor | float:
+        """What gradients were multiplied with, so that fp16 can hold them; the optimizer's step divides by it."""
+        return 1.0 if self._scaler is None else self._scaler._scale
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""
@@ -184,55 +210,19 @@ class LanguageModule(LightningModule):
         """The learning rate of optimizer step `step` (0 is the first), where a group has none of its own."""
         return self.optimizer_config.lr * schedule(step, self.trainer.max_steps, self.schedule_config)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Set the learning rate of every group for this step and take it."""
-        share = schedule(self.global_step, self.trainer.max_steps, self.schedule_config)
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * share
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        """One norm and one multiplication: per-token mean over the global batch, then clipping by the global norm.
-
-        A step whose loss or gradient is not finite changes nothing, on any rank. Nothing here waits for the device. A
-        fused optimizer under a GradScaler unscales in its own step, so the gradients are still scaled here and the
-        norm is taken back by that scale.
-        """
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        nats, tokens = self.tally.step_sums(self.trainer.world_size)
-        room = self.trainer.steps.tokens_per_step
-        factor = room / tokens.clamp(min=1)  # 1 exactly, where no label was masked
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
-        norm = norm * factor / (scaler._scale if scaled else 1)
-        finite = self.tally.close_step(self.global_step + 1, nats, tokens, norm, scaler is not None)
-        if scaled:  # the scaler skips a step whose gradients are not finite
-            factor = torch.where(finite, factor, torch.nan)
-        else:
-            optimizer.skip = ~finite
-        if gradient_clip_val:
-            factor = factor * (gradient_clip_val / (norm + 1e-6)).clamp(max=1)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-
     def logged_metrics(self) -> dict[str, float]:
         """What a log line says of the steps since the last one, which are then in `recent_steps`.
 
         Called on every rank; waits for the device.
         """
-        loss, self.recent_steps = self.tally.read()
-        norm = torch.nn.utils.get_total_norm([p.detach() for p in self.decoder.parameters()], foreach=True)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        loss, self.recent_steps = self.stats.read()
         return {
             "train/loss": loss,
             "train/max_loss": max((s.loss for s in self.recent_steps if math.isfinite(s.loss)), default=math.nan),
             "train/perplexity": perplexity(loss),
             "optim/lr": self.learning_rate(self.global_step - 1),
             "optim/grad_norm": self.recent_steps[-1].grad_norm,
-            "optim/param_norm": norm.item(),
+            "optim/param_norm": total_norm([p.detach() for p in self.decoder.parameters()]).item(),
         }
 
     @property
@@ -242,16 +232,12 @@ class LanguageModule(LightningModule):
 
     # ---- validating, testing, predicting ------------------------------------------------------------------------
 
-    def on_validation_start(self) -> None:
-        self.trainer.repeatable = self.trainer.fitting
-
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         if self._token_bytes is None:
             self._token_bytes = self.trainer.datamodule.token_bytes.to(self.device)
         self.validation.update(self.losses(batch).each, batch.labels, self._token_bytes)
 
     def on_validation_epoch_end(self) -> None:
-        self.trainer.repeatable = False
         self._log_evaluation("val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
@@ -273,21 +259,24 @@ class LanguageModule(LightningModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpointing.complete(self, checkpoint)
+        checkpointing.to_checkpoint(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._resumed = checkpointing.restore(self, checkpoint)
+        self._resumed = checkpointing.from_checkpoint(self, checkpoint)
 
     def on_train_start(self) -> None:
         """Put the sums on the device and this rank's generators where the checkpoint left them."""
-        self.tally = Tally(self.device, self._resumed.get("tally"))
+        self.stats = StepStats(self.device, self._resumed.get("step_stats"))
         if "rng" in self._resumed:
             checkpointing.restore_generators(self._resumed["rng"])
         elif self.global_rank:  # all ranks drew the same initial weights; from here on each drops out its own
             torch.manual_seed(torch.initial_seed() + self.global_rank)
         self._resumed = {}
         if self.cuda_graphs:
-            self.micro_step = MicroStep(self.decoder.parameters(), self._forward_backward, self.device.type == "cuda")
+            self.graphed = GraphedMicroBatch(
+                self.decoder.parameters(), lambda tokens: self.forward_backward(Batch(tokens)),
+                capture=self.device.type == "cuda",
+            )  # fmt: skip
 
     def on_train_end(self) -> None:
-        self.micro_step = None
+        self.graphed = None

@@ -1,7 +1,7 @@
-"""What a training adds up between log lines, on the device, so that nothing waits for it.
+"""Sums of loss and tokens between log lines, kept on the device so that no step waits for it.
 
-`module` adds a micro-batch at a time and closes every optimizer step; a log line reads it all at once. A step whose
-loss or gradient is not finite is found here, before it is applied.
+`training/module` adds every optimizer step, and a log line reads them all at once. A step whose loss or gradient is
+not finite is found here, before it is applied.
 """
 
 import math
@@ -22,8 +22,23 @@ class Step(NamedTuple):
     applied: bool  # False where one of them was not finite, and so no weight was changed
 
 
-class Tally:
-    """Sums of losses and tokens, and the steps since they were last read.
+def sum_over_ranks(nats: Tensor, tokens: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """The loss and the tokens of an optimizer step over all ranks, as scalars on the device of `nats`."""
+    if world_size == 1:
+        return nats, torch.full((), tokens, dtype=torch.int64, device=nats.device)
+    sums = torch.stack([nats.double(), torch.full_like(nats, tokens, dtype=torch.float64)])
+    dist.all_reduce(sums)
+    return sums[0].float(), sums[1].long()
+
+
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """The norm of all tensors as one vector, over all shards: a scalar on the device."""
+    norm = torch.nn.utils.get_total_norm(tensors, foreach=True)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class StepStats:
+    """Sums of loss and tokens on the device, and the steps since they were last read.
 
     Args:
         device: where the sums are.
@@ -32,9 +47,6 @@ class Tally:
 
     def __init__(self, device: torch.device | str = "cpu", state: Mapping[str, Any] | None = None) -> None:
         state = state or {"nats": 0.0, "tokens": 0, "steps": []}
-        # Of the current step so far, on this rank:
-        self._step_nats = torch.zeros((), device=device)
-        self._step_tokens = torch.zeros((), dtype=torch.int64, device=device)
         # Of all applied steps since they were last read, on all ranks:
         self.nats = torch.tensor(state["nats"], device=device)
         self.tokens = torch.tensor(state["tokens"], dtype=torch.int64, device=device)
@@ -44,30 +56,12 @@ class Tally:
             for step, *values in state["steps"]
         ]
 
-    def add(self, nats: Tensor, tokens: int) -> None:
-        """Count a micro-batch.
-
-        Args:
-            nats: sum of its losses, a scalar on the device.
-            tokens: how many they were.
-        """
-        self._step_nats.add_(nats)
-        self._step_tokens.add_(tokens)
-
-    def step_sums(self, world_size: int) -> tuple[Tensor, Tensor]:
-        """Nats and tokens of the current step over all ranks, as scalars on the device."""
-        if world_size == 1:
-            return self._step_nats.clone(), self._step_tokens.clone()
-        sums = torch.stack([self._step_nats.double(), self._step_tokens.double()])
-        dist.all_reduce(sums)
-        return sums[0].float(), sums[1].long()
-
-    def close_step(self, step: int, nats: Tensor, tokens: Tensor, grad_norm: Tensor, scaled: bool) -> Tensor:
-        """End the current step and begin the next.
+    def add(self, step: int, nats: Tensor, tokens: Tensor, grad_norm: Tensor, scaled: bool) -> Tensor:
+        """Count an optimizer step, before it is applied.
 
         Args:
             step: its number, 1 for the first.
-            nats, tokens: from `step_sums`.
+            nats, tokens: from `sum_over_ranks`.
             grad_norm: over all ranks, a scalar on the device.
             scaled: a GradScaler tries out how far it can go, so an overflow of the gradients is its business.
 
@@ -80,8 +74,6 @@ class Tally:
         self.nats.add_(torch.where(counts, nats, 0))
         self.tokens.add_(torch.where(counts, tokens, 0))
         self._steps.append((step, torch.stack([loss, grad_norm.float(), applied.float()])))
-        self._step_nats.zero_()
-        self._step_tokens.zero_()
         return counts
 
     def read(self) -> tuple[float, list[Step]]:

@@ -2,9 +2,9 @@
 
 import logging
 import re
-import sys
 import traceback
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +19,13 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
 
-from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
+from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.model.config import DecoderConfig
 from lm.model.estimates import Step, checkpoint_bytes, largest_micro_batch, training_memory
-from lm.runs.checkpoint import owes_validation, step_of
+from lm.runs.checkpoint import pending_validation, step_of
 from lm.runs.run import Run
 from lm.system.hardware import keep_freed_memory
-from lm.system.process import STOP, GivenUp
+from lm.system.process import STOP
 from lm.system.units import Count, format_bytes
 from lm.training.checkpointing import FolderCheckpointIO
 from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
@@ -33,40 +33,30 @@ from lm.training.precision import Float8Precision, Precision, choose
 from lm.training.schedule import Steps, lengths, plan_steps
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
-# Lightning's loops, which may begin with the validation that a stopped run still owes.
+# Lightning's loops, where they differ: which steps a validation follows, and one that was interrupted comes first.
 
 
 class FitLoop(_FitLoop):
-    """A run with a validation to come is not done, though all steps are taken."""
+    """A run whose last validation is still to come is not done, though all steps are taken."""
 
     @property
     def done(self) -> bool:
-        return super().done and not self.trainer.owes_validation
+        return super().done and not self.trainer.pending_validation
 
 
 class EpochLoop(_TrainingEpochLoop):
-    """Makes up for a validation before it takes a step, and says when it waits for data."""
+    """Validates after the steps that `Trainer.validates_after` names, and first of all where one is pending."""
 
-    @property
-    def done(self) -> bool:
-        return super().done and not self.trainer.owes_validation
-
-    def advance(self, data_fetcher: Any) -> None:
-        if self.trainer.owes_validation:
-            self.val_loop.restarting = False  # from its first batch: what was added up of it is gone
-        else:
-            super().advance(data_fetcher)
+    def on_run_start(self, data_fetcher: Any) -> None:
+        super().on_run_start(data_fetcher)
+        self.restarting = False  # a checkpoint stands between two steps and before or after a whole validation
+        if self.trainer.pending_validation:
+            self.trainer.validating = True
+            self.val_loop.run()
+            self.trainer.training = True
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        return self.trainer.owes_validation or super()._should_check_val_fx(data_fetcher)
-
-    def _on_before_fetch(self) -> None:
-        super()._on_before_fetch()
-        self.trainer.repeatable = True
-
-    def _on_after_fetch(self) -> None:
-        self.trainer.repeatable = sys.exception() is not None  # a fetch that failed has changed nothing
-        super()._on_after_fetch()
+        return not self.restarting and self.trainer.validates_after(self.global_step)
 
 
 # ---- out of memory ---------------------------------------------------------------------------------------------------
@@ -192,8 +182,9 @@ class Trainer(lightning.Trainer):
         val_interval: Optimizer steps between validations; the last step is always validated.
         checkpoint_interval: Optimizer steps between checkpoints.
         keep_checkpoints: How many of the newest checkpoints are kept beside the best.
-        stop_within: Seconds that a step may still take after a signal, on a single device; then the run ends as it was
-            before that step. 0: as long as it takes.
+        stop_within: Seconds that the run may still take after a signal, on a single device, until it saves. A step whose
+            micro-batches are not done in half of them is dropped; after all of them the process ends, and the newest
+            checkpoint is the one to resume from. 0: as long as it takes.
         log_interval: Optimizer steps between log lines.
         histogram_interval: Optimizer steps between histograms of the weights in TensorBoard; none: no histograms.
         early_stopping: When to stop before the steps are done; off unless a patience is given.
@@ -262,11 +253,11 @@ class Trainer(lightning.Trainer):
         self.log_interval = log_interval
         self.histogram_interval = histogram_interval
         self.early_stopping = early_stopping
+        self.max_grad_norm = gradient_clip_val  # Lightning knows none: `training_step` clips
         self.steps: Steps | None = None  # known when a fit starts
         self.run: Run | None = None  # the run folder, once it is claimed
         self.stop: GuardStop | None = None  # why the run is to end after this optimizer step; the same on every rank
-        self.owes_validation = False  # the newest step's was not done when the run was stopped, and comes first
-        self.repeatable = False  # what is under way changes nothing, and is done again where it is given up
+        self.pending_validation = False  # that of the newest step was interrupted when the run stopped; it comes first
         self._memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
@@ -284,7 +275,6 @@ class Trainer(lightning.Trainer):
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            gradient_clip_val=gradient_clip_val,
             precision=chosen if isinstance(chosen, str) else None,
             accelerator=accelerator,
             devices=devices,
@@ -299,6 +289,8 @@ class Trainer(lightning.Trainer):
         )
         self.fit_loop = FitLoop(self, max_epochs=-1)
         self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
+        # A training step is more than a forward pass: `LanguageModule.losses` enters the precision's context itself.
+        self.precision_plugin.train_step_context = nullcontext
         if isinstance(chosen, Float8Precision):
             chosen.refuse(self.strategy.root_device)
 
@@ -323,14 +315,12 @@ class Trainer(lightning.Trainer):
         )
         lengths(self.steps.max_steps, model.schedule_config)  # refuses a schedule that does not fit
         log.info(str(self.steps))
-        if step_of(ckpt_path) >= self.steps.max_steps and not owes_validation(ckpt_path):
+        if step_of(ckpt_path) >= self.steps.max_steps and not pending_validation(ckpt_path):
             log.info("the run has finished: all %d steps are done", self.steps.max_steps)
             return
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
         datamodule.global_batch = self.steps.global_batch
-        self.accumulate_grad_batches = self.steps.accumulate
-        self.val_check_interval = self.val_interval * self.steps.accumulate
         self.fit_loop.epoch_loop.max_steps = self.steps.max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
@@ -352,13 +342,10 @@ class Trainer(lightning.Trainer):
         self._memory_before = process_bytes()
         try:
             return super()._run_stage()
-        except GivenUp:
-            self._have_callbacks("give_up")
-            raise
         except Exception as error:
-            STOP.forget_patience()  # what is done about it is not given up
-            if isinstance(error, RunError) and self.repeatable and self.fitting:  # data that cannot be read
-                self._have_callbacks("keep_last_step")
+            STOP.disarm()  # what is done about it may take its time
+            if isinstance(error, DataError) and self.fitting:
+                self._have_callbacks("save_last_step")
             if isinstance(error, LmError) or STOP.received is None or not self.fitting:
                 raise
             # A signal to the whole group may end processes first that this one depends on.
@@ -366,21 +353,6 @@ class Trainer(lightning.Trainer):
                 f"{STOP.received.name}: ended without a checkpoint, because {type(error).__name__}: {error}; "
                 "the same command with `--ckpt_path auto` goes on from the newest one"
             ) from error
-
-    def recount(self, checkpoint: dict[str, Any]) -> None:
-        """Go on where a checkpoint was taken: its steps in this run's micro-batches, which may be of another size.
-
-        What was begun of a step that was given up counts as not begun: Lightning counts from `completed`, and would end
-        the next step too early.
-        """
-        if not self.fitting or "loops" not in checkpoint:  # an imported model: no step was taken yet
-            return
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        taken = checkpoint["global_step"] * self.accumulate_grad_batches
-        for span in ("total", "current"):
-            shift = taken - progress[span]["processed"]
-            progress[span] = {name: min(count + shift, taken) for name, count in progress[span].items()}
-        self.owes_validation = checkpoint["owes_validation"] and self.datamodule.has_validation
 
     # ---- where the training stands, for callbacks ----------------------------------------------------------------
 
@@ -394,14 +366,13 @@ class Trainer(lightning.Trainer):
         """Whether this is a fit, also while it validates."""
         return self.state.fn == lightning.trainer.states.TrainerFn.FITTING
 
-    def step_taken(self, batch_idx: int) -> int | None:
-        """The optimizer steps taken so far, if this micro-batch ended one; else None."""
-        return self.global_step if (batch_idx + 1) % self.accumulate_grad_batches == 0 else None
+    def stop_after_last_step(self) -> None:
+        """End the run as it was after its last whole step.
 
-    @property
-    def in_a_step(self) -> bool:
-        """Whether micro-batches of a step were begun that is not taken yet."""
-        return self.fit_loop.epoch_loop.batch_progress.total.ready != self.global_step * self.accumulate_grad_batches
+        Raises:
+            Interrupted: always.
+        """
+        self._have_callbacks("stop_after_last_step")
 
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows this optimizer step."""

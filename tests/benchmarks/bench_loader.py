@@ -131,7 +131,7 @@ def _stream(shards: Shards) -> Iterator[Batch]:
     buffer = _buffer(shards)
     order = Order(shards.windows(SEQ_LEN), seed=1, lanes=lanes_for(shards.largest.tokens, buffer))
     return iter(
-        Stream(shards, order, seq_len=SEQ_LEN, start=0, global_batch=ROWS, micro_batch=ROWS, shuffle_buffer=buffer)
+        Stream(shards, order, seq_len=SEQ_LEN, start=0, global_batch=ROWS, shuffle_buffer=buffer)
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lm.cli.bench import Mode
 from lm.kernels.operations import choose
-from lm.model.compile import MicroStep, compile_decoder
+from lm.model.compile import GraphedMicroBatch, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_json
@@ -141,10 +141,9 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self.replay = None
         if contender.graphs:
-            def step(batch: Tensor) -> tuple[Tensor]:
-                return (self._micro_batch(*batch),)
-
-            self.replay = MicroStep(self.parameters, step, self.device.type == "cuda")
+            self.replay = GraphedMicroBatch(
+                self.parameters, lambda batch: self._micro_batch(*batch), self.device.type == "cuda"
+            )
 
     def step(self) -> float | Tensor:
         """One optimizer step; the sum of its losses."""
@@ -153,7 +152,7 @@ class Training:
             if self.replay is None:
                 total += self._micro_batch(input_ids, labels)
             else:
-                total += self.replay(torch.stack((input_ids, labels)))[0]
+                total += self.replay(torch.stack((input_ids, labels)))
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         (self.replay or self.optimizer).zero_grad()

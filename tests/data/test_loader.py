@@ -37,20 +37,9 @@ def shards(tmp_path_factory):
 
 
 def stream(shards, **options):
-    given = dict(seq_len=SEQ_LEN, start=0, global_batch=24, micro_batch=4, lanes=8, seed=5) | options
+    given = dict(seq_len=SEQ_LEN, start=0, global_batch=24, lanes=8, seed=5) | options
     order = Order(shards.windows(SEQ_LEN), given.pop("seed"), lanes=given.pop("lanes"))
     return Stream(shards, order, **given)
-
-
-def steps(batches, count, per_step):
-    """The rows of each optimizer step on one rank, checking that cursors count up."""
-    found = []
-    for _ in range(count):
-        step = list(islice(batches, per_step))
-        assert [batch.cursor.micro for batch in step] == list(range(per_step))
-        assert len({(batch.cursor.start, batch.cursor.end) for batch in step}) == 1
-        found.append((step[0].cursor.start, np.concatenate([batch.tokens.numpy() for batch in step])))
-    return found
 
 
 def reference(shards, start, count, seed=5, lanes=8):
@@ -67,17 +56,21 @@ def reference(shards, start, count, seed=5, lanes=8):
 )
 @settings(max_examples=40, deadline=None)
 def test_ranks_micro_batches_start_and_buffer_change_nothing(shards, division, start, lanes, buffer):
-    """Interleaving the ranks' rows gives the samples of each step, in order, whatever the division or memory."""
+    """Interleaving the ranks' micro-batches gives the samples of each step, in order, whatever division or memory."""
     world, micro = division
     expected = reference(shards, start, 24 * 4, lanes=lanes)
     buffer = max(buffer, shards.largest.tokens)
     rows = np.empty_like(expected)
     for rank in range(world):
         batches = iter(
-            stream(shards, start=start, micro_batch=micro, rank=rank, world=world, lanes=lanes, shuffle_buffer=buffer)
+            stream(shards, start=start, rank=rank, world=world, lanes=lanes, shuffle_buffer=buffer)
         )
-        for at, part in steps(batches, 4, 24 // world // micro):
-            rows[at - start + rank : at - start + 24 : world] = part
+        for step, batch in enumerate(islice(batches, 4)):
+            assert batch.cursor == Cursor(start + step * 24, start + (step + 1) * 24)
+            micro_batches = batch.split(micro)
+            assert len(micro_batches) == 24 // world // micro
+            part = np.concatenate([micro_batch.tokens.numpy() for micro_batch in micro_batches])
+            rows[step * 24 + rank : (step + 1) * 24 : world] = part
         batches.close()
     assert np.array_equal(rows, expected)
 
@@ -101,7 +94,7 @@ def test_a_rank_reads_about_its_share(shards):
     for rank in range(4):
         counted = pickle.loads(pickle.dumps(shards))
         counted.read = lambda block, read=counted.read: reads.append(block) or read(block)
-        mine = stream(counted, rank=rank, world=4, global_batch=total - total % 4, micro_batch=(total - total % 4) // 4)
+        mine = stream(counted, rank=rank, world=4, global_batch=total - total % 4)
         order, requests = mine.order, islice(mine.requests(), 1)
         list(assemble(counted, order, SEQ_LEN, requests, mine.buffer))
     assert len(shards.blocks) - 4 <= len(reads) <= len(shards.blocks) + 3 + 8, "a block may lie on two lanes"
@@ -136,7 +129,7 @@ def test_a_row_group_larger_than_the_buffer_is_refused_with_the_cure(shards):
 
 
 def test_a_step_that_does_not_divide_is_refused(shards):
-    with pytest.raises(ValueError, match="global_batch 24 is not a multiple of 5 ranks x 4 samples"):
+    with pytest.raises(ValueError, match="global_batch 24 is not a multiple of 5 ranks"):
         stream(shards, world=5)
 
 
@@ -163,7 +156,7 @@ def test_evaluation_counts_each_window_once_in_lockstep(shards, world, micro, li
 def test_tokens_come_out_as_they_went_in():
     """uint16 ids above 32767 and int32 ids widen without a sign; the mask ignores labels."""
     ids = np.array([[0, 32767, 32768, 65535]], dtype=np.uint16)
-    batch = Batch(torch.from_numpy(ids), Cursor(0, 1, 0))
+    batch = Batch(torch.from_numpy(ids), Cursor(0, 1))
     assert batch.input_ids.tolist() == [[0, 32767, 32768]] and batch.labels.tolist() == [[32767, 32768, 65535]]
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64 and batch.num_tokens == 3
     wide = Batch(torch.tensor([[7, 70000, 9]], dtype=torch.int32), mask=torch.tensor([[True, False]]))
@@ -188,20 +181,19 @@ def test_a_failure_of_a_decoding_thread_is_raised_where_batches_are_taken(tmp_pa
 def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path, workers):
     """Their targets do not count, they say why, and every other row is where it was."""
     write_folder(tmp_path, [200, 200, 200])
-    whole = list(islice(iter(stream(Shards.open(str(tmp_path), vocab_size=1000))), 18))
+    whole = list(islice(iter(stream(Shards.open(str(tmp_path), vocab_size=1000))), 3))
     shards = Shards.open(str(tmp_path), vocab_size=1000)
     (tmp_path / "00001.parquet").write_bytes(b"gone")
     skipping = stream(shards, reading=Reading(on_bad_shard="skip"))
     batches = iter(Workers(skipping, workers) if workers else skipping)
     left_out = 0
-    for before, now in zip(whole, islice(batches, 18), strict=True):
+    for before, now in zip(whole, islice(batches, 3), strict=True):
         rows = [] if now.mask is None else (~now.mask.any(1)).nonzero().flatten().tolist()
         blocks, _ = skipping.order.locate(np.arange(now.cursor.start, now.cursor.end))
-        mine = blocks[now.cursor.micro * 4 : now.cursor.micro * 4 + 4]
-        assert [row for row, block in enumerate(mine) if shards.blocks[block].file.endswith("00001.parquet")] == rows
+        assert [row for row, block in enumerate(blocks) if shards.blocks[block].file.endswith("00001.parquet")] == rows
         assert len(now.bad) == len(rows) and all("00001.parquet, row groups 0 to 1: " in text for text in now.bad)
-        assert now.num_tokens == (4 - len(rows)) * SEQ_LEN == int((now.labels != -100).sum())
-        for row in set(range(4)) - set(rows):
+        assert now.num_tokens == (24 - len(rows)) * SEQ_LEN == int((now.labels != -100).sum())
+        for row in set(range(24)) - set(rows):
             assert torch.equal(before.tokens[row], now.tokens[row])
         left_out += len(rows)
     batches.close()
@@ -260,7 +252,7 @@ from lm.data.sampler import Order
 from lm.data.shards import Shards
 from lm.data.loader import Stream
 shards = Shards.open({str(tmp_path)!r}, vocab_size=1000)
-batches = iter(Stream(shards, Order(shards.windows(8), 1), seq_len=8, start=0, global_batch=4, micro_batch=4))
+batches = iter(Stream(shards, Order(shards.windows(8), 1), seq_len=8, start=0, global_batch=4))
 print(tuple(next(batches).tokens.shape))
 """
     done = subprocess.run(

@@ -17,5 +17,5 @@ class AtStep(Callback):
         self.step, self.command = step, command
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.step_taken(batch_idx) == self.step:
+        if trainer.global_step == self.step:
             subprocess.run(self.command, shell=True, check=True)

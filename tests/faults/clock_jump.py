@@ -2,10 +2,10 @@
 
 import time
 
-from lightning.pytorch import Callback
+from recorder import AtMicroBatches
 
 
-class Jump(Callback):
+class Jump(AtMicroBatches):
     """Sets the clock of this process.
 
     Args:
@@ -17,6 +17,6 @@ class Jump(Callback):
         self.jumps = dict(zip(at, seconds, strict=True))
         self.true = time.time
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if (off := self.jumps.get(batch_idx)) is not None:
+    def before_micro_batch(self, trainer, pl_module, index):
+        if (off := self.jumps.get(index)) is not None:
             time.time = lambda: self.true() + off

@@ -6,17 +6,24 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from lightning.pytorch import Callback
+from recorder import AtMicroBatches
 
 
-class SlowSteps(Callback):
-    """Every micro-batch takes so many seconds; the file `slow-steps` says that the first has begun."""
+class SlowSteps(AtMicroBatches):
+    """Every micro-batch takes so many seconds; the file `slow-steps` says that the first has begun.
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    Args:
+        seconds: how many.
+        step: only those of this optimizer step, where it is given (1 is the first).
+    """
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        Path("slow-steps").touch()
-        time.sleep(self.seconds)
+    def __init__(self, seconds: float, step: int | None = None) -> None:
+        self.seconds, self.step = seconds, step
+
+    def before_micro_batch(self, trainer, pl_module, index):
+        if self.step in (None, trainer.global_step + 1):
+            Path("slow-steps").touch()
+            time.sleep(self.seconds)
 
 
 class Validations(Callback):
@@ -36,33 +43,33 @@ class Stall(Callback):
     """The data ends in a wait for something that never comes.
 
     Args:
-        micro_batch: the first that is not there; of the session.
+        step: the first that is not there; of the session, from 0.
     """
 
-    def __init__(self, micro_batch: int) -> None:
-        self.micro_batch = micro_batch
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def setup(self, trainer, pl_module, stage):
         loader = trainer.datamodule.train_dataloader
 
         def stalling():
             for index, batch in enumerate(loader()):
-                if index == self.micro_batch:
+                if index == self.step:
                     Future().result()
                 yield batch
 
         trainer.datamodule.train_dataloader = lambda: Batches(stalling)
 
 
-class EndlessForward(Callback):
+class EndlessForward(AtMicroBatches):
     """The forward pass of this micro-batch never ends."""
 
     def __init__(self, micro_batch: int) -> None:
         self.micro_batch = micro_batch
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == self.micro_batch:
-            pl_module.losses = lambda batch: time.sleep(10_000)
+    def before_micro_batch(self, trainer, pl_module, index):
+        if index == self.micro_batch:
+            time.sleep(10_000)
 
 
 class Batches:

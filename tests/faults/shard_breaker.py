@@ -20,7 +20,7 @@ class BreakShards(Callback):
         self.step, self.how, self.folder, self.rank = step, how, Path(folder), rank
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step and batch.cursor.micro == 0 and trainer.global_rank == self.rank:
+        if trainer.global_step == self.step and trainer.global_rank == self.rank:
             for path in self.folder.glob("*.parquet"):
                 break_shard(path, self.how)
 

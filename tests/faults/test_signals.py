@@ -68,7 +68,7 @@ def test_the_step_is_finished_and_saved_and_none_is_trained_on_twice(uninterrupt
         assert step in (None, list(run.steps())[-1]) and f"{kill['signal_name']}: stopped after step" in said
     assert re.search("stopped .*interrupted", lm(workplace, "runs", "ls").stdout)
     last = equipment("recorder.KillAt", signal_name="SIGTERM", save=True, step=12)
-    go_on(workplace, "stopped", **{"trainer.callbacks": [RECORDER, last], "trainer.stop_within": 0.01})
+    go_on(workplace, "stopped", **{"trainer.callbacks": [RECORDER, last], "trainer.stop_within": 0.1})
     assert losses(workplace) == expected(workplace) and len(trace(workplace)) == 24
     assert validations(workplace, "stopped") == validations(uninterrupted, "small")
 
@@ -93,13 +93,16 @@ def test_a_validation_ends_at_its_next_batch_and_is_made_up_for(uninterrupted, w
 
 
 @pytest.mark.fault(6)
-def test_a_wait_for_data_or_for_a_step_is_given_up(uninterrupted, workplace):
-    """Before the first step, in the middle of a step, and between two: what was begun is as if it had not been.
+def test_a_wait_for_data_or_for_a_micro_batch_is_ended(uninterrupted, workplace):
+    """Before the first step, in the middle of a step, and between two: the newest checkpoint is where it resumes.
 
-    Lightning asks for a micro-batch while it still holds the one before.
+    Lightning asks for the next batch while it still holds one.
     """
-    for what, micro_batch, step in (("Stall", 0, 0), ("EndlessForward", 11, 5), ("Stall", 6, 7), ("Stall", 7, 10)):
-        stuck = equipment(f"interruptions.{what}", micro_batch=micro_batch)
+    for what, first, step, saved in (
+        ("Stall", dict(step=0), 0, []), ("EndlessForward", dict(micro_batch=11), 5, [4]),
+        ("Stall", dict(step=3), 6, [6]), ("Stall", dict(step=5), 10, [9]),
+    ):  # fmt: skip
+        stuck = equipment(f"interruptions.{what}", **first)
         changes = {"trainer.callbacks": [RECORDER, stuck], "trainer.stop_within": 1}
         config = str(write_config(workplace, "stuck", **changes))
         process = start(workplace, "fit", "--config", config, "--ckpt_path", "auto")
@@ -112,20 +115,36 @@ def test_a_wait_for_data_or_for_a_step_is_given_up(uninterrupted, workplace):
         began = time.monotonic()
         said = process.communicate(timeout=60)[1]
         assert process.returncode == 75 and time.monotonic() - began < 30, said
-        assert run.status() == "interrupted" and list(run.steps())[-1:] == [step][: step > 0]
+        assert f"SIGTERM: ended {'without a checkpoint' if saved else 'before the first step'}" in said
+        assert ("resumes from step" if saved else "starts again") in said
+        assert run.status() == run.read("state.json")["status"] == "interrupted" and list(run.steps())[-1:] == saved
     go_on(workplace, "stuck")
     assert losses(workplace) == expected(workplace)
     assert validations(workplace, "stuck") == validations(uninterrupted, "small")
 
 
 @pytest.mark.fault(6)
-def test_samples_that_do_not_end_are_given_up_and_made_up_for(uninterrupted, workplace):
-    """What follows a validation is part of it: all of it is done again."""
+def test_a_step_of_slow_micro_batches_is_dropped_and_trained_again(workplace):
+    """The checkpoint is that of the step before; what the dropped one drew of random numbers is drawn again."""
+    single = {"data.micro_batch_size": 1}  # 8 micro-batches of half a second, and half of 6 seconds until it is dropped
+    lm(workplace, "fit", "--config", str(write_config(workplace, "whole", **single, **{"trainer.callbacks": [RECORDER]})))
+    whole = losses(workplace)
+    slow = equipment("interruptions.SlowSteps", seconds=0.5, step=6)
+    kill = equipment("recorder.KillAt", signal_name="SIGTERM", micro_batch=40)
+    run, said = interrupted(workplace, "dropped", slow, kill, **single, **{"trainer.stop_within": 6})
+    assert "stopped after step 5 with a checkpoint; the next one was not done within 3 s" in said
+    assert list(run.steps())[-1] == 5
+    go_on(workplace, "dropped", **single)
+    assert losses(workplace) == whole and validations(workplace, "dropped") == validations(workplace, "whole")
+
+
+@pytest.mark.fault(6)
+def test_samples_that_do_not_end_are_ended_and_come_again(uninterrupted, workplace):
     samples = {"samples.prompts": ["Chapter"], "samples.max_new_tokens": 4}
     kill = equipment("recorder.KillAt", signal_name="SIGTERM", hook="on_validation_end", step=8)
     late = {"trainer.stop_within": 1, **samples}
     run, said = interrupted(workplace, "sampling", kill, equipment("interruptions.EndlessSamples", step=8), **late)
-    assert "stopped after step 8 with a checkpoint, before its validation was done" in said
+    assert "the validation after step 8 was not done within 1 s" in said and list(run.steps())[-1] == 6
     go_on(workplace, "sampling", **samples)
     assert losses(workplace) == expected(workplace)
     assert validations(workplace, "sampling") == validations(uninterrupted, "small")
@@ -135,7 +154,7 @@ def test_samples_that_do_not_end_are_given_up_and_made_up_for(uninterrupted, wor
 
 @pytest.mark.fault(6)
 @pytest.mark.parametrize("stop_within, steps", [(0, [1]), (1, [])])
-def test_a_compilation_is_waited_for_or_given_up(workplace, stop_within, steps):
+def test_a_compilation_is_waited_for_or_ended(workplace, stop_within, steps):
     """The first micro-batch is compiled, which takes a while: then its step is saved, or there is none to save."""
     name = f"compiled-{stop_within}"
     compiled = {"model.compile": "inductor", "trainer.stop_within": stop_within}
@@ -144,7 +163,7 @@ def test_a_compilation_is_waited_for_or_given_up(workplace, stop_within, steps):
         environment={"TORCHINDUCTOR_CACHE_DIR": str(workplace / "inductor")},
     )  # fmt: skip
     assert list(run.steps()) == steps
-    assert ("stopped after step 1" if steps else "stopped in the first step") in said
+    assert ("stopped after step 1" if steps else "step 1 was not done within 1 s") in said
     assert not processes_of(workplace)
 
 

@@ -3,10 +3,10 @@
 import time
 from pathlib import Path
 
-from lightning.pytorch import Callback
+from recorder import AtMicroBatches
 
 
-class WaitAt(Callback):
+class WaitAt(AtMicroBatches):
     """Makes the file `waits` and goes on once there is a file `go`.
 
     Args:
@@ -16,8 +16,8 @@ class WaitAt(Callback):
     def __init__(self, micro_batch: int) -> None:
         self.micro_batch = micro_batch
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == self.micro_batch:
+    def before_micro_batch(self, trainer, pl_module, index):
+        if index == self.micro_batch:
             Path("waits").touch()
             while not Path("go").exists():
                 time.sleep(0.05)

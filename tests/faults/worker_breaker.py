@@ -14,6 +14,6 @@ class SignalWorker(Callback):
         self.number, self.step = getattr(signal, name), step
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step and batch.cursor.micro == 0:
+        if trainer.global_step == self.step:
             workers = sorted(multiprocessing.active_children(), key=lambda process: process.name)
             os.kill(workers[0].pid, self.number)

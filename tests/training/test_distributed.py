@@ -47,7 +47,7 @@ class Send(Callback):
         self.number, self.rank, self.step = getattr(signal, name), rank, step
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_rank == self.rank and trainer.global_step == self.step and batch.cursor.micro == 0:
+        if trainer.global_rank == self.rank and trainer.global_step == self.step:
             os.kill(os.getpid(), self.number)
 
 

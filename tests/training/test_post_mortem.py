@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
+from test_guards import poison_loss
 from trainings import lm, losses, make_workplace, write_config
 
 from lm.runs import postmortem
@@ -32,7 +33,7 @@ class Poison(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step + 1 in self.steps and trainer.global_rank == trainer.world_size - 1:
-            pl_module.tally.add(torch.tensor(math.nan), 0)
+            poison_loss(pl_module, math.nan)
 
 
 class InTheWay(Callback):

@@ -14,6 +14,7 @@ from lm.model.estimates import checkpoint_bytes
 from lm.runs.checkpoint import link_to
 from lm.runs.run import Run
 from lm.system.files import remove, room, stated_digest, sweep
+from lm.system.process import STOP
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -24,9 +25,9 @@ HALF_WRITTEN = re.compile(r"\.(last|best|\w+\.json|\w+\.yaml)[.-](\d+)")  # a fi
 class Checkpoints(ModelCheckpoint):
     """Keeps `last`, `best` and the newest `keep` checkpoints of a run.
 
-    One checkpoint holds an optimizer step, never the middle of an accumulation, and where the step ends with a
-    validation it is taken after that, so that a resume repeats and loses neither. ModelCheckpoint's own timing and
-    linking are replaced: they save twice, mid-accumulation, and move links before the files are whole.
+    A checkpoint is taken between two optimizer steps, and after the validation where a step ends with one, so that a
+    resume repeats and loses neither. ModelCheckpoint's own timing and linking are replaced: they save twice, and move
+    links before the files are whole.
 
     Args:
         interval: optimizer steps between checkpoints.
@@ -85,11 +86,8 @@ class Checkpoints(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.step_taken(batch_idx)
-        if step is None:
-            return
         self._refuse_lost_run(trainer)
-        if self._due(step) and not trainer.validates_after(step):
+        if self._due(trainer.global_step) and not trainer.validates_after(trainer.global_step):
             self.save(trainer)
 
     @staticmethod
@@ -111,8 +109,8 @@ class Checkpoints(ModelCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fitting:
             return
-        if trainer.owes_validation:  # the checkpoint of this step that is there knows nothing of it
-            trainer.owes_validation, self.saved_step = False, -1
+        if trainer.pending_validation:  # the checkpoint of this step that is there knows nothing of it
+            trainer.pending_validation, self.saved_step = False, -1
         loss = trainer.callback_metrics["val/loss"].item()
         if loss < self.best_loss - self.min_delta:
             self.best_loss, self.best_name = loss, self._name(trainer)
@@ -146,7 +144,13 @@ class Checkpoints(ModelCheckpoint):
         self.left_behind = self.left_behind - {path.name}  # a new set: the writer may be looking at the other
         best = self.best_name
         step = trainer.global_step
-        trainer.save_checkpoint(str(path), storage_options=lambda: self._move_links(trainer.run, step, path.name, best))
+        STOP.saving = True
+        try:
+            trainer.save_checkpoint(
+                str(path), storage_options=lambda: self._move_links(trainer.run, step, path.name, best)
+            )
+        finally:
+            STOP.saving = False
 
     def _move_links(self, run: Run, step: int, last: str, best: str | None) -> None:
         """After the write: point at what is whole now and drop what nothing needs, also what was left behind because

@@ -105,8 +105,7 @@ class Samples(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.step_taken(batch_idx)
-        if step is not None and self.config.interval is not None and step % self.config.interval == 0:
+        if self.config.interval is not None and trainer.global_step % self.config.interval == 0:
             self._sample(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -237,8 +236,8 @@ class Evaluations(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, interval = trainer.step_taken(batch_idx), self.config.interval
-        if step is not None and interval is not None and (step % interval == 0 or step == trainer.max_steps):
+        step, interval = trainer.global_step, self.config.interval
+        if interval is not None and (step % interval == 0 or step == trainer.max_steps):
             self._evaluate(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -69,11 +69,9 @@ def act(
 def not_training(trainer: Trainer) -> Iterator[None]:
     """What is done meanwhile is no training: callbacks with `on_pause` are told afterwards how many seconds it took."""
     began = time.monotonic()
-    trainer.repeatable = trainer.validating  # then it comes again with the validation
     try:
         yield
     finally:
-        trainer.repeatable = False
         seconds = time.monotonic() - began
         for callback in trainer.callbacks:
             if hasattr(callback, "on_pause"):
@@ -288,7 +286,6 @@ class SkippedData(Callback):
         self._told: list[str] = []  # what is wrong with which block
         self._new: list[str] = []  # of these, what was not told yet
         self._here: list[str] = []  # an entry a row, on this rank since the ranks spoke of it
-        self._in_step: list[str] = []  # those of a step that is not taken yet
         self._validated: set[str] = set()  # blocks of validations, likewise
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -297,10 +294,7 @@ class SkippedData(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        self._in_step += batch.bad
-        if trainer.step_taken(batch_idx) is not None:  # one that is given up is done again, and would count twice
-            self._here += self._in_step
-            self._in_step = []
+        self._here += batch.bad
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int,

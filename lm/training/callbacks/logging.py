@@ -64,8 +64,8 @@ class RunLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.step_taken(batch_idx)
-        if step is None or (step % self.interval and step != trainer.max_steps):
+        step = trainer.global_step
+        if step % self.interval and step != trainer.max_steps:
             return
         metrics = pl_module.logged_metrics()
         for callback in trainer.callbacks:
@@ -182,8 +182,8 @@ class ProgressBar(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.step_taken(batch_idx)
-        if self._progress is not None and step is not None:
+        step = trainer.global_step
+        if self._progress is not None:
             shown = ("train/loss", "perf/tokens_per_second", "perf/mfu")
             newest = {name: value for name, value in self._metrics(trainer).items() if name in shown}
             text = line(step, trainer.max_steps, newest).partition("  ")[2]
@@ -432,8 +432,8 @@ class Histograms(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.step_taken(batch_idx)
-        if step is None or step % self.interval:
+        step = trainer.global_step
+        if step % self.interval:
             return
         counted: dict[str, Tensor] = {}
         for name, parameter in pl_module.decoder.named_parameters():

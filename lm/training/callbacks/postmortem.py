@@ -283,9 +283,7 @@ class SpikeInjection(Callback):
         rows = self.rows_of_step(trainer, step)
         if rows is None:
             return
-        size = len(batch.tokens)
-        mine = rows[trainer.global_rank :: trainer.world_size][batch.cursor.micro * size :][:size]  # (B, T + 1)
-        batch.tokens.copy_(torch.from_numpy(mine))
+        batch.tokens.copy_(torch.from_numpy(rows[trainer.global_rank :: trainer.world_size]))  # (G / ranks, T + 1)
         if step not in self._done:
             self._done.append(step)
             self._note(trainer)

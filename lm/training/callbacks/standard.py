@@ -16,7 +16,7 @@ from lm.training.callbacks.guards import Action, Alerts, NotFinite, Rollback, Sk
 from lm.training.callbacks.logging import Curves, Histograms, ProgressBar, RunLog
 from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
-from lm.training.callbacks.stopping import EarlyStopping, Interrupt, LastStep
+from lm.training.callbacks.stopping import EarlyStopping, Interrupt
 from lm.training.callbacks.throughput import DataWait, Throughput, ThroughputConfig, ThroughputFloor
 
 # ---- guards ----------------------------------------------------------------------------------------------------------
@@ -122,7 +122,6 @@ def standard_callbacks(
         run_folder,
         Curves(),
         Heartbeat(),
-        LastStep(),
         SkippedData(),
         RunLog(trainer["log_interval"]),
         Throughput(),
@@ -130,7 +129,7 @@ def standard_callbacks(
         *guard_callbacks(guards),
         ProgressBar(),
         *asked_for,
-        *stopping,  # after what a validation is followed by, which may be given up and then counts for nothing
+        *stopping,
         Checkpoints(trainer["checkpoint_interval"], early.min_delta, trainer["keep_checkpoints"]),
         Interrupt(),
         Predictions(),

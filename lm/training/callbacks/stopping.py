@@ -1,17 +1,21 @@
 """How a run ends before its last step: a signal, a guard, early stopping; and the validation after the last one."""
 
 import logging
+import sys
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
 from lm.errors import Interrupted
 from lm.system.process import STOP
+from lm.training.callbacks.logging import ProgressBar
+from lm.training.callbacks.run_folder import Registration, RunFolder
 from lm.training.trainer import Trainer
 
 # ---- interrupt -------------------------------------------------------------------------------------------------------
@@ -24,10 +28,11 @@ class Interrupt(Checkpoint):
     """Ends a run after a signal reached any rank, with a checkpoint, or after a guard asked for it, with one if it is
     wanted.
 
-    It ends at the next optimizer step, or at the next batch of a validation, which is then made up for when the run
-    goes on. On a single device, what is not there after `trainer.stop_within` seconds is given up and done again
-    later: a wait for data, a compilation, the samples or tasks after a validation. A second SIGINT ends the process at
-    once.
+    It ends after the optimizer step, or at the next batch of a validation, which then comes first when the run is
+    resumed. On a single device, a step of which micro-batches are still to come after half of `trainer.stop_within`
+    seconds is dropped, and the checkpoint is that of the step before. What takes longer than `stop_within`, such as a
+    wait for data, a compilation, or the samples after a validation, is not waited for: a thread ends the process, and
+    the newest checkpoint is the one to resume from. A second SIGINT ends the process at once.
 
     It is a Checkpoint because Lightning calls those last, in their order: it must know what `Checkpoints` has done.
     """
@@ -41,27 +46,26 @@ class Interrupt(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning registers its own handlers just before this; they would exit 0 and save nothing. Under DDP it also
-        # broadcasts a flag every micro-batch for them, a synchronisation that nobody needs any more.
+        # broadcasts a flag every step for them, a synchronisation that nobody needs any more.
         STOP.catch()
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         waits = timedelta(seconds=trainer.rank_timeout)
         self._ranks = dist.new_group(backend="gloo", timeout=waits) if trainer.world_size > 1 else None
-        alone = trainer.world_size == 1  # ranks that wait for each other can give up nothing
-        STOP.note(trainer.stop_within if alone else 0.0, lambda: trainer.repeatable)
+        alone = trainer.world_size == 1  # several ranks may be waiting for one another: rank_timeout is their limit
+        STOP.note(trainer.stop_within if alone else 0.0, partial(self._end_now, trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.step_taken(batch_idx)
         without_saving = trainer.stop is not None and not trainer.checkpoint_callback.requested
-        if step is not None and (without_saving or not trainer.validates_after(step)):
+        if without_saving or not trainer.validates_after(trainer.global_step):
             self._stop_if_asked(trainer)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if trainer.fitting and self._any_rank_asked():
-            trainer.owes_validation = True
+            trainer.pending_validation = True
             self._stop(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,19 +73,18 @@ class Interrupt(Checkpoint):
             self._stop_if_asked(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        STOP.forget_patience()
+        STOP.disarm()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        STOP.forget_patience()
+        STOP.disarm()
 
-    def give_up(self, trainer: Trainer) -> None:
-        """End a run in the middle of something that will be done again: after the last whole step."""
-        trainer.owes_validation |= trainer.validating
-        self._stop(trainer, f"; what came next took more than {trainer.stop_within:g} s and is done again")
+    def stop_after_last_step(self, trainer: Trainer) -> None:
+        """End the run as it was after its last whole step."""
+        self._stop(trainer, f"; the next one was not done within {trainer.stop_within / 2:g} s")
 
-    def keep_last_step(self, trainer: Trainer) -> None:
+    def save_last_step(self, trainer: Trainer) -> None:
         """Take a checkpoint of the last whole step, where what failed after it has changed nothing."""
-        trainer.owes_validation |= trainer.validating
+        trainer.pending_validation |= trainer.validating
         if trainer.world_size == 1 and trainer.global_step:
             trainer.checkpoint_callback.save(trainer)
             trainer.checkpoint_io.drain()
@@ -89,11 +92,13 @@ class Interrupt(Checkpoint):
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         asked = self._any_rank_asked()
-        if trainer.global_step < trainer.max_steps and (asked or trainer.stop is not None):
+        if trainer.global_step >= trainer.max_steps:
+            STOP.disarm()
+        elif asked or trainer.stop is not None:
             self._stop(trainer)
 
-    def _stop(self, trainer: Trainer, given_up: str = "") -> None:
-        STOP.forget_patience()
+    def _stop(self, trainer: Trainer, why: str = "") -> None:
+        STOP.disarm()
         if (trainer.checkpoint_callback.requested or trainer.stop is None) and trainer.global_step:
             trainer.checkpoint_callback.save(trainer)
             trainer.checkpoint_io.drain()
@@ -101,11 +106,23 @@ class Interrupt(Checkpoint):
         if trainer.stop is not None:
             raise trainer.stop
         where = f"after step {trainer.global_step} with a checkpoint" if trainer.global_step else "in the first step"
-        if trainer.owes_validation:
+        if trainer.pending_validation:
             where += ", before its validation was done"
-        raise Interrupted(
-            f"{told()}: stopped {where}{given_up}; the same command with `--ckpt_path auto` goes on"
+        raise Interrupted(f"{signal_name()}: stopped {where}{why}; the same command with `--ckpt_path auto` goes on")
+
+    def _end_now(self, trainer: Trainer) -> None:
+        """Called by the watchdog's thread, just before it ends the process."""
+        step, saved = trainer.global_step, trainer.run.steps()
+        what = f"the validation after step {step}" if trainer.validating else f"step {step + 1}"
+        newest = f"resumes from step {max(saved)}" if saved else "starts again"
+        error = Interrupted(
+            f"{signal_name()}: ended without a checkpoint, because {what} was not done within {trainer.stop_within:g} "
+            f"s (trainer.stop_within); the same command with `--ckpt_path auto` {newest}"
         )
+        for callback in trainer.callbacks:
+            if isinstance(callback, RunFolder | Registration | ProgressBar):
+                callback.on_exception(trainer, trainer.lightning_module, error)
+        print(f"lm fit: {error}", file=sys.stderr, flush=True)
 
     def _any_rank_asked(self) -> bool:
         asked = torch.tensor(int(STOP.received is not None))
@@ -114,7 +131,7 @@ class Interrupt(Checkpoint):
         return bool(asked)
 
 
-def told() -> str:
+def signal_name() -> str:
     """The signal that this run is ended for."""
     return STOP.received.name if STOP.received is not None else "a signal on another rank"
 
@@ -141,17 +158,3 @@ class EarlyStopping(LightningEarlyStopping):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})
-
-
-# ---- last step -------------------------------------------------------------------------------------------------------
-# The last optimizer step is always validated, whatever the interval.
-
-
-class LastStep(Callback):
-    """Asks Lightning to stop at the last step, which makes it validate first."""
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.step_taken(batch_idx) == trainer.max_steps:
-            trainer.should_stop = True

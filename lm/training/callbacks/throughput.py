@@ -62,7 +62,7 @@ class Throughput(Callback):
 
 
 class DataWait(Callback):
-    """Times every fetch of a micro-batch, from one log line to the next; validations and other pauses are not counted.
+    """Times every fetch of a batch, from one log line to the next; validations and other pauses are not counted.
 
     On a CUDA device it is the device that counts: a fetch that takes place while it still computes costs nothing. Two
     events around a fetch tell how long it had nothing to do, and they are read at the log line, so nothing waits.
