@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.runs.registry import record
-from lm.runs.resume import compare, find_checkpoint, settle
+from lm.runs.resume import compare, find_checkpoint, repair_links
 from lm.runs.run import ROOT, Run
 from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
 from lm.system.files import parse_yaml
@@ -32,14 +32,14 @@ from lm.training.trainer import Trainer
 
 CLASSES = {"trainer": Trainer, "model": LanguageModule, "data": DataModule}
 # What a config has beside them.
-BESIDE = {"guards": GuardsConfig, "samples": SamplesConfig, "evaluation": EvaluationConfig}
+OTHER_GROUPS = {"guards": GuardsConfig, "samples": SamplesConfig, "evaluation": EvaluationConfig}
 CONFIGS = (Path("configs"), Path(__file__).parent.parent.parent / "configs")
 
 
 class TrainingErrors(OneLineErrors):
     """One-line errors that know what Lightning users may expect to find."""
 
-    elsewhere = {
+    other_names = {
         "trainer.accumulate_grad_batches": "it follows from data.global_batch_tokens and data.micro_batch_size",
         "trainer.val_check_interval": "give trainer.val_interval, in optimizer steps",
         "trainer.limit_val_batches": "give data.val_tokens",
@@ -93,7 +93,7 @@ def config_parser(prog: str) -> ConfigParser:
         parser.add_argument(f"--{name}", type=str | None, default=None, help=SUPPRESS)
     for name, kind in CLASSES.items():
         parser.add_class_arguments(kind, name, instantiate=False)
-    for name, kind in BESIDE.items():
+    for name, kind in OTHER_GROUPS.items():
         parser.add_class_arguments(kind, name)
     return parser
 
@@ -123,7 +123,7 @@ def refuse_what_is_no_config(path: Path) -> None:
         raise RequestError(f"config {path} cannot be read: {error}") from error
     if not isinstance(document, dict):
         raise RequestError(f"config {path} is no list of options such as `trainer:`, but {shown(document)}")
-    for name in (*CLASSES, *BESIDE):
+    for name in (*CLASSES, *OTHER_GROUPS):
         group = document.get(name, {})
         if not isinstance(group, dict):
             raise RequestError(f"config {path}: {name} is a group of options and not {shown(group)}")
@@ -135,7 +135,7 @@ def refuse_nulls(config: Namespace) -> None:
     Raises:
         RequestError: one stands where it means nothing; names the key.
     """
-    for name, kind in (CLASSES | BESIDE).items():
+    for name, kind in (CLASSES | OTHER_GROUPS).items():
         _refuse_nulls(kind, config[name], name)
 
 
@@ -211,7 +211,7 @@ class TrainingCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--run", type=str | None, default=None, help="Name of the run; the config's if not given.")
         parser.add_argument("--force", type=bool, default=False, help="Go on though it is another run by now.")
-        for name, kind in BESIDE.items():
+        for name, kind in OTHER_GROUPS.items():
             parser.add_class_arguments(kind, name)
 
     def _parse_ckpt_path(self) -> None:
@@ -252,7 +252,7 @@ class TrainingCLI(LightningCLI):
         config = self.config[self.subcommand]
         auto = config.ckpt_path == "auto"
         run_folder = RunFolder(self.resumed_run, config.run, self.config_text, config.force, auto=auto)
-        beside = {name: self._get(self.config_init, name) for name in BESIDE}
+        beside = {name: self._get(self.config_init, name) for name in OTHER_GROUPS}
         callbacks = standard_callbacks(trainer_config, run_folder, **beside)
         try:
             return self._instantiate_trainer(trainer_config, [*callbacks, Registration()])
@@ -270,7 +270,7 @@ class TrainingCLI(LightningCLI):
         run, trained = self.resumed_run, self.trainer.run is not None
         if run is None or trained or not self.trainer.is_global_zero or run.status() == "running":
             return
-        settle(run, self.checkpoint)
+        repair_links(run, self.checkpoint)
         if run.status() not in ("finished", "stopped"):
             run.describe(status="finished", reason="all steps done", step=self.trainer.steps.max_steps)
             record(run)

@@ -27,7 +27,7 @@ from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import sync, write_folder
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT
-from lm.system.files import sweep
+from lm.system.files import remove_stale
 from lm.training.checkpointing import model_files
 from lm.training.step_stats import StepStats
 
@@ -74,7 +74,7 @@ def export(
     model.decoder.to(model.dtype)
     card = Card(name or target.name, license, tuple(language or []))
     temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-    sweep(target)
+    remove_stale(target)
     try:
         temporary.mkdir(parents=True)
         write(model, card, temporary)
@@ -192,8 +192,8 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     _refuse(source, target)
     model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
     temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-    sweep(target)
-    sweep(target.with_name(f".tmp-{target.name}-*"))  # what writing the temporary one left
+    remove_stale(target)
+    remove_stale(target.with_name(f".tmp-{target.name}-*"))  # what writing the temporary one left
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         write_folder(temporary, content(model))

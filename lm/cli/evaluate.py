@@ -26,7 +26,7 @@ from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.runs import registry
 from lm.runs.resume import chosen_model
-from lm.runs.run import ROOT, Evaluation, Run, core_sentence, joined, metrics, record
+from lm.runs.run import ROOT, Evaluation, Run, core_sentence, merge_evaluations, metrics, record
 from lm.system.files import write_atomically
 from lm.system.process import harmless
 from lm.system.units import Count, format_count
@@ -184,7 +184,7 @@ def keep(run: Run, found: Evaluation) -> None:
     """
     run.append_evaluation(found)
     evaluations = run.evaluations()
-    points = {one["step"]: metrics(joined(evaluations, one["step"])) for one in evaluations}
+    points = {one["step"]: metrics(merge_evaluations(evaluations, one["step"])) for one in evaluations}
     events = EventFile(run)
     for step in sorted(step for step in points if step >= found["step"]):
         events.log_metrics(points[step], step)

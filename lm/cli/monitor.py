@@ -27,7 +27,7 @@ from rich.text import Text
 from lm.cli.charts import chart
 from lm.cli.runs import STYLES, to_json
 from lm.errors import RequestError
-from lm.runs.history import Series, Watch, smooth
+from lm.runs.history import LiveRun, Series, smooth
 from lm.runs.registry import find
 from lm.runs.run import ROOT, Run
 from lm.system.units import format_bytes, format_count
@@ -203,7 +203,7 @@ BELOW = 7, 15  # least and most rows of the charts below
 SMALL = (("optim/grad_norm", "gradient norm"), ("optim/lr", "learning rate"), ("perf/tokens_per_second", "tokens/s"))
 
 
-def page(watches: Sequence[Watch], width: int, height: int) -> list[Text]:
+def page(watches: Sequence[LiveRun], width: int, height: int) -> list[Text]:
     """Several runs on one screen: side by side where it is wide, stacked where not, fewer lines each the more they are.
 
     Returns:
@@ -223,7 +223,7 @@ def page(watches: Sequence[Watch], width: int, height: int) -> list[Text]:
     return lines
 
 
-def block(watch: Watch, width: int, height: int) -> list[Text]:
+def block(watch: LiveRun, width: int, height: int) -> list[Text]:
     """One run in `height` lines of `width` cells: what matters most stands at the top, the chart takes what is left."""
     state = watch.state
     head = [title(state, width), progress(state, width)]
@@ -239,7 +239,7 @@ def block(watch: Watch, width: int, height: int) -> list[Text]:
     return fit([*head, *numbers, *said, *below], width, height)
 
 
-def _wide(watch: Watch, width: int, height: int) -> list[Text]:
+def _wide(watch: LiveRun, width: int, height: int) -> list[Text]:
     right = max(SIDE, width // 4)
     sides = (_side(watch.state, right, gpus, airy) for gpus, airy in ((8, True), (1, True), (1, False)))
     side = next((side for side in sides if len(side) <= height), _side(watch.state, right, 1, False))
@@ -267,7 +267,7 @@ def _side(state: dict[str, Any], width: int, gpus: int, airy: bool) -> list[Text
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 
-def _loss(watch: Watch, width: int, height: int) -> list[Text]:
+def _loss(watch: LiveRun, width: int, height: int) -> list[Text]:
     """The training loss, a smoothed line through it, and the validations."""
     steps, losses = watch.curves["train/loss"].points()
     smoothed = smooth(losses, 1 - 1 / max(1.0, len(losses) / 60))
@@ -287,7 +287,7 @@ def later(values: list[float], losses: list[float]) -> tuple[float, float] | Non
     return (low, high) if high > low else None
 
 
-def _small(watch: Watch, width: int, height: int) -> list[Text]:
+def _small(watch: LiveRun, width: int, height: int) -> list[Text]:
     wide = (width - 2 * (len(SMALL) - 1)) // len(SMALL)
     curves = [(Series(label, *watch.curves[name].points(most=wide)), label) for name, label in SMALL]
     blocks = [draw([curve], wide, height, label) for curve, label in curves]
@@ -365,7 +365,7 @@ def monitor(
     console = Console()
     live = sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once
     chosen = [find(name, root) for name in runs] or choose(root, ask=live and sys.stdin.isatty())
-    watches = [Watch(run) for run in chosen]
+    watches = [LiveRun(run) for run in chosen]
     if live:
         follow(watches, console, interval)
         return
@@ -414,7 +414,7 @@ def choose(root: str, ask: bool) -> list[Run]:
             return [listed[int(word) - 1][0] for word in answer]
 
 
-def follow(watches: list[Watch], console: Console, interval: float) -> None:
+def follow(watches: list[LiveRun], console: Console, interval: float) -> None:
     """Show a page until q or Ctrl-C, anew at every look and when the terminal's size changes."""
     try:
         with _keys() as pressed, _leave_when_terminated(), Live(

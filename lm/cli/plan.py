@@ -20,7 +20,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError
 from lm.model.config import DecoderConfig
 from lm.model.estimates import Step, checkpoint_bytes, flops_per_token, largest_micro_batch, parameters, training_memory
-from lm.system.files import room
+from lm.system.files import disk_space
 from lm.system.hardware import Device, find_device, peak_flops
 from lm.system.units import format_bytes, format_count
 from lm.training.optim import OptimizerConfig
@@ -138,9 +138,9 @@ def memory_facts(decoder: DecoderConfig, step: Step, optimizer: OptimizerConfig,
     reserve = RESERVE_BYTES + int(RESERVE_SHARE * parts["peak"])
     facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
     if device.memory_bytes is not None:
-        room = int((device.memory_bytes - RESERVE_BYTES) / (1 + RESERVE_SHARE))
+        available = int((device.memory_bytes - RESERVE_BYTES) / (1 + RESERVE_SHARE))
         samples = step.micro_batch_size * step.accumulate
-        facts["largest_micro_batch"] = largest_micro_batch(decoder, step, room, samples, muon)
+        facts["largest_micro_batch"] = largest_micro_batch(decoder, step, available, samples, muon)
     return facts
 
 
@@ -205,7 +205,7 @@ def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[st
     """Bytes of a checkpoint, of all that are there at once (kept, best and the one in flight), and what is free."""
     muon = config.model.optimizer.name == "muon"
     one = checkpoint_bytes(decoder, step.master_item, muon)
-    return room(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)._asdict()
+    return disk_space(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)._asdict()
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from jsonargparse import Namespace
 
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
-from lm.system.files import Room
+from lm.system.files import DiskSpace
 from lm.system.hardware import Device
 from lm.system.units import format_bytes, format_count
 from lm.training.callbacks.evaluation import EvaluationConfig
@@ -172,8 +172,8 @@ def of_device(memory: dict[str, Any], disk: dict[str, Any], steps: dict[str, Any
         yield Finding("warning", f"how much memory {device.name} has is not known", "name one with --device")
     else:
         yield from _of_memory(memory, steps, device)
-    if not Room(**disk).suffices:
-        yield Finding("error", str(Room(**disk)), "make room, or set trainer.default_root_dir to another disk")
+    if not DiskSpace(**disk).suffices:
+        yield Finding("error", str(DiskSpace(**disk)), "make room, or set trainer.default_root_dir to another disk")
 
 
 def _of_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from rich.text import Text
 from lm.errors import LmError, RequestError
 from lm.runs import registry
 from lm.runs.history import read_samples
-from lm.runs.run import ROOT, Run, joined, release, sentences
+from lm.runs.run import ROOT, Run, describe_evaluation, merge_evaluations, release
 from lm.system.units import format_bytes, format_count
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
         yes: Do not ask.
         root: Folder of the runs.
     """
-    gone = [row["path"] for row in registry.known() if row["name"] == run and not Path(row["path"]).exists()]
+    gone = [row["path"] for row in registry.known_runs() if row["name"] == run and not Path(row["path"]).exists()]
     try:
         folder = registry.find(run, root)
     except RequestError:
@@ -110,7 +110,7 @@ def rebuild(roots: list[str]) -> None:
     for root in roots:
         if not Path(root).is_dir():
             raise RequestError(f"{root} is not a folder of runs")
-    known = [str(Path(row["path"]).parent) for row in registry.known()]
+    known = [str(Path(row["path"]).parent) for row in registry.known_runs()]
     folders = sorted({Path(root).resolve() for root in (*roots, *known, ROOT)})
     runs = [run for folder in folders for run in Run.all(folder)]
     registry.note(runs, forget_others=True)
@@ -127,7 +127,7 @@ def collect(root: str) -> list[dict[str, Any]]:
     lies in is not there either, has the status `gone` and what the registry remembers.
     """
     found, removed = {}, []
-    for row in registry.known():
+    for row in registry.known_runs():
         path = Path(row["path"])
         if (path / "run.json").is_file():
             found[row["path"]] = registry.facts(Run(path))
@@ -274,7 +274,7 @@ def describe(run: Run) -> dict[str, Any]:
         "budget": run.read("budget.json") or None,
         "alerts": run.alerts(),
         "post_mortems": sorted(str(path) for path in run.path.glob("postmortem-*") if path.is_dir()),
-        "evaluation": joined(run.evaluations()),
+        "evaluation": merge_evaluations(run.evaluations()),
         "samples": last_samples(run),
         "next": next_command(run, status),
     }  # fmt: skip
@@ -344,7 +344,7 @@ def _page(found: dict[str, Any]) -> None:
         "where": [found["path"]], "progress": _progress(found), "losses": _losses(found), "speed": _speed(found),
         "model": _model(found), "training": _training(found["config"]), "checkpoints": _checkpoints(found),
         "machine": _machine(found), "started as": _started(found), "cost": _cost(found["budget"]),
-        "evaluation": sentences(found["evaluation"]), "alerts": _alerts(found["alerts"]),
+        "evaluation": describe_evaluation(found["evaluation"]), "alerts": _alerts(found["alerts"]),
         "samples": _samples(found),
         "post-mortems": [Path(path).name for path in found["post_mortems"]],
     }  # fmt: skip

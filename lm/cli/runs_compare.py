@@ -22,7 +22,7 @@ from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
 from lm.runs.history import Series, curve, differences, labels
 from lm.runs.run import ROOT, Run
-from lm.system.files import unseal
+from lm.system.files import load_checksummed
 
 # ---- run compare -----------------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ def weights_digest(checkpoint: Path) -> str:
         LmError: it says none.
     """
     try:
-        return unseal((checkpoint / "trainer.json").read_bytes())["digests"]["model.safetensors"]
+        return load_checksummed((checkpoint / "trainer.json").read_bytes())["digests"]["model.safetensors"]
     except (ValueError, KeyError, TypeError) as error:
         raise LmError(f"{checkpoint / 'trainer.json'} is damaged; choose another with --checkpoint") from error
 

@@ -22,7 +22,7 @@ from lm.inference.pretrained import Pretrained
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.huggingface import config_json
 from lm.runs.checkpoint import samples_of
-from lm.runs.run import Run, joined
+from lm.runs.run import Run, merge_evaluations
 from lm.system.units import format_bytes, format_count
 
 # ---- provenance ------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def result_rows(model: Pretrained, run: Run) -> Rows:
     for line in run.metrics():
         if line["step"] == model.step:
             rows |= {label: f"{line[name]:.4f}" for name, label in labels.items() if name in line}
-    found = joined(run.evaluations(), model.step)
+    found = merge_evaluations(run.evaluations(), model.step)
     if found is None:
         return rows
     for name, texts in found["texts"].items():

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lm.errors import RequestError, RunError
-from lm.system.files import put_back, seal, sweep, unseal
+from lm.system.files import dump_checksummed, load_checksummed, remove_stale, restore_interrupted
 from lm.system.units import format_bytes
 
 # ---- plain -----------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def write_folder(folder: Path, content: dict[str, Any]) -> None:
     """
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     try:
-        sweep(folder)
+        remove_stale(folder)
         temporary.mkdir()
         try:
             _fill(temporary, content)
@@ -121,7 +121,7 @@ def write_folder(folder: Path, content: dict[str, Any]) -> None:
             sync(folder.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
-            put_back(folder)
+            restore_interrupted(folder)
             raise
     except (OSError, SafetensorError) as error:
         raise RunError(f"could not write the checkpoint {folder}: {_reason(error, folder, content)}") from error
@@ -139,7 +139,7 @@ def _fill(folder: Path, content: dict[str, Any]) -> None:
             _verify(folder / name, content[key])
     digests = {path.name: digest(path) for path in sorted(folder.iterdir())}
     rest = {key: encode(value) for key, value in content.items() if key not in (*TENSORS, "files")}
-    (folder / "trainer.json").write_bytes(seal({"format": FORMAT, "digests": digests, **rest}))
+    (folder / "trainer.json").write_bytes(dump_checksummed({"format": FORMAT, "digests": digests, **rest}))
     mode = (folder / "trainer.json").stat().st_mode
     for path in folder.iterdir():
         path.chmod(mode)  # safetensors makes files that only their owner may read
@@ -173,7 +173,7 @@ def read_folder(folder: Path, optimizer: bool = True) -> dict[str, Any]:
             f"checkpoint {folder}: {problem}; choose another with --ckpt_path, or `auto` for the newest whole one"
         )
     try:
-        document = unseal((folder / "trainer.json").read_bytes())
+        document = load_checksummed((folder / "trainer.json").read_bytes())
         digests = document.pop("digests")
         content = {key: decode(value) for key, value in document.items() if key != "format"}
         for key, name in TENSORS.items():
@@ -224,7 +224,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise RequestError(f"trainer.json cannot be read ({error.strerror})") from error
     try:
-        document = unseal(text)
+        document = load_checksummed(text)
     except MALFORMED as error:
         if earlier := re.match(rb'{"format": (\d{1,9}), ', text):
             raise RequestError(_other_format(int(earlier[1]))) from error

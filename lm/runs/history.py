@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.runs.run import ALERT, STEP, Run, measured
-from lm.system.files import fits, flatten, number, parse_json
+from lm.runs.run import ALERT_SHAPE, STEP, Run, valid_metrics
+from lm.system.files import fits, flatten, nonnegative, parse_json
 
 # ---- watch -----------------------------------------------------------------------------------------------------------
 # What a run's files say of it, again and again: each look reads only what was added since the one before.
@@ -31,7 +31,7 @@ CURVES = ("train/loss", "val/loss", "optim/lr", "optim/grad_norm", "perf/tokens_
 ALERTS = 20  # the newest, that are kept
 
 
-class Watch:
+class LiveRun:
     """One run that is being watched.
 
     Attributes:
@@ -106,12 +106,12 @@ class Watch:
             self._forget()
             self._alert_lines.rewind()
         lines = worth_parsing(self._metrics.read())
-        for entry in filter(None, (measured(parse(line)) for line in lines)):
+        for entry in filter(None, (valid_metrics(parse(line)) for line in lines)):
             if "resumed_at" in entry:
                 self._go_back(entry["resumed_at"])
             else:
                 self._add(entry)
-        self._alerts.extend(alert for line in self._alert_lines.read() if fits(alert := parse(line), ALERT))
+        self._alerts.extend(alert for line in self._alert_lines.read() if fits(alert := parse(line), ALERT_SHAPE))
 
     def _add(self, entry: dict[str, Any]) -> None:
         step = entry["step"]
@@ -132,7 +132,7 @@ class Watch:
 
 def _age(now: float, then: Any) -> float | None:
     """Seconds; 0 of what is to come, by a clock that was set back."""
-    return None if number(then) is None else max(0.0, now - then)
+    return None if nonnegative(then) is None else max(0.0, now - then)
 
 
 def _checkpoint(run: Run, link: str, now: float) -> dict[str, Any] | None:

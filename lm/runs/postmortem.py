@@ -36,7 +36,7 @@ class Sample:
 
 
 @dataclass
-class Moment:
+class Incident:
     """What happened, in what can be written as JSON."""
 
     run: str
@@ -93,7 +93,7 @@ BEFORE, AFTER = 12, 4  # tokens around one
 BEGINNING = 60  # characters of a sample
 
 
-def page(moment: Moment, evidence: Evidence, recovery: str) -> str:
+def page(moment: Incident, evidence: Evidence, recovery: str) -> str:
     """The whole page as Markdown.
 
     Args:
@@ -136,7 +136,7 @@ _For a person to finish: the data, the settings, the guards, or nothing and why.
 """
 
 
-def _summary(moment: Moment, evidence: Evidence) -> str:
+def _summary(moment: Incident, evidence: Evidence) -> str:
     step, loss, norm, applied = next(each for each in moment.steps if each[0] == moment.worst)
     text = f"Step {step} stands out: loss {_number(loss)}"
     if moment.baseline is not None:
@@ -152,7 +152,7 @@ def _summary(moment: Moment, evidence: Evidence) -> str:
     return text
 
 
-def _happened(moment: Moment) -> list[str]:
+def _happened(moment: Incident) -> list[str]:
     text = f"At {utc(moment.time)}, in the log line of step {moment.step}, guard `{moment.guard}`: {moment.message}"
     if moment.baseline is not None:
         text += f"\n\nThe loss before is the median of the last log lines before: {_number(moment.baseline)}."
@@ -179,7 +179,7 @@ def _happened(moment: Moment) -> list[str]:
     ]  # fmt: skip
 
 
-def _saw(moment: Moment, evidence: Evidence) -> list[str]:
+def _saw(moment: Incident, evidence: Evidence) -> list[str]:
     samples = evidence.samples
     if not samples:
         return ["The samples of the step could not be looked at; the log of the run says why."]
@@ -225,7 +225,7 @@ def _worst_tokens(evidence: Evidence) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def _where(moment: Moment, evidence: Evidence) -> list[str]:
+def _where(moment: Incident, evidence: Evidence) -> list[str]:
     worst, ordinary = evidence.worst, evidence.ordinary
     if worst is None:
         return ["The norms could not be taken."]
@@ -347,13 +347,13 @@ def steps_of(run: Run) -> list[int]:
     return [int(path.name.removeprefix("postmortem-")) for path in all_of(run)]
 
 
-def still_open(run: Run) -> Moment | None:
+def still_open(run: Run) -> Incident | None:
     """The newest moment that was not closed."""
     moments = [facts for path in all_of(run) if (facts := Run(path).read("postmortem.json"))]
-    return next((Moment(**facts) for facts in reversed(moments) if facts["closed"] is None), None)
+    return next((Incident(**facts) for facts in reversed(moments) if facts["closed"] is None), None)
 
 
-def write(run: Run, moment: Moment, evidence: Evidence) -> Path:
+def write(run: Run, moment: Incident, evidence: Evidence) -> Path:
     """Make the folder."""
     folder = folder_of(run, moment.step)
     folder.mkdir(exist_ok=True)
@@ -369,7 +369,7 @@ def write(run: Run, moment: Moment, evidence: Evidence) -> Path:
     return folder
 
 
-def add_action(run: Run, moment: Moment, step: int, guard: str, action: str, message: str) -> None:
+def add_action(run: Run, moment: Incident, step: int, guard: str, action: str, message: str) -> None:
     """Add what a guard did later about the same trouble."""
     file = folder_of(run, moment.step) / "postmortem.md"
     before, heading, after = file.read_text(encoding="utf-8").partition("\n## Recovery\n")
@@ -378,7 +378,7 @@ def add_action(run: Run, moment: Moment, step: int, guard: str, action: str, mes
         write_atomically(file, f"{before.rstrip()}\n{entry}{heading}{after}", durable=False)
 
 
-def close(run: Run, moment: Moment, how: str, recovery: str) -> None:
+def close(run: Run, moment: Incident, how: str, recovery: str) -> None:
     """Say how it went on. Only the section on the recovery is replaced: the rest may have been edited.
 
     Args:
@@ -398,7 +398,7 @@ def close(run: Run, moment: Moment, how: str, recovery: str) -> None:
     draw(folder, moment, [line for line in run.metrics() if line.get("time", 0) > moment.time])
 
 
-def draw(folder: Path, moment: Moment, after: list[dict[str, Any]]) -> None:
+def draw(folder: Path, moment: Incident, after: list[dict[str, Any]]) -> None:
     """The curves, with the moment marked.
 
     Args:

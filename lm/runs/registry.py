@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import LmError, RequestError
-from lm.runs.run import ROOT, Run, joined
-from lm.system.files import number, parse_json
+from lm.runs.run import ROOT, Run, merge_evaluations
+from lm.system.files import nonnegative, parse_json
 
 # ---- registry file ---------------------------------------------------------------------------------------------------
 # The file of the registry: one SQLite table, opened so that it survives what a user's home may be.
@@ -117,10 +117,10 @@ def _transact_with(
             database.execute(f"PRAGMA {pragma}")
         database.execute("BEGIN IMMEDIATE")
         with database:
-            known = _columns(database)
-            if not known:
+            present = _columns(database)
+            if not present:
                 database.execute(f"CREATE TABLE runs ({', '.join(f'{name} {kind}' for name, kind in columns.items())})")
-            for name in columns.keys() - known if known else ():
+            for name in columns.keys() - present if present else ():
                 database.execute(f"ALTER TABLE runs ADD COLUMN {name} {columns[name]}")
             work(database)
 
@@ -204,7 +204,7 @@ def facts(run: Run) -> dict[str, Any]:
         "entered": described.get("entered"),
         "host": described.get("host"),
         "config_sha256": hashlib.sha256(config).hexdigest() if config is not None else None,
-        "core": (joined(run.evaluations()) or {}).get("core"),
+        "core": (merge_evaluations(run.evaluations()) or {}).get("core"),
     }
 
 
@@ -223,8 +223,8 @@ def _validation_losses(run: Run) -> list[float]:
         except ValueError:  # a line that a kill cut short
             continue
         numbers = entry if isinstance(entry, dict) else {}
-        step, loss = number(numbers.get("step")), numbers.get("val/loss")
-        if (resumed_at := number(numbers.get("resumed_at"))) is not None:
+        step, loss = nonnegative(numbers.get("step")), numbers.get("val/loss")
+        if (resumed_at := nonnegative(numbers.get("resumed_at"))) is not None:
             kept = [(at, loss) for at, loss in kept if at <= resumed_at]
         elif step is not None and isinstance(loss, int | float):
             kept.append((step, float(loss)))
@@ -310,7 +310,7 @@ def find(name: str, root: Path | str = ROOT) -> Run:
     here = Path(root) / name
     if (here / "run.json").is_file():
         return Run(here)
-    paths = [path for row in known() if ((path := Path(row["path"])) / "run.json").is_file()]
+    paths = [path for row in known_runs() if ((path := Path(row["path"])) / "run.json").is_file()]
     named = [path for path in paths if path.name == name]
     if len(named) > 1:
         raise RequestError(f"several runs are named {name}; give the path of one: {', '.join(map(str, named))}")
@@ -324,7 +324,7 @@ def find(name: str, root: Path | str = ROOT) -> Run:
     raise RequestError(f"no run {name!r} under {root} or in the registry{hint}")
 
 
-def known() -> list[dict[str, Any]]:
+def known_runs() -> list[dict[str, Any]]:
     """Every run of the registry, as it was when it was noted last; [] where it cannot be read, which is logged:
     commands then know the runs under the folder that they look at."""
     try:

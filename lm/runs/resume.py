@@ -12,7 +12,7 @@ from lm.errors import RequestError
 from lm.runs import registry
 from lm.runs.checkpoint import best_of, find_damage, link_to
 from lm.runs.run import ROOT, STEP, Run
-from lm.system.files import flatten, put_back, stated_digest
+from lm.system.files import flatten, restore_interrupted, stated_digest
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def _put_back(run: Run) -> None:
     """A kill may have come when a checkpoint was being replaced, and its folder had another name for a moment."""
     if run.status() != "running":
         with suppress(OSError):  # of a disk that cannot be written to
-            put_back(run.path / "step-*")
+            restore_interrupted(run.path / "step-*")
 
 
 def _refuse_nameless(root: str, name: str, found: Run | None) -> None:
@@ -188,14 +188,14 @@ def newest_whole(run: Run) -> Path | None:
     return None
 
 
-def settle(run: Run, checkpoint: Path) -> None:
+def repair_links(run: Run, checkpoint: Path) -> None:
     """Have the links of a run that needs no more training say what they would say, had no kill come between its last
     checkpoint and them."""
     if checkpoint.resolve().parent == run.path.resolve():
         link_to(run.path / checkpoint.name, best_of(checkpoint))
 
 
-def sealed(config: str) -> str:
+def with_digest(config: str) -> str:
     """The text of a config with a last line that tells whether all of it is there: a cut YAML may still be one."""
     return f"{config}{SEAL}{hashlib.sha256(config.encode()).hexdigest()}\n"
 
@@ -205,7 +205,7 @@ def _is_whole(file: Path) -> bool:
         config, _, digest = file.read_text(encoding="utf-8").rpartition(SEAL)
     except (OSError, ValueError):
         return False
-    return sealed(config).endswith(SEAL + digest)
+    return with_digest(config).endswith(SEAL + digest)
 
 
 def compare(run: Run, config: dict[str, Any], force: bool) -> list[str]:

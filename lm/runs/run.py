@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.errors import RequestError
-from lm.system.files import Attempts, append_line, fits, number, parse_json, parse_yaml, read_lines, write_atomically
+from lm.system.files import (
+    Attempts,
+    append_line,
+    fits,
+    nonnegative,
+    parse_json,
+    parse_yaml,
+    read_lines,
+    write_atomically,
+)
 
 # ---- run shapes ------------------------------------------------------------------------------------------------------
 # What the files of a run say, and the shape of each fact: what has another shape is not known, whatever damaged it.
@@ -65,10 +74,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-ALERT = {"step": int, "time": float, "guard": str, "action": str, "message": str}  # a line of alerts.jsonl
+ALERT_SHAPE = {"step": int, "time": float, "guard": str, "action": str, "message": str}  # a line of alerts.jsonl
 
 
-def known(file: str, document: Any) -> dict[str, Any]:
+def valid_facts(file: str, document: Any) -> dict[str, Any]:
     """The facts of a file that have their shape; none where it is no object."""
     if not isinstance(document, dict):
         return {}
@@ -76,7 +85,7 @@ def known(file: str, document: Any) -> dict[str, Any]:
     return {name: fact for name, fact in document.items() if name not in shapes or fits(fact, shapes[name])}
 
 
-def measured(line: dict[str, Any]) -> dict[str, Any] | None:
+def valid_metrics(line: dict[str, Any]) -> dict[str, Any] | None:
     """What counts of a line of `metrics.jsonl`: its numbers, also those that are not finite; None where it says neither
     its step nor from which one the run was gone on with."""
     numbers = {name: value for name, value in line.items() if is_number(value)}
@@ -91,7 +100,7 @@ def measured(line: dict[str, Any]) -> dict[str, Any] | None:
 # Nothing here imports torch, so that commands which only look at runs answer at once.
 
 Evaluation = dict[str, Any]
-SHAPE = {  # what readers rely on
+EVALUATION_SHAPE = {  # what readers rely on
     "step": (int, None), "checkpoint": (str, None), "time": float, "core": (float, None),
     "core_interval": ([float], None), "settings": {},
     "tasks": {...: {"accuracy": float, "centered": float, "interval": [float], "baseline": float, "items": int,
@@ -139,7 +148,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def joined(evaluations: Sequence[Evaluation], step: int | None = None) -> Evaluation | None:
+def merge_evaluations(evaluations: Sequence[Evaluation], step: int | None = None) -> Evaluation | None:
     """All that is known of one step's model as one evaluation.
 
     Of each task and text the result of the most items or tokens counts, the newest of several; the mean of centred
@@ -177,7 +186,7 @@ def metrics(evaluation: Evaluation) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def sentences(evaluation: Evaluation | None) -> list[str]:
+def describe_evaluation(evaluation: Evaluation | None) -> list[str]:
     """An evaluation in lines: when, the mean, and each task and text, with 95 % intervals."""
     if evaluation is None:
         return []
@@ -241,14 +250,14 @@ class Holder(NamedTuple):
     def of(cls, found: Any) -> "Holder":
         """Out of a file that may hold anything."""
         found = found if isinstance(found, dict) else {}
-        pid, host, since = found.get("pid"), found.get("host"), number(found.get("since"))
+        pid, host, since = found.get("pid"), found.get("host"), nonnegative(found.get("since"))
         return cls(pid if isinstance(pid, int) else None, host if isinstance(host, str) else None, since)
 
     def __str__(self) -> str:
         process = f"process {self.pid}" if self.pid else "another process"
         host = f" on {self.host}" if self.host else ""
-        known = self.since is not None and self.since < 1e11
-        since = time.strftime(" since %Y-%m-%d %H:%M:%SZ", time.gmtime(self.since)) if known else ""
+        plausible = self.since is not None and self.since < 1e11
+        since = time.strftime(" since %Y-%m-%d %H:%M:%SZ", time.gmtime(self.since)) if plausible else ""
         return process + host + since
 
 
@@ -402,7 +411,7 @@ class Run:
     def entered(self) -> tuple[float, float]:
         """The number and the time at which it was started or last gone on with: no two sessions have the same."""
         facts = self.read("run.json")
-        return number(facts.get("turn")) or 0, number(facts.get("entered")) or 0.0
+        return nonnegative(facts.get("turn")) or 0, nonnegative(facts.get("entered")) or 0.0
 
     @classmethod
     def next_turn(cls, root: Path | str) -> int:
@@ -546,7 +555,7 @@ class Run:
             pass
         # Nobody can tell, or it was taken on another machine, whose locks may not be seen from here.
         beat = self.read("heartbeat.json")
-        entered, time_of_beat = number(facts.get("entered")) or 0.0, number(beat.get("time")) or 0.0
+        entered, time_of_beat = nonnegative(facts.get("entered")) or 0.0, nonnegative(beat.get("time")) or 0.0
         if time_of_beat >= entered and beat.get("host") == here and not exists(beat.get("pid")):
             return "dead"
         return "running" if time.time() - max(time_of_beat, entered) < SILENCE else "dead"
@@ -558,7 +567,7 @@ class Run:
     def read(self, name: str) -> dict[str, Any]:
         """One of the run's JSON files; empty where it is absent or was never finished."""
         try:
-            return known(name, parse_json((self.path / name).read_bytes()))
+            return valid_facts(name, parse_json((self.path / name).read_bytes()))
         except (OSError, ValueError):
             return {}
 
@@ -582,7 +591,7 @@ class Run:
 
     def alerts(self) -> list[dict[str, Any]]:
         """What guards had to say, oldest first."""
-        return [line for line in read_lines(self.path / "alerts.jsonl") if fits(line, ALERT)]
+        return [line for line in read_lines(self.path / "alerts.jsonl") if fits(line, ALERT_SHAPE)]
 
     def append_evaluation(self, evaluation: dict[str, Any]) -> None:
         """Add one line to `evaluations.jsonl`.
@@ -600,13 +609,13 @@ class Run:
         with `bits_per_byte` and so on) and `settings`.
         """
         lines = read_lines(self.path / "evaluations.jsonl")
-        return [line for line in lines if fits(line, SHAPE)]
+        return [line for line in lines if fits(line, EVALUATION_SHAPE)]
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl` by step. After a resume the later line of a step counts, and what a stopped
         run had logged beyond the checkpoint that it was resumed from does not."""
         kept: list[dict[str, Any]] = []
-        for line in filter(None, map(measured, read_lines(self.path / "metrics.jsonl"))):
+        for line in filter(None, map(valid_metrics, read_lines(self.path / "metrics.jsonl"))):
             if "resumed_at" in line:
                 kept = [entry for entry in kept if entry["step"] <= line["resumed_at"]]
             else:

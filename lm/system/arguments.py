@@ -24,16 +24,16 @@ class OneLineErrors:
     """For parsers: a wrong command line is one line with the nearest name, not fifty lines of usage.
 
     Attributes:
-        elsewhere: options that people may expect and that have another name here -> what to use instead.
+        other_names: options that people may expect and that have another name here -> what to use instead.
     """
 
-    elsewhere: dict[str, str] = {}
+    other_names: dict[str, str] = {}
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raises:
         RequestError: always.
         """
-        raise RequestError(shorten(message, known_names(self), self.elsewhere)) from ex
+        raise RequestError(shorten(message, known_names(self), self.other_names)) from ex
 
 
 class Parser(OneLineErrors, ArgumentParser):
@@ -132,7 +132,7 @@ def known_names(parser: Any) -> list[str]:
     return sorted(names)
 
 
-def shorten(message: str, known: list[str], elsewhere: dict[str, str]) -> str:
+def shorten(message: str, known: list[str], other_names: dict[str, str]) -> str:
     """jsonargparse's message in one line; for an unknown option the one to use instead, or the nearest name."""
     text = re.sub(r"\s*\n\s*", " ", message).strip()
     text = re.sub(r'^Parser key "([^"]+)": (?:Not of type Count: )?', r"\1: ", text)
@@ -160,8 +160,8 @@ def shorten(message: str, known: list[str], elsewhere: dict[str, str]) -> str:
         name = f"{unknown['place']}.{unknown['option']}" if unknown["kind"] == "Group" else unknown["option"]
     else:
         name = next(group for group in unknown.groups() if group)
-    if name in elsewhere:
-        return f"there is no option {name!r}: {elsewhere[name]}"
+    if name in other_names:
+        return f"there is no option {name!r}: {other_names[name]}"
     name = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
     close = get_close_matches(name, known, 1, cutoff=0.5)
     return f"there is no option {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")

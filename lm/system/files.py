@@ -28,22 +28,22 @@ from lm.system.units import format_bytes
 LEFT = re.compile(r"\.(?P<kind>tmp|old|dead)-(?P<name>.+)-\d+")
 
 
-def sweep(folder: Path) -> None:
+def remove_stale(folder: Path) -> None:
     """Clear away what writers of a folder that were killed left beside it.
 
     Args:
         folder: a checkpoint's, or a pattern of the names of several, such as `run/step-*`.
     """
-    put_back(folder)
+    restore_interrupted(folder)
     for path, _, _ in _left_beside(folder):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def put_back(folder: Path) -> None:
+def restore_interrupted(folder: Path) -> None:
     """Give a folder its name again that a killed writer had moved aside to replace it, and did not.
 
     Args:
-        folder: as for `sweep`.
+        folder: as for `remove_stale`.
     """
     for path, kind, name in _left_beside(folder):
         if kind == "old" and not path.with_name(name).exists():
@@ -53,7 +53,7 @@ def put_back(folder: Path) -> None:
 def remove(folder: Path) -> None:
     """Remove a folder so that no kill leaves half of one under its name.
 
-    What cannot go now is cleared away with the next `sweep`.
+    What cannot go now is cleared away with the next `remove_stale`.
     """
     dead = folder.with_name(f".dead-{folder.name}-{os.getpid()}")
     with suppress(FileNotFoundError):  # somebody was faster
@@ -181,7 +181,7 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def number(value: Any) -> float | None:
+def nonnegative(value: Any) -> float | None:
     """A finite number >= 0 out of a file that may hold anything, else None."""
     fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
     return float(value) if fits else None
@@ -302,7 +302,7 @@ OPENING = b'{"sha256": "'
 BODY = len(OPENING) + 64  # where the rest begins: after as many hexadecimal digits
 
 
-def seal(document: dict[str, Any]) -> bytes:
+def dump_checksummed(document: dict[str, Any]) -> bytes:
     """The text of a document, with its digest; not empty, and of what JSON can hold.
 
     Raises:
@@ -312,15 +312,15 @@ def seal(document: dict[str, Any]) -> bytes:
     return OPENING + hashlib.sha256(body).hexdigest().encode() + body
 
 
-def unseal(text: bytes) -> dict[str, Any]:
-    """The inverse of `seal`; nothing is parsed before the digest was compared.
+def load_checksummed(text: bytes) -> dict[str, Any]:
+    """The inverse of `dump_checksummed`; nothing is parsed before the digest was compared.
 
     Raises:
         ValueError: it is not what was written.
     """
     if text[:BODY] != OPENING + hashlib.sha256(text[BODY:]).hexdigest().encode():
         raise ValueError("its digest is not the one that was written")
-    document = json.loads(text)  # whole, so nothing that `seal` took is too deep or too large
+    document = json.loads(text)  # whole, so nothing that `dump_checksummed` took is too deep or too large
     del document["sha256"]
     return document
 
@@ -339,7 +339,7 @@ def stated_digest(path: Path) -> str | None:
 # Room on the disk for the checkpoints of a run.
 
 
-class Room(NamedTuple):
+class DiskSpace(NamedTuple):
     """Bytes: of one checkpoint, of all that are there at once, and what is free."""
 
     checkpoint: int
@@ -355,7 +355,7 @@ class Room(NamedTuple):
         return f"checkpoints of {one} need {at_once} at once, and {free} are free"
 
 
-def room(folder: Path, checkpoint: int, keep: int, present: int = 0) -> Room:
+def disk_space(folder: Path, checkpoint: int, keep: int, present: int = 0) -> DiskSpace:
     """What a run will need of the disk that its folder is or will be on.
 
     Args:
@@ -366,4 +366,4 @@ def room(folder: Path, checkpoint: int, keep: int, present: int = 0) -> Room:
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free + checkpoint * present
-    return Room(checkpoint, checkpoint * (keep + 2), free)
+    return DiskSpace(checkpoint, checkpoint * (keep + 2), free)

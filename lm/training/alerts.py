@@ -291,7 +291,7 @@ METRICS = {  # as an expression says it -> as the run log does
 CLOCKS = {"step", "tokens"}  # known at every line, so that they are no reason to look at an expression again
 
 
-class Watch:
+class AlertEvaluator:
     """Expressions over one history.
 
     Args:

@@ -172,7 +172,7 @@ def model_files(config: DecoderConfig, tokenizer: Tokenizer, dtype: str) -> dict
 
 
 def from_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `to_checkpoint`; the config decides every hyper-parameter, so a changed learning rate is what is used.
+    """The inverse of `to_checkpoint`. Hyper-parameters are the config's, so a changed learning rate is what is used.
 
     Returns:
         What is this rank's: `step_stats`, which were not logged yet; and `rng`, its generators, where the checkpoint is

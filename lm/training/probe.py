@@ -136,14 +136,14 @@ WORST_SAMPLES = 8  # whose tokens are told one by one
 Place = tuple[str | None, int | None]  # shard and window; None: the sample was injected
 
 
-class Taken(NamedTuple):
+class StepRef(NamedTuple):
     """A step of this process, and the first of its samples."""
 
     step: Step
     sample: int
 
 
-def gather(trainer: Trainer, module: LightningModule, worst: Taken, ordinary: Taken | None) -> Evidence:
+def gather(trainer: Trainer, module: LightningModule, worst: StepRef, ordinary: StepRef | None) -> Evidence:
     """Look into a step. Rank zero calls this; every rank does where the model is sharded.
 
     Args:
@@ -194,7 +194,7 @@ def injected(trainer: Trainer, step: int) -> np.ndarray | None:
     return None
 
 
-def _read(trainer: Trainer, taken: Taken) -> tuple[np.ndarray, list[Place]]:
+def _read(trainer: Trainer, taken: StepRef) -> tuple[np.ndarray, list[Place]]:
     """The samples of a step, `(G, T + 1)`, and where they are from."""
     data, size = trainer.datamodule, trainer.steps.global_batch
     put = injected(trainer, taken.step.step)
@@ -211,7 +211,7 @@ def _read(trainer: Trainer, taken: Taken) -> tuple[np.ndarray, list[Place]]:
     return rows, [(train.blocks[block].file, window) for block, window in zip(blocks.tolist(), windows.tolist())]
 
 
-def _name(taken: Taken, micro: int, rank: int, world: int) -> str:
+def _name(taken: StepRef, micro: int, rank: int, world: int) -> str:
     return f"micro-batch {micro + 1} of step {taken.step.step}" + (f" on rank {rank}" if world > 1 else "")
 
 

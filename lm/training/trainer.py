@@ -182,7 +182,7 @@ class Trainer(lightning.Trainer):
         val_interval: Optimizer steps between validations; the last step is always validated.
         checkpoint_interval: Optimizer steps between checkpoints.
         keep_checkpoints: How many of the newest checkpoints are kept beside the best.
-        stop_within: Seconds that the run may still take after a signal, on a single device, until it saves. A step whose
+        stop_within: Seconds that the run may still take after a signal until it saves, on a single device. A step whose
             micro-batches are not done in half of them is dropped; after all of them the process ends, and the newest
             checkpoint is the one to resume from. 0: as long as it takes.
         log_interval: Optimizer steps between log lines.

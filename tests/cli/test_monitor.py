@@ -23,7 +23,7 @@ from rich.text import Text
 from trainings import lm, make_workplace, start, write_config
 
 from lm.cli.monitor import duration, page
-from lm.runs.history import BLOCK, Curve, Lines, Pace, Watch, worth_parsing
+from lm.runs.history import BLOCK, Curve, Lines, LiveRun, Pace, worth_parsing
 from lm.runs.run import Run
 
 GIB = 2**30
@@ -75,8 +75,8 @@ def make_run(
     return run
 
 
-def watch(run: Run) -> Watch:
-    watching = Watch(run)
+def watch(run: Run) -> LiveRun:
+    watching = LiveRun(run)
     watching.look()
     return watching
 
@@ -93,7 +93,7 @@ def monitor(folder: Path, *arguments: str, expect: int = 0, **environment: str):
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory) -> list[Watch]:
+def many(tmp_path_factory) -> list[LiveRun]:
     root = tmp_path_factory.mktemp("many") / "checkpoints"
     cases = [
         {"gpus": 8, "alerts": 12}, {"lines": 1}, {"lines": 0}, {"status": "finished"}, {"gpus": 1},
@@ -363,7 +363,7 @@ def test_a_million_lines_are_no_reason_to_wait(tmp_path):
     with open(run.path / "metrics.jsonl", "w") as file:
         for step in range(1, 1_000_001):
             file.write(line.replace('"step": 1,', f'"step": {step},') + "\n")
-    watching, began = Watch(run), time.process_time()
+    watching, began = LiveRun(run), time.process_time()
     watching.look()
     assert time.process_time() - began < 0.5
     while watching.behind:

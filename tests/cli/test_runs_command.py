@@ -146,8 +146,8 @@ def test_ls_leaves_removed_runs_out_and_says_which_cannot_be_reached(place):
     (place.parent / "disk").rename(place.parent / "unplugged")
     found = {run["name"]: run["status"] for run in json.loads(runs("ls", "--json").stdout)}
     assert found == {"kept": "finished", "away": "gone"}
-    assert {row["name"] for row in registry.known()} == {"kept", "away"}
-    assert "forgot" in runs("rm", "away").stdout and {row["name"] for row in registry.known()} == {"kept"}
+    assert {row["name"] for row in registry.known_runs()} == {"kept", "away"}
+    assert "forgot" in runs("rm", "away").stdout and {row["name"] for row in registry.known_runs()} == {"kept"}
 
 
 def test_ls_works_without_a_registry_and_without_runs(place, monkeypatch):
@@ -343,8 +343,8 @@ def test_rm_asks_and_removes_the_folder_and_its_row(place):
     assert "nothing was removed" in in_terminal("rm", "a", answer=b"\n") and run.path.exists()
     shown = in_terminal("rm", "a", answer=b"y\n")
     assert "KiB" in shown and "checkpoints: none" in shown and not run.path.exists()
-    assert [row["name"] for row in registry.known()] == ["b"] and os.listdir("checkpoints") == ["b"]
-    assert "removed" in runs("rm", "b", "--yes").stdout and registry.known() == [] and os.listdir("checkpoints") == []
+    assert [row["name"] for row in registry.known_runs()] == ["b"] and os.listdir("checkpoints") == ["b"]
+    assert "removed" in runs("rm", "b", "--yes").stdout and registry.known_runs() == [] and os.listdir("checkpoints") == []
 
 
 def test_rm_of_a_link_removes_what_it_points_to(place):
@@ -364,14 +364,14 @@ def test_rm_refuses_a_running_run(place):
 def test_a_rebuilt_registry_is_the_one_that_was_lost(place):
     here, there = make("a"), make("b", root=place.parent / "other")
     registry.note([here, there])
-    before = registry.known()
+    before = registry.known_runs()
     file = Path(os.environ["LM_REGISTRY"])
     runs("rebuild")  # from the folders that it knows
-    assert registry.known() == before
+    assert registry.known_runs() == before
     for part in file.parent.iterdir():
         part.unlink()
     assert "2 runs are in" in runs("rebuild", "../other").stdout
-    assert registry.known() == before
+    assert registry.known_runs() == before
     assert "not a folder" in runs("rebuild", "nowhere", expect=2).stderr
 
 

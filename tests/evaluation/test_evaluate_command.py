@@ -14,7 +14,7 @@ from lm.cli.evaluate import evaluate, short_names
 from lm.cli.runs import show
 from lm.errors import RequestError
 from lm.runs import registry
-from lm.runs.run import Run, joined, metrics, record
+from lm.runs.run import Run, merge_evaluations, metrics, record
 from lm.system.arguments import call
 
 WORDS_TASK = ("--tasks", "words.jsonl", "--device", "cpu")
@@ -71,7 +71,7 @@ def test_what_is_found_is_the_models_and_stays_with_the_run(workplace, run, caps
         assert low <= found["core"] <= high and (low, high) == pytest.approx(task["centered_interval"])
     assert json.loads((workplace / "found.json").read_text()) == last
     assert [entry.items() <= found.items() for entry, found in zip(run.evaluations(), (last, first), strict=True)]
-    assert [row["core"] for row in registry.known()] == [first["core"]]  # the newest
+    assert [row["core"] for row in registry.known_runs()] == [first["core"]]  # the newest
     for name, value in metrics(first).items():
         assert points(run, name) == pytest.approx({4: value, 8: metrics(last)[name]})
     call(show, ["small"], prog="lm runs show")
@@ -153,7 +153,7 @@ def test_what_is_known_of_a_step_is_put_together_and_a_part_does_not_replace_the
     whole = evaluation(4, [("a", 160, 0.5), ("b", 100, 0.25)], core=0.3)
     part, words = evaluation(4, [("a", 3, 1.0)], core=1.0), evaluation(4, [], [("w", 9)])
     older = evaluation(2, [("a", 500, 0.0)])
-    known = joined([older, whole, part, words])
+    known = merge_evaluations([older, whole, part, words])
     assert known["tasks"] == whole["tasks"] and known["texts"] == words["texts"] and known["core"] == 0.3
-    assert joined([older, whole], 2)["tasks"] == older["tasks"] and joined([]) is None and joined([whole], 3) is None
-    assert joined([part, whole, evaluation(4, [("b", 100, 0.75)])])["tasks"]["b"]["accuracy"] == 0.75  # the newest
+    assert merge_evaluations([older, whole], 2)["tasks"] == older["tasks"] and merge_evaluations([]) is None and merge_evaluations([whole], 3) is None
+    assert merge_evaluations([part, whole, evaluation(4, [("b", 100, 0.75)])])["tasks"]["b"]["accuracy"] == 0.75  # the newest

@@ -17,7 +17,7 @@ from trainings import lm, write_config
 
 from lm.cli.main import main
 from lm.runs.checkpoint import digest
-from lm.system.files import seal, unseal
+from lm.system.files import dump_checksummed, load_checksummed
 
 pytestmark = pytest.mark.fault(21)
 CANARY = "canary"
@@ -91,9 +91,9 @@ def test_a_pickle_in_a_checkpoint_is_refused_by_every_command(place, poison, sea
         before = {file: (folder / file).read_bytes() for file in (name, "trainer.json")}
         (folder / name).write_bytes(poison)
         if sealed and name != "trainer.json":
-            document = unseal(before["trainer.json"])
+            document = load_checksummed(before["trainer.json"])
             document["digests"][name] = digest(folder / name)
-            (folder / "trainer.json").write_bytes(seal(document))
+            (folder / "trainer.json").write_bytes(dump_checksummed(document))
         # What a fit reads of such a checkpoint, it reads when it begins.
         for command in commands[: 3 if sealed and name != "optimizer.safetensors" else 0 if sealed else None]:
             assert said(*command)
@@ -191,10 +191,10 @@ def test_a_manifest_that_names_files_outside_of_its_folder_is_refused(place):
 def test_a_checkpoint_or_an_index_that_names_files_outside_of_its_folder_is_refused(place):
     folder = (place / "checkpoints/small/last").resolve()
     (place / "secret.txt").write_text("the secret")
-    document = unseal((folder / "trainer.json").read_bytes())
+    document = load_checksummed((folder / "trainer.json").read_bytes())
     for name in ("../../../secret.txt", str(place / "secret.txt")):
         wrong = {**document, "digests": {**document["digests"], name: digest(place / "secret.txt")}}
-        (folder / "trainer.json").write_bytes(seal(wrong))
+        (folder / "trainer.json").write_bytes(dump_checksummed(wrong))
         assert "outside the folder" in said("generate", "--ckpt_path", str(folder), "--prompt", "The")
     model = place / "model"
     model.mkdir()

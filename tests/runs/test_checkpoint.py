@@ -13,9 +13,9 @@ import torch
 
 from lm.errors import RequestError, RunError
 from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, samples_of, step_of, write_folder
-from lm.runs.resume import find_checkpoint, newest_whole, settle
+from lm.runs.resume import find_checkpoint, newest_whole, repair_links
 from lm.runs.run import Run
-from lm.system.files import put_back, remove, seal, stated_digest, unseal
+from lm.system.files import dump_checksummed, load_checksummed, remove, restore_interrupted, stated_digest
 from lm.training.callbacks.checkpoints import Checkpoints, clear
 from lm.training.checkpointing import FolderCheckpointIO
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_version_is_told_from_a_damaged_one(tmp_path):
     file = tmp_path / "c" / "trainer.json"
     file.write_text('{"format": 2, "digests": {}}')
     assert find_damage(tmp_path / "c") == "format 2, and this version of lm reads format 3"
-    file.write_bytes(seal({"format": 4, "digests": {}}))
+    file.write_bytes(dump_checksummed({"format": 4, "digests": {}}))
     assert find_damage(tmp_path / "c") == "format 4, and this version of lm reads format 3"
     with pytest.raises(RequestError, match="format 4"):
         step_of(tmp_path / "c")
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_another_version_is_told_from_a_damaged_one(tmp_path):
 def rewrite(folder, **changes):
     """As somebody would who knows how the digest is made."""
     file = folder / "trainer.json"
-    file.write_bytes(seal(unseal(file.read_bytes()) | changes))
+    file.write_bytes(dump_checksummed(load_checksummed(file.read_bytes()) | changes))
 
 
 CRAFTED = {
@@ -118,7 +118,7 @@ CRAFTED = {
 def test_a_document_that_leads_astray_is_refused(tmp_path, case):
     changes, complaint = CRAFTED[case]
     write_folder(tmp_path / "c", content())
-    good = unseal((tmp_path / "c" / "trainer.json").read_bytes())["digests"]
+    good = load_checksummed((tmp_path / "c" / "trainer.json").read_bytes())["digests"]
     if isinstance(changes["digests"], dict):
         changes = {"digests": {name: good.get(name, value) for name, value in changes["digests"].items()}}
     rewrite(tmp_path / "c", **changes)
@@ -271,7 +271,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_one_before_or_the_new_one(run
         assert path.name == STEPS[step if arrived else 1] and step_of(path) in (1, step)
         assert find_damage(copy.checkpoint("last")) is None and find_damage(copy.checkpoint("best")) is None
         assert all(find_damage(each) is None for each in copy.steps().values())
-        settle(copy, path)
+        repair_links(copy, path)
         assert copy.link("last").name == copy.link("best").name == path.name
         clear(copy)
         assert not list(copy.path.glob(".*"))
@@ -283,7 +283,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_one_before_or_the_new_one(run
 def test_what_was_being_replaced_comes_back(run):
     os.rename(run.path / STEPS[1], run.path / f".old-{STEPS[1]}-7")
     assert run.link("last") is None
-    put_back(run.path / "step-*")
+    restore_interrupted(run.path / "step-*")
     assert newest_whole(run).name == STEPS[1]
 
 

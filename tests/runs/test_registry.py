@@ -46,14 +46,14 @@ def mode_of(place):
 def test_a_recorded_run_is_known_with_what_a_list_of_runs_shows(place, tmp_path):
     run = make(tmp_path / "checkpoints")
     registry.record(run)
-    (row,) = registry.known()
+    (row,) = registry.known_runs()
     assert row == registry.facts(run)
     assert (row["path"], row["name"], row["status"]) == (str(run.path.resolve()), "a", "finished")
     assert (row["step"], row["max_steps"], row["best_loss"], row["val_loss"], row["loss"]) == (3, 9, 2.0, 2.5, 3.5)
     assert mode_of(place) == 2
     run.describe(status="failed", reason="of this")
     registry.record(run)
-    assert [(row["status"], row["reason"]) for row in registry.known()] == [("failed", "of this")]
+    assert [(row["status"], row["reason"]) for row in registry.known_runs()] == [("failed", "of this")]
 
 
 def test_the_best_loss_forgets_what_a_resume_took_back(tmp_path):
@@ -116,7 +116,7 @@ def test_a_registry_that_another_process_locks_costs_a_second_at_most_and_one_li
     finally:
         holder.communicate()
     _, warnings = recorded(other, caplog)
-    assert warnings == [] and len(registry.known()) == 2
+    assert warnings == [] and len(registry.known_runs()) == 2
 
 
 def test_a_damaged_registry_is_set_aside_and_made_anew(place, tmp_path, caplog):
@@ -130,7 +130,7 @@ def test_a_damaged_registry_is_set_aside_and_made_anew(place, tmp_path, caplog):
         before = len(list(place.parent.glob("runs.db.damaged-*")))
         _, warnings = recorded(run, caplog)
         assert len(warnings) == 1 and "was damaged and is now" in warnings[0]
-        assert [row["path"] for row in registry.known()] == [str(run.path.resolve())]
+        assert [row["path"] for row in registry.known_runs()] == [str(run.path.resolve())]
         aside = sorted(place.parent.glob("runs.db.damaged-*"))
         assert len(aside) == before + 1 and bytes(content) in [path.read_bytes() for path in aside]
         time.sleep(1.1)  # the second is in the name
@@ -167,10 +167,10 @@ def test_where_a_write_ahead_log_is_refused_the_usual_journal_does(place, tmp_pa
     for _ in range(2):
         _, warnings = recorded(make(tmp_path / "checkpoints"), caplog)
         assert warnings == [] and mode_of(place) == 1
-    assert len(registry.known()) == 2
+    assert len(registry.known_runs()) == 2
     shared_memory.rmdir()
     recorded(make(tmp_path / "checkpoints"), caplog)
-    assert mode_of(place) == 2 and len(registry.known()) == 3
+    assert mode_of(place) == 2 and len(registry.known_runs()) == 3
 
 
 def test_a_file_system_of_several_machines_gets_no_write_ahead_log(place, tmp_path, monkeypatch):
@@ -181,7 +181,7 @@ def test_a_file_system_of_several_machines_gets_no_write_ahead_log(place, tmp_pa
     assert not any(registry.on_network(path, mounts) for path in (tmp_path / "local", Path("/etc")))
     monkeypatch.setattr(registry, "on_network", lambda _: True)
     registry.record(make(tmp_path / "checkpoints"))
-    assert mode_of(place) == 1 and len(registry.known()) == 1
+    assert mode_of(place) == 1 and len(registry.known_runs()) == 1
 
 
 def test_many_processes_record_at_once_and_agree_on_what_is_damaged(place, tmp_path):
@@ -191,13 +191,13 @@ def test_many_processes_record_at_once_and_agree_on_what_is_damaged(place, tmp_p
     paths = [[str(make(tmp_path / "checkpoints").path) for _ in range(3)] for _ in range(4)]
     processes = [subprocess.Popen([sys.executable, "-c", code, *some]) for some in paths]
     assert [process.wait() for process in processes] == [0] * 4
-    assert len(registry.known()) == 12 and len(list(place.parent.glob("*damaged*"))) == 1
+    assert len(registry.known_runs()) == 12 and len(list(place.parent.glob("*damaged*"))) == 1
 
 
 def test_what_another_process_has_made_anew_is_not_set_aside(place, tmp_path):
     registry.record(make(tmp_path / "checkpoints"))
     registry._set_aside(place, inode=place.stat().st_ino + 1)  # the damaged file that was opened was another
-    assert len(registry.known()) == 1 and list(place.parent.glob("*damaged*")) == []
+    assert len(registry.known_runs()) == 1 and list(place.parent.glob("*damaged*")) == []
 
 
 def test_a_table_of_an_older_version_gets_the_columns_that_it_lacks(place, tmp_path):
@@ -206,7 +206,7 @@ def test_a_table_of_an_older_version_gets_the_columns_that_it_lacks(place, tmp_p
         database.execute("CREATE TABLE runs (path TEXT PRIMARY KEY, name TEXT)")
         database.execute("INSERT INTO runs VALUES ('/somewhere/old', 'old')")
     registry.record(make(tmp_path / "checkpoints"))
-    old, new = sorted(registry.known(), key=lambda row: row["name"] != "old")
+    old, new = sorted(registry.known_runs(), key=lambda row: row["name"] != "old")
     assert old["path"] == "/somewhere/old" and old["status"] is None and new["best_loss"] == 2.0
 
 
@@ -215,7 +215,7 @@ def test_what_cannot_be_read_is_an_error_for_who_asks_and_a_warning_for_commands
     place.write_bytes(b"no database" * 1000)
     with pytest.raises(LmError, match="cannot be read: file is not a database"):
         registry.read()
-    assert registry.known() == [] and "cannot be read" in caplog.text
+    assert registry.known_runs() == [] and "cannot be read" in caplog.text
     assert place.read_bytes() == b"no database" * 1000  # looking changes nothing
 
 

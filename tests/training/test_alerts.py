@@ -12,14 +12,14 @@ from trainings import lm, make_workplace, write_config
 
 from lm.errors import RequestError
 from lm.runs.run import Run
-from lm.training.alerts import LONGEST_WINDOW, METRICS, Watch, parse
+from lm.training.alerts import LONGEST_WINDOW, METRICS, AlertEvaluator, parse
 
 NAMES = ("loss", "grad_norm", "val_loss")
 
 
 def holds(text, *lines):
     """What an expression says after these log lines, each a dict by short names; None: not looked at, or undecided."""
-    watch, said = Watch([text]), {}
+    watch, said = AlertEvaluator([text]), {}
     for line in lines:
         said = watch.look({METRICS[name]: value for name, value in line.items()})
     return next(iter(said.values()), None)
@@ -173,7 +173,7 @@ def test_nothing_fires_until_a_window_is_full():
 
 
 def test_it_is_looked_at_when_one_of_its_metrics_is_logged():
-    watch = Watch(["loss > 1", "val_loss > 1 and step > 3", "step > 1"])
+    watch = AlertEvaluator(["loss > 1", "val_loss > 1 and step > 3", "step > 1"])
     seen = {each.text for each in watch.look({"train/loss": 2.0, "step": 4})}
     assert seen == {"loss > 1", "step > 1"}
     assert {each.text for each in watch.look({"val/loss": 2.0, "step": 4})} == {"val_loss > 1 and step > 3", "step > 1"}
@@ -237,10 +237,10 @@ def test_windows_go_on_after_a_resume():
     """What a watch keeps is plain finite JSON, and another one goes on from it as if nothing had been."""
     texts = ["loss > 2 * median(loss, 4)", "val_loss > previous(val_loss)"]
     lines = [{"train/loss": loss, "val/loss": loss} for loss in (1, 2, math.inf, 1, 3, math.nan, 9, 1, 2, 30)]
-    whole, first = Watch(texts), Watch(texts)
+    whole, first = AlertEvaluator(texts), AlertEvaluator(texts)
     said = [list(whole.look(line).values()) for line in lines]
     for cut in range(len(lines)):
-        second = Watch(texts)
+        second = AlertEvaluator(texts)
         second.history.load_state_dict(json.loads(json.dumps(first.history.state_dict(), allow_nan=False)))
         assert [list(second.look(line).values()) for line in lines[cut:]] == said[cut:]
         first.look(lines[cut])
@@ -248,7 +248,7 @@ def test_windows_go_on_after_a_resume():
 
 def test_memory_is_bounded():
     """A window keeps its values and no more, whatever the length of a run."""
-    watch = Watch(["loss > mean(loss, 10)", f"lr > max(lr, {LONGEST_WINDOW})"])
+    watch = AlertEvaluator(["loss > mean(loss, 10)", f"lr > max(lr, {LONGEST_WINDOW})"])
     for step in range(2 * LONGEST_WINDOW):
         watch.look({"train/loss": 1.0, "optim/lr": float(step)})
     assert {name: len(values) for name, values in watch.history.before.items()} == {"loss": 10, "lr": LONGEST_WINDOW}
@@ -257,7 +257,7 @@ def test_memory_is_bounded():
 def test_a_look_costs_next_to_nothing():
     """Ten conditions with windows of a hundred take a thousandth of the ten steps between two lines of `tiny.yaml`,
     which last 1.7 s on two cores."""
-    watch = Watch([f"loss > {k} * median(loss, 100)" for k in range(1, 11)])
+    watch = AlertEvaluator([f"loss > {k} * median(loss, 100)" for k in range(1, 11)])
     for step in range(200):
         watch.look({"train/loss": float(step)})
     times = []

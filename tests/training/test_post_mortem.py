@@ -14,7 +14,7 @@ from test_guards import poison_loss
 from trainings import lm, losses, make_workplace, write_config
 
 from lm.runs import postmortem
-from lm.runs.postmortem import Evidence, Moment, Sample
+from lm.runs.postmortem import Evidence, Incident, Sample
 from lm.runs.run import Run
 
 ALWAYS = {"guards.spike": "loss > 0.1"}  # true at the first log line
@@ -213,7 +213,7 @@ def test_ranks_stay_in_step(workplace, strategy):
 def a_moment(**changes):
     lines = [{"step": step, "tokens": step * 8, "time": 0.0, "train/loss": 3.0, "optim/grad_norm": 1.0}
              for step in range(1, 8)]  # fmt: skip
-    return Moment(**{
+    return Incident(**{
         "run": "mine", "step": 7, "time": 1e9, "guard": "spike", "action": "warn", "message": "loss > 1",
         "tokens_per_step": 8, "worst": 6, "baseline": 3.0, "injected": False, "lines": lines,
         "steps": [(5, 3.0, 1.0, True), (6, 9.0, math.nan, False), (7, 4.0, 2.0, True)], **changes,

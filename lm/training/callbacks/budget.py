@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from lm.errors import RequestError
 from lm.runs.run import Run
-from lm.system.files import number, write_atomically
+from lm.system.files import nonnegative, write_atomically
 from lm.system.process import seconds_since_process_start
 from lm.training.callbacks.guards import act, agree
 from lm.training.trainer import Trainer
@@ -85,7 +85,7 @@ class Sidecar:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             update = str(content["last_update_utc"])
             date = datetime.fromisoformat(update)
-            usable = number(content["spent_usd"]) is not None
+            usable = nonnegative(content["spent_usd"]) is not None
         except OSError as error:
             return None, f"cannot be read ({error.strerror})"
         except (ValueError, KeyError, TypeError):
@@ -329,10 +329,10 @@ class Budget(Callback):
             return
         content, problem = self._sidecar.read()
         if content is not None:
-            hours = number(content.get("hours_elapsed"))
-            cost = Cost(self.meter.read().hours if hours is None else hours, number(content["spent_usd"]))
-            self.meter.set(cost, number(content.get("rate_usd_per_hr")))
-            self._end_by_sidecar = number(content.get("projected_total_usd"))
+            hours = nonnegative(content.get("hours_elapsed"))
+            cost = Cost(self.meter.read().hours if hours is None else hours, nonnegative(content["spent_usd"]))
+            self.meter.set(cost, nonnegative(content.get("rate_usd_per_hr")))
+            self._end_by_sidecar = nonnegative(content.get("projected_total_usd"))
         if problem is not None:
             self._end_by_sidecar = None
             if problem not in self._said:
@@ -370,7 +370,7 @@ def _spent_before(run: Run) -> Cost:
         RequestError: the file that has it is damaged; to count from 0 would be to spend the cap twice.
     """
     before = run.read("budget.json")
-    hours, usd = number(before.get("hours_elapsed")), number(before.get("spent_usd"))
+    hours, usd = nonnegative(before.get("hours_elapsed")), nonnegative(before.get("spent_usd"))
     if (run.path / "budget.json").exists() and hours is None and usd is None:
         raise RequestError(
             f"{run.path / 'budget.json'} is damaged, so what the run has cost is not known: write "

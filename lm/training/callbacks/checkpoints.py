@@ -13,7 +13,7 @@ from lm.errors import RunError
 from lm.model.estimates import checkpoint_bytes
 from lm.runs.checkpoint import link_to
 from lm.runs.run import Run
-from lm.system.files import remove, room, stated_digest, sweep
+from lm.system.files import disk_space, remove, remove_stale, stated_digest
 from lm.system.process import STOP
 from lm.training.trainer import Trainer
 
@@ -79,7 +79,7 @@ class Checkpoints(ModelCheckpoint):
     def _warn_of_little_room(self, trainer: Trainer, pl_module: LightningModule) -> None:
         item = next(pl_module.parameters()).element_size()
         one = checkpoint_bytes(pl_module.config, item, pl_module.optimizer_config.name == "muon")
-        needed = room(trainer.run.path, one, self.keep, present=len(trainer.run.steps()))
+        needed = disk_space(trainer.run.path, one, self.keep, present=len(trainer.run.steps()))
         if not needed.suffices:
             log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
 
@@ -175,7 +175,7 @@ class Checkpoints(ModelCheckpoint):
 
 def clear(run: Run) -> None:
     """Clear away what a session that was killed had half written."""
-    sweep(run.path / "step-*")
+    remove_stale(run.path / "step-*")
     for path in run.path.iterdir():
         half = HALF_WRITTEN.fullmatch(path.name)
         if half and int(half[2]) != os.getpid():

@@ -16,7 +16,7 @@ from lm.errors import GuardStop
 from lm.runs.checkpoint import find_damage, step_of
 from lm.system import process
 from lm.training import checkpointing
-from lm.training.alerts import Watch
+from lm.training.alerts import AlertEvaluator
 from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
 
@@ -99,7 +99,7 @@ class Alerts(Callback):
     """
 
     def __init__(self, alerts: Mapping[str, Action]) -> None:
-        self.watch = Watch(alerts)
+        self.watch = AlertEvaluator(alerts)
         self.actions = {expression: alerts[text] for text, expression in zip(alerts, self.watch.expressions)}
         self._said: set[str] = set()
 

@@ -20,11 +20,11 @@ from lm.data.loader import Batch
 from lm.data.rare import SHARE, rare_rows, rare_tokens
 from lm.errors import Interrupted, RequestError
 from lm.runs import postmortem
-from lm.runs.postmortem import Evidence, Moment
+from lm.runs.postmortem import Evidence, Incident
 from lm.system import process
-from lm.training.alerts import Watch
+from lm.training.alerts import AlertEvaluator
 from lm.training.callbacks.guards import Action, act, agree, not_training
-from lm.training.probe import Taken, gather, injected, is_sharded
+from lm.training.probe import StepRef, gather, injected, is_sharded
 from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
 
@@ -56,12 +56,12 @@ class PostMortem(Callback):
     """
 
     def __init__(self, spike: str | None = None) -> None:
-        self._watch = Watch([] if spike is None else [spike])
+        self._watch = AlertEvaluator([] if spike is None else [spike])
         self._spiking = False  # said already, and still true
-        self._taken: deque[Taken] = deque(maxlen=STEPS_KEPT)
+        self._taken: deque[StepRef] = deque(maxlen=STEPS_KEPT)
         self._newest: list[Step] | None = None  # of `recent_steps`, what was taken note of last
         self._losses: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)  # step and loss of log lines
-        self._open: Moment | None = None
+        self._open: Incident | None = None
         self._lines = 0  # log lines since then
         self._known: list[int] = []  # the steps that have a post-mortem
 
@@ -138,7 +138,7 @@ class PostMortem(Callback):
         size = trainer.steps.global_batch
         after = module.cursor.end  # of the step just taken
         for step in module.recent_steps:
-            self._taken.append(Taken(step, after - (trainer.global_step - step.step + 1) * size))
+            self._taken.append(StepRef(step, after - (trainer.global_step - step.step + 1) * size))
         return True
 
     # ---- how it goes on ------------------------------------------------------------------------------------------
@@ -185,21 +185,21 @@ class PostMortem(Callback):
 
     # ---- what is gathered ----------------------------------------------------------------------------------------
 
-    def _moment(self, trainer: Trainer, module: LightningModule, guard: str, action: str, message: str) -> Moment:
+    def _moment(self, trainer: Trainer, module: LightningModule, guard: str, action: str, message: str) -> Incident:
         steps = module.recent_steps
         left_out = [
             step for step in steps if not (math.isfinite(step.loss) and (step.applied or guard != "not-finite"))
         ]  # a GradScaler leaves steps out, too, and that alone is nothing
         worst = left_out[0] if left_out else max(steps, key=lambda step: step.loss)
         before = [loss for step, loss in self._losses if step < steps[0].step and math.isfinite(loss)][-WINDOW:]
-        return Moment(
+        return Incident(
             run=trainer.run.name, step=trainer.global_step, time=process.now(), guard=guard, action=action,
             message=message, tokens_per_step=trainer.steps.tokens_per_step, worst=worst.step,
             steps=[tuple(step) for step in steps], baseline=statistics.median(before) if before else None,
             injected=injected(trainer, worst.step) is not None,
         )  # fmt: skip
 
-    def _write(self, trainer: Trainer, module: LightningModule, moment: Moment) -> None:
+    def _write(self, trainer: Trainer, module: LightningModule, moment: Incident) -> None:
         if trainer.is_global_zero:
             moment.lines = trainer.run.metrics()[-LINES_KEPT:]
         if moment.step in self._known:  # written before a resume from an earlier step, and maybe edited since
@@ -215,7 +215,7 @@ class PostMortem(Callback):
                 folder = postmortem.write(trainer.run, moment, evidence)
                 log.warning("post-mortem: %s", folder / "postmortem.md")
 
-    def _ordinary(self, trainer: Trainer, worst: int) -> Taken | None:
+    def _ordinary(self, trainer: Trainer, worst: int) -> StepRef | None:
         """The newest step before the worst whose loss was no higher than that of half of the steps before."""
         before = [
             each for each in self._taken

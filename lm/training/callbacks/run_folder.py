@@ -20,7 +20,7 @@ from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.checkpoint import samples_of, step_of
 from lm.runs.registry import record
-from lm.runs.resume import sealed
+from lm.runs.resume import with_digest
 from lm.runs.run import Run, release
 from lm.system.files import write_atomically
 from lm.system.hardware import Telemetry, device_name
@@ -105,7 +105,7 @@ class RunFolder(Callback):
             )
 
     def _describe(self, trainer: Trainer, run: Run, shards: dict[str, Any]) -> None:
-        write_atomically(run.config, sealed(self._config))
+        write_atomically(run.config, with_digest(self._config))
         write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
         facts, before, name = run_facts(), {}, self._name
         if self._resumed is not None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback
 
 from lm.errors import RequestError
-from lm.training.alerts import Watch
+from lm.training.alerts import AlertEvaluator
 from lm.training.callbacks.budget import Budget, BudgetConfig
 from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Predictions, Samples, SamplesConfig
@@ -57,7 +57,7 @@ class GuardsConfig:
     inject_step: int | None = None
 
     def __post_init__(self) -> None:
-        Watch([*self.alerts, *([self.spike] if self.spike else [])])  # read now, so that a typo costs no GPU time
+        AlertEvaluator([*self.alerts, *([self.spike] if self.spike else [])])  # a typo costs no GPU time
         for name, least in {"max_skipped": 1, "max_rollbacks": 0, "inject_step": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:
