@@ -37,7 +37,7 @@ from lm.data.loader import Batch
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError
-from lm.kernels.operations import FUSED, choose
+from lm.kernels.operations import choose
 from lm.model.estimates import Step, parameters, training_memory
 from lm.system.arguments import spell_out
 from lm.system.files import write_atomically
@@ -478,7 +478,7 @@ def predicted_memory(trainer: Trainer, module: LanguageModule) -> int:
     """What `lm plan` expects of the peak; it counts tensors, so on a CPU the process itself comes on top."""
     steps = trainer.steps
     step = Step(
-        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.operations is FUSED,
+        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
         module.compile_mode, steps.accumulate, module.cuda_graphs,
     )  # fmt: skip
     return training_memory(module.config, step, module.optimizer_config.name == "muon")["peak"]

@@ -270,7 +270,7 @@ def _read(name: str, value: str) -> Any:
 # ---- generate --------------------------------------------------------------------------------------------------------
 
 Compile = Literal["auto", "none", "inductor", "cuda_graphs"]
-STEPS: dict[str, Step] = {"none": "growing", "inductor": "fixed", "cuda_graphs": "recorded"}
+STEPS: dict[str, Step] = {"none": "dynamic", "inductor": "static", "cuda_graphs": "cuda_graph"}
 TOGETHER = 64  # texts that are written at once, so that the cache of many has room
 
 

@@ -82,7 +82,7 @@ def stream_text(
     ignore_eos: bool = False,
     begin: Begin = "nothing",
     alternatives: int = 0,
-    step: Step = "growing",
+    step: Step = "dynamic",
 ) -> Iterator[NewText]:
     """Continue texts and hand out what follows as soon as it is sure; once for every token, row after row.
 

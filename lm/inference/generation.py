@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from lm.errors import RequestError, RunError
-from lm.model.decoder import Cache, Decoder, evaluating
+from lm.model.cache import Cache
+from lm.model.decoder import Decoder
+from lm.model.mode import evaluating
 
 # ---- decode step -----------------------------------------------------------------------------------------------------
 # A step of generation: the decoder reads the newest token of each row over a cache and says what may follow.
@@ -20,20 +22,20 @@ from lm.model.decoder import Cache, Decoder, evaluating
 # which makes up for the compiling only after some ten thousand tokens; with 124 million parameters they are no faster
 # (`lm generate --json --compile inductor` beside `--compile none`).
 
-Step = Literal["growing", "fixed", "recorded"]
+Step = Literal["dynamic", "static", "cuda_graph"]
 SMALLEST = 256  # slots in sight at least, where their number is fixed
-WARMUP = 2  # steps that run as usual before one is recorded, so that every kernel is loaded
+WARMUP = 2  # steps before one is captured, so that every kernel is loaded
 
 
 def slots_for(tokens: int, step: Step) -> int:
     """How many slots a step needs in sight for so many tokens: just as many, or a power of two."""
-    return tokens if step == "growing" else max(SMALLEST, 1 << (tokens - 1).bit_length())
+    return tokens if step == "dynamic" else max(SMALLEST, 1 << (tokens - 1).bit_length())
 
 
 def check_step(step: Step, device: torch.device) -> None:
     """Raise RequestError where a step is to be a CUDA graph and cannot be one."""
     kind = device.type
-    if step == "recorded" and (kind != "cuda" or torch.is_autocast_enabled(kind)):
+    if step == "cuda_graph" and (kind != "cuda" or torch.is_autocast_enabled(kind)):
         where = "inside torch.autocast" if kind == "cuda" else f"on {kind}"
         raise RequestError(f"a step of generation cannot be a CUDA graph {where}")
 
@@ -44,8 +46,8 @@ class DecodeStep:
     Args:
         decoder: in evaluation mode.
         cache: with room for all that will be read; `slots_for` says how much that is.
-        step: `growing`: in the shape of what was read so far; `fixed`: in a shape that stays, which a decoder's
-            compiled blocks keep; `recorded`: the same, as a CUDA graph (see `check_step`).
+        step: `dynamic`: a step attends to the slots in use, so its shape changes; `static`: to a fixed number of slots,
+            so that compiled blocks are compiled once; `cuda_graph`: the same, captured (see `check_step`).
     """
 
     def __init__(self, decoder: Decoder, cache: Cache, step: Step) -> None:
@@ -64,31 +66,31 @@ class DecodeStep:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits `(B, V)` after one more token a row `(B, 1)`, in fp32; a recorded step overwrites them at the next."""
-        if self.step == "growing":
+        """Logits `(B, V)` after one more token a row `(B, 1)`, in fp32; the next CUDA graph overwrites them."""
+        if self.step == "dynamic":
             return self.read(tokens, self.ones)
         self.cache.used += 1
         slots = slots_for(self.cache.used, self.step)
         if slots != self.slots:
             self.slots, self.calls, self.graph = slots, 0, None
         self.calls += 1
-        if self.step == "fixed" or self.calls <= WARMUP:
-            return self._fixed(tokens)
+        if self.step == "static" or self.calls <= WARMUP:
+            return self._static(tokens)
         if self.graph is None:
-            self._record(tokens)
+            self._capture(tokens)
         self.tokens.copy_(tokens)
         self.graph.replay()
         return self.logits
 
-    def _fixed(self, tokens: Tensor) -> Tensor:
+    def _static(self, tokens: Tensor) -> Tensor:
         return self.decoder(tokens, continuation=self.cache.place(1, self.ones, self.slots)).float()
 
-    def _record(self, tokens: Tensor) -> None:
+    def _capture(self, tokens: Tensor) -> None:
         self.tokens = tokens.clone()
         self.graph = torch.cuda.CUDAGraph()
-        device = tokens.device  # a stream of its own: torch's for recording is of the device that recorded first
+        device = tokens.device  # a stream of its own: torch's stream for capturing is on the device that captured first
         with torch.cuda.device(device), torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):
-            self.logits = self._fixed(self.tokens)
+            self.logits = self._static(self.tokens)
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
@@ -264,7 +266,7 @@ def stream(
     generator: torch.Generator | None = None,
     ended: Callable[[int, int], bool] | None = None,
     alternatives: int = 0,
-    step: Step = "growing",
+    step: Step = "dynamic",
 ) -> Iterator[NewToken]:
     """Continue prompts and hand out each token as soon as it is there, row after row.
 

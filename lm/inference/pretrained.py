@@ -16,6 +16,7 @@ from lm.inference.generation import Sampling
 from lm.kernels.operations import choose
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
+from lm.model.fused import fuse
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs.checkpoint import read_folder, step_of
 from lm.runs.registry import find
@@ -154,7 +155,8 @@ def load_pretrained(
     wanted = {name: weight.to(device, dtype or weight.dtype) for name, weight in weights.items()}
     decoder.load_state_dict(wanted, assign=True)
     decoder.eval().requires_grad_(False)
-    decoder.operations, kernels = choose("auto", device)
+    ops, kernels = choose("auto", device)
+    fuse(decoder, ops)
     tokenizer = Tokenizer.load(folder, eos_token)
     if tokenizer.vocab_size > config.vocab_size:
         raise RequestError(

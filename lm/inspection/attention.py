@@ -1,6 +1,6 @@
 """What every head of a model attends to in a sentence.
 
-The maps are made of the very queries and keys that the model attends with, after their norm and rotation.
+The maps are computed from the queries and keys of the model's plain forward pass, after their norm and rotation.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from torch import Tensor
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.drawing import SEQUENTIAL, figure, finish, heat, visible
-from lm.model.attention import Reach, masked_reach
-from lm.model.decoder import Decoder, SelfAttention
+from lm.model.attention import AttentionMask, chosen_kernels, dense_mask
+from lm.model.decoder import Block, Decoder
 
 COLUMNS = 4  # heads beside each other
 
@@ -56,28 +56,23 @@ def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
     if not len(ids):
         raise RequestError("there is no token to attend to")
     maps: list[Tensor] = []
-
-    def note(layer: SelfAttention, given: tuple[Any, ...]) -> None:
-        qkv, rotary, reach, operations = given
-        queries, keys, _ = layer.split(qkv, rotary, operations)
-        maps.append(_weights(queries, keys, reach)[0].cpu())
-
-    hooks = [block.self_attn.register_forward_pre_hook(note) for block in decoder.layers]
-    try:
-        decoder.hidden_states(torch.tensor([list(ids)], device=decoder.embed_tokens.weight.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    x = decoder.embed(torch.tensor([list(ids)], device=decoder.embed_tokens.weight.device))  # (1, T, C)
+    rotary, masks = decoder.rotary_and_masks(x, None, None)
+    with chosen_kernels(x.device, masks):
+        for block, mask in zip(decoder.layers, masks, strict=True):
+            queries, keys, _ = block.self_attn.queries_keys_values(block.input_layernorm(x), rotary)
+            maps.append(_weights(queries, keys, mask)[0].cpu())
+            x = Block.forward(block, x, rotary, mask)  # also where `block.forward` is compiled or fused
     return torch.stack(maps).numpy()
 
 
-def _weights(queries: Tensor, keys: Tensor, reach: Reach) -> Tensor:
+def _weights(queries: Tensor, keys: Tensor, mask: AttentionMask) -> Tensor:
     """`(B, H, T, T)` fp32 from queries `(B, T, H, D)` and keys `(B, T, KV, D)`."""
     groups = queries.shape[2] // keys.shape[2]
     queries = queries.float().transpose(1, 2)  # (B, H, T, D)
     keys = keys.float().transpose(1, 2).repeat_interleave(groups, dim=1)  # (B, H, T, D)
     scores = queries @ keys.mT * queries.shape[-1] ** -0.5
-    seen = masked_reach(queries.shape[2], reach.window, None, queries.device).mask  # (1, 1, T, T)
+    seen = dense_mask(queries.shape[2], mask.window, None, queries.device).dense  # (1, 1, T, T)
     return scores.masked_fill(~seen, float("-inf")).softmax(-1)
 
 

@@ -1,8 +1,8 @@
-"""Attention by the library kernel that is right for the device and for who sees whom; none of it is ours.
+"""Attention masks, and the library kernel for each: torch's own, none of ours.
 
-`Reach` says who sees whom, and with that the kernel is chosen: plain causal attention is
-`scaled_dot_product_attention`; windows and documents are flash attention over sequences of unequal length where that
-runs (CUDA from Ampere on, half precision, no dropout), and elsewhere a mask, which is also the reference for all.
+Plain causal attention is `scaled_dot_product_attention`. Windows and documents are flash attention over sequences of
+unequal length (`varlen_attn`) where that runs: CUDA from Ampere on, half precision, no dropout. Elsewhere they are a
+dense mask, which is also the reference for the other two.
 """
 
 import inspect
@@ -20,34 +20,31 @@ HALF = (torch.bfloat16, torch.float16)
 FLASH_FROM = (8, 0)  # compute capability
 FLASH_WIDTH = 8  # widths of a head are multiples of it
 GROUPS_IN_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.13
-Way = Literal["causal", "varlen", "masked"]
+Kernel = Literal["causal", "varlen", "masked"]
 
 
 class Documents(NamedTuple):
-    """Which tokens belong together."""
+    """The documents of a batch: which token belongs to which, and where in it."""
 
     ids: Tensor  # (B, T), not decreasing along a row
-    positions: Tensor  # (B, T) int32, counted from the beginning of each document
+    positions: Tensor  # (B, T) int32, from the beginning of each document
 
 
 class Past(NamedTuple):
-    """Keys and values of tokens that were read before, and the slots for those at hand (see `model/decoder`)."""
+    """A layer's cached keys and values, and the slots of the new tokens in them (see `model/cache`)."""
 
     keys: Tensor  # (B, slots, KV, D)
     values: Tensor  # alike
-    positions: Tensor  # (B, T), the slots that the tokens at hand take
+    positions: Tensor  # (B, T), the slots of the new tokens
 
 
-class Reach(NamedTuple):
-    """Who sees whom in a layer: a token sees itself and what is before it; and of that
+class AttentionMask(NamedTuple):
+    """Which tokens each token of a layer attends to: itself and those before it, within a window and a document."""
 
-    the last `window` tokens, itself included (None: all), in its own sequence (`starts`) or where `mask` is true.
-    """
-
-    window: int | None
-    starts: Tensor | None  # (sequences + 1) int32, where each begins among all tokens of the batch, and their number
-    mask: Tensor | None  # (B or 1, 1, T, T), true where the row's token sees the column's; with a past (B, 1, T, S)
-    past: Past | None = None  # while generating: its first S slots are seen, too
+    window: int | None  # tokens, the token itself included; None: no limit
+    offsets: Tensor | None  # (sequences + 1) int32, where each begins among all tokens of the batch, then their number
+    dense: Tensor | None  # (B or 1, 1, T, T), true where the row's token attends to the column's; with a past S columns
+    past: Past | None = None  # while generating: the first S slots of the cache are attended to
 
 
 def documents_from(document_ids: Tensor) -> Documents:
@@ -65,15 +62,15 @@ def _begins(document_ids: Tensor) -> Tensor:
     return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)  # (B, T)
 
 
-def way_for(device_type: str, capability: tuple[int, int], dtype: torch.dtype, window: int | None, documents: bool,
-            dropout: float) -> Way:  # fmt: skip
-    """Which kind of kernel does it.
+def kernel_for(device_type: str, capability: tuple[int, int], dtype: torch.dtype, window: int | None, documents: bool,
+            dropout: float) -> Kernel:  # fmt: skip
+    """The kernel for a mask on a device.
 
     Args:
         device_type: such as "cuda".
         capability: compute capability of a CUDA device.
         dtype: of queries, keys and values.
-        window: tokens that a token sees; None: all before it.
+        window: tokens that a token attends to; None: all before it.
         documents: whether rows are divided into documents.
         dropout: probability of dropping a weight.
     """
@@ -87,98 +84,100 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def reach(x: Tensor, window: int | None, documents: Documents | None, dropout: float = 0.0) -> Reach:
-    """Who sees whom in the layers with this window. Where documents become sequences this waits for the device.
+def attention_mask(x: Tensor, window: int | None, documents: Documents | None, dropout: float = 0.0) -> AttentionMask:
+    """The mask of the layers with this window. Where documents become sequences this waits for the device.
 
     Args:
-        x: hidden states `(B, T, C)`: their shape, device and precision are what counts.
-        window: tokens that a token sees, itself included; None: all before it.
+        x: hidden states `(B, T, C)`; only their shape, device and precision are used.
+        window: tokens that a token attends to, itself included; None: all before it.
         documents: None: each row is one.
         dropout: of attention weights.
     """
     batch, length = x.shape[:2]
     if window is not None and window >= length:
         window = None
-    way = way_for(x.device.type, _capability(x.device), x.dtype, window, documents is not None, dropout)
-    if way == "causal":
-        return Reach(window, None, None)
-    if way == "varlen":
+    kernel = kernel_for(x.device.type, _capability(x.device), x.dtype, window, documents is not None, dropout)
+    if kernel == "causal":
+        return AttentionMask(window, None, None)
+    if kernel == "masked":
+        return dense_mask(length, window, documents, x.device)
+    if documents is None:
+        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=x.device)
+    else:
         end = torch.full((1,), batch * length, dtype=torch.int32, device=x.device)
-        if documents is None:
-            return Reach(window, torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=x.device), None)
-        return Reach(window, torch.cat((_begins(documents.ids).flatten().nonzero()[:, 0].int(), end)), None)
-    return masked_reach(length, window, documents, x.device)
+        offsets = torch.cat((_begins(documents.ids).flatten().nonzero()[:, 0].int(), end))
+    return AttentionMask(window, offsets, None)
 
 
-def masked_reach(length: int, window: int | None, documents: Documents | None, device: torch.device) -> Reach:
-    """The reference for all: who sees whom as a mask. Arguments as for `reach`, `length` being T."""
+def dense_mask(length: int, window: int | None, documents: Documents | None, device: torch.device) -> AttentionMask:
+    """The mask as a tensor, the reference for all kernels. Arguments as for `attention_mask`; `length` is T."""
     time = torch.arange(length, device=device)
-    mask = (time[:, None] >= time)[None, None]  # (1, 1, T, T)
+    dense = (time[:, None] >= time)[None, None]  # (1, 1, T, T)
     if window is not None:
-        mask = mask & (time[:, None] - time < window)
+        dense = dense & (time[:, None] - time < window)
     if documents is not None:
-        mask = mask & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])  # (B, 1, T, T)
-    return Reach(window, None, mask)
+        dense = dense & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])  # (B, 1, T, T)
+    return AttentionMask(window, None, dense)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, reach: Reach, dropout: float = 0.0) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Causal attention with grouped key and value heads.
 
     Args:
         q: `(B, T, H, D)`.
         k: `(B, T, KV, D)`, KV a divisor of H.
         v: alike.
-        reach: who sees whom.
+        mask: which tokens each token attends to.
         dropout: probability of dropping a weight.
 
     Returns:
         `(B, T, H, D)`.
     """
-    if reach.starts is not None:
-        return _varlen(q, k, v, reach)
-    if reach.past is not None:
-        k, v = _with_past(k, v, reach)
+    if mask.offsets is not None:
+        return _varlen(q, k, v, mask)
+    if mask.past is not None:
+        k, v = _with_past(k, v, mask)
         if q.shape[1] == 1:
-            return _one_token(q, k, v, reach)
+            return _one_token(q, k, v, mask)
     heads, kv_heads = q.shape[2], k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
-    # The fused kernels for fp32 and for masks know nothing of groups, so they are spelled out.
-    spelled = heads != kv_heads and (reach.mask is not None or q.device.type == "cuda" and q.dtype not in HALF)
-    if spelled:
+    # The fused kernels for fp32 and for dense masks take no groups: each query head gets its own copy of the keys.
+    copied = heads != kv_heads and (mask.dense is not None or q.device.type == "cuda" and q.dtype not in HALF)
+    if copied:
         k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))  # (B, H, T, D)
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=reach.mask, is_causal=reach.mask is None, dropout_p=dropout,
-        enable_gqa=heads != kv_heads and not spelled,
+        q, k, v, attn_mask=mask.dense, is_causal=mask.dense is None, dropout_p=dropout,
+        enable_gqa=heads != kv_heads and not copied,
     )  # fmt: skip
     return out.transpose(1, 2)  # (B, T, H, D)
 
 
-def _one_token(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Tensor:
-    """The heads of a group take the place of tokens, so that no key is copied for them."""
+def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Attention of a single new token: the query heads of a group stand where tokens do, so that no key is copied."""
     q = q[:, 0].unflatten(1, (k.shape[2], -1))  # (B, KV, H / KV, D)
     k, v = (t.transpose(1, 2) for t in (k, v))  # (B, KV, S, D)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=reach.mask)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense)
     return out.flatten(1, 2)[:, None]  # (B, 1, H, D)
 
 
-def _with_past(k: Tensor, v: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
-    keys, values, positions = reach.past
+def _with_past(k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    keys, values, positions = mask.past
     rows = torch.arange(k.shape[0], device=k.device)[:, None]  # (B, 1)
     keys[rows, positions], values[rows, positions] = k, v
-    used = reach.mask.shape[-1]
+    used = mask.dense.shape[-1]
     return keys[:, :used], values[:, :used]  # (B, S, KV, D)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     length, heads, kv_heads, width = q.shape[1], q.shape[2], k.shape[2], q.shape[3]
     groups = {"enable_gqa": heads != kv_heads} if GROUPS_IN_VARLEN else {}
     if not GROUPS_IN_VARLEN and heads != kv_heads:
         k, v = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))  # (B, T, H, D)
     if width % FLASH_WIDTH:  # zeros change no product of queries and keys, and add columns of zeros to the result
         q, k, v = (F.pad(t, (0, -width % FLASH_WIDTH)) for t in (q, k, v))
-    left = -1 if reach.window is None else reach.window - 1  # flash counts the tokens before, not the token itself
+    left = -1 if mask.window is None else mask.window - 1  # flash counts the tokens before, not the token itself
     out = varlen_attn(
-        *(t.flatten(0, 1) for t in (q, k, v)), reach.starts, reach.starts, length, length, scale=width**-0.5,
+        *(t.flatten(0, 1) for t in (q, k, v)), mask.offsets, mask.offsets, length, length, scale=width**-0.5,
         window_size=(left, 0), **groups,
     )  # (B * T, H, D), or wider
     return out[..., :width].unflatten(0, (-1, length))  # (B, T, H, D)
@@ -200,27 +199,27 @@ def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:
 
 
 @contextmanager
-def chosen_kernels(device: torch.device, reaches: Iterable[Reach]) -> Iterator[None]:
-    """While it lasts, `scaled_dot_product_attention` takes the kernels that are best for a device, and right."""
+def chosen_kernels(device: torch.device, masks: Iterable[AttentionMask]) -> Iterator[None]:
+    """Inside the `with`, `scaled_dot_product_attention` takes the best kernel for a device that gives right results."""
     if device.type != "cuda":
         yield
         return
-    masked = any(reach.mask is not None for reach in reaches)
+    masked = any(mask.dense is not None for mask in masks)
     with sdpa_kernel(backends(_capability(device), masked), set_priority=True):
         yield
 
 
 def describe(device: torch.device, dtype: torch.dtype, windows: Iterable[int | None], documents: bool,
              dropout: float) -> str:  # fmt: skip
-    """What will run, for people."""
+    """The kernels that will run, in words for the log."""
     capability = _capability(device)
-    ways = {way_for(device.type, capability, dtype, window, documents, dropout) for window in windows}
+    kernels = {kernel_for(device.type, capability, dtype, window, documents, dropout) for window in windows}
     names = []
-    if "causal" in ways and device.type == "cuda":
+    if "causal" in kernels and device.type == "cuda":
         wide = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # the only ones for fp32
-        best = [b for b in backends(capability, "masked" in ways) if dtype in HALF or b in wide]
+        best = [b for b in backends(capability, "masked" in kernels) if dtype in HALF or b in wide]
         names.append(", then ".join(b.name.removesuffix("_ATTENTION").lower() for b in best[:2]))
-    elif "causal" in ways:
+    elif "causal" in kernels:
         names.append("scaled_dot_product_attention")
-    names += ["flash over sequences"] * ("varlen" in ways) + ["masked"] * ("masked" in ways)
+    names += ["flash over sequences"] * ("varlen" in kernels) + ["masked"] * ("masked" in kernels)
     return " and ".join(names)

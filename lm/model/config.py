@@ -106,3 +106,16 @@ class DecoderConfig:
             int(self.sliding_window) if pattern[layer % len(pattern)] == "S" else None
             for layer in range(self.num_hidden_layers)
         ]
+
+
+def fused_rows(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Which matrices are stacked in one weight, for those that treat them one by one, as Muon does.
+
+    Returns:
+        The end of a weight's name -> the rows of each matrix in it, from the top: q, k, v; gate, up.
+    """
+    heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    return {
+        "qkv_proj.weight": (heads, kv_heads, kv_heads),
+        "gate_up_proj.weight": (config.intermediate_size, config.intermediate_size),
+    }

@@ -1,15 +1,80 @@
-"""Which matrices stand one above the other in a fused one: `layers` and `attention` multiply them at once, for speed.
+"""The decoder's forward pass by fused ops: the same parameters and results as `model/decoder`, with less memory traffic.
 
-Who treats matrices one by one, as `muon` does, asks here where they begin and end.
+Read `model/decoder` first. What differs here:
+
+- A block returns the output of its last branch and the residual stream apart. The next norm adds them, so that the
+  stream is read and written once instead of twice.
+- `norm_linear` is RMSNorm and the projection after it, `swiglu_linear` the activation and the projection after it. What
+  lies between is recomputed in the backward pass and not saved: a block saves less than half as much.
+- `qk_norm_rope` splits, normalises and rotates in one pass.
+- `linear_cross_entropy` computes loss and gradients in chunks of tokens; all logits never exist at once.
 """
 
-from lm.model.config import DecoderConfig
+from types import MethodType
+
+from torch import Tensor
+
+from lm.kernels.operations import FusedOps
+from lm.model.attention import AttentionMask, attend, chosen_kernels
+from lm.model.decoder import IGNORED, Block, Continuation, Decoder, Rotary, SelfAttention
 
 
-def fused_rows(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """The end of a fused weight's name -> the rows of each matrix in it, from the top: q, k, v; gate, up."""
-    heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    return {
-        "qkv_proj.weight": (heads, kv_heads, kv_heads),
-        "gate_up_proj.weight": (config.intermediate_size, config.intermediate_size),
-    }
+def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
+    """Replace a decoder's forward pass by the one in this file. Call it once, before the decoder is compiled.
+
+    The modules are still called, so hooks around the decoder and its blocks (FSDP2 has some) run as before.
+
+    Args:
+        decoder: changed in place.
+        ops: as `kernels/operations.choose` gives them; None leaves the decoder as it is.
+    """
+    if ops is None:
+        return
+    decoder.fused = ops
+    decoder.hidden_states = MethodType(hidden_states, decoder)
+    decoder.losses = MethodType(losses, decoder)
+    for block in decoder.layers:
+        block.forward = MethodType(block_forward, block)
+
+
+def hidden_states(
+    decoder: Decoder, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None
+) -> Tensor:
+    """`Decoder.hidden_states`: ids `(B, T)` to normalised states `(B, T, C)`."""
+    branch, stream = decoder.embed(input_ids), None  # (B, T, C)
+    rotary, masks = decoder.rotary_and_masks(branch, document_ids, continuation)
+    with chosen_kernels(branch.device, masks):
+        for layer, mask in zip(decoder.layers, masks, strict=True):
+            branch, stream = layer(branch, stream, rotary, mask, decoder.fused)  # (B, T, C) each
+    return decoder.fused.rms_norm(branch, stream, decoder.norm.weight, decoder.norm.eps)[1]
+
+
+def block_forward(
+    block: Block, branch: Tensor, stream: Tensor | None, rotary: Rotary, mask: AttentionMask, ops: FusedOps
+) -> tuple[Tensor, Tensor]:
+    """`Block.forward` with `branch` and `stream` apart, `(B, T, C)` each; their sum is the residual stream."""
+    norm, proj = block.input_layernorm, block.self_attn.qkv_proj
+    stream, qkv = ops.norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling)
+    branch = block.dropout(attention(block.self_attn, qkv, rotary, mask, ops))  # (B, T, C)
+    norm, proj = block.post_attention_layernorm, block.mlp.gate_up_proj
+    stream, gate_up = ops.norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling)
+    proj = block.mlp.down_proj
+    branch = block.dropout(ops.swiglu_linear(gate_up, proj.weight, proj.scaling))  # (B, T, 2 I) -> (B, T, C)
+    return branch, stream
+
+
+def attention(part: SelfAttention, qkv: Tensor, rotary: Rotary, mask: AttentionMask, ops: FusedOps) -> Tensor:
+    """`SelfAttention.forward` from the projection `(B, T, (H + 2 KV) * D)` on."""
+    q_weight, k_weight, eps = None, None, 0.0
+    if part.q_norm is not None:
+        q_weight, k_weight, eps = part.q_norm.weight, part.k_norm.weight, part.q_norm.eps
+    # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
+    q, k, v = ops.qk_norm_rope(qkv, q_weight, k_weight, *rotary, part.heads, part.kv_heads, eps)
+    out = attend(q, k, v, mask, part.dropout if part.training else 0.0)  # (B, T, H, D)
+    return part.o_proj(out.flatten(2))  # (B, T, C)
+
+
+def losses(decoder: Decoder, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """`Decoder.losses`."""
+    weight = weight.to(hidden.dtype)
+    return decoder.fused.linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED, z_loss=z_loss)

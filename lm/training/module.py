@@ -19,10 +19,10 @@ from lm.evaluation.statistics import TokenLoss, perplexity
 from lm.kernels.operations import choose
 from lm.model.attention import describe
 from lm.model.compile import Compile, GraphedMicroBatch, compile_decoder
-from lm.model.config import DecoderConfig
+from lm.model.config import DecoderConfig, fused_rows
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
-from lm.model.fused import fused_rows
+from lm.model.fused import fuse
 from lm.system.process import STOP
 from lm.training import checkpointing
 from lm.training.optim import OptimizerConfig, build_optimizer
@@ -96,7 +96,8 @@ class LanguageModule(LightningModule):
         self.decoder = Decoder(self.config)
         device = self.trainer.strategy.root_device
         self._refuse_graphs(device)
-        self.decoder.operations, self.kernels_taken = choose(self.kernels, device)
+        ops, self.kernels_taken = choose(self.kernels, device)
+        fuse(self.decoder, ops)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # or fp16, which is the same
         self.attention = describe(device, dtype, self.config.windows, self.document_mask, self.config.dropout)
         log.info("kernels: %s; attention: %s; compile: %s", self.kernels_taken, self.attention, self.compile_mode)
@@ -235,7 +236,7 @@ class LanguageModule(LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         if self._token_bytes is None:
             self._token_bytes = self.trainer.datamodule.token_bytes.to(self.device)
-        self.validation.update(self.losses(batch).each, batch.labels, self._token_bytes)
+        self.validation.update(self.losses(batch).per_token, batch.labels, self._token_bytes)
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val")
@@ -254,7 +255,7 @@ class LanguageModule(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log-probability of every label of a batch given what is before it: (B, T) fp32, 0 where it is ignored."""
-        return -self.losses(batch).each
+        return -self.losses(batch).per_token
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

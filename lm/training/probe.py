@@ -44,7 +44,7 @@ def token_losses(module: LightningModule, rows: np.ndarray, micro_batch: int) ->
         (N, T) fp32, in nats.
     """
     with _undisturbed(module), torch.no_grad():
-        parts = [_losses(module, rows[first : first + micro_batch]).each.float().cpu()
+        parts = [_losses(module, rows[first : first + micro_batch]).per_token.float().cpu()
                  for first in range(0, len(rows), micro_batch)]  # fmt: skip
     return torch.cat(parts).numpy()
 
@@ -76,7 +76,7 @@ def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> 
     activations = {name: {"rms": rms, "max": largest} for name, (rms, largest) in zip(seen, values, strict=True)}
     if not gradients:
         return Norms(activations, None)
-    tokens = losses.each.numel()
+    tokens = losses.per_token.numel()
     sizes = torch.stack([torch.zeros((), device=module.device) if g is None else g.float().norm() for g in found])
     return Norms(activations, dict(zip(named, (sizes / tokens).tolist(), strict=True)))
 
@@ -108,20 +108,23 @@ def _watch(decoder: Any, seen: dict[str, Tensor]) -> list[RemovableHandle]:
         wide = x.detach().float()
         seen[name] = torch.stack([wide.square().mean().sqrt(), wide.abs().max()])
 
-    def after_attention(index: int) -> Any:
-        return lambda part, inputs, branch: measure(f"layers.{index}.attention", branch)
+    def after(name: str) -> Any:
+        return lambda part, inputs, output: measure(name, output)
 
     def after_block(index: int) -> Any:
-        def hook(part: Any, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
-            branch, stream = outputs  # (B, T, C) each
-            measure(f"layers.{index}.mlp", branch)
-            measure(f"layers.{index}.stream", branch.detach() + stream.detach())
+        def hook(part: Any, inputs: Any, outputs: Tensor | tuple[Tensor, Tensor]) -> None:
+            if isinstance(outputs, tuple):  # a fused block returns the MLP's output and the rest of the stream apart
+                branch, stream = outputs  # (B, T, C) each
+                measure(f"layers.{index}.mlp", branch)
+                outputs = branch.detach() + stream.detach()
+            measure(f"layers.{index}.stream", outputs)
 
         return hook
 
-    hooks = [decoder.embed_tokens.register_forward_hook(lambda part, inputs, out: measure("embedding", out))]
+    hooks = [decoder.embed_tokens.register_forward_hook(after("embedding"))]
     for index, layer in enumerate(decoder.layers):
-        hooks.append(layer.self_attn.register_forward_hook(after_attention(index)))
+        hooks.append(layer.self_attn.o_proj.register_forward_hook(after(f"layers.{index}.attention")))
+        hooks.append(layer.mlp.register_forward_hook(after(f"layers.{index}.mlp")))
         hooks.append(layer.register_forward_hook(after_block(index)))
     return hooks
 

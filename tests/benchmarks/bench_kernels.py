@@ -176,7 +176,7 @@ class Cases:
         )  # fmt: skip
 
     def attention(self, window: int | None = None, document: int | None = None) -> Case:
-        """With a window, or with documents of this many tokens; what is compared is a mask, or torch's own choice."""
+        """With a window, or with documents of this many tokens; the reference is a dense mask, or torch's own choice."""
         sizes = self.sizes
         batch, length = sizes.tokens // sizes.seq_len, sizes.seq_len
         span = window or length
@@ -190,18 +190,18 @@ class Cases:
             heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
             return tuple(self.random(batch, length, n, sizes.head_dim) for n in heads)
 
-        # As in training, who sees whom is found once and not in every layer.
+        # As in training, the mask is made once and not in every layer.
         x = torch.empty(batch, length, 1, dtype=self.dtype, device=self.device)
-        reach, masked = attention.reach(x, window, documents), attention.Reach(None, None, None)
+        mask, reference = attention.attention_mask(x, window, documents), attention.AttentionMask(None, None, None)
         if window or document:
-            masked = attention.masked_reach(length, window, documents, self.device)
+            reference = attention.dense_mask(length, window, documents, self.device)
 
         def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with attention.chosen_kernels(q.device, [reach]):
-                return attention.attend(q, k, v, reach)
+            with attention.chosen_kernels(q.device, [mask]):
+                return attention.attend(q, k, v, mask)
 
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention.attend(q, k, v, masked)
+            return attention.attend(q, k, v, reference)
 
         return Case(
             f"attention{f', window {window}' * bool(window)}{f', documents of {document}' * bool(document)}",

@@ -16,6 +16,7 @@ from lm.kernels.operations import choose
 from lm.model.compile import GraphedMicroBatch, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
+from lm.model.fused import fuse
 from lm.model.huggingface import config_json
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # input ids and labels (B, T) -> mean cross-entropy
@@ -55,7 +56,7 @@ def ours(mode: Mode, config: DecoderConfig, device: torch.device) -> Contender:
     """This project's, as `LanguageModule` sets it up."""
     with device:
         model = Decoder(config)
-    model.operations, _ = choose(mode.kernels or "auto", device)
+    fuse(model, choose(mode.kernels or "auto", device)[0])
     compile_decoder(model, mode.compile)
 
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lm.model import attention
-from lm.model.attention import way_for
+from lm.model.attention import kernel_for
 
 
 def _weights(q: Tensor, k: Tensor, starts: Tensor, scale: float, left: int) -> Tensor:
@@ -48,7 +48,7 @@ def _backward(dout, q, k, v, out, statistics, starts, starts_k, longest, longest
 @pytest.fixture
 def flash_on_cpu(monkeypatch) -> Iterator[None]:
     """Attention takes the way that it takes on a GPU in half precision."""
-    monkeypatch.setattr(attention, "way_for", lambda device, capability, dtype, window, documents, dropout: way_for(
+    monkeypatch.setattr(attention, "kernel_for", lambda device, capability, dtype, window, documents, dropout: kernel_for(
         "cuda", (8, 0), torch.bfloat16, window, documents, dropout))
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", _forward, "CPU")

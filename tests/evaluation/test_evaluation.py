@@ -408,7 +408,7 @@ def test_texts_are_measured_as_validation_and_predict_count_them(corpus, tokeniz
     rows = Texts([str(corpus / "texts.jsonl")], tokenizer, seq_len=32, micro_batch=4, rows=deque())
     for batch in rows:
         with torch.no_grad():
-            losses = decoder(batch.input_ids, labels=batch.labels).each
+            losses = decoder(batch.input_ids, labels=batch.labels).per_token
         counted.update(losses, batch.labels, torch.from_numpy(tokenizer.token_bytes()))
     expected, told = counted.compute(), []
     for batch_tokens in (1, 100, 16_384):
@@ -452,7 +452,7 @@ def test_shards_are_measured_as_a_validation_does(corpus, tokenizer, document_ma
         documents = (batch.input_ids == tokenizer.eos_id).long()
         documents = documents.cumsum(1) - documents if document_mask else None
         with torch.no_grad():
-            losses = decoder(batch.input_ids, labels=batch.labels, document_ids=documents).each
+            losses = decoder(batch.input_ids, labels=batch.labels, document_ids=documents).per_token
         counted.update(losses, batch.labels, torch.from_numpy(tokenizer.token_bytes()))
     expected = counted.compute()
     result = shards_bits_per_byte(

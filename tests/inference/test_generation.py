@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 from lm.errors import RequestError, RunError
 from lm.inference import generation
 from lm.inference.generation import Completion, Sampling, generate, stream
-from lm.kernels.operations import FUSED, PLAIN
+from lm.kernels.operations import FUSED
+from lm.model.cache import Cache
 from lm.model.compile import compile_decoder
-from lm.model.decoder import Cache, Decoder
+from lm.model.decoder import Decoder
+from lm.model.fused import fuse
 
 GREEDY = Sampling(temperature=0)
 UNEQUAL = [[5, 3, 8, 1, 90, 4, 7, 7, 2], [9], [40, 41, 42]]
@@ -43,12 +45,12 @@ def read(decoder, ids, sizes, dtype=torch.float32):
 # ---- the same as without a cache, as alone, and as transformers -----------------------------------------------------
 
 
-@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
 @pytest.mark.parametrize("sizes", [[1] * 40, [17] + [1] * 23, [6, 1, 13, 20]], ids=["singly", "prompt", "pieces"])
-def test_logits_with_a_cache_are_those_without(config, sizes, operations):
+def test_logits_with_a_cache_are_those_without(config, sizes, ops):
     """At every position, beyond the windows too, and however the tokens are divided."""
     decoder = trained_like(config)
-    decoder.operations = operations
+    fuse(decoder, ops)
     ids = torch.randint(config.vocab_size, (2, 40))
     ends = torch.tensor(sizes).cumsum(0) - 1
     with torch.no_grad():
@@ -98,20 +100,20 @@ def test_greedy_tokens_of_unequal_prompts_are_those_of_transformers(config, pena
     assert penalty == 1 or all(len(set(tokens)) > 10 for tokens in expected)
 
 
-@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
-def test_a_step_of_fixed_shape_gives_the_same_tokens(config, operations, monkeypatch):
+@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
+def test_a_static_step_gives_the_same_tokens(config, ops, monkeypatch):
     """With more slots in sight than are used, and where they must be doubled on the way."""
     monkeypatch.setattr(generation, "SMALLEST", 16)
     decoder = trained_like(config)
-    decoder.operations = operations
+    fuse(decoder, ops)
     options = {"max_new_tokens": 50, "sampling": GREEDY}
-    growing, fixed = (list(stream(decoder, UNEQUAL, **options, step=step)) for step in ("growing", "fixed"))
-    assert [new[:3] for new in growing] == [new[:3] for new in fixed]
-    one, two = (torch.tensor([new.log_probability for new in news]) for news in (growing, fixed))
+    dynamic, static = (list(stream(decoder, UNEQUAL, **options, step=step)) for step in ("dynamic", "static"))
+    assert [new[:3] for new in dynamic] == [new[:3] for new in static]
+    one, two = (torch.tensor([new.log_probability for new in news]) for news in (dynamic, static))
     torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
 
-def test_compiled_blocks_are_compiled_once_for_all_steps_of_fixed_shape():
+def test_compiled_blocks_are_compiled_once_for_all_static_steps():
     torch._dynamo.reset()
     decoder = trained_like(replace(SMALL, window_pattern="SL", sliding_window=5))
     expected = generate(decoder, UNEQUAL, max_new_tokens=12, sampling=GREEDY)
@@ -119,16 +121,16 @@ def test_compiled_blocks_are_compiled_once_for_all_steps_of_fixed_shape():
     graphs = []
     for _ in range(2):
         tokens = [[] for _ in UNEQUAL]
-        for new in stream(decoder, UNEQUAL, max_new_tokens=12, sampling=GREEDY, step="fixed"):
+        for new in stream(decoder, UNEQUAL, max_new_tokens=12, sampling=GREEDY, step="static"):
             tokens[new.row].append(new.token)
         assert tokens == [completion.tokens for completion in expected]
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] > 0
 
 
-def test_a_graph_is_not_recorded_where_there_is_no_device_for_it():
+def test_a_cuda_graph_is_refused_where_there_is_no_device_for_it():
     with pytest.raises(RequestError, match="a step of generation cannot be a CUDA graph on cpu"):
-        stream(trained_like(SMALL), [[1]], max_new_tokens=2, step="recorded")
+        stream(trained_like(SMALL), [[1]], max_new_tokens=2, step="cuda_graph")
 
 
 def test_a_prompt_in_a_batch_becomes_what_it_becomes_alone(config):

@@ -10,9 +10,10 @@ from decoders import SHAPES, trained_like
 from lm.errors import RequestError
 from lm.inference import generation
 from lm.inference.generation import Sampling, stream
-from lm.kernels.operations import PLAIN, choose
+from lm.kernels.operations import choose
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
+from lm.model.fused import fuse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GREEDY = Sampling(temperature=0)
@@ -29,7 +30,7 @@ def tokens_of(decoder, prompts, **options):
 
 def on_gpu(config: DecoderConfig, kernels: str) -> Decoder:
     decoder = trained_like(config).cuda()
-    decoder.operations = PLAIN if kernels == "off" else choose("on", torch.device("cuda"))[0]
+    fuse(decoder, choose(kernels, torch.device("cuda"))[0])
     return decoder
 
 
@@ -43,7 +44,7 @@ def test_recorded_steps_write_the_same_tokens(config, kernels, monkeypatch):
         written = [
             tokens_of(decoder, UNEQUAL, max_new_tokens=50, sampling=sampling, step=step,
                       generator=torch.Generator().manual_seed(1))
-            for step in ("growing", "fixed", "recorded")
+            for step in ("dynamic", "static", "cuda_graph")
         ]  # fmt: skip
         assert written[0] == written[1] == written[2]
 
@@ -64,9 +65,9 @@ def test_tokens_are_those_of_the_cpu():
 def test_recorded_steps_in_half_precision_give_the_figures_of_those_that_are_not(dtype):
     decoder = on_gpu(SHAPES["qwen3, tied, grouped wide heads"], "on").to(dtype)
     options = {"max_new_tokens": 40, "sampling": GREEDY}
-    fixed, recorded = (list(stream(decoder, UNEQUAL, **options, step=step)) for step in ("fixed", "recorded"))
-    assert [new[:3] for new in fixed] == [new[:3] for new in recorded]
-    one, two = (torch.tensor([new.log_probability for new in news]) for news in (fixed, recorded))
+    static, graphed = (list(stream(decoder, UNEQUAL, **options, step=step)) for step in ("static", "cuda_graph"))
+    assert [new[:3] for new in static] == [new[:3] for new in graphed]
+    one, two = (torch.tensor([new.log_probability for new in news]) for news in (static, graphed))
     torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
 
@@ -82,7 +83,7 @@ def test_deterministic_algorithms_are_no_obstacle():
 
 def test_a_step_inside_autocast_is_not_recorded():
     with torch.autocast("cuda", torch.bfloat16), pytest.raises(RequestError, match="inside torch.autocast"):
-        stream(on_gpu(SHAPES["llama, tied"], "off"), [[1]], max_new_tokens=2, step="recorded")
+        stream(on_gpu(SHAPES["llama, tied"], "off"), [[1]], max_new_tokens=2, step="cuda_graph")
 
 
 @pytest.mark.slow
@@ -93,11 +94,11 @@ def test_recorded_steps_are_faster(capsys):
         intermediate_size=2048, max_position_embeddings=1024, qk_norm=True,
     )  # fmt: skip
     decoder, rates = on_gpu(config, "on").bfloat16(), {}
-    for step in ("growing", "fixed", "recorded"):
+    for step in ("dynamic", "static", "cuda_graph"):
         for _ in range(2):  # the first warms up
             began = time.perf_counter()
             tokens_of(decoder, [[1, 2, 3]], max_new_tokens=500, sampling=GREEDY, step=step)
             rates[step] = 500 / (time.perf_counter() - began)
     with capsys.disabled():
         print({step: f"{rate:.0f} tokens/s" for step, rate in rates.items()})
-    assert rates["recorded"] > 1.3 * rates["growing"]
+    assert rates["cuda_graph"] > 1.3 * rates["dynamic"]

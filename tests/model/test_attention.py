@@ -1,4 +1,4 @@
-"""Who sees whom, and which library kernel does it."""
+"""Attention masks, and which library kernel runs for each."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from transformers import MistralConfig
 from transformers.models.mistral.modeling_mistral import MistralModel
 
 from lm.model import attention
-from lm.model.attention import Reach, attend, backends, describe, documents_from, reach, way_for
+from lm.model.attention import AttentionMask, attend, attention_mask, backends, describe, documents_from, kernel_for
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
@@ -41,8 +41,8 @@ def exact(q, k, v, window, ids, scale=None):
     return out
 
 
-def reach_of(q, window, ids, dropout=0.0):
-    return reach(q.flatten(2), window, None if ids is None else documents_from(ids), dropout)
+def mask_of(q, window, ids, dropout=0.0):
+    return attention_mask(q.flatten(2), window, None if ids is None else documents_from(ids), dropout)
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 11, 30])
@@ -51,7 +51,7 @@ def reach_of(q, window, ids, dropout=0.0):
 def test_a_cpu_sees_exactly_the_window_and_the_document(window, ids, groups):
     ours = heads(*groups)
     true = [t.detach().clone().requires_grad_() for t in ours]
-    out, expected = attend(*ours, reach_of(ours[0], window, ids)), exact(*true, window, ids)
+    out, expected = attend(*ours, mask_of(ours[0], window, ids)), exact(*true, window, ids)
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
     (out * weights).sum().backward()
@@ -81,12 +81,12 @@ def test_sequences_for_flash_say_the_same(monkeypatch, window, ids, groups_known
 
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "GROUPS_IN_VARLEN", groups_known)
-    monkeypatch.setattr(attention, "way_for", lambda device, capability, dtype, window, documents, dropout: way_for(
+    monkeypatch.setattr(attention, "kernel_for", lambda device, capability, dtype, window, documents, dropout: kernel_for(
         "cuda", (8, 0), torch.bfloat16, window, documents, dropout))
     ours = heads(width=width)
     true = [t.detach().clone().requires_grad_() for t in ours]
-    chosen = reach_of(ours[0], window, ids)
-    assert (chosen.starts is None) == (ids is None and window in (None, 30))
+    chosen = mask_of(ours[0], window, ids)
+    assert (chosen.offsets is None) == (ids is None and window in (None, 30))
     out, expected = attend(*ours, chosen), exact(*true, window, ids)
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
@@ -118,7 +118,7 @@ def test_positions_restart_with_every_document():
 
 def test_a_mask_that_all_layers_share_is_made_once(monkeypatch):
     calls = []
-    monkeypatch.setattr("lm.model.decoder.reach", lambda *a: calls.append(a[1]) or reach(*a))
+    monkeypatch.setattr("lm.model.decoder.attention_mask", lambda *a: calls.append(a[1]) or attention_mask(*a))
     config = DecoderConfig(vocab_size=50, hidden_size=32, num_hidden_layers=6, num_attention_heads=4,
                            window_pattern="SSL", sliding_window=5)
     Decoder(config)(torch.randint(50, (2, 40)))
@@ -143,9 +143,9 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("facts, way", CHOICES)
-def test_the_choice(facts, way):
-    assert way_for(*facts) == way
+@pytest.mark.parametrize("facts, kernel", CHOICES)
+def test_the_choice(facts, kernel):
+    assert kernel_for(*facts) == kernel
 
 
 def test_cudnn_comes_first_on_hopper_only_and_never_with_a_mask():
@@ -173,10 +173,10 @@ def test_the_choice_is_said_in_words(monkeypatch):
 def test_a_block_with_windows_is_traced_without_a_break():
     torch._dynamo.reset()
     q, k, v = heads(dtype=torch.float32)
-    chosen = reach_of(q, 4, IDS)
+    chosen = mask_of(q, 4, IDS)
     traced = torch.compile(attend, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(traced(q, k, v, chosen), attend(q, k, v, chosen))
-    torch.testing.assert_close(traced(q, k, v, Reach(None, None, None)), attend(q, k, v, Reach(None, None, None)))
+    torch.testing.assert_close(traced(q, k, v, AttentionMask(None, None, None)), attend(q, k, v, AttentionMask(None, None, None)))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -187,6 +187,6 @@ def test_sequences_are_traced_without_a_break(kv_heads, width):
     q, k, v = (torch.empty(2, 16, n, width, device="meta", dtype=HALF, requires_grad=True)
                for n in (4, kv_heads, kv_heads))
     traced = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    out = traced(q, k, v, Reach(5, torch.empty(3, device="meta", dtype=torch.int32), None))
+    out = traced(q, k, v, AttentionMask(5, torch.empty(3, device="meta", dtype=torch.int32), None))
     out.sum().backward()
     assert out.shape == q.shape and q.grad.shape == q.shape and k.grad.shape == k.shape

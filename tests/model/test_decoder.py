@@ -1,4 +1,4 @@
-"""What the decoder promises on its own: who sees whom, what the losses are, how weights begin, what may compile it."""
+"""The decoder: what attends to what, losses, gradients, initial weights, compilation; and both its forward passes."""
 
 import copy
 import math
@@ -12,14 +12,13 @@ from jsonargparse import ArgumentParser
 from torch._dynamo.utils import counters
 
 from lm.errors import RequestError
-from lm.kernels.operations import FUSED, PLAIN
-from lm.kernels.qk_norm_rope import qk_norm_rope_plain
-from lm.kernels.rms_norm import rms_norm_plain
+from lm.kernels.operations import FUSED
 from lm.model import attention
-from lm.model.attention import Reach, documents_from, way_for
+from lm.model.attention import AttentionMask, documents_from, kernel_for
 from lm.model.compile import compile_decoder, triton_free
 from lm.model.config import DecoderConfig
-from lm.model.decoder import Decoder, Rotary, document_ids_from, initialize, rotary_table
+from lm.model.decoder import Decoder, RMSNorm, Rotary, document_ids_from, initialize, rotary_table, rotate
+from lm.model.fused import fuse
 
 SMALL = DecoderConfig(
     vocab_size=53, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -41,16 +40,18 @@ def one_thread():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=[PLAIN, FUSED], ids=["plain", "fused"])
-def operations(request, monkeypatch):
-    """Every decoder that is built does its arithmetic this way."""
-    monkeypatch.setattr("lm.model.decoder.PLAIN", request.param)
-    return request.param
-
-
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
-def config(request, operations):
+def config(request):
     return request.param
+
+
+both = pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])  # forward passes
+
+
+def built(config, ops):
+    model = Decoder(config)
+    fuse(model, ops)
+    return model
 
 
 def batch(rows=3, length=24, vocab=53):
@@ -91,7 +92,7 @@ def test_ignored_labels_give_no_gradient():
 def test_a_fresh_model_guesses_uniformly():
     model = Decoder(replace(SMALL, initializer_range=0.02))
     ids, labels = batch()
-    assert model(ids, labels=labels).each.mean().item() == pytest.approx(math.log(53), abs=0.1)
+    assert model(ids, labels=labels).per_token.mean().item() == pytest.approx(math.log(53), abs=0.1)
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -165,13 +166,13 @@ def test_masked_documents_give_the_logits_and_losses_of_each_document_alone(conf
     ids[ids == EOS] = 6
     ids[0, 9] = ids[0, 10] = ids[0, 30] = ids[1, 22] = EOS
     documents = document_ids_from(ids, EOS)
-    together, losses = model(ids, document_ids=documents), model(ids, labels=labels, document_ids=documents).each
+    together, losses = model(ids, document_ids=documents), model(ids, labels=labels, document_ids=documents).per_token
     for row, cuts in ((0, (0, 10, 11, 31, 40)), (1, (0, 23, 40))):
         for start, end in zip(cuts, cuts[1:], strict=False):
             part = slice(start, end)
             alone = model(ids[row:row + 1, part])[0]
             torch.testing.assert_close(together[row, part], alone, atol=1e-5, rtol=1e-5)
-            alone = model(ids[row:row + 1, part], labels=labels[row:row + 1, part]).each[0]
+            alone = model(ids[row:row + 1, part], labels=labels[row:row + 1, part]).per_token[0]
             torch.testing.assert_close(losses[row, part], alone, atol=1e-5, rtol=1e-5)
     assert (together - model(ids)).abs().max() > 1e-2  # without the mask they do see each other
 
@@ -179,7 +180,7 @@ def test_masked_documents_give_the_logits_and_losses_of_each_document_alone(conf
 def test_rotations_restart_with_every_document():
     """Attention sees only distances, so the logits alone would not show it."""
     model, rotations = Decoder(SMALL), []
-    model.layers[0].register_forward_pre_hook(lambda _module, inputs: rotations.append(inputs[2]))
+    model.layers[0].register_forward_pre_hook(lambda _module, inputs: rotations.append(inputs[1]))
     documents = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
     model(torch.zeros_like(documents), document_ids=documents)
     assert rotations[0].positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]]
@@ -196,19 +197,18 @@ def test_one_document_is_the_plain_causal_model(config):
 
 def test_rms_norm_keeps_fp32_statistics_in_bf16():
     x = (torch.randn(64, 512) * 3).bfloat16()
-    normed = rms_norm_plain(x, None, torch.ones(512), 1e-5)[1]
+    normed = RMSNorm(512, 1e-5)(x)
     exact = F.rms_norm(x.double(), (512,), eps=1e-5).bfloat16()
     assert normed.dtype == torch.bfloat16
     assert (normed == exact).float().mean() > 0.999  # one rounding, at the end
 
 
 def test_rotary_products_depend_only_on_distance():
-    cos, sin = rotary_table(1024, 64, 10000.0)
-    qkv = torch.randn(1, 1, 3 * 64, dtype=torch.float64).expand(1, 1024, -1)
-    q, k, _ = qk_norm_rope_plain(qkv, None, None, cos, sin, None, 1, 1, 1e-5)  # one query and one key, everywhere
+    rotary = Rotary(*rotary_table(1024, 64, 10000.0), None)
+    q, k = (rotate(torch.randn(1, 1, 1, 64, dtype=torch.float64).expand(1, 1024, 1, 64), rotary)[0] for _ in range(2))
 
     def product(i, j):
-        return (q[0, i] * k[0, j]).sum()
+        return (q[i] * k[j]).sum()  # of one query and one key, at any positions
 
     torch.testing.assert_close(product(7, 3), product(1007, 1003), rtol=1e-4, atol=1e-4)
     assert (product(7, 3) - product(7, 4)).abs() > 1e-3
@@ -227,13 +227,14 @@ def test_rotary_angles_are_fp32_whatever_the_default_precision(default):
     torch.testing.assert_close(sin, exact.sin().float(), atol=2e-3, rtol=0)
 
 
+@both
 @pytest.mark.parametrize("way", ["true", "mixed"])
 @pytest.mark.parametrize("documents", [False, True])
-def test_bf16_is_close_to_fp32_and_its_losses_are_fp32(config, way, documents):
-    model = Decoder(config).eval()
+def test_bf16_is_close_to_fp32_and_its_losses_are_fp32(config, ops, way, documents):
+    model = built(config, ops).eval()
     ids, labels = batch()
     number = document_ids_from(ids, EOS) if documents else None
-    wide = model(ids, labels=labels, document_ids=number).each
+    wide = model(ids, labels=labels, document_ids=number).per_token
     if way == "true":
         total, losses = model.bfloat16()(ids, labels=labels, document_ids=number)
     else:
@@ -258,23 +259,83 @@ def test_initial_weights_have_the_documented_spread():
         assert abs(weight.mean().item()) < expected / 50, name
 
 
+# ---- the fused forward pass -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_fused_forward_pass_is_the_plain_one(config, documents):
+    """Logits, losses and gradients, with norms that are not all one, ignored labels, z-loss and the same dropout."""
+    plain = Decoder(config)
+    for parameter in plain.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    fused = copy.deepcopy(plain)
+    fuse(fused, FUSED)
+    ids, labels = batch()
+    ids[0, 9] = ids[1, 3] = ids[1, 4] = EOS
+    labels[0, 3:7] = -100
+    number = document_ids_from(ids, EOS) if documents else None
+    results = []
+    for model in (plain, fused):
+        torch.manual_seed(1)
+        total, per_token = model(ids, labels=labels, document_ids=number, z_loss=0.01)
+        total.backward()
+        logits = model.eval()(ids, document_ids=number)
+        results.append([total, per_token, logits, *(parameter.grad for parameter in model.parameters())])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_fused_forward_pass_saves_less_than_half():
+    """Explicit recomputation: in units of a (B, T, C) tensor and per block, 13 instead of 29 for a block of the 350M
+    preset's proportions, in eager mode. Counted as bytes more for a token more, so weights do not count."""
+
+    def units(ops):
+        model = built(DecoderConfig(vocab_size=64, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+                                    num_key_value_heads=1, intermediate_size=256), ops)  # fmt: skip
+        saved = []
+        for length in (128, 256):
+            storages = {}
+
+            def pack(tensor, storages=storages):
+                storages[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that no address comes twice
+                return tensor
+
+            x = model.embed_tokens(torch.zeros(1, length, dtype=torch.long)).detach().bfloat16().requires_grad_()
+            rotary, mask = Rotary(*rotary_table(length, 16, 10000.0), None), AttentionMask(None, None, None)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                if ops is None:
+                    for layer in model.layers:
+                        x = layer(x, rotary, mask)
+                else:
+                    branch, stream = x, x
+                    for layer in model.layers:
+                        branch, stream = layer(branch, stream, rotary, mask, ops)
+            saved.append(sum(tensor.untyped_storage().nbytes() for tensor in storages.values()))
+        return (saved[1] - saved[0]) / (128 * 64 * 2) / 4
+
+    plain, fused = units(None), units(FUSED)
+    assert 12 < fused < 14 and fused < plain / 2, (plain, fused)
+
+
 # ---- how it may be built and run ------------------------------------------------------------------------------------
 
 
-def test_a_model_built_on_meta_is_whole_after_initialize(config):
+@both
+def test_a_model_built_on_meta_is_whole_after_initialize(config, ops):
     torch.manual_seed(1)
-    plain = Decoder(config).eval()
+    model = built(config, ops).eval()
     with torch.device("meta"):
-        model = Decoder(config)
-    assert all(tensor.is_meta for tensor in model.state_dict().values()) and not list(model.buffers())
-    model = model.to_empty(device="cpu").eval()
-    for parameter in model.parameters():
+        other = built(config, ops)
+    assert all(tensor.is_meta for tensor in other.state_dict().values()) and not list(other.buffers())
+    other = other.to_empty(device="cpu").eval()
+    for parameter in other.parameters():
         torch.nn.init.constant_(parameter, torch.nan)
-    initialize(model)
+    initialize(other)
     ids, _ = batch()
-    assert torch.isfinite(model(ids)).all()
-    model.load_state_dict(plain.state_dict())
-    assert torch.equal(model(ids), plain(ids))
+    assert torch.isfinite(other(ids)).all()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(ids), model(ids))
 
 
 def test_the_same_seed_gives_the_same_weights():
@@ -285,13 +346,16 @@ def test_the_same_seed_gives_the_same_weights():
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("backend", ["aot_eager", triton_free], ids=["aot_eager", "triton_free"])
-def test_forward_and_backward_compile_as_one_graph(config, documents, training, backend):
+COMPILED = {name: config for name, config in VARIANTS.items() if not config.dropout}
+
+
+@both
+@pytest.mark.parametrize("training, documents", [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("config", COMPILED.values(), ids=COMPILED.keys())
+def test_forward_and_backward_compile_as_one_graph(config, ops, training, documents):
     torch._dynamo.reset()
-    model = Decoder(replace(config, dropout=0.0)).train(training)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    model = built(config, ops).train(training)
+    compiled = torch.compile(model, fullgraph=True, backend=triton_free)
     ids, labels = batch()
     number = document_ids_from(ids, EOS) if documents else None
     results = []
@@ -304,10 +368,12 @@ def test_forward_and_backward_compile_as_one_graph(config, documents, training, 
         torch.testing.assert_close(traced, eager, atol=1e-4, rtol=1e-4)
 
 
-def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(config):
+@both
+@pytest.mark.parametrize("config", COMPILED.values(), ids=COMPILED.keys())
+def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(config, ops):
     """Names, weights and gradients stay; and a second block of a kind costs no second compilation."""
     torch._dynamo.reset()
-    model = Decoder(replace(config, dropout=0.0, num_hidden_layers=5))
+    model = built(replace(config, num_hidden_layers=5), ops)
     ids, labels = batch()
     results, names = [], list(model.state_dict())
     for mode in ("none", "triton_free"):
@@ -317,18 +383,19 @@ def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(config):
         model(ids, labels=labels).total.backward()
         results.append([parameter.grad for parameter in model.parameters()])
     assert list(model.state_dict()) == names
-    # the first block, which has no stream yet; all others with the same window; the loss
-    assert counters["stats"]["unique_graphs"] == 2 + len(set(model.config.windows))
+    # the blocks with the same window; the loss; the first fused block, which has no stream yet
+    assert counters["stats"]["unique_graphs"] == len(set(model.config.windows)) + 1 + (ops is not None)
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
 
 
+@both
 @pytest.mark.parametrize("training", [True, False], ids=["train", "infer"])
-def test_compiled_blocks_take_any_number_of_documents(operations, training, flash_on_cpu, monkeypatch):  # noqa: F811
+def test_compiled_blocks_take_any_number_of_documents(ops, training, flash_on_cpu, monkeypatch):  # noqa: F811
     """On a GPU documents become sequences, in other numbers in every batch. The blocks are compiled once for the first
     number and once for all others, and what they compute is what masks give."""
     torch._dynamo.reset()
-    model = Decoder(replace(SMALL, num_hidden_layers=3, window_pattern="SSL", sliding_window=7)).train(training)
+    model = built(replace(SMALL, num_hidden_layers=3, window_pattern="SSL", sliding_window=7), ops).train(training)
     compiled = copy.deepcopy(model)
     compile_decoder(compiled, "triton_free")
     graphs = []
@@ -342,45 +409,16 @@ def test_compiled_blocks_take_any_number_of_documents(operations, training, flas
         for decoder in (compiled, model):
             with monkeypatch.context() as patch, torch.inference_mode(not training):
                 if decoder is model:
-                    patch.setattr(attention, "way_for", way_for)
+                    patch.setattr(attention, "kernel_for", kernel_for)
                 decoder.zero_grad()
-                total, each = decoder(ids, labels=ids, document_ids=numbers)
+                total, per_token = decoder(ids, labels=ids, document_ids=numbers)
             if training:
                 total.backward()
-            results.append([each, *(parameter.grad for parameter in decoder.parameters() if training)])
+            results.append([per_token, *(parameter.grad for parameter in decoder.parameters() if training)])
         graphs.append(counters["stats"]["unique_graphs"])
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert 0 < graphs[0] <= 4 and graphs[1] < graphs[0] and not any(graphs[2:])
-
-
-def test_kernels_keep_half_of_the_activations_for_the_backward_pass(monkeypatch):
-    """Explicit recomputation: in units of a (B, T, C) tensor and per block, 13 instead of 29 for a block of the 350M
-    preset's proportions, in eager mode. Counted as bytes more for a token more, so weights do not count."""
-
-    def units(operations):
-        model = Decoder(DecoderConfig(vocab_size=64, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
-                                      num_key_value_heads=1, intermediate_size=256))
-        model.operations = operations
-        saved = []
-        for length in (128, 256):
-            storages = {}
-
-            def pack(tensor, storages=storages):
-                storages[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that no address comes twice
-                return tensor
-
-            x = model.embed_tokens(torch.zeros(1, length, dtype=torch.long)).detach().bfloat16().requires_grad_()
-            rotary = Rotary(*rotary_table(length, 16, 10000.0), None)
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                branch, stream = x, x
-                for layer in model.layers:
-                    branch, stream = layer(branch, stream, rotary, Reach(None, None, None), operations)
-            saved.append(sum(tensor.untyped_storage().nbytes() for tensor in storages.values()))
-        return (saved[1] - saved[0]) / (128 * 64 * 2) / 4
-
-    plain, fused = units(PLAIN), units(FUSED)
-    assert 12 < fused < 14 and fused < plain / 2, (plain, fused)
 
 
 def test_the_output_matrix_is_the_embedding_only_where_tied():

@@ -38,7 +38,7 @@ def test_losses_are_those_of_hugging_face_for_shifted_labels(tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(write_huggingface(model, tmp_path)).eval()
     ids = torch.randint(SMALL.vocab_size, (2, 33))
     with torch.no_grad():
-        ours = model(ids[:, :-1], labels=ids[:, 1:]).each.mean()
+        ours = model(ids[:, :-1], labels=ids[:, 1:]).per_token.mean()
         torch.testing.assert_close(ours, theirs(ids, labels=ids).loss, atol=1e-5, rtol=1e-5)
 
 

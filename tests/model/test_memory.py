@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lm.kernels.operations import FUSED, PLAIN
+from lm.kernels.operations import FUSED
 from lm.model.compile import compile_decoder
-from lm.model.config import DecoderConfig
+from lm.model.config import DecoderConfig, fused_rows
 from lm.model.decoder import Decoder
 from lm.model.estimates import Step, activations, casts, checkpoint_bytes, largest_micro_batch, training_memory
-from lm.model.fused import fused_rows
+from lm.model.fused import fuse
 from lm.training.optim import OptimizerConfig, build_optimizer
 
 TIED = DecoderConfig(vocab_size=500, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -36,7 +36,7 @@ def saved_bytes(config, step):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Decoder(config)
-    model.operations = FUSED if step.kernels else PLAIN
+    fuse(model, FUSED if step.kernels else None)
     compile_decoder(model, step.compile)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}  # held, so that no address comes twice

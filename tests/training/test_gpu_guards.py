@@ -8,9 +8,10 @@ from test_guards import KEEP_ALL, fit, same, tensors
 from trainings import make_workplace
 
 from lm.inference.generation import Sampling, generate
-from lm.kernels.operations import PLAIN, choose
+from lm.kernels.operations import choose
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
+from lm.model.fused import fuse
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -55,7 +56,7 @@ def test_kernels_generate_what_plain_pytorch_does():
     )  # fmt: skip
     decoder = Decoder(config).cuda()
     prompts, written = [[1, 2, 3], [5], list(range(20))], []
-    for operations in (PLAIN, choose("on", torch.device("cuda"))[0]):
-        decoder.operations = operations
+    for ops in (None, choose("on", torch.device("cuda"))[0]):
+        fuse(decoder, ops)
         written.append(generate(decoder, prompts, max_new_tokens=40, sampling=Sampling(temperature=0)))
     assert written[0] == written[1]

@@ -17,10 +17,11 @@ from lm.cli.bench import AUTOCAST
 from lm.errors import RequestError
 from lm.kernels import linear as fp8
 from lm.kernels.linear import linear, product, scaled
-from lm.kernels.operations import FUSED, PLAIN
+from lm.kernels.operations import FUSED
 from lm.model.compile import compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
+from lm.model.fused import fuse
 from lm.runs.run import Run
 from lm.training.precision import Float8Precision, Precision, choose
 
@@ -171,8 +172,7 @@ def test_what_a_device_runs_is_traced_in_one_graph(scaling):
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("joined", ["linear", "norm_linear", "swiglu_linear"])
-@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
-def test_gradients_are_those_of_bf16_within_rounding(scaling, joined, operations):
+def test_gradients_are_those_of_bf16_within_rounding(scaling, joined):
     """The matrix's own, and that of what goes into it."""
     torch.manual_seed(1)
     inputs = [torch.randn(2, 16, 64), torch.randn(48, 64 if joined != "swiglu_linear" else 32), torch.randn(64)]
@@ -182,9 +182,9 @@ def test_gradients_are_those_of_bf16_within_rounding(scaling, joined, operations
         if joined == "linear":
             out = linear(x, weight, scaling)
         elif joined == "swiglu_linear":
-            out = operations.swiglu_linear(x, weight, scaling)
+            out = FUSED.swiglu_linear(x, weight, scaling)
         else:
-            out = operations.norm_linear(x, None, norm, 1e-5, weight, scaling)[1]
+            out = FUSED.norm_linear(x, None, norm, 1e-5, weight, scaling)[1]
         torch.manual_seed(2)
         out.backward(torch.randn(out.shape).to(dtype))
         return out.detach(), *(t.grad for t in (x, weight, norm) if t.grad is not None)
@@ -204,10 +204,10 @@ def converted(decoder, scaling, keep=None, tokens=(4, 32)):
     return decoder
 
 
-def built(scaling=None, keep=None, operations=PLAIN, config=SMALL):
+def built(scaling=None, keep=None, ops=None, config=SMALL):
     torch.manual_seed(0)
     decoder = Decoder(config)
-    decoder.operations = operations
+    fuse(decoder, ops)
     return decoder if scaling is None else converted(decoder, scaling, keep)
 
 
@@ -223,9 +223,9 @@ def results(decoder):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
-def test_compiled_it_is_eager_to_the_bit_in_one_graph(scaling, operations):
-    decoder = built(scaling, operations=operations)
+@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
+def test_compiled_it_is_eager_to_the_bit_in_one_graph(scaling, ops):
+    decoder = built(scaling, ops=ops)
     eager = [t.clone() for t in results(decoder)]
     torch._dynamo.reset()
     compile_decoder(decoder, "triton_free")  # whole graphs or an error
@@ -260,8 +260,8 @@ def test_a_compiled_backward_pass_is_outside_of_autocast_as_in_eager_mode(scalin
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_inductor_is_nearer_to_eager_than_fp8_is_to_bf16(scaling):
     """It rounds less often to bf16 on the way, and so some values fall to the other side in FP8."""
-    bf16 = results(built(operations=FUSED))
-    decoder = built(scaling, operations=FUSED)
+    bf16 = results(built(ops=FUSED))
+    decoder = built(scaling, ops=FUSED)
     eager = [t.clone() for t in results(decoder)]
     torch._dynamo.reset()
     compile_decoder(decoder, "inductor")
@@ -269,8 +269,9 @@ def test_inductor_is_nearer_to_eager_than_fp8_is_to_bf16(scaling):
         assert (mine - before).norm() <= (before - exact).norm()
 
 
-def test_plain_and_fused_differ_by_rounding_only():
-    for mine, plain in zip(results(built("rowwise", operations=FUSED)), results(built("rowwise")), strict=True):
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_plain_and_fused_differ_by_rounding_only(scaling):
+    for mine, plain in zip(results(built(scaling, ops=FUSED)), results(built(scaling)), strict=True):
         assert (mine - plain).norm() < 6e-2 * plain.norm()
 
 
@@ -328,20 +329,20 @@ def test_an_output_matrix_of_its_own_is_not_taken_either():
     assert len(in_fp8(decoder)) == 12 and type(decoder.lm_head) is torch.nn.Linear
 
 
-@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
 @pytest.mark.parametrize("part", ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"])
-def test_each_kind_of_matrix_is_multiplied_in_fp8(part, operations):
+def test_each_kind_of_matrix_is_multiplied_in_fp8(part, ops):
     """One alone: the losses change, and its own gradient changes by more than bf16 rounds."""
     others = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"} - {part}
     keep = ["layers.[02].*", *(f"layers.1.{other}" for other in others)]
-    bf16, ours = built(None, operations=operations), built("rowwise", keep, operations)
+    bf16, ours = built(None, ops=ops), built("rowwise", keep, ops)
     assert not torch.equal(results(ours)[0], results(bf16)[0])
     exact, rounded = (decoder.get_parameter(f"layers.1.{part}.weight").grad for decoder in (bf16, ours))
     assert 0.015 < (rounded - exact).norm() / exact.norm() < 0.15
 
 
-@pytest.mark.parametrize("operations", [PLAIN, FUSED], ids=["plain", "fused"])
-def test_what_is_left_out_is_exact(operations):
+@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
+def test_what_is_left_out_is_exact(ops):
     """FP8 in the last matrix alone: all that comes before it is bf16's to the bit, and what comes after is not."""
     keep = ["layers.[01].*", "layers.2.self_attn.*", "*.gate_up_proj"]
     seen = {}
@@ -349,14 +350,16 @@ def test_what_is_left_out_is_exact(operations):
     def run(name, decoder):
         for i, layer in enumerate(decoder.layers):
             layer.register_forward_hook(lambda layer, inputs, output, i=i: seen.setdefault((name, i), output))
+        decoder.layers[2].self_attn.o_proj.register_forward_hook(
+            lambda part, inputs, output: seen.setdefault((name, "attention"), output))
         results(decoder)
 
-    run("bf16", built(None, operations=operations))
-    run("fp8", built("rowwise", keep, operations))
-    for layer in (0, 1):
-        assert all(map(torch.equal, seen["bf16", layer], seen["fp8", layer]))
-    (branch, stream), (rounded, same) = seen["bf16", 2], seen["fp8", 2]
-    assert torch.equal(stream, same) and not torch.equal(branch, rounded)
+    run("bf16", built(None, ops=ops))
+    run("fp8", built("rowwise", keep, ops))
+    for place in (0, 1, "attention"):
+        for exact, same in zip(seen["bf16", place], seen["fp8", place], strict=True):
+            assert torch.equal(exact, same)
+    assert not torch.equal(seen["bf16", 2][0], seen["fp8", 2][0])
 
 
 def test_sizes_that_a_device_does_not_take_are_refused_with_the_cure():
