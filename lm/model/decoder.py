@@ -92,8 +92,7 @@ def rotary_table(length: int, head_dim: int, theta: float, device: torch.device 
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Queries or keys `(B, T, heads, D)`, each turned by its position; pairs are `(i, i + D / 2)`, as in Hugging Face.
-    """
+    """Turn queries or keys `(B, T, heads, D)` by their positions; pairs are `(i, i + D / 2)`, as in Hugging Face."""
     if rotary.positions is None:
         cos, sin = (table[: x.shape[1], None] for table in (rotary.cos, rotary.sin))  # (T, 1, D / 2)
     else:

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoders import SMALL, trained_like
 from lightning.pytorch import Callback
 from test_guards import poison_loss
 from trainings import lm, losses, make_workplace, write_config
 
+from lm.kernels.operations import FUSED
+from lm.model.fused import fuse
 from lm.runs import postmortem
 from lm.runs.postmortem import Evidence, Incident, Sample
 from lm.runs.run import Run
+from lm.training import probe
 
 ALWAYS = {"guards.spike": "loss > 0.1"}  # true at the first log line
 NEVER = {"guards.spike": None}
@@ -91,6 +95,19 @@ def test_losses_are_those_of_a_run_without_one(workplace, compile):
     norms = json.loads((run.path / "postmortem-00000001" / "norms.json").read_text())
     assert {"layers.0.attention", "layers.1.stream"} <= norms["worst"]["activations"].keys()
     assert postmortem.all_of(without) == []
+
+
+def test_activations_of_a_fused_decoder_are_those_of_the_plain_one():
+    found = []
+    for ops in (None, FUSED):
+        decoder, seen = trained_like(SMALL), {}
+        fuse(decoder, ops)
+        probe._watch(decoder, seen)
+        decoder(torch.arange(20)[None])
+        found.append(seen)
+    assert list(found[0]) == list(found[1]) and len(found[0]) == 1 + 3 * SMALL.num_hidden_layers
+    for name, activation in found[0].items():
+        torch.testing.assert_close(found[1][name], activation, msg=name)
 
 
 def test_numbers_are_those_of_the_step(workplace):
