@@ -13,22 +13,22 @@ from lm.model.decoder import Decoder
 from lm.model.mode import evaluating
 
 # ---- decode step -----------------------------------------------------------------------------------------------------
-# A step of generation: the decoder reads the newest token of each row over a cache and says what may follow.
+# A step of generation: the decoder reads the newest token of each row over a cache and returns logits for the next.
 #
-# By default it looks at the slots that are in use, and so has another shape every time. Compiled blocks and CUDA graphs
-# need one shape: a fixed number of slots in sight, doubled when they are full.
+# By default it attends to the slots in use (`dynamic`), so its shape changes at every step. Compiled blocks and CUDA
+# graphs need a shape that stays: a mask over a fixed number of slots, doubled when they are full (`static`).
 #
 # On a CPU, blocks compiled by inductor write a token of a model of 1.3 million parameters in about a third of the time,
 # which makes up for the compiling only after some ten thousand tokens; with 124 million parameters they are no faster
 # (`lm generate --json --compile inductor` beside `--compile none`).
 
 Step = Literal["dynamic", "static", "cuda_graph"]
-SMALLEST = 256  # slots in sight at least, where their number is fixed
+SMALLEST = 256  # slots of a static step, at least
 WARMUP = 2  # steps before one is captured, so that every kernel is loaded
 
 
 def slots_for(tokens: int, step: Step) -> int:
-    """How many slots a step needs in sight for so many tokens: just as many, or a power of two."""
+    """How many slots a step attends to for this many tokens: the same number, or a power of two."""
     return tokens if step == "dynamic" else max(SMALLEST, 1 << (tokens - 1).bit_length())
 
 
@@ -53,8 +53,8 @@ class DecodeStep:
     def __init__(self, decoder: Decoder, cache: Cache, step: Step) -> None:
         self.decoder, self.cache, self.step = decoder, cache, step
         self.ones = torch.ones_like(cache.lengths)  # (B,)
-        self.slots = 0  # in sight, where their number is fixed
-        self.calls = 0  # since then
+        self.slots = 0  # of the newest static step
+        self.calls = 0  # static steps with this many slots
         self.graph: torch.cuda.CUDAGraph | None = None
 
     @torch.no_grad()
@@ -66,7 +66,7 @@ class DecodeStep:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits `(B, V)` after one more token a row `(B, 1)`, in fp32; the next CUDA graph overwrites them."""
+        """Logits `(B, V)` after one more token a row `(B, 1)`, in fp32; a CUDA graph overwrites them at the next step."""
         if self.step == "dynamic":
             return self.read(tokens, self.ones)
         self.cache.used += 1

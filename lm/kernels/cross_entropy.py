@@ -1,8 +1,7 @@
-"""The output matrix and the loss in one, in chunks of tokens: the logits of all tokens are never there at once.
+"""Output projection and cross-entropy in one op, in chunks of tokens: all logits never exist at once.
 
-Last stop of a batch inside the model; the gradients go to `optim`. Each chunk's logits are overwritten by their
-gradient, which two matrix products turn into those of the hidden states and of the matrix, so the backward pass has
-nothing left to do but to scale them.
+The forward pass computes the gradients too. Each chunk's logits are overwritten by their gradient, and two matrix
+products turn that into the gradients of the hidden states and of the output matrix. The backward pass only scales them.
 """
 
 import functools
@@ -20,14 +19,15 @@ CHUNK_BYTES = 256 * 2**20  # of logits
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # costs (N), losses (N), dx (N, C), dweight (V, C)
 
 
-# ---- chunk by chunk --------------------------------------------------------------------------------------------------
+# ---- chunks ----------------------------------------------------------------------------------------------------------
 
 
 def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None,
              gradient: bool) -> Results:  # fmt: skip
-    """What the op computes; `overwrite(logits, labels, token_weights, losses, costs)` does a chunk's softmax.
+    """The op, for an `overwrite(logits, labels, token_weights, losses, costs)` that does the softmax of a chunk.
 
-    `logits` is a view `(chunk, V)` of rows that start at 16 bytes. With `gradient` it has to hold theirs afterwards.
+    `logits` is a view `(chunk, V)` whose rows are aligned to 16 bytes. With `gradient`, `overwrite` replaces them by
+    their gradient.
     """
     x, weight = x.contiguous(), weight.contiguous()
     tokens, vocab = x.shape[0], weight.shape[0]
@@ -79,7 +79,7 @@ def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
     return bool((total == 17).all())
 
 
-# ---- in plain PyTorch ------------------------------------------------------------------------------------------------
+# ---- CPU implementation ----------------------------------------------------------------------------------------------
 
 
 def _reference(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None, ignore_index: int,
@@ -101,11 +101,11 @@ def _reference(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor 
     return _chunked(overwrite, x, weight, labels, token_weights, gradient)
 
 
-# ---- by a kernel -----------------------------------------------------------------------------------------------------
+# ---- CUDA implementation ---------------------------------------------------------------------------------------------
 
 
 def constants(dtype: torch.dtype, vocab: int, gradient: bool, softcapped: bool) -> dict[str, object]:
-    """What the kernel is compiled for: rows of this vocabulary, with or without their gradient and a soft cap."""
+    """Preprocessor constants of the kernel for rows of this vocabulary, with or without gradient and soft cap."""
     vec, stride, warps = 16 // dtype.itemsize, _stride(vocab, dtype), 1
     while warps < 16 and stride > vec * warps * 32 * 4:  # few enough for two rows a multiprocessor
         warps *= 2
@@ -126,7 +126,7 @@ def _cuda(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | Non
     return _chunked(overwrite, x, weight, labels.contiguous(), weights, gradient)
 
 
-# ---- known to torch --------------------------------------------------------------------------------------------------
+# ---- registration ----------------------------------------------------------------------------------------------------
 
 FORWARD = define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor labels, Tensor? token_weights, int ignore_index, "
@@ -161,14 +161,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), *nothing
 
 
-# ---- to be called ----------------------------------------------------------------------------------------------------
+# ---- public functions ------------------------------------------------------------------------------------------------
 
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None = None, *, ignore_index: int = -100,
     z_loss: float = 0.0, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The cross-entropy of `x @ weight.T` against labels, without ever holding all logits.
+    """The cross-entropy of the logits `x @ weight.T`, without holding all of them at once.
 
     The gradients are computed with the loss, unscaled, so that fp16 does not lose them; the gradient of `weight` is
     summed in fp32.
@@ -177,7 +177,7 @@ def linear_cross_entropy(
         x: hidden states, `(..., C)` in bf16, fp16 or fp32.
         weight: the output matrix, `(V, C)`; converted to the precision of `x`, its gradient is in its own.
         labels: `(...)` int64, each below V or `ignore_index`.
-        token_weights: `(...)` fp32, what each token counts in the total; 1 if not given. Not differentiable.
+        token_weights: `(...)` fp32, the weight of each token in the total; 1 if not given. Not differentiable.
         ignore_index: the label of tokens that have no loss.
         z_loss: weight of the squared logarithm of the partition function (Chowdhery et al., 2022, arXiv:2204.02311,
             section 5).
@@ -195,11 +195,14 @@ def linear_cross_entropy(
     return total, losses.view(labels.shape)
 
 
+# ---- reference -------------------------------------------------------------------------------------------------------
+
+
 def linear_cross_entropy_plain(
     x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None = None, *, ignore_index: int = -100,
     z_loss: float = 0.0, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`linear_cross_entropy` in plain PyTorch, with all logits at once, for any device and precision."""
+    """Reference of `linear_cross_entropy`, with all logits at once, for any device and precision."""
     logits = F.linear(x, weight.to(x.dtype)).flatten(0, -2)  # (N, V)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits

@@ -1,7 +1,6 @@
-"""A matrix and its three products, one of the forward pass and two of the backward pass, in the activations' precision
-or in FP8.
+"""A linear layer's three matrix products, one forward and two backward, in the activations' precision or in FP8.
 
-`rms_norm` and `swiglu` join them with what stands before; where nothing is joined, `linear` is called.
+`rms_norm` and `swiglu` join them with the op before; `linear` is the linear layer alone.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -11,23 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------
-# Matrix products in FP8: factors are scaled into the range of eight bits and multiplied, the product is scaled back.
+# Matrix products in FP8: both factors are divided by a scale, rounded to eight bits and multiplied; the product is
+# scaled back.
 #
-# Scales come from the values at hand: one for a matrix (`tensorwise`), or one for each of its rows (`rowwise`), which
-# keeps an outlier from costing the others their digits. They stay on the device, so nothing waits for it. They are
-# powers of two, which move exponents and round nothing, so that eager and compiled code agree to the bit; torchao's
-# rowwise recipe does so, too.
+# Scaling is dynamic, from the largest value of the matrix (`tensorwise`) or of each of its rows (`rowwise`): then an
+# outlier costs only its own row precision. Scales stay on the device, so nothing waits for it. They are powers of two,
+# which round nothing, so that eager and compiled code agree to the bit; torchao's rowwise recipe does the same.
 
 Scaling = Literal["tensorwise", "rowwise"]
-MULTIPLE = 16  # of both dimensions of a matrix and of the tokens of a gradient: what tensor cores take
-SMALLEST = 2.0**-100  # a largest value below it counts as this: zeros get a scale that is not zero
+MULTIPLE = 16  # tensor cores take multiples of it: both dimensions of a matrix, and the tokens of a gradient
+SMALLEST = 2.0**-100  # a largest value below it counts as this, so that no scale is zero
 
 
 class Scaled(NamedTuple):
     """A matrix in FP8."""
 
     values: Tensor  # (rows, K) in FP8, a row after the other in memory
-    scale: Tensor  # () or (rows) in fp32: what they have been divided by
+    scale: Tensor  # () or (rows) in fp32: the divisor
 
 
 def product(a: Tensor, b: Tensor, scaling: Scaling, *, gradient: bool = False) -> Tensor:
@@ -43,11 +42,11 @@ def product(a: Tensor, b: Tensor, scaling: Scaling, *, gradient: bool = False) -
     Args:
         a: `(M, K)` in bf16 or fp32; K is a multiple of 16.
         b: `(N, K)`, alike; N is a multiple of 16.
-        scaling: what shares a scale.
-        gradient: `a` is the gradient of a result.
+        scaling: one scale for the matrix, or one for each row.
+        gradient: `a` is the gradient of an output.
 
     Returns:
-        `(M, N)`, like `a`. An infinity or a NaN is not hidden: all values that share its scale become NaN.
+        `(M, N)`, like `a`. An infinity or a NaN is not hidden: all values with the same scale become NaN.
     """
     left = scaled(a, torch.float8_e5m2 if gradient and scaling == "tensorwise" else torch.float8_e4m3fn, scaling)
     right = scaled(b, torch.float8_e4m3fn, scaling)
@@ -69,7 +68,7 @@ def scaled(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Scaled:
     Args:
         x: in bf16 or fp32, with any strides.
         dtype: e4m3 or e5m2.
-        scaling: what shares a scale.
+        scaling: one scale for the matrix, or one for each row.
     """
     least, most = x.aminmax() if scaling == "tensorwise" else x.aminmax(dim=-1)  # () or (rows)
     scale = _power_of_two(torch.maximum(most, -least).float(), dtype)
@@ -132,7 +131,7 @@ def linear(x: Tensor, weight: Tensor, scaling: Scaling | None = None) -> Tensor:
     Args:
         x: `(..., in)`.
         weight: `(out, in)`; converted to the precision of `x`.
-        scaling: how its products are scaled in FP8; None: they are in the precision of `x`.
+        scaling: how FP8 products are scaled; None: no FP8.
 
     Returns:
         `(..., out)`.

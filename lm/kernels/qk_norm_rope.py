@@ -1,4 +1,4 @@
-"""Queries, keys and values out of the packed projection: normalised where asked for, rotated, ready to attend."""
+"""Queries, keys and values from the packed projection: split, normalised (optionally) and rotated in one pass."""
 
 from typing import Any
 
@@ -8,17 +8,17 @@ from torch import Tensor
 from lm.kernels import runtime
 from lm.kernels.runtime import define
 
-BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass with weights, each of which leaves a partial sum
+BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass with a norm; each block writes a partial sum
 Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, H, D), k (B, T, KV, D), v (B, T, KV, D)
 
-# ---- in plain PyTorch ------------------------------------------------------------------------------------------------
+# ---- CPU implementation ----------------------------------------------------------------------------------------------
 
 
 def qk_norm_rope_plain(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
     heads: int, kv_heads: int, eps: float,
 ) -> Heads:  # fmt: skip
-    """`qk_norm_rope` in plain PyTorch, for any device and precision."""
+    """Reference of `qk_norm_rope`, for any device and precision; on a CPU it is also what the op runs."""
     packed = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))  # (B, T, H + 2 KV, D)
     q, k, v = packed.split((heads, kv_heads, kv_heads), dim=2)
     return (
@@ -69,12 +69,15 @@ def _backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, q_weight: 
     return torch.cat((*back, _wide(dv)), dim=2).flatten(2).to(dq.dtype), dweights
 
 
-# ---- by kernels ------------------------------------------------------------------------------------------------------
+# ---- CUDA implementation ---------------------------------------------------------------------------------------------
 
 
 def constants(dtype: torch.dtype, weight_dtype: torch.dtype | None, heads: int, kv_heads: int, dim: int,
               vec: int) -> dict[str, object]:  # fmt: skip
-    """What the kernels are compiled for: these heads, halves of them loaded in vectors of `vec`; no weight, no norm."""
+    """Preprocessor constants of the kernels for these heads, halves of a head loaded in vectors of `vec` elements.
+
+    Without a `weight_dtype` there is no norm.
+    """
     lanes = 1
     while lanes < 32 and lanes < dim // 2 // vec:
         lanes *= 2
@@ -84,7 +87,7 @@ def constants(dtype: torch.dtype, weight_dtype: torch.dtype | None, heads: int, 
 
 def _program(like: Tensor, weight: Tensor | None, heads: int, kv_heads: int, dim: int,
              *tensors: Tensor | None) -> tuple[runtime.Program, int]:  # fmt: skip
-    """The kernels for these heads, and how many heads a block of 256 threads works on at once."""
+    """The kernels for these heads, and how many heads a block of 256 threads handles at once."""
     vec = runtime.vector(dim // 2, like, weight, *tensors)
     chosen = constants(like.dtype, None if weight is None else weight.dtype, heads, kv_heads, dim, vec)
     return runtime.program("qk_norm_rope", like.device, **chosen), 256 // chosen["LANES"]
@@ -132,13 +135,13 @@ def _cuda_backward(
 
 
 def _rows(gradient: Tensor) -> Tensor:
-    """A gradient as it lies, if its heads are rows of neighbours that start where vectors do; else a copy."""
+    """The gradient itself if each head is contiguous and aligned for vector loads, else a contiguous copy."""
     count = 16 // gradient.element_size()
     neat = gradient.stride(-1) == 1 and all(stride % count == 0 for stride in gradient.stride()[:-1])
     return gradient if neat else gradient.contiguous()
 
 
-# ---- known to torch --------------------------------------------------------------------------------------------------
+# ---- registration ----------------------------------------------------------------------------------------------------
 
 FORWARD = define(
     "qk_norm_rope(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? positions, "
@@ -177,29 +180,31 @@ class _QkNormRope(torch.autograd.Function):
         return dqkv, *norms, *(None,) * 6
 
 
-# ---- to be called ----------------------------------------------------------------------------------------------------
+# ---- public functions ------------------------------------------------------------------------------------------------
 
 
 def qk_norm_rope(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
     heads: int, kv_heads: int, eps: float,
 ) -> Heads:  # fmt: skip
-    """RMSNorm over each query and key head (Henry et al., 2020, arXiv:2010.04245, use another norm in this place), then
-    the rotary embedding (Su et al., 2021, arXiv:2104.09864) in the half-split layout of Hugging Face's weights: pairs
-    `(i, i + D / 2)` turn together. All in fp32, with one rounding at the end.
+    """RMSNorm over each query and key head, then the rotary embedding (Su et al., 2021, arXiv:2104.09864).
+
+    Normalising queries and keys is due to Henry et al. (2020, arXiv:2010.04245, with another norm). The layout is the
+    half-split one of Hugging Face's weights: pairs `(i, i + D / 2)` turn together. All of it is fp32, with one rounding
+    at the end.
 
     Args:
         qkv: the projection, `(B, T, (H + 2 KV) * D)`: queries, keys, values; in bf16, fp16 or fp32.
         q_weight: `(D)` of the queries' norm, of any of these precisions; None: no norm.
-        k_weight: the keys', in the same precision; None together with `q_weight`.
-        cos: `(P, D / 2)` fp32, a row a position.
-        sin: the same.
-        positions: `(B, T)` int32, which row a token takes; None: token t takes row t.
+        k_weight: `(D)` of the keys' norm, in the same precision; None together with `q_weight`.
+        cos: `(P, D / 2)` fp32, a row for each position.
+        sin: `(P, D / 2)` fp32.
+        positions: `(B, T)` int32, the position of each token; None: token t is at position t.
         heads: H.
         kv_heads: KV.
         eps: added to the mean square.
 
     Returns:
-        q `(B, T, H, D)`, k and v `(B, T, KV, D)`. The values are copied, so that the projection need not be kept.
+        q `(B, T, H, D)`, k and v `(B, T, KV, D)`. The values are copied, so that the projection need not be saved.
     """
     return _QkNormRope.apply(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps)

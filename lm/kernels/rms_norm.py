@@ -1,7 +1,7 @@
-"""RMSNorm with the residual addition in front of it, alone or joined with the matrix that follows.
+"""RMSNorm with the residual addition before it, alone or joined with the linear layer after it.
 
-Joined, the normalised activations are not kept for the backward pass: it makes them again while it reads the stream
-anyway. `swiglu` does the same for the MLP's second matrix.
+Joined, the normalised activations are not saved for the backward pass, which recomputes them while it reads the stream
+anyway. `swiglu` does the same for the MLP's second linear layer.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from lm.kernels import linear, runtime
 from lm.kernels.linear import Scaling
 from lm.kernels.runtime import define
 
-BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide its loads, few enough for short partial sums
+BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, few enough for short partial sums
 
 
-# ---- in plain PyTorch ------------------------------------------------------------------------------------------------
+# ---- CPU implementation ----------------------------------------------------------------------------------------------
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def _add_normalise(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> t
 
 
 def _backward(
-    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, again: bool
+    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, recompute: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = rstd[..., None]  # (..., 1)
     n, d, w = stream.float() * scale, dy.contiguous().float(), weight.float()
@@ -39,16 +39,16 @@ def _backward(
     dx = scale * (g - n * (g * n).mean(-1, keepdim=True))
     if dstream is not None:
         dx = dx + dstream.float()
-    y = (n * w).to(stream.dtype) if again else stream.new_empty(0)
+    y = (n * w).to(stream.dtype) if recompute else stream.new_empty(0)
     dweight = (d * n).flatten(0, -2).sum(0)
     return dx.to(stream.dtype), y, dweight.to(weight.dtype)
 
 
-# ---- by kernels ------------------------------------------------------------------------------------------------------
+# ---- CUDA implementation ---------------------------------------------------------------------------------------------
 
 
 def _warps(pieces: int, held: int) -> int:
-    """How many warps share a row of `pieces` vectors, so that a lane holds about `held` of them."""
+    """How many warps work on a row of `pieces` vectors, so that a lane holds about `held` of them."""
     warps = 1
     while warps < 32 and pieces > warps * 32 * held:
         warps *= 2
@@ -56,7 +56,7 @@ def _warps(pieces: int, held: int) -> int:
 
 
 def constants(dtype: torch.dtype, weight_dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
-    """What the kernels are compiled for: rows of this width, loaded in vectors of `vec`."""
+    """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements."""
     warps = [_warps(width // vec, max(1, held // vec)) for held in (16, 8)]
     return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype], WIDTH=width, VEC=vec, FORWARD_WARPS=warps[0],
                 BACKWARD_WARPS=warps[1])  # fmt: skip
@@ -87,23 +87,23 @@ def _cuda_add_normalise(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
 
 
 def _cuda_backward(
-    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, again: bool
+    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, recompute: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy, stream = dy.contiguous(), stream.contiguous()
     dstream = None if dstream is None else dstream.contiguous()
     width, rows = stream.shape[-1], rstd.numel()
     dx, dweight = torch.empty_like(stream), torch.empty_like(weight)
-    y = torch.empty_like(stream) if again else stream.new_empty(0)
+    y = torch.empty_like(stream) if recompute else stream.new_empty(0)
     run, _, threads = _program(width, stream, weight, dy, dstream)
     blocks = min(rows, BLOCKS_PER_MULTIPROCESSOR * runtime.multiprocessors(stream.device))
     partial = weight.new_empty((blocks, width), dtype=torch.float32)
-    run("rms_norm_backward", blocks, threads, dy, dstream, stream, weight, rstd, dx, y if again else None, partial,
+    run("rms_norm_backward", blocks, threads, dy, dstream, stream, weight, rstd, dx, y if recompute else None, partial,
         rows)
     run("rms_norm_weight", -(-width // 32), 256, partial, dweight, blocks)
     return dx, y, dweight
 
 
-# ---- known to torch --------------------------------------------------------------------------------------------------
+# ---- registration ----------------------------------------------------------------------------------------------------
 
 NORMALISE = define(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
@@ -118,12 +118,12 @@ ADD_NORMALISE = define(
     fake=lambda x, residual, weight, eps: (_like(x), _like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
 )
 BACKWARD = define(
-    "rms_norm_backward(Tensor dy, Tensor? dstream, Tensor stream, Tensor weight, Tensor rstd, bool again)"
+    "rms_norm_backward(Tensor dy, Tensor? dstream, Tensor stream, Tensor weight, Tensor rstd, bool recompute)"
     " -> (Tensor, Tensor, Tensor)",
     reference=_backward,
     cuda=_cuda_backward,
-    fake=lambda dy, dstream, stream, weight, rstd, again: (
-        _like(stream), _like(stream) if again else stream.new_empty(0), torch.empty_like(weight)),
+    fake=lambda dy, dstream, stream, weight, rstd, recompute: (
+        _like(stream), _like(stream) if recompute else stream.new_empty(0), torch.empty_like(weight)),
 )  # fmt: skip
 
 
@@ -172,20 +172,20 @@ class _NormLinear(torch.autograd.Function):
         return dx, dx if ctx.adds else None, dnorm, None, dweight, None
 
 
-# ---- to be called ----------------------------------------------------------------------------------------------------
+# ---- public functions ------------------------------------------------------------------------------------------------
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`stream = x + residual` and `y = stream / rms(stream) * weight` (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
     Args:
-        x: what a branch adds to the stream, `(..., C)` in bf16, fp16 or fp32.
-        residual: the stream so far, alike; None: `x` is the stream.
-        weight: `(C)`, of any of these precisions.
+        x: the output of a branch, `(..., C)` in bf16, fp16 or fp32.
+        residual: the residual stream, like `x`; None: `x` is the stream.
+        weight: `(C)`, in any of these precisions.
         eps: added to the mean square.
 
     Returns:
-        `(stream, y)`, like `x`. The statistics are fp32, and taken of the stream as it is stored.
+        `(stream, y)`, like `x`. The statistics are fp32, of the stream as it is stored.
     """
     stream, y = _Norm.apply(x, residual, weight, eps)
     return x if stream is None else stream, y
@@ -195,12 +195,12 @@ def norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
     scaling: Scaling | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`rms_norm`, then a matrix; the normalised rows are made again for the backward pass instead of being kept.
+    """`rms_norm`, then a linear layer; the backward pass recomputes the normalised rows, they are not saved.
 
     Args:
         x, residual, norm_weight, eps: as for `rms_norm`.
         weight: `(out, C)`; converted to the precision of `x`.
-        scaling: how the matrix's products are scaled in FP8; None: they are in the precision of `x`.
+        scaling: how FP8 products are scaled; None: no FP8.
 
     Returns:
         `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
@@ -209,8 +209,11 @@ def norm_linear(
     return x if stream is None else stream, out
 
 
+# ---- references ------------------------------------------------------------------------------------------------------
+
+
 def rms_norm_plain(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`rms_norm` in plain PyTorch, for any device and precision."""
+    """Reference of `rms_norm`, for any device and precision."""
     stream = x if residual is None else x + residual
     wide = stream if stream.dtype == torch.float64 else stream.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -221,6 +224,6 @@ def norm_linear_plain(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
     scaling: Scaling | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`norm_linear` in plain PyTorch."""
+    """Reference of `norm_linear`."""
     stream, y = rms_norm_plain(x, residual, norm_weight, eps)
     return stream, linear.linear(y, weight, scaling)

@@ -1,4 +1,4 @@
-"""CUDA sources to running kernels: compiled by NVRTC, cached on disk, launched on torch's stream, registered as ops."""
+"""Compiles CUDA sources with NVRTC, caches them on disk, launches kernels on torch's stream and registers ops."""
 
 import ctypes
 import functools
@@ -16,10 +16,10 @@ from torch import Tensor
 from lm.errors import RunError
 
 # ---- nvrtc -----------------------------------------------------------------------------------------------------------
-# CUDA sources to machine code by NVRTC, which torch installs: no nvcc, no headers, no GPU.
+# NVRTC, which torch installs, compiles CUDA sources to machine code: no nvcc, no headers and no GPU are needed.
 #
-# The result is for one architecture and one set of constants, and is kept on disk, so that a second start takes
-# milliseconds. Any number of processes may share the cache: a file in it is whole or absent. `launch` comes next.
+# The result is for one architecture and one set of constants. It is cached on disk, so that a second start takes
+# milliseconds. Processes may share the cache: files appear in it whole, by a rename.
 
 SOURCES = Path(__file__).parent / "csrc"
 PRELUDE = "prelude.cuh"
@@ -27,9 +27,9 @@ FLAGS = ("--std=c++17", "--ptxas-options=--verbose")
 
 
 class Usage(NamedTuple):
-    """What one kernel takes of a multiprocessor."""
+    """The resources of a kernel."""
 
-    registers: int  # a thread
+    registers: int  # of a thread
     spilled_bytes: int  # of registers that did not fit, stored and loaded through memory
 
 
@@ -123,7 +123,7 @@ def _key(name: str, arch: str, defines: dict[str, object]) -> str:
 
 
 def _keep(path: Path, content: bytes) -> None:
-    """Write a file of the cache in one step; a cache that cannot be written is done without."""
+    """Write a file of the cache by a rename; where the cache cannot be written, there is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -134,7 +134,7 @@ def _keep(path: Path, content: bytes) -> None:
 
 
 def _usage(log: str) -> dict[str, Usage]:
-    """What ptxas says of each kernel in its verbose log."""
+    """The resources of each kernel, from the verbose log of ptxas."""
     usage = {}
     for part in log.split("Compiling entry function ")[1:]:
         name = re.match(r"'(\w+)'", part)[1]
@@ -144,9 +144,8 @@ def _usage(log: str) -> dict[str, Usage]:
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------
-# Compiled kernels on their way to a device: loaded once, then started on torch's stream in a few microseconds.
-#
-# `nvrtc` compiles them; each op's file (`rms_norm`, `swiglu`, ...) says with what grid and arguments they start.
+# Compiled kernels are loaded once and launched on torch's stream, which takes a few microseconds. The file of each op
+# (`rms_norm`, `swiglu`, ...) chooses the grid and the arguments.
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}  # as the sources call them
 
@@ -170,11 +169,11 @@ class Program:
             self._module = self._done("cuModuleLoadData", driver.cuModuleLoadData(code))
 
     def __call__(self, name: str, blocks: int, threads: int, *arguments: Tensor | int | float | None) -> None:
-        """Start a kernel on torch's current stream.
+        """Launch a kernel on torch's current stream.
 
         Args:
             name: of the kernel.
-            blocks: in the grid, which has one dimension; none: nothing is started.
+            blocks: of the grid, which has one dimension; 0: nothing is launched.
             threads: of a block.
             arguments: in the kernel's order: a tensor or None is a pointer there, an int `i64`, a float `float`.
 
@@ -235,16 +234,16 @@ def _program(name: str, device: int, defines: tuple[tuple[str, object], ...]) ->
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a device has: a grid of a few blocks each keeps all of it busy."""
+    """How many multiprocessors a device has; a grid of a few blocks for each keeps it busy."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def vector(width: int, *tensors: Tensor | None) -> int:
-    """How many neighbours a kernel may load at once: 16 bytes of them, or 1 where a row does not start at 16 bytes.
+    """How many elements a kernel may load at once: 16 bytes of them, or 1 where rows are not aligned to 16 bytes.
 
     Args:
         width: elements of a row.
-        tensors: all whose rows are loaded so, of one dtype or wider ones.
+        tensors: those whose rows are loaded in vectors; the narrowest dtype counts.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     count = 16 // min(tensor.element_size() for tensor in given)
@@ -253,10 +252,10 @@ def vector(width: int, *tensors: Tensor | None) -> int:
 
 
 # ---- library ---------------------------------------------------------------------------------------------------------
-# How an op becomes known to torch: a schema, code for the CPU and for CUDA, and shapes for tracing.
+# Registers ops with torch: a schema, an implementation for the CPU and one for CUDA, and result shapes for tracing.
 #
-# Each op has its own file: a reference in plain PyTorch, the CUDA entry, what a trace needs, the backward pass, and the
-# function to call.
+# The file of each op has, in this order: the CPU implementation in plain PyTorch, the CUDA implementation, registration
+# with autograd, and the public function.
 
 LIBRARY = torch.library.Library("lm", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -267,12 +266,12 @@ def define(schema: str, *, reference: Callable, cuda: Callable, fake: Callable) 
 
     Args:
         schema: its name and types, as torch writes them.
-        reference: what it computes, in plain PyTorch; runs on a CPU.
-        cuda: the same through our kernels; gets CUDA tensors.
-        fake: empty tensors of the result's shapes, dtypes and strides.
+        reference: the CPU implementation, in plain PyTorch.
+        cuda: the CUDA implementation, by our kernels.
+        fake: returns empty tensors of the result's shapes, dtypes and strides.
 
     Returns:
-        The op, to be called.
+        The op, a callable.
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=TAGS)

@@ -1,6 +1,6 @@
-"""SwiGLU on the packed gate and up projection, alone or joined with the matrix that follows.
+"""SwiGLU on the packed gate and up projection, alone or joined with the linear layer after it.
 
-Joined, its result is not kept for the backward pass, which makes it again while it reads gate and up anyway.
+Joined, its result is not saved for the backward pass, which recomputes it while it reads gate and up anyway.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from lm.kernels import linear, runtime
 from lm.kernels.linear import Scaling
 from lm.kernels.runtime import define
 
-# ---- in plain PyTorch ------------------------------------------------------------------------------------------------
+# ---- CPU implementation ----------------------------------------------------------------------------------------------
 
 
 def _forward(gate_up: Tensor) -> Tensor:
@@ -21,15 +21,15 @@ def _forward(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def _backward(dz: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+def _backward(dz: Tensor, gate_up: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
     gate, up = gate_up.contiguous().float().chunk(2, -1)
     d, s = dz.contiguous().float(), torch.sigmoid(gate)
     silu = gate * s
     dgate_up = torch.cat((d * up * (s + silu * (1 - s)), d * silu), -1).to(gate_up.dtype)
-    return dgate_up, (silu * up).to(gate_up.dtype) if again else gate_up.new_empty(0)
+    return dgate_up, (silu * up).to(gate_up.dtype) if recompute else gate_up.new_empty(0)
 
 
-# ---- by kernels ------------------------------------------------------------------------------------------------------
+# ---- CUDA implementation ---------------------------------------------------------------------------------------------
 
 
 def _cuda_forward(gate_up: Tensor) -> Tensor:
@@ -40,16 +40,16 @@ def _cuda_forward(gate_up: Tensor) -> Tensor:
     return z
 
 
-def _cuda_backward(dz: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+def _cuda_backward(dz: Tensor, gate_up: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
     dz, gate_up = dz.contiguous(), gate_up.contiguous()
-    dgate_up, z = torch.empty_like(gate_up), torch.empty_like(dz) if again else dz.new_empty(0)
+    dgate_up, z = torch.empty_like(gate_up), torch.empty_like(dz) if recompute else dz.new_empty(0)
     run, pieces = _program(gate_up, dz)
-    run("swiglu_backward", -(-pieces // 256), 256, dz, gate_up, dgate_up, z if again else None, pieces)
+    run("swiglu_backward", -(-pieces // 256), 256, dz, gate_up, dgate_up, z if recompute else None, pieces)
     return dgate_up, z
 
 
 def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
-    """What the kernels are compiled for: results of this width, loaded in vectors of `vec`."""
+    """Preprocessor constants of the kernels for results of this width, loaded in vectors of `vec` elements."""
     return dict(T=runtime.TYPES[dtype], WIDTH=width, VEC=vec)
 
 
@@ -60,7 +60,7 @@ def _program(gate_up: Tensor, *others: Tensor) -> tuple[runtime.Program, int]:
     return run, gate_up.numel() // 2 // vec
 
 
-# ---- known to torch --------------------------------------------------------------------------------------------------
+# ---- registration ----------------------------------------------------------------------------------------------------
 
 
 def _half(gate_up: Tensor) -> Tensor:
@@ -69,11 +69,11 @@ def _half(gate_up: Tensor) -> Tensor:
 
 FORWARD = define("swiglu(Tensor gate_up) -> Tensor", reference=_forward, cuda=_cuda_forward, fake=_half)
 BACKWARD = define(
-    "swiglu_backward(Tensor dz, Tensor gate_up, bool again) -> (Tensor, Tensor)",
+    "swiglu_backward(Tensor dz, Tensor gate_up, bool recompute) -> (Tensor, Tensor)",
     reference=_backward,
     cuda=_cuda_backward,
-    fake=lambda dz, gate_up, again: (
-        gate_up.new_empty(gate_up.shape), _half(gate_up) if again else gate_up.new_empty(0)),
+    fake=lambda dz, gate_up, recompute: (
+        gate_up.new_empty(gate_up.shape), _half(gate_up) if recompute else gate_up.new_empty(0)),
 )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ class _SwigluLinear(torch.autograd.Function):
         return dgate_up, linear.dweight(dout, z, ctx.scaling), None  # (..., 2 I), (out, I)
 
 
-# ---- to be called ----------------------------------------------------------------------------------------------------
+# ---- public functions ------------------------------------------------------------------------------------------------
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -118,12 +118,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None) -> Tensor:
-    """`swiglu`, then a matrix; what lies between is made again for the backward pass instead of being kept.
+    """`swiglu`, then a linear layer; the backward pass recomputes what lies between, it is not saved.
 
     Args:
         gate_up: as for `swiglu`.
         weight: `(out, I)`; converted to the precision of `gate_up`.
-        scaling: how the matrix's products are scaled in FP8; None: they are in the precision of `gate_up`.
+        scaling: how FP8 products are scaled; None: no FP8.
 
     Returns:
         `(..., out)`.
@@ -131,12 +131,15 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, scaling: Scaling | None = Non
     return _SwigluLinear.apply(gate_up, weight.to(gate_up.dtype), scaling)
 
 
+# ---- references ------------------------------------------------------------------------------------------------------
+
+
 def swiglu_plain(gate_up: Tensor) -> Tensor:
-    """`swiglu` in plain PyTorch, for any device and precision."""
+    """Reference of `swiglu`, for any device and precision."""
     gate, up = gate_up.chunk(2, -1)  # (..., I) each
     return F.silu(gate) * up
 
 
 def swiglu_linear_plain(gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None) -> Tensor:
-    """`swiglu_linear` in plain PyTorch."""
+    """Reference of `swiglu_linear`."""
     return linear.linear(swiglu_plain(gate_up), weight, scaling)

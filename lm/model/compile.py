@@ -1,4 +1,4 @@
-"""How a decoder is run faster: `torch.compile` block by block, and a micro-batch as one CUDA graph."""
+"""`torch.compile` for the decoder, block by block, and CUDA graphs of a micro-batch."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -8,12 +8,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
-# torch.compile for a decoder, block by block and then the loss: all blocks share one graph, so it takes seconds and
-# not minutes.
+# Each block is compiled, and the loss. All blocks share one graph, so compiling takes seconds and not minutes.
 #
-# `triton_free` is a backend of a few lines. It traces forward and backward pass together and decides what is kept
-# between them, then runs torch's own and our kernels in that order: no code is generated, so no Triton and no C++
-# compiler is needed, and results are those of eager mode to the bit.
+# `triton_free` is a backend of a few lines. It traces forward and backward pass together, chooses what is saved between
+# them, and runs the graphs as they are, with torch's own kernels and ours. No code is generated, so neither Triton nor
+# a C++ compiler is needed, and results equal those of eager mode to the bit.
 
 Compile = Literal["none", "inductor", "triton_free"]
 
@@ -21,8 +20,8 @@ Compile = Literal["none", "inductor", "triton_free"]
 def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
     """Compile every block of a decoder and its loss in place.
 
-    What is compiled is a block's `forward` and not the call of the block: names of parameters stay as they are, and
-    hooks around a block (sharding has some) stay outside.
+    A block's `forward` is compiled and not its `__call__`: names of parameters do not change, and hooks around a block
+    (FSDP2 has some) stay outside of the graph.
 
     Args:
         decoder: has `layers` and `losses`.
@@ -30,8 +29,8 @@ def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
     """
     if mode == "none":
         return
-    # All blocks share one code object, so what dynamo allows for one is divided among them: the first block or another,
-    # a window or none, FP8 or not, training or evaluation, documents. Beyond the limit compiling would be an error.
+    # All blocks share one code object and so dynamo's limit of recompilations, beyond which compiling is an error.
+    # There is a graph for each mix of: first block or not (fused), window, FP8, training or evaluation, documents.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     # The backward pass is traced with the forward pass, under autocast, and would multiply in half precision what eager
     # mode, whose backward pass is outside of autocast, multiplies in fp32: the emulated FP8 products do.

@@ -1,4 +1,4 @@
-"""The shape of a decoder: `model/decoder` builds it, `model/estimates` counts it, `model/huggingface` writes it."""
+"""The shape of a decoder, as a config file gives it."""
 
 from dataclasses import dataclass
 

@@ -9,12 +9,6 @@ from dataclasses import dataclass, replace
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 
-# ---- accounting ------------------------------------------------------------------------------------------------------
-# What a decoder costs, from its config alone: nothing is built, and torch is not imported.
-#
-# `lm plan` and the throughput callback read it; every formula names its source.
-
-
 def parameters(config: DecoderConfig) -> dict[str, int]:
     """Parameters by part.
 
@@ -65,10 +59,8 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-# How much memory a training step takes, from a config alone: nothing is built, and torch is not imported.
-#
-# `lm plan` reads it. What is kept for the backward pass is counted tensor by tensor, as the code in `model/decoder` and
-# `kernels/` keeps it; the tests hold each line to what a real step keeps.
+# The memory of a training step. Tensors saved for the backward pass are counted one by one, as `model/decoder` saves
+# them or, with kernels, `model/fused`; the tests hold each line of the table to what a real step saves.
 
 CHUNK_BYTES = 256 * 2**20  # of logits, as in `kernels/cross_entropy`
 
@@ -81,7 +73,7 @@ class Step:
         micro_batch_size: sequences of a micro-batch.
         seq_len: tokens of a sequence.
         precision: a trainer's, such as "bf16-mixed".
-        kernels: whether our kernels run.
+        kernels: whether the forward pass is the fused one, of our kernels.
         compile: as `model.compile`.
         accumulate: micro-batches of an optimizer step.
         cuda_graphs: as `model.cuda_graphs`.
@@ -151,12 +143,12 @@ def training_memory(config: DecoderConfig, step: Step, muon: bool = False) -> di
 
 
 def activations(config: DecoderConfig, step: Step) -> int:
-    """Bytes that the forward pass keeps for the backward pass, without half-precision copies of weights.
+    """Bytes that the forward pass saves for the backward pass, without half-precision copies of weights.
 
-    A token keeps in each block, with C the width, Q and K the widths of all query and key heads, I the MLP's and s the
+    For each token a block saves, with C the width, Q and K the widths of all query and key heads, I the MLP's and s the
     bytes of an activation:
 
-    | what                | by kernels     | compiled          | eager                                        |
+    | what                | fused          | plain, compiled   | plain, eager                                 |
     |---------------------|----------------|-------------------|----------------------------------------------|
     | two norms           | 2 s C + 8      | 4 s C + 8         | (16 + 2 s) C + 8: fp32 copies, normed or not |
     | queries, keys       | -, or s (Q+2K) | -, or s (Q+2K)    | -, or 8 (Q+K) in half precision, and in fp32 |
@@ -164,9 +156,9 @@ def activations(config: DecoderConfig, step: Step) -> int:
     | attention           | s (2Q+2K) + 4H | the same          | the same                                     |
     | MLP                 | 2 s I          | 3 s I             | 4 s I                                        |
 
-    Dropout keeps a byte an element of what it is applied to. Attention is taken to be a fused kernel that knows groups
-    of heads; not counted are masks (windows and documents on a CPU), and copies of keys and values for every query head
-    where the kernel knows no groups (fp32 on CUDA; windows and documents on CUDA before torch 2.13).
+    Dropout saves a byte for each element. Attention is assumed to be a fused kernel that takes groups of heads; not
+    counted are dense masks (windows and documents on a CPU), and copies of keys and values for every query head where
+    the kernel takes no groups (fp32 on CUDA; windows and documents on CUDA before torch 2.13).
     """
     s, layers = step.item, config.num_hidden_layers
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

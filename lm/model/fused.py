@@ -1,4 +1,4 @@
-"""The decoder's forward pass by fused ops: the same parameters and results as `model/decoder`, with less memory traffic.
+"""The decoder's forward pass by fused ops: the same parameters and results, with less memory and memory traffic.
 
 Read `model/decoder` first. What differs here:
 

@@ -81,8 +81,8 @@ def test_sequences_for_flash_say_the_same(monkeypatch, window, ids, groups_known
 
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "GROUPS_IN_VARLEN", groups_known)
-    monkeypatch.setattr(attention, "kernel_for", lambda device, capability, dtype, window, documents, dropout: kernel_for(
-        "cuda", (8, 0), torch.bfloat16, window, documents, dropout))
+    monkeypatch.setattr(attention, "kernel_for", lambda device, capability, dtype, *mask: kernel_for(
+        "cuda", (8, 0), torch.bfloat16, *mask))
     ours = heads(width=width)
     true = [t.detach().clone().requires_grad_() for t in ours]
     chosen = mask_of(ours[0], window, ids)
@@ -176,7 +176,8 @@ def test_a_block_with_windows_is_traced_without_a_break():
     chosen = mask_of(q, 4, IDS)
     traced = torch.compile(attend, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(traced(q, k, v, chosen), attend(q, k, v, chosen))
-    torch.testing.assert_close(traced(q, k, v, AttentionMask(None, None, None)), attend(q, k, v, AttentionMask(None, None, None)))
+    causal = AttentionMask(None, None, None)
+    torch.testing.assert_close(traced(q, k, v, causal), attend(q, k, v, causal))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

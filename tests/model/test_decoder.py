@@ -259,7 +259,7 @@ def test_initial_weights_have_the_documented_spread():
         assert abs(weight.mean().item()) < expected / 50, name
 
 
-# ---- the fused forward pass -------------------------------------------------------------------------------------------
+# ---- the fused forward pass -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -286,7 +286,7 @@ def test_the_fused_forward_pass_is_the_plain_one(config, documents):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_the_fused_forward_pass_saves_less_than_half():
+def test_fused_blocks_save_less_than_half_of_the_activations():
     """Explicit recomputation: in units of a (B, T, C) tensor and per block, 13 instead of 29 for a block of the 350M
     preset's proportions, in eager mode. Counted as bytes more for a token more, so weights do not count."""
 
