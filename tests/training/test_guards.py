@@ -57,7 +57,7 @@ def poison_loss(module, poison):
     def poisoned(micro_batch):
         module.losses = losses
         found = losses(micro_batch)
-        return found._replace(each=found.each + poison)
+        return found._replace(per_token=found.per_token + poison)
 
     module.losses = poisoned
 
