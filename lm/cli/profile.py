@@ -137,16 +137,15 @@ def show_generation(found: dict[str, Any]) -> None:
 #
 # `profile` runs the fit and says what was found.
 
-# Lightning's name of a span, after its last dot -> the part of a step. Spans nest: an optimizer step has the forward
-# and backward pass of its last micro-batch in it. What is in no span, or in one that is not here, is the part around
-# it; in none at all it is the rest: the loop's own work.
+# The name of a span, after its last dot -> the part of a step. Spans nest: a training step is a whole optimizer step,
+# with the micro-batches in it. What is in no span, or in one that is not here, is the part around it; in none at all it
+# is the rest: the loop's own work.
 SPANS = {
     "train_dataloader_next": "data",
     "batch_to_device": "data",
-    "training_step": "forward",
-    "backward": "backward",
-    "optimizer_step": "optimizer",
-    "optimizer_zero_grad": "optimizer",
+    "training_step": "optimizer",
+    "forward_backward": "forward",
+    "manual_backward": "backward",
 }
 PARTS = ("data", "forward", "backward", "optimizer", "logging", "checkpoint", "validation", "rest")
 RANGE = "lm."  # begins the names of the parts in a trace
@@ -228,6 +227,18 @@ class Parts(Profiler):
         self._cross(self._spans[-1][0] if self._spans else None)
         if mark is not None:
             mark.__exit__(None, None, None)
+
+    def watch(self, module: LanguageModule) -> None:
+        """Have the forward and the backward pass be spans, too; Lightning knows the whole step only."""
+        for name in ("forward_backward", "manual_backward"):
+            setattr(module, name, self._spanned(name, getattr(module, name)))
+
+    def _spanned(self, name: str, method: Callable) -> Callable:
+        def call(*args: Any) -> Any:
+            with self.profile(name):
+                return method(*args)
+
+        return call
 
     def _label(self, action: str, hook: str) -> Label | None:
         """What a span inside the innermost open one is spent on."""
@@ -564,6 +575,7 @@ def measure(config: Namespace) -> dict[str, Any]:
         # The schedule is for a longer run, and its decay may not fit into this one.
         constant = replace(config.model.schedule, name="constant")
         module = LanguageModule(**vars(config.model) | {"schedule": constant})
+        parts.watch(module)
         try:
             trainer.fit(module, data)
         except Interrupted as error:

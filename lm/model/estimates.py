@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 
+
 def parameters(config: DecoderConfig) -> dict[str, int]:
     """Parameters by part.
 

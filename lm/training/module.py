@@ -6,6 +6,7 @@ that sees both the model and the data.
 
 import logging
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -152,10 +153,7 @@ class LanguageModule(LightningModule):
                 trainer.stop_after_last_step()
             # Ranks exchange gradients once, in the backward pass of the last micro-batch.
             with optimizer.toggle_model(sync_grad=number == len(micro_batches)):
-                if self.graphed is None:
-                    per_token = self.forward_backward(micro_batch)  # (b, T)
-                else:
-                    per_token = self.graphed(micro_batch.tokens)
+                per_token = self.forward_backward(micro_batch)  # (b, T)
             nats += per_token.sum()
 
         # The gradients are a mean over all targets; those that do not count had no loss.
@@ -186,6 +184,11 @@ class LanguageModule(LightningModule):
         Returns:
             The loss of every token in nats, `(b, T)`.
         """
+        if self.graphed is not None:
+            return self.graphed(micro_batch.tokens)
+        return self._forward_backward(micro_batch)
+
+    def _forward_backward(self, micro_batch: Batch) -> Tensor:
         total, per_token = self.losses(micro_batch)  # (), (b, T)
         self.manual_backward(total / per_token.numel() / self.trainer.steps.accumulate)
         return per_token
@@ -267,6 +270,8 @@ class LanguageModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Put the sums on the device and this rank's generators where the checkpoint left them."""
+        # A training step is more than a forward pass: `losses` enters the precision's context by itself.
+        self.trainer.precision_plugin.train_step_context = nullcontext
         self.stats = StepStats(self.device, self._resumed.get("step_stats"))
         if "rng" in self._resumed:
             checkpointing.restore_generators(self._resumed["rng"])
@@ -275,7 +280,7 @@ class LanguageModule(LightningModule):
         self._resumed = {}
         if self.cuda_graphs:
             self.graphed = GraphedMicroBatch(
-                self.decoder.parameters(), lambda tokens: self.forward_backward(Batch(tokens)),
+                self.decoder.parameters(), lambda tokens: self._forward_backward(Batch(tokens)),
                 capture=self.device.type == "cuda",
             )  # fmt: skip
 

@@ -4,7 +4,6 @@ import logging
 import re
 import traceback
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -289,8 +288,6 @@ class Trainer(lightning.Trainer):
         )
         self.fit_loop = FitLoop(self, max_epochs=-1)
         self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
-        # A training step is more than a forward pass: `LanguageModule.losses` enters the precision's context itself.
-        self.precision_plugin.train_step_context = nullcontext
         if isinstance(chosen, Float8Precision):
             chosen.refuse(self.strategy.root_device)
 

@@ -92,10 +92,10 @@ def test_a_checkpoint_of_another_version_is_told_from_a_damaged_one(tmp_path):
     write_folder(tmp_path / "c", content())
     file = tmp_path / "c" / "trainer.json"
     file.write_text('{"format": 2, "digests": {}}')
-    assert find_damage(tmp_path / "c") == "format 2, and this version of lm reads format 3"
-    file.write_bytes(dump_checksummed({"format": 4, "digests": {}}))
-    assert find_damage(tmp_path / "c") == "format 4, and this version of lm reads format 3"
-    with pytest.raises(RequestError, match="format 4"):
+    assert find_damage(tmp_path / "c") == "format 2, and this version of lm reads format 4"
+    file.write_bytes(dump_checksummed({"format": 5, "digests": {}}))
+    assert find_damage(tmp_path / "c") == "format 5, and this version of lm reads format 4"
+    with pytest.raises(RequestError, match="format 5"):
         step_of(tmp_path / "c")
 
 

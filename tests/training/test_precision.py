@@ -5,7 +5,6 @@ On a CPU the products of the same eight bits are summed in fp32; `test_gpu` comp
 
 import logging
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from lightning.pytorch import Callback
 from torch.fx.experimental.proxy_tensor import make_fx
 from trainings import lm, losses, make_workplace, trace, write_config
 
-from lm.cli.bench import AUTOCAST
 from lm.errors import RequestError
-from lm.kernels import linear as fp8
 from lm.kernels.linear import linear, product, scaled
 from lm.kernels.operations import FUSED
 from lm.model.compile import compile_decoder
@@ -23,7 +20,7 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
 from lm.runs.run import Run
-from lm.training.precision import Float8Precision, Precision, choose
+from lm.training.precision import Float8Precision, choose
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # the largest relative error of rounding to 3 and to 2 bits of mantissa
@@ -421,12 +418,6 @@ def test_on_a_cpu_a_half_precision_becomes_what_it_does_well_and_fp8_becomes_not
     assert choose("32-true", None, "cpu") == "32-true" and choose("16-mixed", None, "gpu") == "16-mixed"
     assert not caplog.messages
     assert choose("fp8-rowwise", None, "cpu").scaling == "rowwise"
-
-
-def test_every_precision_has_its_place_in_the_bench():
-    """The loop that is written by hand computes in the precision of Lightning's."""
-    assert set(get_args(Precision)) == AUTOCAST.keys() | {"32-true", "bf16-true"}
-    assert {AUTOCAST[f"fp8-{scaling}"] for scaling in get_args(fp8.Scaling)} == {torch.bfloat16}
 
 
 # ---- through Lightning ----------------------------------------------------------------------------------------------
