@@ -66,7 +66,7 @@ class DecodeStep:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits `(B, V)` after one more token a row `(B, 1)`, in fp32; a CUDA graph overwrites them at the next step."""
+        """Logits `(B, V)` after one more token of each row `(B, 1)`, in fp32; the next step may overwrite them."""
         if self.step == "dynamic":
             return self.read(tokens, self.ones)
         self.cache.used += 1

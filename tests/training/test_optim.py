@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from lm.errors import RequestError
-from lm.model.config import DecoderConfig
+from lm.model.config import DecoderConfig, fused_rows
 from lm.model.decoder import Decoder
-from lm.model.fused import fused_rows
 from lm.training.optim import (
     ADAMW_SLOTS,
     MUON_SLOTS,
