@@ -59,7 +59,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.scaling)
+        return super().forward(x) if self.scaling is None else linear(x, self.weight, self.scaling)
 
 
 class Rotary(NamedTuple):
@@ -191,6 +191,7 @@ class Decoder(nn.Module):
         if config.vocab_size is None:
             raise RequestError("vocab_size is not known: set it, or take it from a tokenizer before building the model")
         self.config = config
+        self.windows = config.windows  # of each layer
         self.fused: FusedOps | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
@@ -282,9 +283,9 @@ class Decoder(nn.Module):
         documents = None if document_ids is None else documents_from(document_ids)
         table = rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
         dropout = self.config.dropout if self.training else 0.0
-        masks = {window: attention_mask(x, window, documents, dropout) for window in set(self.config.windows)}
+        masks = {window: attention_mask(x, window, documents, dropout) for window in set(self.windows)}
         positions = None if documents is None else documents.positions
-        return Rotary(*table, positions), [masks[window] for window in self.config.windows]
+        return Rotary(*table, positions), [masks[window] for window in self.windows]
 
 
 def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:
