@@ -481,7 +481,7 @@ def predicted_memory(trainer: Trainer, module: LanguageModule) -> int:
         steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
         module.compile_mode, steps.accumulate, module.cuda_graphs,
     )  # fmt: skip
-    return training_memory(module.config, step, module.optimizer_config.name == "muon")["peak"]
+    return training_memory(module.config, step, module.optimizer_config.state)["peak"]
 
 
 def overhead(lightning: list[Stretch], plain: list[Stretch]) -> tuple[float, float]:

@@ -133,14 +133,13 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
 
 def memory_facts(decoder: DecoderConfig, step: Step, optimizer: OptimizerConfig, device: Device) -> dict[str, Any]:
     """Bytes of a step by part, beside what the device has, and the largest micro-batch that would fit."""
-    muon = optimizer.name == "muon"
-    parts = training_memory(decoder, step, muon)
+    parts = training_memory(decoder, step, optimizer.state)
     reserve = RESERVE_BYTES + int(RESERVE_SHARE * parts["peak"])
     facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
     if device.memory_bytes is not None:
         available = int((device.memory_bytes - RESERVE_BYTES) / (1 + RESERVE_SHARE))
         samples = step.micro_batch_size * step.accumulate
-        facts["largest_micro_batch"] = largest_micro_batch(decoder, step, available, samples, muon)
+        facts["largest_micro_batch"] = largest_micro_batch(decoder, step, available, samples, optimizer.state)
     return facts
 
 
@@ -203,8 +202,7 @@ def measured_rate(file: Path, model_parameters: int, seq_len: int) -> tuple[floa
 
 def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[str, Any]:
     """Bytes of a checkpoint, of all that are there at once (kept, best and the one in flight), and what is free."""
-    muon = config.model.optimizer.name == "muon"
-    one = checkpoint_bytes(decoder, step.master_item, muon)
+    one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
     return disk_space(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)._asdict()
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed
 
 from lm.data.tokenizer import Tokenizer

@@ -5,6 +5,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
@@ -108,13 +109,23 @@ class Step:
         return 2 if self.precision.endswith("-true") and self.item == 2 else 4
 
 
-def training_memory(config: DecoderConfig, step: Step, muon: bool = False) -> dict[str, int]:
+class OptimizerState(NamedTuple):
+    """How many values an optimizer keeps for each parameter; AdamW has two running means."""
+
+    hidden: int = 2  # for those of the blocks' matrices
+    others: int = 2
+
+
+ADAMW = OptimizerState()
+
+
+def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = ADAMW) -> dict[str, int]:
     """Bytes on one device at the worst moment of a step.
 
     Args:
         config: the decoder.
         step: how it is computed.
-        muon: hidden matrices have one running mean (Muon) instead of AdamW's two.
+        state: what the optimizer keeps.
 
     Returns:
         `weights`, `gradients`, `optimizer`, `casts` (half-precision copies of the weights), `activations` (kept for
@@ -125,12 +136,10 @@ def training_memory(config: DecoderConfig, step: Step, muon: bool = False) -> di
     """
     counts = parameters(config)
     share = step.world_size if step.sharded else 1
-    hidden = counts["attention"] + counts["mlp"]
-    states = 2 * counts["total"] - (hidden if muon else 0)
     memory = {
         "weights": counts["total"] * step.master_item // share,
         "gradients": counts["total"] * step.master_item // (share if step.accumulate == 1 else 1),
-        "optimizer": states * step.master_item // share,
+        "optimizer": _state_values(counts, state) * step.master_item // share,
         "casts": casts(config, step),
         "activations": activations(config, step),
         "working": max(loss_working(config, step), block_working(config, step)),
@@ -219,14 +228,20 @@ def block_working(config: DecoderConfig, step: Step) -> int:
     return step.tokens * mlp * (step.item if step.kernels or step.compile == "inductor" else 4)
 
 
-def checkpoint_bytes(config: DecoderConfig, master_item: int = 4, muon: bool = False) -> int:
-    """Bytes of a checkpoint folder: weights and the optimizer's running means."""
+def checkpoint_bytes(config: DecoderConfig, master_item: int = 4, state: OptimizerState = ADAMW) -> int:
+    """Bytes of a checkpoint folder: weights and what the optimizer keeps."""
     counts = parameters(config)
-    states = 2 * counts["total"] - (counts["attention"] + counts["mlp"] if muon else 0)
-    return (counts["total"] + states) * master_item
+    return (counts["total"] + _state_values(counts, state)) * master_item
 
 
-def largest_micro_batch(config: DecoderConfig, step: Step, most: int, samples: int, muon: bool = False) -> int | None:
+def _state_values(counts: dict[str, int], state: OptimizerState) -> int:
+    hidden = counts["attention"] + counts["mlp"]
+    return state.hidden * hidden + state.others * (counts["total"] - hidden)
+
+
+def largest_micro_batch(
+    config: DecoderConfig, step: Step, most: int, samples: int, state: OptimizerState = ADAMW
+) -> int | None:
     """The largest micro-batch that divides a device's share of the global batch and whose step fits.
 
     Args:
@@ -234,7 +249,7 @@ def largest_micro_batch(config: DecoderConfig, step: Step, most: int, samples: i
         step: as it is asked for; its micro-batch and accumulation are replaced.
         most: bytes that may be used.
         samples: sequences of an optimizer step on one device.
-        muon: as for `training_memory`.
+        state: what the optimizer keeps.
 
     Returns:
         Sequences; None if not even one fits.
@@ -247,6 +262,6 @@ def largest_micro_batch(config: DecoderConfig, step: Step, most: int, samples: i
     small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
     for size in sorted({*small, *(samples // size for size in small)}, reverse=True):
         tried = replace(step, micro_batch_size=size, accumulate=samples // size)
-        if training_memory(config, tried, muon)["peak"] <= most:
+        if training_memory(config, tried, state)["peak"] <= most:
             return size
     return None

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from lm.errors import RequestError
+from lm.model.estimates import OptimizerState
 
 # ---- muon ------------------------------------------------------------------------------------------------------------
 # Muon for hidden matrices and AdamW for the rest, as one optimizer. `optim` says which parameter goes where.
@@ -236,6 +237,11 @@ class OptimizerConfig:
     momentum: float = 0.95
     weight_decay: float = 0.1
     groups: GroupsConfig = field(default_factory=GroupsConfig)
+
+    @property
+    def state(self) -> OptimizerState:
+        """How many values it keeps for each parameter: Muon has one running mean for hidden matrices."""
+        return OptimizerState(hidden=len(MUON_SLOTS)) if self.name == "muon" else OptimizerState()
 
     def __post_init__(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):

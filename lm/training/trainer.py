@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.model.config import DecoderConfig
-from lm.model.estimates import Step, checkpoint_bytes, largest_micro_batch, training_memory
+from lm.model.estimates import OptimizerState, Step, checkpoint_bytes, largest_micro_batch, training_memory
 from lm.runs.checkpoint import pending_validation, step_of
 from lm.runs.run import Run
 from lm.system.hardware import keep_freed_memory
@@ -70,8 +70,7 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # Functions that a failure may be in; of several the innermost.
 PLACES = {
     "configure_model": "while the model was built", "validation_step": "in a validation",
-    "optimizer_step": "in the update of the weights", "training_step": "in the forward pass",
-    "backward": "in the backward pass",
+    "optimizer_step": "in the update of the weights", "losses": "in the forward pass", "backward": "in the backward pass",
 }  # fmt: skip
 SHARE = 0.9  # of what there was that tensors may take: the rest is lost between them
 ON_A_CPU = 2**26  # bytes that the libraries take in the first steps, beside a checkpoint's copy of all that it holds
@@ -102,29 +101,29 @@ def explain(error: BaseException, trainer: Any, before: int | None) -> RunError:
         before: bytes of this process when the training began, weights included; None: it had not begun.
     """
     module, device, steps_taken = trainer.lightning_module, trainer.strategy.root_device, trainer.global_step
-    step, muon = _step(trainer), module.optimizer_config.name == "muon"
+    step, state = _step(trainer), module.optimizer_config.state
     had, reserve = None, 0
     if device.type == "cuda":
         had = torch.cuda.max_memory_allocated(device)
     elif before is not None and (now := process_bytes()) is not None:
-        memory = training_memory(module.config, step, muon)
+        memory = training_memory(module.config, step, state)
         had = now - before + memory["weights"] + (memory["optimizer"] if steps_taken else 0)
-        reserve = ON_A_CPU + checkpoint_bytes(module.config, step.master_item, muon)
+        reserve = ON_A_CPU + checkpoint_bytes(module.config, step.master_item, state)
     where, asked = _place(error.__traceback__), ASKED.search(str(error))
     traceback.clear_frames(error.__traceback__)
     taken = "there was too little" if had is None else f"it had {format_bytes(had)} at most"
     more = f" and asked for {format_bytes(int(float(asked[1]) * UNITS[asked[2]]))} more" if asked else ""
-    cure = _cure(module.config, step, muon, had, reserve)
+    cure = _cure(module.config, step, state, had, reserve)
     return RunError(
         f"out of memory ({device.type}) {where} of step {steps_taken + 1}: with micro-batches of "
         f"{step.micro_batch_size} x {step.seq_len} tokens {taken}{more}; {cure}; checkpoints are as they were"
     )
 
 
-def _cure(config: DecoderConfig, step: Step, muon: bool, had: int | None, reserve: int) -> str:
+def _cure(config: DecoderConfig, step: Step, state: OptimizerState, had: int | None, reserve: int) -> str:
     smaller = "take a smaller model, a shorter data.seq_len, or a device with more memory"
     samples = step.micro_batch_size * step.accumulate
-    fitting = None if had is None else largest_micro_batch(config, step, int(SHARE * had) - reserve, samples, muon)
+    fitting = None if had is None else largest_micro_batch(config, step, int(SHARE * had) - reserve, samples, state)
     if had is not None and fitting is None:
         return f"not even a micro-batch of 1 fits in that: {smaller}"
     if step.micro_batch_size == 1:
@@ -133,7 +132,7 @@ def _cure(config: DecoderConfig, step: Step, muon: bool, had: int | None, reserv
         halves = [size for size in range(1, step.micro_batch_size // 2 + 1) if samples % size == 0]
         return f"try --data.micro_batch_size {halves[-1]}, which changes no step"
     tried = replace(step, micro_batch_size=fitting, accumulate=samples // fitting)
-    needed = format_bytes(training_memory(config, tried, muon)["peak"])
+    needed = format_bytes(training_memory(config, tried, state)["peak"])
     return f"--data.micro_batch_size {fitting} needs about {needed} and fits, and changes no step"
 
 

@@ -81,15 +81,15 @@ def test_weights_gradients_and_optimizer_are_predicted(name, precision, dtype, o
     model = Decoder(config).to(dtype)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    muon = optimizer == "muon"
+    state = OptimizerConfig(optimizer).state
     optimizer = build_optimizer(model, OptimizerConfig(name=optimizer), fused_rows(config))
     optimizer.step()
     states = sum(t.nbytes for state in optimizer.state.values() for key, t in state.items() if key != "step")
-    predicted = training_memory(config, Step(4, 128, precision), muon)
+    predicted = training_memory(config, Step(4, 128, precision), state)
     assert predicted["weights"] == sum(parameter.nbytes for parameter in model.parameters())
     assert predicted["gradients"] == sum(parameter.grad.nbytes for parameter in model.parameters())
     assert predicted["optimizer"] == states
-    assert checkpoint_bytes(config, 2 if dtype == torch.bfloat16 else 4, muon) == predicted["weights"] + states
+    assert checkpoint_bytes(config, 2 if dtype == torch.bfloat16 else 4, state) == predicted["weights"] + states
 
 
 def test_kernels_halve_what_the_350m_preset_keeps():

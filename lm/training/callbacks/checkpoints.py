@@ -78,7 +78,7 @@ class Checkpoints(ModelCheckpoint):
 
     def _warn_of_little_room(self, trainer: Trainer, pl_module: LightningModule) -> None:
         item = next(pl_module.parameters()).element_size()
-        one = checkpoint_bytes(pl_module.config, item, pl_module.optimizer_config.name == "muon")
+        one = checkpoint_bytes(pl_module.config, item, pl_module.optimizer_config.state)
         needed = disk_space(trainer.run.path, one, self.keep, present=len(trainer.run.steps()))
         if not needed.suffices:
             log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
