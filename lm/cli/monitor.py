@@ -27,7 +27,7 @@ from rich.text import Text
 from lm.cli.charts import chart
 from lm.cli.runs import STYLES, to_json
 from lm.errors import RequestError
-from lm.runs.history import LiveRun, Series, smooth
+from lm.runs.history import METRICS, LiveRun, Series, smooth
 from lm.runs.registry import find
 from lm.runs.run import ROOT, Run
 from lm.system.units import format_bytes, format_count
@@ -36,11 +36,7 @@ from lm.system.units import format_bytes, format_count
 # The figures of a run in words, for `dashboard` to place: a title, a bar, and sections of labels and values.
 
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-METRICS = {
-    "loss": ("train/loss", "{:.4f}"), "validation": ("val/loss", "{:.4f}"), "bits per byte": ("val/bpb", "{:.4f}"),
-    "lr": ("optim/lr", "{:.2e}"), "gradient norm": ("optim/grad_norm", "{:.3g}"),
-    "tokens/s": ("perf/tokens_per_second", "{}"), "MFU": ("perf/mfu", "{:.1%}"),
-}  # fmt: skip
+FIGURES = ("train/loss", "val/loss", "val/bpb", "optim/lr", "optim/grad_norm", "perf/tokens_per_second", "perf/mfu")
 
 Fact = tuple[str, str, str]  # label, value, style
 
@@ -98,12 +94,12 @@ def progress(state: dict[str, Any], width: int) -> Text:
 def training(state: dict[str, Any]) -> list[Fact]:
     """The newest metrics, and the best validation; what is no number stands out."""
     facts = []
-    for label, (name, form) in METRICS.items():
-        value = state.get("metrics", {}).get(name)
+    for name in FIGURES:
+        metric, value = METRICS[name], state.get("metrics", {}).get(name)
         if value is not None:
-            text = format_count(float(value)) if form == "{}" else form.format(value)
-            facts.append((label, text, "" if math.isfinite(value) else "bold red"))
-        if label == "validation" and state.get("best_val_loss") is not None:
+            label = metric.short or metric.label
+            facts.append((label, metric.shown(float(value)), "" if math.isfinite(value) else "bold red"))
+        if name == "val/loss" and state.get("best_val_loss") is not None:
             facts.append(("best", f"{state['best_val_loss']:.4f} at step {state['best_val_step']:,}", ""))
     return facts
 
@@ -200,7 +196,7 @@ WIDE = 110  # columns from which on the figures stand beside the chart
 SIDE = 46  # columns that they take at least
 LOSS = 6, 12  # rows of the smallest chart of the loss, and of the smallest that has others below it
 BELOW = 7, 15  # least and most rows of the charts below
-SMALL = (("optim/grad_norm", "gradient norm"), ("optim/lr", "learning rate"), ("perf/tokens_per_second", "tokens/s"))
+SMALL = ("optim/grad_norm", "optim/lr", "perf/tokens_per_second")
 
 
 def page(watches: Sequence[LiveRun], width: int, height: int) -> list[Text]:
@@ -289,7 +285,8 @@ def later(values: list[float], losses: list[float]) -> tuple[float, float] | Non
 
 def _small(watch: LiveRun, width: int, height: int) -> list[Text]:
     wide = (width - 2 * (len(SMALL) - 1)) // len(SMALL)
-    curves = [(Series(label, *watch.curves[name].points(most=wide)), label) for name, label in SMALL]
+    labels = {name: METRICS[name].label for name in SMALL}
+    curves = [(Series(label, *watch.curves[name].points(most=wide)), label) for name, label in labels.items()]
     blocks = [draw([curve], wide, height, label) for curve, label in curves]
     return beside(blocks, width, [wide] * len(SMALL))
 

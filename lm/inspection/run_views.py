@@ -8,15 +8,26 @@ from matplotlib.figure import Figure
 
 from lm.inspection.drawing import BLUE, GREEN, ORANGE, PURPLE, VERMILION, Html, figure, finish, table, wrapped
 from lm.runs import registry
-from lm.runs.history import Agreement, Interval, Series, curve, differences, labels, read_samples, spread, time_spent
+from lm.runs.history import (
+    METRICS,
+    Agreement,
+    Interval,
+    Series,
+    curve,
+    differences,
+    labels,
+    read_samples,
+    spread,
+    time_spent,
+)
 from lm.runs.run import Run
 from lm.system.units import format_count
 
-PANELS = {  # title -> label of the y axis, and the metrics that are drawn
-    "loss": ("nats a token", {"training": "train/loss", "validation": "val/loss"}),
-    "validation bits per byte": ("bits a byte", {"bits per byte": "val/bpb"}),
-    "learning rate": ("learning rate", {"learning rate": "optim/lr"}),
-    "gradient norm": ("L2 norm before clipping", {"gradient norm": "optim/grad_norm"}),
+PANELS = {  # title -> the metrics that are drawn, by their labels
+    "loss": {"training": "train/loss", "validation": "val/loss"},
+    "validation bits per byte": {"bits per byte": "val/bpb"},
+    "learning rate": {"learning rate": "optim/lr"},
+    "gradient norm": {"gradient norm": "optim/grad_norm"},
 }
 AXES = {  # x of a curve -> what it is drawn over, and the label of the axis
     "step": ("steps", "optimizer step"),
@@ -36,11 +47,12 @@ def draw_training(run: Run) -> Figure:
     """Loss, bits per byte, learning rate and gradient norm over steps; dotted lines are alerts."""
     lines, alerts = run.metrics(), run.alerts()
     made, axes = figure(2, 2, width=10, height=6.5)
-    for panel, (title, (y, metrics)) in zip(axes.flat, PANELS.items(), strict=True):
+    for panel, (title, metrics) in zip(axes.flat, PANELS.items(), strict=True):
         _draw(panel, [curve(name, lines, metric) for name, metric in metrics.items()])
         for alert in alerts:
             panel.axvline(alert["step"], color=VERMILION, linestyle=":", linewidth=1)
-        finish(panel, title, "optimizer step", y)
+        unit = METRICS[next(iter(metrics.values()))].unit
+        finish(panel, title, "optimizer step", unit or title)
     return made
 
 

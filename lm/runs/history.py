@@ -17,6 +17,58 @@ from typing import Any, NamedTuple
 
 from lm.runs.run import ALERT_SHAPE, STEP, Run, valid_metrics
 from lm.system.files import fits, flatten, nonnegative, parse_json
+from lm.system.units import format_count
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+class Metric(NamedTuple):
+    """How a logged metric is shown, wherever it is."""
+
+    label: str
+    unit: str = ""  # of an axis
+    form: str = "{:.4g}"  # of a value
+    short: str = ""  # where there is little space; else the label
+    alert: str = ""  # its name in the conditions of alerts
+    chart: tuple[str, str] | None = None  # category and name of its chart in TensorBoard
+
+    def shown(self, value: float) -> str:
+        """A value for people."""
+        return format_count(value) if self.form == "count" else self.form.format(value)
+
+
+NATS = "nats a token"
+LOSSES, OPTIMIZATION, THROUGHPUT = ("loss", "training and validation"), "optimization", "throughput"
+METRICS = {  # every metric of metrics.jsonl and TensorBoard, but those of the tasks of an evaluation
+    "train/loss": Metric("loss", NATS, "{:.4f}", alert="loss", chart=LOSSES),
+    "train/max_loss": Metric("highest loss of a step", NATS, "{:.4f}", alert="max_loss"),
+    "train/perplexity": Metric("training perplexity", form="{:.2f}", alert="perplexity"),
+    "optim/lr": Metric("learning rate", "", "{:.2e}", "lr", "lr", (OPTIMIZATION, "learning rate")),
+    "optim/grad_norm": Metric(
+        "gradient norm", "L2 norm before clipping", "{:.3g}", alert="grad_norm", chart=(OPTIMIZATION, "gradient norm")
+    ),
+    "optim/param_norm": Metric("parameter norm", "L2 norm", alert="param_norm"),
+    "val/loss": Metric("validation loss", NATS, "{:.4f}", alert="val_loss", chart=LOSSES),
+    "val/perplexity": Metric("perplexity", form="{:.2f}", alert="val_perplexity"),
+    "val/bpb": Metric("bits per byte", "bits a byte", "{:.4f}", alert="val_bpb"),
+    "eval/core": Metric("mean centred accuracy", form="{:.4f}", alert="core"),
+    "perf/tokens_per_second": Metric(
+        "tokens a second", "tokens a second", "count", "tokens/s", "tokens_per_second", (THROUGHPUT, "tokens a second")
+    ),
+    "perf/mfu": Metric("MFU", "share of the peak", "{:.1%}", alert="mfu", chart=(THROUGHPUT, "MFU")),
+    "perf/data_wait": Metric("waiting for data", "share of the time", "{:.1%}", alert="data_wait"),
+    "perf/gpu_load": Metric("GPU load", "percent", alert="gpu_load"),
+    "perf/gpu_temperature": Metric("GPU temperature", "degrees Celsius", alert="gpu_temperature"),
+    "perf/gpu_power": Metric("GPU power", "watts", alert="gpu_power"),
+    "perf/cpu_load": Metric("CPU load", "percent", alert="cpu_load"),
+    "mem/process_gib": Metric("memory of the process", "GiB", alert="process_gib"),
+    "mem/gpu_gib": Metric("memory of the fullest GPU", "GiB", alert="gpu_gib"),
+    "mem/cuda_peak_gib": Metric("peak memory of tensors", "GiB", alert="cuda_peak_gib"),
+    "data/tokens": Metric("tokens", "tokens", "count", alert="tokens"),
+    "data/skipped_samples": Metric("skipped samples", "samples", "{:,.0f}"),
+    "data/injected": Metric("injected samples", form="{:.0f}"),
+}
+
 
 # ---- watch -----------------------------------------------------------------------------------------------------------
 # What a run's files say of it, again and again: each look reads only what was added since the one before.

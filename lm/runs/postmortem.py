@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from lm.runs.history import METRICS
 from lm.runs.run import Run
 from lm.system.files import write_atomically
 
@@ -163,8 +164,8 @@ def _happened(moment: Incident) -> list[str]:
         [f"**{step}**" if step == moment.worst else str(step), _number(loss), _number(norm), "yes" if applied else "no"]
         for step, loss, norm, applied in shown
     ]
-    columns = {"loss": "train/loss", "gradient norm": "optim/grad_norm", "learning rate": "optim/lr",
-               "tokens/s": "perf/tokens_per_second", "validation loss": "val/loss"}  # fmt: skip
+    names = ("train/loss", "optim/grad_norm", "optim/lr", "perf/tokens_per_second", "val/loss")
+    columns = {METRICS[name].label: name for name in names}
     lines = [
         [str(line["step"]), *(_number(line[metric]) if metric in line else "" for metric in columns.values())]
         for line in moment.lines[-LINES - 1 :]

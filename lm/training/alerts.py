@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from lm.errors import RequestError
+from lm.runs.history import METRICS
 
 # ---- expressions -----------------------------------------------------------------------------------------------------
 # Conditions over named values and their past, such as `loss > 1.5 * median(loss, 100)`: read once, looked at often.
@@ -277,17 +278,8 @@ def _negate(part: Truth) -> Truth:
 
 # ---- alerts ----------------------------------------------------------------------------------------------------------
 
-METRICS = {  # as an expression says it -> as the run log does
-    "loss": "train/loss", "max_loss": "train/max_loss", "perplexity": "train/perplexity",
-    "val_loss": "val/loss", "val_perplexity": "val/perplexity", "val_bpb": "val/bpb",
-    "core": "eval/core",
-    "lr": "optim/lr", "grad_norm": "optim/grad_norm", "param_norm": "optim/param_norm",
-    "tokens_per_second": "perf/tokens_per_second", "mfu": "perf/mfu", "data_wait": "perf/data_wait",
-    "gpu_load": "perf/gpu_load", "gpu_temperature": "perf/gpu_temperature", "gpu_power": "perf/gpu_power",
-    "cpu_load": "perf/cpu_load", "process_gib": "mem/process_gib", "gpu_gib": "mem/gpu_gib",
-    "cuda_peak_gib": "mem/cuda_peak_gib",
-    "step": "step", "tokens": "data/tokens",
-}  # fmt: skip
+# As an expression says it -> as the run log does.
+NAMES = {metric.alert: name for name, metric in METRICS.items() if metric.alert} | {"step": "step"}
 CLOCKS = {"step", "tokens"}  # known at every line, so that they are no reason to look at an expression again
 
 
@@ -302,7 +294,7 @@ class AlertEvaluator:
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self.expressions = [parse(text, METRICS) for text in texts]
+        self.expressions = [parse(text, NAMES) for text in texts]
         names = {name for expression in self.expressions for name in expression.depths}
         self.history = History(
             {name: max(expression.depths.get(name, 0) for expression in self.expressions) for name in sorted(names)}
@@ -310,7 +302,7 @@ class AlertEvaluator:
 
     def look(self, metrics: Mapping[str, float]) -> dict[Expression, bool | None]:
         """Take the metrics of a log line, by the log's names, and say which of the expressions they touch hold."""
-        values = {name: metrics[tag] for name, tag in METRICS.items() if tag in metrics}
+        values = {name: metrics[tag] for name, tag in NAMES.items() if tag in metrics}
         self.history.add(values)
         return {each: each.holds(self.history) for each in self.expressions if _measured(each) & values.keys()}
 

@@ -12,7 +12,8 @@ from trainings import lm, make_workplace, write_config
 
 from lm.errors import RequestError
 from lm.runs.run import Run
-from lm.training.alerts import LONGEST_WINDOW, METRICS, AlertEvaluator, parse
+from lm.training.alerts import LONGEST_WINDOW, AlertEvaluator, parse
+from lm.training.alerts import NAMES as METRICS
 
 NAMES = ("loss", "grad_norm", "val_loss")
 

@@ -28,6 +28,7 @@ from torch.utils.tensorboard.summary import hparams
 from lm.errors import GuardStop
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import step_of
+from lm.runs.history import METRICS
 from lm.runs.run import Run
 from lm.system import process
 from lm.system.files import append, flatten
@@ -137,19 +138,15 @@ def _kind(name: str) -> str:
     return group if group in ("val", "eval") else "train"
 
 
+LINE = ("train/loss", "optim/lr", "optim/grad_norm", "val/loss", "val/perplexity", "val/bpb", "eval/core", "perf/mfu")
+
+
 def line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     """A log line for people."""
-    shown = {
-        "loss": ("train/loss", "{:.4f}"),
-        "lr": ("optim/lr", "{:.2e}"),
-        "grad norm": ("optim/grad_norm", "{:.2f}"),
-        "validation loss": ("val/loss", "{:.4f}"),
-        "perplexity": ("val/perplexity", "{:.2f}"),
-        "bits per byte": ("val/bpb", "{:.4f}"),
-        "mean centred accuracy": ("eval/core", "{:.4f}"),
-        "MFU": ("perf/mfu", "{:.1%}"),
-    }
-    parts = [f"{name} {form.format(metrics[key])}" for name, (key, form) in shown.items() if key in metrics]
+    parts = [
+        f"{metric.short or metric.label} {metric.shown(metrics[name])}"
+        for name, metric in METRICS.items() if name in LINE and name in metrics
+    ]  # fmt: skip
     if "eval/core" not in metrics:
         accuracies = {name: value for name, value in metrics.items() if name.endswith("/accuracy")}
         short = {name.removeprefix("eval/").removesuffix("/accuracy"): value for name, value in accuracies.items()}
@@ -287,22 +284,13 @@ class Summaries(SummaryWriter):
 # ---- curves ----------------------------------------------------------------------------------------------------------
 # TensorBoard: one event file a process, the charts that belong together, and what a finished run was made with.
 
-# The Custom Scalars tab: category -> chart -> its curves.
-LAYOUT = {
-    "loss": {
-        "training and validation": ["Multiline", ["train/loss", "val/loss"]],
-        "over tokens": ["Multiline", ["tokens/train_loss", "tokens/val_loss"]],
-    },
-    "optimization": {
-        "learning rate": ["Multiline", ["optim/lr"]],
-        "gradient norm": ["Multiline", ["optim/grad_norm"]],
-    },
-    "throughput": {
-        "tokens a second": ["Multiline", ["perf/tokens_per_second"]],
-        "MFU": ["Multiline", ["perf/mfu"]],
-    },
-}
 OVER_TOKENS = {"train/loss": "tokens/train_loss", "val/loss": "tokens/val_loss"}
+# The Custom Scalars tab: category -> chart -> its curves.
+LAYOUT: dict[str, dict[str, list]] = {"loss": {"over tokens": ["Multiline", list(OVER_TOKENS.values())]}}
+for _name, _metric in METRICS.items():
+    if _metric.chart is not None:
+        _category, _chart = _metric.chart
+        LAYOUT.setdefault(_category, {}).setdefault(_chart, ["Multiline", []])[1].append(_name)
 REPLAYED = 1000  # points; TensorBoard shows no more of a curve
 RESULTS = ("val/best_loss", "val/bpb", "train/loss", "perf/tokens_per_second")  # the columns of the HParams tab
 
