@@ -145,7 +145,7 @@ def _step(trainer: Any) -> Step:
     """How a micro-batch is computed."""
     steps, module = trainer.steps, trainer.lightning_module
     return Step(
-        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.kernels_taken == "CUDA",
+        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
         module.compile_mode, steps.accumulate, module.cuda_graphs, steps.world_size,
         hasattr(trainer.strategy, "shard") and steps.world_size > 1,
     )  # fmt: skip
