@@ -14,6 +14,8 @@ from lightning.pytorch import Callback
 class AtMicroBatches(Callback):
     """Has `before_micro_batch` and `after_micro_batch` called around the forward pass of each, in training."""
 
+    micro = -1  # the newest of the step
+
     def on_train_start(self, trainer, pl_module):
         losses = pl_module.losses
 

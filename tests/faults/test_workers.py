@@ -33,7 +33,7 @@ def test_a_loader_process_that_dies_or_hangs_is_named_and_the_run_goes_on(workpl
     """SIGKILL to one, then SIGSTOP to one: exit 1 in one line, no process stays, and all losses are as ever."""
     run = Run(workplace / "checkpoints" / "small")
     for name, step, said in (
-        ("SIGKILL", 4, "was killed by SIGKILL"), ("SIGSTOP", 7, "gave nothing for 8 seconds (see data.timeout), so"),
+        ("SIGKILL", 0, "was killed by SIGKILL"), ("SIGSTOP", 5, "gave nothing for 8 seconds (see data.timeout), so"),
     ):  # fmt: skip
         breaker = {"class_path": "worker_breaker.SignalWorker", "init_args": dict(name=name, step=step)}
         done = fit(workplace, "small", breaker, expect=1)
