@@ -59,7 +59,9 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.scaling is None else linear(x, self.weight, self.scaling)
+        if self.scaling is not None:
+            return linear(x, self.weight, self.scaling)
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 class Rotary(NamedTuple):
