@@ -1,7 +1,7 @@
 """`lm bench step`: what a training step of a config takes on this machine, and what the loop around it adds.
 
-Here a config becomes a training on random tokens; `step_loops` does the timing, `step_report` says what was found, and
-`step_modes` has it done for each way to run a step.
+A config becomes a training on random tokens. `Turns` does the timing, `report` says what was found, and `--modes` has
+it done for each way to run a step.
 """
 
 import json
@@ -385,8 +385,6 @@ def show_modes(found: dict[str, Any]) -> None:
 
 # ---- step report -----------------------------------------------------------------------------------------------------
 # What `lm bench step` found, as one JSON object and as tables.
-#
-# `bench_step` runs the training, `step_loops` takes the times.
 
 FORMULAS = {
     "overhead.ratio": "median over Lightning's turns: seconds / mean seconds of the plain turns before and after - 1",

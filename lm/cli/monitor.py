@@ -1,6 +1,6 @@
 """`lm monitor`: runs that are training, live in a terminal, or once as JSON for programs. It only reads their files.
 
-`watch` reads them and `dashboard` makes a page of what they say.
+`runs/history` reads them, and `page` makes a page of what they say.
 """
 
 import math
@@ -188,8 +188,8 @@ def alerts(state: dict[str, Any], most: int, width: int | None = None) -> list[T
 # ---- dashboard -------------------------------------------------------------------------------------------------------
 # The page that `lm monitor` shows: runs as lines of text, never more or wider than there is room for.
 #
-# `watch` finds what is shown, `dashboard_figures` puts it into words and `charts` draws the curves. Nothing here reads
-# a file or knows of a terminal.
+# `runs/history` finds what is shown, the functions above put it into words and `cli/charts` draws the curves. Nothing
+# here reads a file or knows of a terminal.
 
 LEAST = 76  # columns of a run beside another one
 WIDE = 110  # columns from which on the figures stand beside the chart

@@ -1,6 +1,6 @@
 """`lm plan`: what a config means before anybody pays for it, on one page, in seconds, with nothing built or written.
 
-`plan_facts` has the numbers, `plan_findings` what is wrong with them.
+The numbers are computed here; `cli/plan_checks` finds what is wrong with them.
 """
 
 import json
@@ -29,8 +29,6 @@ from lm.training.schedule import Steps, lengths, plan_steps
 
 # ---- plan facts ------------------------------------------------------------------------------------------------------
 # What a config asks for, as numbers: the parts of `lm plan`'s page. Nothing is built, allocated or written.
-#
-# `plan_findings` judges them, `plan` shows them.
 
 KERNELS_FROM = (8, 0)  # compute capability, as in `kernels/operations`
 ASSUMED_MFU = 0.4  # what published trainings of this size reach on one GPU: nanochat 41 to 50 %, OLMo-core 52 to 57 %

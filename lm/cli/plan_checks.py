@@ -1,6 +1,6 @@
 """What is wrong, doubtful or could be better in a planned run, each with the arithmetic and the cure.
 
-`plan_facts` has the numbers.
+`cli/plan` has the numbers.
 """
 
 from collections.abc import Iterator

@@ -497,9 +497,6 @@ class Trace:
 
 # ---- profile ---------------------------------------------------------------------------------------------------------
 # `lm profile`: where the time of a training step of a config goes.
-#
-# A fit is run as `lm fit` would run it, in a folder that is removed. `profile_parts` takes the times, `profile_trace` a
-# trace of a few steps, `profile_report` says what was found.
 
 TRACE = "trace.json"
 VALIDATED = 8  # optimizer steps' worth of tokens that are validated on at most

@@ -1,6 +1,6 @@
 """`lm runs`: every run of a user at a glance, its removal, and the registry made anew. Reads files, imports no torch.
 
-`run_page` has one run on a page, `run_compare` several in one chart, `run_export` a run for others.
+`lm runs show`, one run on a page, is here too; `cli/runs_compare` has `compare` and `export`.
 """
 
 import json as jsonlib

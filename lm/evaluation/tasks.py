@@ -2,7 +2,7 @@
 
 A YAML lists tasks under `icl_tasks:`, each with its `label`, its file of items (`dataset_uri`, beside the YAML or below
 `eval_data/` beside it), `icl_task_type`, `num_fewshot` and `continuation_delimiter`; `eval_meta_data.csv` beside it
-says how many percent guessing gets. Next, `prompts` writes an item out as tokens.
+says how many percent guessing gets. Next, `evaluation/scoring` writes an item out as tokens.
 """
 
 import csv

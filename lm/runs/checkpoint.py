@@ -5,7 +5,7 @@ are the rest of the resume. `trainer.json` carries a digest of every other file 
 Everything goes to a temporary folder beside the final one, is synced, verified and renamed; links move afterwards.
 Nothing is pickled.
 
-`checkpoint_io` writes them behind the training's back.
+`training/checkpointing` writes them in the background of a training.
 """
 
 import base64

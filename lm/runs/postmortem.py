@@ -1,7 +1,6 @@
-"""What is known of a moment when a training went wrong: the records that a post-mortem is made of.
+"""Post-mortems: the records of an incident in a training, the page that describes it, and the folder it is kept in.
 
-`training/callbacks/postmortem` notices the moment, `evidence` looks into it, `post_mortem_page` puts it into words and
-`post_mortem` into a folder.
+`training/callbacks/postmortem` notices the incident, and `training/probe` gathers the evidence.
 """
 
 import json
@@ -326,7 +325,6 @@ def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
 # | `norms.json` | norms inside the network, of the worst micro-batch and of an ordinary one |
 # | `loss.png`, `grad_norm.png` | the curves before, and when it is closed, after |
 #
-# `training/callbacks/postmortem` says when, `evidence` gathers what stands here, `post_mortem_page` puts it into words.
 # Neither page nor folder needs torch.
 
 PICTURES = {"loss.png": ("train/loss", "loss", 1), "grad_norm.png": ("optim/grad_norm", "gradient norm", 2)}

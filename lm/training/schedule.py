@@ -12,8 +12,6 @@ from lm.system.units import Count
 
 # ---- schedule --------------------------------------------------------------------------------------------------------
 # How the learning rate moves over a run: pure functions of the optimizer step.
-#
-# So nothing of it is saved, and a resume cannot disagree with it. `module` asks before every step of `optim`.
 
 
 @dataclass

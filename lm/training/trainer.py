@@ -48,14 +48,14 @@ class EpochLoop(_TrainingEpochLoop):
 
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
-        self.restarting = False  # a checkpoint stands between two steps and before or after a whole validation
+        self.restarting = False  # a checkpoint is never in the middle of a step or of a validation
         if self.trainer.pending_validation:
             self.trainer.validating = True
             self.val_loop.run()
             self.trainer.training = True
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        return not self.restarting and self.trainer.validates_after(self.global_step)
+        return self.trainer.validates_after(self.global_step)
 
 
 # ---- out of memory ---------------------------------------------------------------------------------------------------
@@ -70,7 +70,8 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # Functions that a failure may be in; of several the innermost.
 PLACES = {
     "configure_model": "while the model was built", "validation_step": "in a validation",
-    "optimizer_step": "in the update of the weights", "losses": "in the forward pass", "backward": "in the backward pass",
+    "optimizer_step": "in the update of the weights", "losses": "in the forward pass",
+    "backward": "in the backward pass",
 }  # fmt: skip
 SHARE = 0.9  # of what there was that tensors may take: the rest is lost between them
 ON_A_CPU = 2**26  # bytes that the libraries take in the first steps, beside a checkpoint's copy of all that it holds
