@@ -23,7 +23,7 @@ from rich.text import Text
 
 from lm.errors import LmError, RequestError
 from lm.runs import registry
-from lm.runs.history import read_samples
+from lm.runs.history import METRICS, read_samples
 from lm.runs.run import ROOT, Run, describe_evaluation, merge_evaluations, release
 from lm.system.units import format_bytes, format_count
 
@@ -376,10 +376,10 @@ def _progress(found: dict[str, Any]) -> list[str]:
 
 def _losses(found: dict[str, Any]) -> list[str]:
     lines = []
-    for name, called in (("train/loss", "training"), ("val/loss", "validation"), ("val/bpb", "bits a byte")):
+    for name in ("train/loss", "val/loss", "val/bpb"):
         if curve := found["curves"].get(name):
             lines.append(
-                f"{called:<11}  from {curve['first']:.4f} to {curve['last']:.4f}, "
+                f"{METRICS[name].label:<24}  from {curve['first']:.4f} to {curve['last']:.4f}, "
                 f"lowest {curve['lowest']:.4f} at step {curve['lowest_step']:,}"
             )
     return lines

@@ -20,7 +20,7 @@ from lm.cli.charts import MARKERS, chart
 from lm.cli.runs import summarize, to_json
 from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
-from lm.runs.history import Series, curve, differences, labels
+from lm.runs.history import METRICS, Series, curve, differences, labels
 from lm.runs.run import ROOT, Run
 from lm.system.files import load_checksummed
 
@@ -144,10 +144,10 @@ def _number(value: float | None) -> str:
 # The folder is complete or absent: it is made beside its place and renamed at the end. No torch is needed to read it.
 
 FORMAT = 1
-PICTURES = {  # file -> label of the y axis, and the metrics that are drawn
-    "loss.png": ("loss (nats a token)", {"training": "train/loss", "validation": "val/loss"}),
-    "grad_norm.png": ("gradient norm", {"gradient norm": "optim/grad_norm"}),
-    "throughput.png": ("tokens a second", {"tokens a second": "perf/tokens_per_second"}),
+PICTURES = {  # file -> the metrics that it shows
+    "loss.png": ("train/loss", "val/loss"),
+    "grad_norm.png": ("optim/grad_norm",),
+    "throughput.png": ("perf/tokens_per_second",),
 }
 
 
@@ -256,11 +256,11 @@ def write_metrics(metrics: list[dict[str, Any]], folder: Path) -> None:
 def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> None:
     """`PICTURES`, those of them that there are values for."""
 
-    for file, (label, names) in PICTURES.items():
-        series: list[Series] = [curve(called, metrics, name, "step") for called, name in names.items()]
+    for file, names in PICTURES.items():
+        series: list[Series] = [curve(METRICS[name].label, metrics, name, "step") for name in names]
         series = [one for one in series if one.x]
         if series:
-            draw(folder / file, series, "optimizer step", label, title)
+            draw(folder / file, series, "optimizer step", METRICS[names[0]].unit, title)
 
 
 def copy_weights(checkpoint: Path, target: Path) -> None:

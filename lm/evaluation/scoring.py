@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RequestError, RunError
 from lm.evaluation.tasks import Item, Task
-from lm.model.decoder import Decoder, document_ids_from
-from lm.model.mode import evaluating
+from lm.model.decoder import Decoder, document_ids_from, evaluating
 
 # ---- scoring ---------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from lm.inference.pretrained import Pretrained
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.huggingface import config_json
 from lm.runs.checkpoint import samples_of
+from lm.runs.history import METRICS
 from lm.runs.run import Run, merge_evaluations
 from lm.system.units import format_bytes, format_count
 
@@ -163,11 +164,12 @@ def _duration(seconds: float) -> str:
 def result_rows(model: Pretrained, run: Run) -> Rows:
     """The validation at this very step, and what evaluations found of it."""
     rows: Rows = {}
-    labels = {"val/loss": "validation loss, nats a token", "val/perplexity": "validation perplexity",
-              "val/bpb": "validation bits per byte"}  # fmt: skip
     for line in run.metrics():
         if line["step"] == model.step:
-            rows |= {label: f"{line[name]:.4f}" for name, label in labels.items() if name in line}
+            rows |= {
+                f"{metric.label}, {metric.unit}".removesuffix(", "): metric.shown(line[name])
+                for name, metric in METRICS.items() if name.startswith("val/") and name in line
+            }  # fmt: skip
     found = merge_evaluations(run.evaluations(), model.step)
     if found is None:
         return rows

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lm.errors import RequestError, RunError
 from lm.model.cache import Cache
-from lm.model.decoder import Decoder
-from lm.model.mode import evaluating
+from lm.model.decoder import Decoder, evaluating
 
 # ---- decode step -----------------------------------------------------------------------------------------------------
 # A step of generation: the decoder reads the newest token of each row over a cache and returns logits for the next.

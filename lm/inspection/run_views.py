@@ -23,12 +23,7 @@ from lm.runs.history import (
 from lm.runs.run import Run
 from lm.system.units import format_count
 
-PANELS = {  # title -> the metrics that are drawn, by their labels
-    "loss": {"training": "train/loss", "validation": "val/loss"},
-    "validation bits per byte": {"bits per byte": "val/bpb"},
-    "learning rate": {"learning rate": "optim/lr"},
-    "gradient norm": {"gradient norm": "optim/grad_norm"},
-}
+PANELS = (("train/loss", "val/loss"), ("val/bpb",), ("optim/lr",), ("optim/grad_norm",))  # metrics of each panel
 AXES = {  # x of a curve -> what it is drawn over, and the label of the axis
     "step": ("steps", "optimizer step"),
     "tokens": ("tokens", "tokens"),
@@ -47,12 +42,12 @@ def draw_training(run: Run) -> Figure:
     """Loss, bits per byte, learning rate and gradient norm over steps; dotted lines are alerts."""
     lines, alerts = run.metrics(), run.alerts()
     made, axes = figure(2, 2, width=10, height=6.5)
-    for panel, (title, metrics) in zip(axes.flat, PANELS.items(), strict=True):
-        _draw(panel, [curve(name, lines, metric) for name, metric in metrics.items()])
+    for panel, names in zip(axes.flat, PANELS, strict=True):
+        _draw(panel, [curve(METRICS[name].label, lines, name) for name in names])
         for alert in alerts:
             panel.axvline(alert["step"], color=VERMILION, linestyle=":", linewidth=1)
-        unit = METRICS[next(iter(metrics.values()))].unit
-        finish(panel, title, "optimizer step", unit or title)
+        shown = METRICS[names[0]]
+        finish(panel, shown.label, "optimizer step", shown.unit or shown.label)
     return made
 
 

@@ -9,6 +9,8 @@ I intermediate_size, V vocab_size.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -325,3 +327,15 @@ def initialize(model: Decoder) -> None:
             nn.init.normal_(weight, std=std / math.sqrt(2 * model.config.num_hidden_layers))
         else:
             nn.init.normal_(weight, std=std)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the `with`, for generation and evaluation in the middle of training; then as before."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

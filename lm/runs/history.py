@@ -49,8 +49,8 @@ METRICS = {  # every metric of metrics.jsonl and TensorBoard, but those of the t
     ),
     "optim/param_norm": Metric("parameter norm", "L2 norm", alert="param_norm"),
     "val/loss": Metric("validation loss", NATS, "{:.4f}", alert="val_loss", chart=LOSSES),
-    "val/perplexity": Metric("perplexity", form="{:.2f}", alert="val_perplexity"),
-    "val/bpb": Metric("bits per byte", "bits a byte", "{:.4f}", alert="val_bpb"),
+    "val/perplexity": Metric("validation perplexity", form="{:.2f}", short="perplexity", alert="val_perplexity"),
+    "val/bpb": Metric("validation bits per byte", "bits a byte", "{:.4f}", "bits per byte", "val_bpb"),
     "eval/core": Metric("mean centred accuracy", form="{:.4f}", alert="core"),
     "perf/tokens_per_second": Metric(
         "tokens a second", "tokens a second", "count", "tokens/s", "tokens_per_second", (THROUGHPUT, "tokens a second")

@@ -327,7 +327,7 @@ def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
 #
 # Neither page nor folder needs torch.
 
-PICTURES = {"loss.png": ("train/loss", "loss", 1), "grad_norm.png": ("optim/grad_norm", "gradient norm", 2)}
+PICTURES = {"loss.png": ("train/loss", 1), "grad_norm.png": ("optim/grad_norm", 2)}  # metric, and index in a step
 OPEN = "Open: to be filled in when the loss is back where it was before, or when the run has ended without that."
 
 
@@ -407,7 +407,7 @@ def draw(folder: Path, moment: Incident, after: list[dict[str, Any]]) -> None:
     """
     from matplotlib.figure import Figure  # takes half a second
 
-    for name, (metric, label, column) in PICTURES.items():
+    for name, (metric, column) in PICTURES.items():
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.add_subplot()
         for lines, style in ((moment.lines, {"color": "tab:blue", "label": "log lines before"}),
@@ -423,7 +423,8 @@ def draw(folder: Path, moment: Incident, after: list[dict[str, Any]]) -> None:
             axes.axhline(moment.baseline, color="tab:gray", linestyle=":", label=f"{moment.baseline:.3f}, as before")
         if metric == "optim/grad_norm":
             axes.set_yscale("log")
-        axes.set(xlabel="optimizer step", ylabel=label, title=f"{moment.run}, step {moment.step}: {moment.guard}")
+        axes.set(xlabel="optimizer step", ylabel=METRICS[metric].label)
+        axes.set_title(f"{moment.run}, step {moment.step}: {moment.guard}")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
         figure.savefig(folder / name, dpi=110)
