@@ -433,7 +433,7 @@ def report(
         "compile": module.compile_mode,
         "kernels": choose(module.kernels, root_device)[1],
         "cuda_graphs": module.cuda_graphs,
-        "attention": module.attention,
+        "attention": module.attention_kernels,
         "python": facts["python"],
         "versions": facts["versions"],
         "parameters": parameters(module.config)["total"],

@@ -25,7 +25,7 @@ from lm.system.hardware import Device, find_device, peak_flops
 from lm.system.units import format_bytes, format_count
 from lm.training.optim import OptimizerConfig
 from lm.training.precision import for_cpu
-from lm.training.schedule import Steps, lengths, plan_steps
+from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 
 # ---- plan facts ------------------------------------------------------------------------------------------------------
 # What a config asks for, as numbers: the parts of `lm plan`'s page. Nothing is built, allocated or written.
@@ -100,7 +100,7 @@ def _fit_of_sample(shards: Shards, tokenizer: Tokenizer) -> float:
 
 def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[str, Any]:
     """The algebra of the run: tokens, epochs, warm-up, validations, checkpoints."""
-    warmup, decay = lengths(steps.max_steps, config.model.schedule)
+    warmup, decay = warmup_and_decay_steps(steps.max_steps, config.model.schedule)
     facts = {
         "seq_len": steps.seq_len, "micro_batch_size": steps.micro_batch_size, "accumulate": steps.accumulate,
         "world_size": steps.world_size, "tokens_per_step": steps.tokens_per_step, "max_steps": steps.max_steps,
@@ -280,7 +280,7 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
             global_batch_tokens=config.data.global_batch_tokens, world_size=world_size,
             max_steps=config.trainer.max_steps, max_tokens=config.trainer.max_tokens,
         )  # fmt: skip
-        lengths(steps.max_steps, config.model.schedule)
+        warmup_and_decay_steps(steps.max_steps, config.model.schedule)
     except RequestError as error:
         return found, [Finding("error", str(error), "")]
     data, tokenizer = {"prepared": False, "from": []}, None

@@ -317,7 +317,7 @@ def describe(trainer: Trainer, module: LanguageModule) -> dict[str, Any]:
         "compile": module.compile_mode,
         "kernels": choose(module.kernels, device)[1],
         "cuda_graphs": module.cuda_graphs,
-        "attention": module.attention,
+        "attention": module.attention_kernels,
         "python": facts["python"],
         "versions": facts["versions"],
         "parameters": parameters(module.config)["total"],

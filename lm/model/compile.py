@@ -1,4 +1,7 @@
-"""`torch.compile` for the decoder, block by block, and CUDA graphs of a micro-batch."""
+"""`torch.compile` for the decoder, block by block, and CUDA graphs of a micro-batch.
+
+Every block is compiled, and the loss. All blocks share one graph, so compiling takes seconds and not minutes.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -6,13 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-
-# ---- compiled --------------------------------------------------------------------------------------------------------
-# Each block is compiled, and the loss. All blocks share one graph, so compiling takes seconds and not minutes.
-#
-# `triton_free` is a backend of a few lines. It traces forward and backward pass together, chooses what is saved between
-# them, and runs the graphs as they are, with torch's own kernels and ours. No code is generated, so neither Triton nor
-# a C++ compiler is needed, and results equal those of eager mode to the bit.
 
 Compile = Literal["none", "inductor", "triton_free"]
 
@@ -24,7 +20,7 @@ def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
     (FSDP2 has some) stay outside of the graph.
 
     Args:
-        decoder: has `layers` and `losses`.
+        decoder: has `layers` and `cross_entropy`.
         mode: `none` leaves it as it is.
     """
     if mode == "none":
@@ -32,32 +28,34 @@ def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
     # All blocks share one code object and so dynamo's limit of recompilations, beyond which compiling is an error.
     # There is a graph for each mix of: first block or not (fused), window, FP8, training or evaluation, documents.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    # The backward pass is traced with the forward pass, under autocast, and would multiply in half precision what eager
-    # mode, whose backward pass is outside of autocast, multiplies in fp32: the emulated FP8 products do.
+    # A traced backward pass would run under autocast, and that of eager mode does not. Off, both compute the same.
     torch._functorch.config.backward_pass_autocast = "off"
     backend = triton_free if mode == "triton_free" else "inductor"
     for layer in decoder.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
-    decoder.losses = torch.compile(decoder.losses, backend=backend, fullgraph=True)
+    decoder.cross_entropy = torch.compile(decoder.cross_entropy, backend=backend, fullgraph=True)
 
 
 def triton_free(graph: GraphModule, inputs: list[Tensor], **options: Any) -> Callable:
-    """A backend for `torch.compile` that generates no code."""
+    """A backend for `torch.compile` that generates no code.
+
+    It traces forward and backward pass together, chooses what is saved between them, and runs the graphs as they are,
+    with torch's own kernels and ours. It needs neither Triton nor a C++ compiler, and results equal those of eager mode
+    to the bit.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    def as_it_is(graph: GraphModule, inputs: list[Tensor]) -> Callable:
+    def run_uncompiled(graph: GraphModule, inputs: list[Tensor]) -> Callable:
         return make_boxed_func(graph.forward)
 
     compiler = aot_autograd(
-        fw_compiler=as_it_is, bw_compiler=as_it_is, inference_compiler=as_it_is,
+        fw_compiler=run_uncompiled, bw_compiler=run_uncompiled, inference_compiler=run_uncompiled,
         partition_fn=min_cut_rematerialization_partition,
     )  # fmt: skip
     return compiler(graph, inputs)
 
-
-# ---- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 WARMUP = 3  # micro-batches that run as usual first, so that every kernel is loaded and every buffer has its size
 

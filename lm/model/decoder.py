@@ -147,7 +147,10 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm before it and a residual connection around it."""
+    """Attention and MLP, each with a norm before it and a residual connection around it.
+
+    With our CUDA kernels on, `model/fused.block_forward` runs in place of this `forward`.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -242,7 +245,7 @@ class Decoder(nn.Module):
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), continuation.last]  # (B, C)
         if labels is None:
             return F.linear(hidden, self.output_weight.to(hidden.dtype))  # (B, T, V)
-        return Losses(*self.losses(hidden, self.output_weight, labels, z_loss))
+        return Losses(*self.cross_entropy(hidden, self.output_weight, labels, z_loss))
 
     def hidden_states(
         self, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None
@@ -255,8 +258,11 @@ class Decoder(nn.Module):
                 x = layer(x, rotary, mask)  # (B, T, C)
         return self.norm(x)
 
-    def losses(self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-        """The fields of `Losses`, of normalised states `(B, T, C)`, the output matrix `(V, C)` and labels `(B, T)`."""
+    def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+        """The fields of `Losses`, of normalised states `(B, T, C)`, the output matrix `(V, C)` and labels `(B, T)`.
+
+        All that it computes with are arguments, so that `torch.compile` makes one graph of it for any decoder.
+        """
         logits = widen(F.linear(hidden, weight.to(hidden.dtype))).flatten(0, 1)  # (B * T, V)
         targets = labels.flatten()  # (B * T,)
         per_token = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")  # (B * T,)
@@ -275,7 +281,7 @@ class Decoder(nn.Module):
         x = self.dropout(self.embed_tokens(input_ids))  # (B, T, C)
         device = x.device.type
         if device != "meta" and torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))  # the residual stream is in the precision of the computation
+            x = x.to(torch.get_autocast_dtype(device))  # a residual stream in half precision: half the memory traffic
         return x
 
     def rotary_and_masks(
@@ -308,7 +314,7 @@ def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:
 
 @torch.no_grad()
 def initialize(model: Decoder) -> None:
-    """Set every weight from torch's global random numbers; after `to_empty` this is all there is to do.
+    """Set every weight from torch's global random numbers, also of a decoder that was made on the meta device.
 
     | weights                              | initial values                                                      |
     |--------------------------------------|---------------------------------------------------------------------|

@@ -32,7 +32,7 @@ def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
         return
     decoder.fused = ops
     decoder.hidden_states = MethodType(hidden_states, decoder)
-    decoder.losses = MethodType(losses, decoder)
+    decoder.cross_entropy = MethodType(cross_entropy, decoder)
     for block in decoder.layers:
         block.forward = MethodType(block_forward, block)
 
@@ -74,7 +74,9 @@ def attention(part: SelfAttention, qkv: Tensor, rotary: Rotary, mask: AttentionM
     return part.o_proj(out.flatten(2))  # (B, T, C)
 
 
-def losses(decoder: Decoder, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """`Decoder.losses`."""
+def cross_entropy(
+    decoder: Decoder, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """`Decoder.cross_entropy`."""
     weight = weight.to(hidden.dtype)
     return decoder.fused.linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED, z_loss=z_loss)

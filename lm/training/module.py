@@ -26,8 +26,9 @@ from lm.model.estimates import flops_per_token
 from lm.model.fused import fuse
 from lm.system.process import STOP
 from lm.training import checkpointing
+from lm.training.distributed import FullyShardedStrategy
 from lm.training.optim import OptimizerConfig, build_optimizer
-from lm.training.schedule import ScheduleConfig, schedule
+from lm.training.schedule import ScheduleConfig, lr_fraction
 from lm.training.step_stats import Step, StepStats, sum_over_ranks, total_norm
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class LanguageModule(LightningModule):
 
     def __init__(
         self,
-        decoder: DecoderConfig,  # no default: an instance would fix what follows from the other fields
+        decoder: DecoderConfig,  # no default: its `__post_init__` would freeze the fields that follow from others
         optimizer: OptimizerConfig = OptimizerConfig(),
         schedule: ScheduleConfig = ScheduleConfig(),
         document_mask: bool = False,
@@ -71,14 +72,14 @@ class LanguageModule(LightningModule):
         self.cuda_graphs = cuda_graphs
         self.graphed: GraphedMicroBatch | None = None  # while training with CUDA graphs
         self.decoder: Decoder | None = None
-        self.attention = "not chosen yet"  # which library kernels do it, in words
+        self.attention_kernels = "not chosen yet"  # of the libraries, in words
         self.kernels_taken = "not chosen yet"
         self.validation = TokenLoss()
         self.cursor: Cursor | None = None  # of the newest step
         self.stats = StepStats()  # no buffers: DDP would overwrite them with those of rank zero
         self.recent_steps: list[Step] = []  # since the log line before the newest one
         self._token_bytes: Tensor | None = None  # (V,) UTF-8 bytes of each token, on the device
-        self._resumed: dict[str, Any] = {}  # what a checkpoint holds for this rank alone
+        self._rank_state: dict[str, Any] = {}  # of the checkpoint that is resumed: what belongs to this rank alone
 
     # ---- the model ----------------------------------------------------------------------------------------------
 
@@ -99,13 +100,12 @@ class LanguageModule(LightningModule):
         self._refuse_graphs(device)
         ops, self.kernels_taken = choose(self.kernels, device)
         fuse(self.decoder, ops)
-        dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # or fp16, which is the same
-        self.attention = describe(device, dtype, self.config.windows, self.document_mask, self.config.dropout)
-        log.info("kernels: %s; attention: %s; compile: %s", self.kernels_taken, self.attention, self.compile_mode)
+        dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
+        self.attention_kernels = describe(device, dtype, self.config.windows, self.document_mask, self.config.dropout)
+        log.info("kernels: %s; attention: %s; compile: %s", self.kernels_taken, self.attention_kernels, self.compile_mode)
         compile_decoder(self.decoder, self.compile_mode)
-        shard = getattr(self.trainer.strategy, "shard", None)
-        if shard is not None:
-            shard(self.decoder)
+        if isinstance(self.trainer.strategy, FullyShardedStrategy):
+            self.trainer.strategy.shard(self.decoder)
 
     def _refuse_graphs(self, device: torch.device) -> None:
         if not self.cuda_graphs:
@@ -122,7 +122,7 @@ class LanguageModule(LightningModule):
                 raise RequestError(f"model.cuda_graphs needs {need}")
 
     def losses(self, batch: Batch) -> Losses:
-        """What a batch costs: the total in nats, which is differentiable, and each token's loss, which is not."""
+        """The losses of a batch: their sum in nats, which is differentiable, and each token's loss, which is not."""
         input_ids = batch.input_ids  # (B, T)
         documents = None
         if self.document_mask:
@@ -134,49 +134,45 @@ class LanguageModule(LightningModule):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """One optimizer step on this rank's share `(B, T + 1)` of the global batch.
+        """One optimizer step on this rank's rows `(B, T + 1)` of the global batch.
 
-        The gradient is that of the mean loss over all tokens that count, of all micro-batches and all ranks. A step
-        whose loss or gradient is not finite changes no weight, on any rank. Nothing here waits for the device.
+        The gradient is that of the mean loss over all targets that count, of all micro-batches and all ranks. A step
+        whose loss or gradient is not finite changes no weight, on any rank. The host does not wait for the device
+        here, but for document masks on a GPU, and for optimizers that read `skip` on the host.
 
         Returns:
-            The mean loss of this rank's tokens in nats, a scalar.
+            The mean loss of this rank's targets in nats, a scalar.
         """
         trainer, optimizer = self.trainer, self.optimizers()
-        generators = checkpointing.rng_state()
+        generators = checkpointing.rng_state()  # for a step that is dropped: dropout has drawn from them
         micro_batches = batch.split(trainer.steps.micro_batch_size)
-        nats = torch.zeros((), device=self.device)
+        loss_sum = torch.zeros((), device=self.device)
 
         for number, micro_batch in enumerate(micro_batches, start=1):
-            if STOP.late:  # after a signal; on a single device
-                self._forget_step(generators)
-                trainer.stop_after_last_step()
+            if STOP.late:  # a signal came, and the time to finish this step is over
+                self._drop_step(generators)
+                trainer.stop_after_last_step()  # saves, and raises Interrupted
             # Ranks exchange gradients once, in the backward pass of the last micro-batch.
             with optimizer.toggle_model(sync_grad=number == len(micro_batches)):
-                per_token = self.forward_backward(micro_batch)  # (b, T)
-            nats += per_token.sum()
+                loss_sum += self.forward_backward(micro_batch).sum()
 
-        # The gradients are a mean over all targets; those that do not count had no loss.
-        global_nats, global_tokens = sum_over_ranks(nats, batch.num_tokens, trainer.world_size)
-        factor = trainer.steps.tokens_per_step / global_tokens.clamp(min=1)  # 1 exactly where all targets count
+        # The backward passes averaged over all positions; the mean is over the targets that count.
+        global_loss, num_targets = sum_over_ranks(loss_sum, batch.num_tokens, trainer.world_size)
+        to_mean = trainer.steps.tokens_per_step / num_targets.clamp(min=1)  # exactly 1 where all targets count
+
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = total_norm(gradients) * factor / self._loss_scale()
-        finite = self.stats.add(self.global_step + 1, global_nats, global_tokens, norm, self._scaler is not None)
-        if trainer.max_grad_norm:
-            factor = factor * (trainer.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        if self._scaler is None:
-            optimizer.optimizer.skip = ~finite
-        else:
-            factor = torch.where(finite, factor, torch.nan)  # a GradScaler skips the step itself
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        grad_norm = total_norm(gradients) * to_mean / self._loss_scale
+        finite = self.stats.add(self.global_step + 1, global_loss, num_targets, grad_norm, self._scaler is not None)
+        clip = (trainer.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1) if trainer.max_grad_norm else 1
+        self._scale_or_skip(gradients, to_mean * clip, finite)
 
-        share_of_peak = schedule(self.global_step, trainer.max_steps, self.schedule_config)
+        fraction = lr_fraction(self.global_step, trainer.max_steps, self.schedule_config)
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * share_of_peak
+            group["lr"] = group["peak_lr"] * fraction
         optimizer.step()
-        (self.graphed or optimizer).zero_grad()
+        self._zero_grad()
         self.cursor = batch.cursor
-        return nats / max(1, batch.num_tokens)
+        return loss_sum / max(1, batch.num_tokens)
 
     def forward_backward(self, micro_batch: Batch) -> Tensor:
         """Add the gradient of a micro-batch's mean loss, divided by the micro-batches of a step, to those before it.
@@ -186,24 +182,36 @@ class LanguageModule(LightningModule):
         """
         if self.graphed is not None:
             return self.graphed(micro_batch.tokens)
-        return self._forward_backward(micro_batch)
+        return self._accumulate_gradient(micro_batch)
 
-    def _forward_backward(self, micro_batch: Batch) -> Tensor:
+    def _accumulate_gradient(self, micro_batch: Batch) -> Tensor:
         total, per_token = self.losses(micro_batch)  # (), (b, T)
         self.manual_backward(total / per_token.numel() / self.trainer.steps.accumulate)
         return per_token
 
-    def _forget_step(self, generators: dict[str, Tensor]) -> None:
-        """Have the state be that of the last whole step."""
-        (self.graphed or self.optimizers()).zero_grad()
+    def _scale_or_skip(self, gradients: list[Tensor], factor: Tensor, finite: Tensor) -> None:
+        """Multiply the gradients; where `finite`, a bool on the device, is false, the next step changes no weight."""
+        if self._scaler is None:
+            self.optimizers().optimizer.skip = ~finite  # torch's optimizer, inside Lightning's
+        else:  # a GradScaler skips a step by itself where a gradient is not finite
+            factor = torch.where(finite, factor, torch.nan)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+
+    def _drop_step(self, generators: dict[str, Tensor]) -> None:
+        """Undo the micro-batches of this step."""
+        self._zero_grad()
         checkpointing.restore_generators(generators)
+
+    def _zero_grad(self) -> None:
+        (self.graphed or self.optimizers()).zero_grad()
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:
         return getattr(self.trainer.precision_plugin, "scaler", None)
 
+    @property
     def _loss_scale(self) -> Tensor | float:
-        """What gradients were multiplied with, so that fp16 can hold them; the optimizer's step divides by it."""
+        """What gradients were multiplied with, so that fp16 can hold them; `get_scale` would wait for the device."""
         return 1.0 if self._scaler is None else self._scaler._scale
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -212,7 +220,7 @@ class LanguageModule(LightningModule):
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of optimizer step `step` (0 is the first), where a group has none of its own."""
-        return self.optimizer_config.lr * schedule(step, self.trainer.max_steps, self.schedule_config)
+        return self.optimizer_config.lr * lr_fraction(step, self.trainer.max_steps, self.schedule_config)
 
     def logged_metrics(self) -> dict[str, float]:
         """What a log line says of the steps since the last one, which are then in `recent_steps`.
@@ -266,21 +274,21 @@ class LanguageModule(LightningModule):
         checkpointing.to_checkpoint(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._resumed = checkpointing.from_checkpoint(self, checkpoint)
+        self._rank_state = checkpointing.from_checkpoint(self, checkpoint)
 
     def on_train_start(self) -> None:
         """Put the sums on the device and this rank's generators where the checkpoint left them."""
         # A training step is more than a forward pass: `losses` enters the precision's context by itself.
         self.trainer.precision_plugin.train_step_context = nullcontext
-        self.stats = StepStats(self.device, self._resumed.get("step_stats"))
-        if "rng" in self._resumed:
-            checkpointing.restore_generators(self._resumed["rng"])
+        self.stats = StepStats(self.device, self._rank_state.get("step_stats"))
+        if "rng" in self._rank_state:
+            checkpointing.restore_generators(self._rank_state["rng"])
         elif self.global_rank:  # all ranks drew the same initial weights; from here on each drops out its own
             torch.manual_seed(torch.initial_seed() + self.global_rank)
-        self._resumed = {}
+        self._rank_state = {}
         if self.cuda_graphs:
             self.graphed = GraphedMicroBatch(
-                self.decoder.parameters(), lambda tokens: self._forward_backward(Batch(tokens)),
+                self.decoder.parameters(), lambda tokens: self._accumulate_gradient(Batch(tokens)),
                 capture=self.device.type == "cuda",
             )  # fmt: skip
 

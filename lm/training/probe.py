@@ -18,7 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lm.data.loader import Batch
+from lm.model.decoder import Losses, evaluating
 from lm.runs.postmortem import Evidence, Sample
+from lm.training.callback import call_hook
 from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
 
@@ -81,22 +83,17 @@ def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> 
     return Norms(activations, dict(zip(named, (sizes / tokens).tolist(), strict=True)))
 
 
-def _losses(module: LightningModule, rows: np.ndarray) -> Any:
-    with module.trainer.precision_plugin.forward_context():  # autocast, where the training has it
-        return module.losses(Batch(torch.from_numpy(np.ascontiguousarray(rows)).to(module.device)))
+def _losses(module: LightningModule, rows: np.ndarray) -> Losses:
+    return module.losses(Batch(torch.from_numpy(np.ascontiguousarray(rows)).to(module.device)))
 
 
 @contextmanager
 def _undisturbed(module: LightningModule) -> Iterator[None]:
     """While it lasts, the module evaluates and runs uncompiled; a validation's inference mode is lifted."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
     try:
-        with torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
+        with evaluating(module), torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for part in training:
-            part.training = True
         if isinstance(module.decoder, FSDPModule):  # it keeps some weights gathered after a forward pass
             module.decoder.reshard()
 
@@ -191,10 +188,7 @@ def is_sharded(module: LightningModule) -> bool:
 
 def injected(trainer: Trainer, step: int) -> np.ndarray | None:
     """`(G, T + 1)` that a callback put in place of a step's samples; None: they were those of the shards."""
-    for callback in trainer.callbacks:
-        if hasattr(callback, "rows_of_step") and (rows := callback.rows_of_step(trainer, step)) is not None:
-            return rows
-    return None
+    return next((rows for rows in call_hook(trainer, "rows_of_step", step) if rows is not None), None)
 
 
 def _read(trainer: Trainer, taken: StepRef) -> tuple[np.ndarray, list[Place]]:

@@ -57,7 +57,7 @@ class ScheduleConfig:
             )
 
 
-def lengths(max_steps: int, config: ScheduleConfig) -> tuple[int, int]:
+def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int, int]:
     """`warmup_steps` and `decay_steps` of a run of `max_steps` optimizer steps; 0 where there is none.
 
     Raises:
@@ -80,8 +80,8 @@ def lengths(max_steps: int, config: ScheduleConfig) -> tuple[int, int]:
     return warmup, decay
 
 
-def schedule(step: int, max_steps: int, config: ScheduleConfig) -> float:
-    """The share of the peak learning rate at an optimizer step.
+def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
+    """The fraction of the peak learning rate at an optimizer step.
 
     Args:
         step: 0 for the first optimizer step.
@@ -91,7 +91,7 @@ def schedule(step: int, max_steps: int, config: ScheduleConfig) -> float:
         A factor in [0, 1]: `(step + 1) / warmup` while warming up, 1 at its end, then by the schedule's name
         (cosine as in Loshchilov and Hutter, 2017, arXiv:1608.03983; wsd as in Hu et al., 2024, arXiv:2404.06395).
     """
-    warmup, decay = lengths(max_steps, config)
+    warmup, decay = warmup_and_decay_steps(max_steps, config)
     if step < warmup:
         return (step + 1) / warmup
     if config.name == "constant" or (config.name == "wsd" and not decay):

@@ -19,21 +19,21 @@ class Step(NamedTuple):
     step: int  # 1 is the first
     loss: float  # mean in nats a token
     grad_norm: float  # before clipping
-    applied: bool  # False where one of them was not finite, and so no weight was changed
+    applied: bool  # False where loss or gradient was not finite, and so no weight was changed
 
 
-def sum_over_ranks(nats: Tensor, tokens: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """The loss and the tokens of an optimizer step over all ranks, as scalars on the device of `nats`."""
+def sum_over_ranks(loss: Tensor, tokens: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """The summed loss and the tokens of an optimizer step over all ranks, as scalars on the device of `loss`."""
     if world_size == 1:
-        return nats, torch.full((), tokens, dtype=torch.int64, device=nats.device)
-    sums = torch.stack([nats.double(), torch.full_like(nats, tokens, dtype=torch.float64)])
+        return loss, torch.full((), tokens, dtype=torch.int64, device=loss.device)
+    sums = torch.stack([loss.double(), torch.full_like(loss, tokens, dtype=torch.float64)])
     dist.all_reduce(sums)
     return sums[0].float(), sums[1].long()
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The norm of all tensors as one vector, over all shards: a scalar on the device."""
-    norm = torch.nn.utils.get_total_norm(tensors, foreach=True)
+    """The norm of all tensors as one vector, over all shards: an fp32 scalar on the device."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
@@ -47,7 +47,8 @@ class StepStats:
 
     def __init__(self, device: torch.device | str = "cpu", state: Mapping[str, Any] | None = None) -> None:
         state = state or {"nats": 0.0, "tokens": 0, "steps": []}
-        # Of all applied steps since they were last read, on all ranks:
+        # Of the steps since they were last read, on all ranks, but those that were not applied. Where a GradScaler finds
+        # an overflow of the gradients, a step is not applied and its loss is counted.
         self.nats = torch.tensor(state["nats"], device=device)
         self.tokens = torch.tensor(state["tokens"], dtype=torch.int64, device=device)
         # Number; loss, gradient norm and whether it was applied, as a tensor.
@@ -61,23 +62,23 @@ class StepStats:
 
         Args:
             step: its number, 1 for the first.
-            nats, tokens: from `sum_over_ranks`.
+            nats, tokens: summed loss and tokens of the step, from `sum_over_ranks`.
             grad_norm: over all ranks, a scalar on the device.
-            scaled: a GradScaler tries out how far it can go, so an overflow of the gradients is its business.
+            scaled: a GradScaler multiplies the gradients, and overflows them now and then to find the largest factor.
 
         Returns:
             Whether loss and gradient are finite: a bool scalar on the device, the same on every rank.
         """
         loss = nats / tokens.clamp(min=1)
         applied = loss.isfinite() & grad_norm.isfinite()
-        counts = loss.isfinite() if scaled else applied
-        self.nats.add_(torch.where(counts, nats, 0))
-        self.tokens.add_(torch.where(counts, tokens, 0))
+        loss_counts = loss.isfinite() if scaled else applied
+        self.nats.add_(torch.where(loss_counts, nats, 0))
+        self.tokens.add_(torch.where(loss_counts, tokens, 0))
         self._steps.append((step, torch.stack([loss, grad_norm.float(), applied.float()])))
-        return counts
+        return applied
 
     def read(self) -> tuple[float, list[Step]]:
-        """The mean loss of the applied steps since the last call, NaN where there is none, and all steps since.
+        """The mean loss of the steps since the last call, NaN where none counts, and the steps.
 
         Waits for the device.
         """
@@ -88,7 +89,7 @@ class StepStats:
         return loss, steps
 
     def state_dict(self) -> dict[str, Any]:
-        """What was not read yet, the same on every rank, in what JSON has words for. Waits for the device."""
+        """What was not read yet, the same on every rank, as values of JSON. Waits for the device."""
         steps = [[value if math.isfinite(value) else None for value in step] for step in self._unread()]
         return {"nats": self.nats.item(), "tokens": self.tokens.item(), "steps": steps}
 

@@ -1,13 +1,9 @@
 """Lightning's Trainer in the words of pretraining: optimizer steps and tokens, not micro-batches and epochs."""
 
 import logging
-import re
-import traceback
 import warnings
-from dataclasses import dataclass, replace
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as lightning
 import torch
@@ -18,21 +14,21 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
 
-from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError, RunError
-from lm.model.config import DecoderConfig
-from lm.model.estimates import OptimizerState, Step, checkpoint_bytes, largest_micro_batch, training_memory
+from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError
 from lm.runs.checkpoint import pending_validation, step_of
 from lm.runs.run import Run
 from lm.system.hardware import keep_freed_memory
 from lm.system.process import STOP
-from lm.system.units import Count, format_bytes
+from lm.system.units import Count
+from lm.training.callback import call_hook
 from lm.training.checkpointing import FolderCheckpointIO
 from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
+from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error, process_bytes
 from lm.training.precision import Float8Precision, Precision, choose
-from lm.training.schedule import Steps, lengths, plan_steps
+from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 
-# ---- loops -----------------------------------------------------------------------------------------------------------
-# Lightning's loops, where they differ: which steps a validation follows, and one that was interrupted comes first.
+log = logging.getLogger(__name__)
+YEAR = 365 * 24 * 3600  # seconds
 
 
 class FitLoop(_FitLoop):
@@ -56,107 +52,6 @@ class EpochLoop(_TrainingEpochLoop):
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         return self.trainer.validates_after(self.global_step)
-
-
-# ---- out of memory ---------------------------------------------------------------------------------------------------
-# What to do when a training runs out of memory: where it was, how much it had, and a micro-batch that fits.
-#
-# How much there was to have is told by what the training had when it failed: a limit on the process or its container,
-# and what others take of a GPU, are then counted in, whatever they are.
-
-SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # in a RuntimeError of torch
-ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)")
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-# Functions that a failure may be in; of several the innermost.
-PLACES = {
-    "configure_model": "while the model was built", "validation_step": "in a validation",
-    "optimizer_step": "in the update of the weights", "losses": "in the forward pass",
-    "backward": "in the backward pass",
-}  # fmt: skip
-SHARE = 0.9  # of what there was that tensors may take: the rest is lost between them
-ON_A_CPU = 2**26  # bytes that the libraries take in the first steps, beside a checkpoint's copy of all that it holds
-
-
-def ran_out(error: BaseException) -> bool:
-    """Whether an exception says that there is no more memory, of the machine or of a GPU."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
-
-
-def process_bytes() -> int | None:
-    """Memory of this process; None where the system does not tell."""
-    try:
-        found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
-
-
-def explain(error: BaseException, trainer: Any, before: int | None) -> RunError:
-    """One line for an exception that `ran_out` knows; what the failed step still held is let go of.
-
-    Args:
-        error: the exception.
-        trainer: a `Trainer` whose module has its decoder's config.
-        before: bytes of this process when the training began, weights included; None: it had not begun.
-    """
-    module, device, steps_taken = trainer.lightning_module, trainer.strategy.root_device, trainer.global_step
-    step, state = _step(trainer), module.optimizer_config.state
-    had, reserve = None, 0
-    if device.type == "cuda":
-        had = torch.cuda.max_memory_allocated(device)
-    elif before is not None and (now := process_bytes()) is not None:
-        memory = training_memory(module.config, step, state)
-        had = now - before + memory["weights"] + (memory["optimizer"] if steps_taken else 0)
-        reserve = ON_A_CPU + checkpoint_bytes(module.config, step.master_item, state)
-    where, asked = _place(error.__traceback__), ASKED.search(str(error))
-    traceback.clear_frames(error.__traceback__)
-    taken = "there was too little" if had is None else f"it had {format_bytes(had)} at most"
-    more = f" and asked for {format_bytes(int(float(asked[1]) * UNITS[asked[2]]))} more" if asked else ""
-    cure = _cure(module.config, step, state, had, reserve)
-    return RunError(
-        f"out of memory ({device.type}) {where} of step {steps_taken + 1}: with micro-batches of "
-        f"{step.micro_batch_size} x {step.seq_len} tokens {taken}{more}; {cure}; checkpoints are as they were"
-    )
-
-
-def _cure(config: DecoderConfig, step: Step, state: OptimizerState, had: int | None, reserve: int) -> str:
-    smaller = "take a smaller model, a shorter data.seq_len, or a device with more memory"
-    samples = step.micro_batch_size * step.accumulate
-    fitting = None if had is None else largest_micro_batch(config, step, int(SHARE * had) - reserve, samples, state)
-    if had is not None and fitting is None:
-        return f"not even a micro-batch of 1 fits in that: {smaller}"
-    if step.micro_batch_size == 1:
-        return smaller
-    if fitting is None or fitting >= step.micro_batch_size:  # a guess, where the memory is not taken by what is counted
-        halves = [size for size in range(1, step.micro_batch_size // 2 + 1) if samples % size == 0]
-        return f"try --data.micro_batch_size {halves[-1]}, which changes no step"
-    tried = replace(step, micro_batch_size=fitting, accumulate=samples // fitting)
-    needed = format_bytes(training_memory(config, tried, state)["peak"])
-    return f"--data.micro_batch_size {fitting} needs about {needed} and fits, and changes no step"
-
-
-def _place(frames: TracebackType | None) -> str:
-    names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(frames)]
-    return next((PLACES[name] for name in reversed(names) if name in PLACES), "at the beginning")
-
-
-def _step(trainer: Any) -> Step:
-    """How a micro-batch is computed."""
-    steps, module = trainer.steps, trainer.lightning_module
-    return Step(
-        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
-        module.compile_mode, steps.accumulate, module.cuda_graphs, steps.world_size,
-        hasattr(trainer.strategy, "shard") and steps.world_size > 1,
-    )  # fmt: skip
-
-
-# ---- trainer ---------------------------------------------------------------------------------------------------------
-
-log = logging.getLogger(__name__)
-
-YEAR = 365 * 24 * 3600  # seconds
 
 
 @dataclass
@@ -297,7 +192,7 @@ class Trainer(lightning.Trainer):
         Args:
             model: The module to train.
             datamodule: Its data; its `seq_len`, `micro_batch_size` and `global_batch_tokens` give the step.
-            ckpt_path: A checkpoint folder to go on from, `best`, `last`, or `auto`: the newest whole one, else from
+            ckpt_path: A checkpoint folder to resume from, `best`, `last`, or `auto`: the newest whole one, else from
                 scratch.
 
         Raises:
@@ -310,7 +205,7 @@ class Trainer(lightning.Trainer):
             world_size=self.world_size,
             **self._wanted,
         )
-        lengths(self.steps.max_steps, model.schedule_config)  # refuses a schedule that does not fit
+        warmup_and_decay_steps(self.steps.max_steps, model.schedule_config)  # refuses a schedule that does not fit
         log.info(str(self.steps))
         if step_of(ckpt_path) >= self.steps.max_steps and not pending_validation(ckpt_path):
             log.info("the run has finished: all %d steps are done", self.steps.max_steps)
@@ -326,14 +221,9 @@ class Trainer(lightning.Trainer):
             super()._fit_impl(*args, **kwargs)
         except Exception as error:
             module = self.lightning_module
-            if module is None or module.config.vocab_size is None or not ran_out(error):
+            if module is None or module.config.vocab_size is None or not is_out_of_memory(error):
                 raise
-            raise explain(error, self, self._memory_before) from error
-
-    def _have_callbacks(self, do: str) -> None:
-        for callback in self.callbacks:
-            if hasattr(callback, do):
-                getattr(callback, do)(self)
+            raise out_of_memory_error(error, self, self._memory_before) from error
 
     def _run_stage(self) -> Any:
         self._memory_before = process_bytes()
@@ -342,13 +232,13 @@ class Trainer(lightning.Trainer):
         except Exception as error:
             STOP.disarm()  # what is done about it may take its time
             if isinstance(error, DataError) and self.fitting:
-                self._have_callbacks("save_last_step")
+                call_hook(self, "save_last_step")
             if isinstance(error, LmError) or STOP.received is None or not self.fitting:
                 raise
             # A signal to the whole group may end processes first that this one depends on.
             raise Interrupted(
                 f"{STOP.received.name}: ended without a checkpoint, because {type(error).__name__}: {error}; "
-                "the same command with `--ckpt_path auto` goes on from the newest one"
+                "the same command with `--ckpt_path auto` resumes from the newest one"
             ) from error
 
     # ---- where the training stands, for callbacks ----------------------------------------------------------------
@@ -363,13 +253,13 @@ class Trainer(lightning.Trainer):
         """Whether this is a fit, also while it validates."""
         return self.state.fn == lightning.trainer.states.TrainerFn.FITTING
 
-    def stop_after_last_step(self) -> None:
+    def stop_after_last_step(self) -> NoReturn:
         """End the run as it was after its last whole step.
 
         Raises:
             Interrupted: always.
         """
-        self._have_callbacks("stop_after_last_step")
+        call_hook(self, "stop_after_last_step")
 
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows this optimizer step."""

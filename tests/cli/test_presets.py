@@ -13,7 +13,7 @@ from lm.model.decoder import Decoder
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.arguments import Parser
 from lm.training.module import LanguageModule
-from lm.training.schedule import plan_steps, schedule
+from lm.training.schedule import lr_fraction, plan_steps
 from lm.training.trainer import Trainer
 
 CONFIGS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.yaml"))
@@ -71,7 +71,7 @@ def test_warm_up_is_a_small_share_and_the_rate_ends_at_its_fraction(path):
     config = parse_instance(path).model
     steps = SIZES[path.stem][3]
     assert config.schedule.warmup_steps <= 0.1 * steps
-    assert schedule(steps, steps, config.schedule) == pytest.approx(0.0 if path.stem == "depth12" else 0.1)
+    assert lr_fraction(steps, steps, config.schedule) == pytest.approx(0.0 if path.stem == "depth12" else 0.1)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

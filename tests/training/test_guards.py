@@ -16,7 +16,8 @@ from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.training.callbacks.guards import Rollback
 from lm.training.callbacks.standard import GuardsConfig
-from lm.training.optim import AdamW, Muon
+from lm.training.muon import Muon
+from lm.training.optim import AdamW
 from lm.training.step_stats import StepStats, sum_over_ranks
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from trainings import lm, losses, make_workplace, write_config
 
-from lm.training.optim import COEFFICIENTS, ROUNDS, Muon, orthogonalize
+from lm.training.muon import COEFFICIENTS, ROUNDS, Muon, orthogonalize
 
 ALIKE = dict(lr=0.02, weight_decay=0.1)
 SETTINGS = dict(**ALIKE, betas=(0.9, 0.95), eps=1e-8, momentum=0.95)

@@ -19,7 +19,7 @@ from lm.training.optim import (
     parameter_groups,
     parameter_names,
 )
-from lm.training.schedule import ScheduleConfig, lengths, schedule
+from lm.training.schedule import ScheduleConfig, lr_fraction, warmup_and_decay_steps
 
 SHAPE = dict(
     vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -28,7 +28,7 @@ SHAPE = dict(
 
 
 def curve(config, steps=100):
-    return [schedule(step, steps, config) for step in range(steps + 1)]
+    return [lr_fraction(step, steps, config) for step in range(steps + 1)]
 
 
 def decoder(**changes):
@@ -68,14 +68,14 @@ def test_wsd_is_flat_then_falls():
 
 
 def test_beyond_the_end_the_rate_stays_at_the_final_fraction():
-    assert schedule(500, 100, ScheduleConfig("cosine", final_fraction=0.2)) == pytest.approx(0.2)
+    assert lr_fraction(500, 100, ScheduleConfig("cosine", final_fraction=0.2)) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
 @pytest.mark.parametrize("steps", [100, 250, 7])
 def test_shares_of_the_run_are_the_steps_that_they_come_to(name, steps):
     ratios = ScheduleConfig(name, warmup_ratio=0.1, decay_ratio=0.4)
-    warmup, decay = lengths(steps, ratios)
+    warmup, decay = warmup_and_decay_steps(steps, ratios)
     assert (warmup, decay) == (round(0.1 * steps), round(0.4 * steps))
     assert curve(ratios, steps) == curve(ScheduleConfig(name, warmup_steps=warmup, decay_steps=decay), steps)
 
@@ -83,18 +83,18 @@ def test_shares_of_the_run_are_the_steps_that_they_come_to(name, steps):
 def test_a_warm_up_and_a_decay_that_do_not_fit_into_the_run_are_refused():
     """They may fill it; more would let the rate jump from the warm-up into the middle of the fall."""
     filled = ScheduleConfig("wsd", warmup_steps=10, decay_steps=90)
-    assert lengths(100, filled) == (10, 90) and curve(filled)[9] == 1.0
+    assert warmup_and_decay_steps(100, filled) == (10, 90) and curve(filled)[9] == 1.0
     for config in (filled, ScheduleConfig("wsd", warmup_steps=10, decay_ratio=0.95)):
         with pytest.raises(RequestError, match=r"warm-up 10 \+ decay \d+ steps are more than the run's 99"):
-            schedule(0, 99, config)
-    assert lengths(99, ScheduleConfig("cosine", warmup_steps=10, decay_steps=90)) == (10, 90)  # a fall that ends at 90
+            lr_fraction(0, 99, config)
+    assert warmup_and_decay_steps(99, ScheduleConfig("cosine", warmup_steps=10, decay_steps=90)) == (10, 90)  # a fall that ends at 90
 
 
 @pytest.mark.parametrize("steps", range(1, 40))
 def test_shares_that_make_a_whole_fill_every_run(steps):
     """Though both may come to half a step and be rounded up."""
     for warmup in (0.1, 0.3, 0.5):
-        assert sum(lengths(steps, ScheduleConfig("wsd", warmup_ratio=warmup, decay_ratio=1 - warmup))) <= steps
+        assert sum(warmup_and_decay_steps(steps, ScheduleConfig("wsd", warmup_ratio=warmup, decay_ratio=1 - warmup))) <= steps
 
 
 @pytest.mark.parametrize(

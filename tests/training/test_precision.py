@@ -243,7 +243,7 @@ def test_a_compiled_backward_pass_is_outside_of_autocast_as_in_eager_mode(scalin
     found = []
     for mode in ("none", "triton_free"):
         torch._dynamo.reset()
-        compile_decoder(SimpleNamespace(layers=[block], losses=block.forward), mode)
+        compile_decoder(SimpleNamespace(layers=[block], cross_entropy=block.forward), mode)
         x.grad = block.weight.grad = None
         with torch.autocast("cpu", torch.bfloat16):
             out = block(x.requires_grad_())

@@ -13,12 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.files import nonnegative, write_atomically
 from lm.system.process import seconds_since_process_start
+from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, agree
 from lm.training.trainer import Trainer
 

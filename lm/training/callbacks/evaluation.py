@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lm.data.loader import Batch
@@ -21,6 +21,7 @@ from lm.inference.generation import Sampling, generate
 from lm.runs.run import Evaluation, metrics, record
 from lm.system.files import append_line
 from lm.system.units import Count
+from lm.training.callback import Callback
 from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.logging import RunLog
 from lm.training.distributed import FullyShardedStrategy

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 
 from lm.data.loader import Batch
 from lm.errors import GuardStop
@@ -17,6 +17,7 @@ from lm.runs.checkpoint import find_damage, step_of
 from lm.system import process
 from lm.training import checkpointing
 from lm.training.alerts import AlertEvaluator
+from lm.training.callback import Callback, call_hook
 from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
 
@@ -52,9 +53,7 @@ def act(
         log.warning("%s: %s%s", guard, message, "" if action == "warn" else f": {action}")
         said = {"guard": guard, "action": action, "message": message}
         trainer.run.append_alert({"step": trainer.global_step, "time": process.now(), **said})
-    for callback in trainer.callbacks:
-        if hasattr(callback, "on_guard"):
-            callback.on_guard(trainer, pl_module, guard, action, message)
+    call_hook(trainer, "on_guard", pl_module, guard, action, message)
     if action == "checkpoint" or save:
         trainer.checkpoint_callback.request()
     if action == "stop":
@@ -72,10 +71,7 @@ def not_training(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     finally:
-        seconds = time.monotonic() - began
-        for callback in trainer.callbacks:
-            if hasattr(callback, "on_pause"):
-                callback.on_pause(trainer, seconds)
+        call_hook(trainer, "on_pause", time.monotonic() - began)
 
 
 # ---- alerts ----------------------------------------------------------------------------------------------------------

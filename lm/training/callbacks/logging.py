@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -33,6 +33,7 @@ from lm.runs.run import Run
 from lm.system import process
 from lm.system.files import append, flatten
 from lm.system.units import format_count
+from lm.training.callback import Callback, call_hook
 from lm.training.trainer import Trainer
 
 # ---- run log ---------------------------------------------------------------------------------------------------------
@@ -44,9 +45,8 @@ lines = logging.getLogger("lm.lines")  # the command line shows them where there
 class RunLog(Callback):
     """Writes every metric once, under the optimizer step that it belongs to.
 
-    It asks the module and every callback that has `logged_metrics` what there is to say, so that each concern stays
-    in its own file, and tells it to those that have `on_metrics`, on every rank. What is not finite is told and not
-    written: JSON has no word for it.
+    The metrics are those of the module's `logged_metrics` and of every callback's, and every callback's `on_metrics`
+    gets them, on every rank. A value that is not finite is not written, because JSON has no notation for it.
 
     Args:
         interval: optimizer steps between log lines.
@@ -69,9 +69,8 @@ class RunLog(Callback):
         if step % self.interval and step != trainer.max_steps:
             return
         metrics = pl_module.logged_metrics()
-        for callback in trainer.callbacks:
-            if hasattr(callback, "logged_metrics"):
-                metrics |= callback.logged_metrics(trainer, pl_module)
+        for more in call_hook(trainer, "logged_metrics", pl_module):
+            metrics |= more
         self.tell(trainer, pl_module, metrics)
         if not self._settled:  # what the first steps took says nothing of the rest: compilation, a cold cache
             self._began, self._settled = (time.monotonic(), step), True
@@ -93,9 +92,7 @@ class RunLog(Callback):
         """
         if trainer.is_global_zero:
             self._write(trainer, metrics)
-        for callback in trainer.callbacks:
-            if hasattr(callback, "on_metrics"):
-                callback.on_metrics(trainer, pl_module, metrics)
+        call_hook(trainer, "on_metrics", pl_module, metrics)
 
     def _write(self, trainer: Trainer, told: dict[str, float]) -> None:
         metrics = {name: value for name, value in told.items() if math.isfinite(value)}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 
 from lm.data.loader import Batch
 from lm.data.rare import SHARE, rare_rows, rare_tokens
@@ -23,6 +23,7 @@ from lm.runs import postmortem
 from lm.runs.postmortem import Evidence, Incident
 from lm.system import process
 from lm.training.alerts import AlertEvaluator
+from lm.training.callback import Callback
 from lm.training.callbacks.guards import Action, act, agree, not_training
 from lm.training.probe import StepRef, gather, injected, is_sharded
 from lm.training.step_stats import Step

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 
 from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
@@ -25,6 +25,7 @@ from lm.runs.run import Run, release
 from lm.system.files import write_atomically
 from lm.system.hardware import Telemetry, device_name
 from lm.system.process import run_facts
+from lm.training.callback import Callback
 from lm.training.trainer import Trainer
 
 # ---- run folder ------------------------------------------------------------------------------------------------------

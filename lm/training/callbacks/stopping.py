@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
 from lm.errors import Interrupted
 from lm.system.process import STOP
+from lm.training.callback import Callback
 from lm.training.callbacks.logging import ProgressBar
 from lm.training.callbacks.run_folder import Registration, RunFolder
 from lm.training.trainer import Trainer
@@ -24,7 +25,7 @@ from lm.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-class Interrupt(Checkpoint):
+class Interrupt(Callback, Checkpoint):
     """Ends a run after a signal reached any rank, with a checkpoint, or after a guard asked for it, with one if it is
     wanted.
 

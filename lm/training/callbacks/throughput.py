@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 
 from lm.errors import RequestError
 from lm.system.hardware import device_name, peak_flops
 from lm.system.units import Count, format_count
+from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, agree
 from lm.training.callbacks.run_folder import Heartbeat
 from lm.training.trainer import Trainer
@@ -200,7 +201,7 @@ def slow_attention(facts: Facts) -> str | None:
     if not facts.on_gpu:
         return None
     if "masked" in facts.attention:
-        return f"attention is by a mask, not by flash ({facts.attention}): windows and documents need bf16, no dropout"
+        return f"attention is by a mask, not by flash ({facts.attention}): windows and documents need bf16 or fp16, and no dropout"
     if facts.attention.startswith("efficient"):
         return f"attention is not by flash ({facts.attention}): precision 32-true rules it out"
     return None
@@ -288,7 +289,7 @@ class ThroughputFloor(Callback):
         return diagnose(Facts(
             rate=rate, floor=self.config.floor, lines=self._below, data_wait=metrics.get("perf/data_wait"),
             compilations=graphs - self._graphs, reason=reason, on_gpu=pl_module.device.type == "cuda",
-            attention=pl_module.attention, kernels=pl_module.kernels_taken, limits=_limits(trainer),
+            attention=pl_module.attention_kernels, kernels=pl_module.kernels_taken, limits=_limits(trainer),
             load=_load(), own_load=busy / seconds * trainer.num_devices, cores=os.cpu_count() or 1,
         ))  # fmt: skip
 

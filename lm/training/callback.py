@@ -1,0 +1,47 @@
+"""The hooks that callbacks of this project have beyond Lightning's, and how they are called."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback as LightningCallback
+
+
+class Callback(LightningCallback):
+    """Lightning's Callback with further hooks, which do nothing here.
+
+    A callback that is not of this class may define any of them, too: `call_hook` goes by the name.
+    """
+
+    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> Mapping[str, float]:
+        """Metrics for the log line of this optimizer step. Called on every rank, every `trainer.log_interval` steps."""
+        return {}
+
+    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
+        """Metrics have been logged: those of a log line, of a validation, or of an evaluation. Called on every rank."""
+
+    def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: str, message: str) -> None:
+        """A guard has found something; called before its action changes anything. See `callbacks/guards.act`."""
+
+    def on_pause(self, trainer: Trainer, seconds: float) -> None:
+        """Training has stood still for so long, for an evaluation or for samples."""
+
+    def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
+        """The global batch `(N, T + 1)` that this callback put in the place of the data's own; None: it did not."""
+        return None
+
+    def stop_after_last_step(self, trainer: Trainer) -> None:
+        """A signal came, and the step under way has been dropped: end the run by an exception."""
+
+    def save_last_step(self, trainer: Trainer) -> None:
+        """The data of the next step cannot be read: save the last one before the run ends."""
+
+
+def call_hook(trainer: Trainer, name: str, *args: Any) -> list[Any]:
+    """Call a hook of every callback that has it, in their order, with the trainer and `args`.
+
+    Returns:
+        What each of them returned.
+    """
+    return [getattr(callback, name)(trainer, *args) for callback in trainer.callbacks if hasattr(callback, name)]

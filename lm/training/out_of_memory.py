@@ -1,0 +1,107 @@
+"""What to do when training runs out of memory: one line that names where, how much there was, and a size that fits.
+
+How much memory there was is what training had when it failed. Limits of the process or its container are then
+included, and so is the memory that other processes use on the GPU.
+"""
+
+import re
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lm.errors import RunError
+from lm.model.config import DecoderConfig
+from lm.model.estimates import OptimizerState, Step, checkpoint_bytes, largest_micro_batch, training_memory
+from lm.system.units import format_bytes
+from lm.training.distributed import FullyShardedStrategy
+
+SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # in a RuntimeError of torch
+ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)")
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# Functions that a failure may be in; of several the innermost.
+PLACES = {
+    "configure_model": "while the model was built", "validation_step": "in a validation",
+    "optimizer_step": "in the update of the weights", "losses": "in the forward pass",
+    "backward": "in the backward pass",
+}  # fmt: skip
+SHARE = 0.9  # of what there was that tensors may take: the rest is lost between them
+ON_A_CPU = 2**26  # bytes that the libraries take in the first steps, beside a checkpoint's copy of all that it holds
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that there is no more memory, of the machine or of a GPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+def process_bytes() -> int | None:
+    """Memory of this process; None where the system does not tell."""
+    try:
+        found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) -> RunError:
+    """One line for an exception that `is_out_of_memory` knows; frees what the failed step still held.
+
+    Args:
+        error: the exception.
+        trainer: a `Trainer` whose module has its decoder's config.
+        before: bytes of this process when the training began, weights included; None: it had not begun.
+    """
+    module, device, steps_taken = trainer.lightning_module, trainer.strategy.root_device, trainer.global_step
+    step, state = _step(trainer), module.optimizer_config.state
+    had, reserve = None, 0
+    if device.type == "cuda":
+        had = torch.cuda.max_memory_allocated(device)
+    elif before is not None and (now := process_bytes()) is not None:
+        memory = training_memory(module.config, step, state)
+        had = now - before + memory["weights"] + (memory["optimizer"] if steps_taken else 0)
+        reserve = ON_A_CPU + checkpoint_bytes(module.config, step.master_item, state)
+    where, asked = _place(error.__traceback__), ASKED.search(str(error))
+    traceback.clear_frames(error.__traceback__)
+    taken = "there was too little" if had is None else f"it had {format_bytes(had)} at most"
+    more = f" and asked for {format_bytes(int(float(asked[1]) * UNITS[asked[2]]))} more" if asked else ""
+    cure = _cure(module.config, step, state, had, reserve)
+    return RunError(
+        f"out of memory ({device.type}) {where} of step {steps_taken + 1}: with micro-batches of "
+        f"{step.micro_batch_size} x {step.seq_len} tokens {taken}{more}; {cure}; checkpoints are as they were"
+    )
+
+
+def _cure(config: DecoderConfig, step: Step, state: OptimizerState, had: int | None, reserve: int) -> str:
+    smaller = "take a smaller model, a shorter data.seq_len, or a device with more memory"
+    samples = step.micro_batch_size * step.accumulate
+    fitting = None if had is None else largest_micro_batch(config, step, int(SHARE * had) - reserve, samples, state)
+    if had is not None and fitting is None:
+        return f"not even a micro-batch of 1 fits in that: {smaller}"
+    if step.micro_batch_size == 1:
+        return smaller
+    if fitting is None or fitting >= step.micro_batch_size:  # a guess, where the memory is not taken by what is counted
+        halves = [size for size in range(1, step.micro_batch_size // 2 + 1) if samples % size == 0]
+        return f"try --data.micro_batch_size {halves[-1]}, which changes no step"
+    tried = replace(step, micro_batch_size=fitting, accumulate=samples // fitting)
+    needed = format_bytes(training_memory(config, tried, state)["peak"])
+    return f"--data.micro_batch_size {fitting} needs about {needed} and fits, and changes no step"
+
+
+def _place(frames: TracebackType | None) -> str:
+    names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(frames)]
+    return next((PLACES[name] for name in reversed(names) if name in PLACES), "at the beginning")
+
+
+def _step(trainer: Any) -> Step:
+    """How a micro-batch is computed."""
+    steps, module = trainer.steps, trainer.lightning_module
+    return Step(
+        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
+        module.compile_mode, steps.accumulate, module.cuda_graphs, steps.world_size,
+        isinstance(trainer.strategy, FullyShardedStrategy) and steps.world_size > 1,
+    )  # fmt: skip
