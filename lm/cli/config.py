@@ -24,6 +24,7 @@ from lm.system.files import parse_yaml
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
 from lm.training.callbacks.run_folder import Registration, RunFolder
 from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
+from lm.training.callbacks.summary import Summary
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -253,7 +254,7 @@ class TrainingCLI(LightningCLI):
         auto = config.ckpt_path == "auto"
         run_folder = RunFolder(self.resumed_run, config.run, self.config_text, config.force, auto=auto)
         beside = {name: self._get(self.config_init, name) for name in OTHER_GROUPS}
-        callbacks = standard_callbacks(trainer_config, run_folder, **beside)
+        callbacks = [*standard_callbacks(trainer_config, run_folder, **beside), Summary()]
         try:
             return self._instantiate_trainer(trainer_config, [*callbacks, Registration()])
         except (MisconfigurationException, ValueError, TypeError) as error:

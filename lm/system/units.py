@@ -1,7 +1,8 @@
-"""Counts as people write them: `1000`, `32_768`, `512K`, `10B`, `1.5e9`, `512Ki`."""
+"""Counts as people write them (`1000`, `32_768`, `512K`, `10B`, `1.5e9`, `512Ki`), bytes and durations."""
 
 import re
 from decimal import Decimal
+from itertools import pairwise
 
 MULTIPLIERS = {
     "": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
@@ -49,3 +50,16 @@ def format_bytes(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:,.{1 if number < 100 * size else 0}f} {suffix}"
     return f"{number:.0f} bytes"
+
+
+DURATIONS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))  # seconds of each unit
+
+
+def format_duration(seconds: float) -> str:
+    """A time in at most two units: `42 s`, `3 min 5 s`, `2 h 10 min`, `4 d 3 h`."""
+    seconds = max(0, round(seconds))
+    for (unit, length), (smaller, part) in pairwise(DURATIONS):
+        if seconds >= length:
+            rest = seconds % length // part
+            return f"{seconds // length} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds} s"

@@ -102,7 +102,9 @@ class LanguageModule(LightningModule):
         fuse(self.decoder, ops)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
         self.attention_kernels = describe(device, dtype, self.config.windows, self.document_mask, self.config.dropout)
-        log.info("kernels: %s; attention: %s; compile: %s", self.kernels_taken, self.attention_kernels, self.compile_mode)
+        log.info(
+            "kernels: %s; attention: %s; compile: %s", self.kernels_taken, self.attention_kernels, self.compile_mode
+        )
         compile_decoder(self.decoder, self.compile_mode)
         if isinstance(self.trainer.strategy, FullyShardedStrategy):
             self.trainer.strategy.shard(self.decoder)

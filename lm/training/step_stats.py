@@ -47,8 +47,8 @@ class StepStats:
 
     def __init__(self, device: torch.device | str = "cpu", state: Mapping[str, Any] | None = None) -> None:
         state = state or {"nats": 0.0, "tokens": 0, "steps": []}
-        # Of the steps since they were last read, on all ranks, but those that were not applied. Where a GradScaler finds
-        # an overflow of the gradients, a step is not applied and its loss is counted.
+        # Of the steps since they were last read, on all ranks, but those that were not applied. Where a GradScaler
+        # finds an overflow of the gradients, a step is not applied and its loss is counted.
         self.nats = torch.tensor(state["nats"], device=device)
         self.tokens = torch.tensor(state["tokens"], dtype=torch.int64, device=device)
         # Number; loss, gradient norm and whether it was applied, as a tensor.

@@ -122,7 +122,7 @@ class Samples(Callback):
             torch.cuda.synchronize()  # what is still queued is training
         try:
             with not_training(trainer):
-                texts = self._written(trainer, pl_module)
+                texts = self.written(trainer, pl_module)
                 if trainer.is_global_zero:
                     self._write(trainer, texts)
         except (RunError, OSError, torch.OutOfMemoryError) as error:
@@ -130,7 +130,7 @@ class Samples(Callback):
                 raise  # the other ranks may be waiting for this one's part of the weights
             log.warning("no samples at step %d: %s", trainer.global_step, error)
 
-    def _written(self, trainer: Trainer, pl_module: LightningModule) -> list[str]:
+    def written(self, trainer: Trainer, pl_module: LightningModule) -> list[str]:
         config, tokenizer = self.config, trainer.datamodule.tokenizer
         with trainer.precision_plugin.forward_context():
             # No token ends a row here: ranks that share a model must all take the same number of steps.

@@ -167,8 +167,8 @@ class ProgressBar(Callback):
         if not (trainer.is_global_zero and sys.stderr.isatty()):
             return
         self._progress = Progress(
-            BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-            TextColumn("{task.description}"), console=Console(stderr=True),
+            BarColumn(), MofNCompleteColumn(), TextColumn("steps, elapsed"), TimeElapsedColumn(), TextColumn("left"),
+            TimeRemainingColumn(), TextColumn("{task.description}"), console=Console(stderr=True),
         )  # fmt: skip
         self._task = self._progress.add_task("", total=trainer.max_steps, completed=trainer.global_step)
         self._progress.start()

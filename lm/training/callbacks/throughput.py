@@ -201,7 +201,7 @@ def slow_attention(facts: Facts) -> str | None:
     if not facts.on_gpu:
         return None
     if "masked" in facts.attention:
-        return f"attention is by a mask, not by flash ({facts.attention}): windows and documents need bf16 or fp16, and no dropout"
+        return f"attention is by a mask, not by flash ({facts.attention}): flash needs bf16 or fp16 and no dropout"
     if facts.attention.startswith("efficient"):
         return f"attention is not by flash ({facts.attention}): precision 32-true rules it out"
     return None

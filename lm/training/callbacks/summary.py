@@ -1,0 +1,111 @@
+"""What a fit says of itself: at its start what it is about to do, at its end what it did and what to type next."""
+
+import logging
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lm.errors import RunError
+from lm.runs.checkpoint import step_of
+from lm.runs.history import METRICS, read_samples
+from lm.system.hardware import device_name
+from lm.system.units import format_count, format_duration
+from lm.training.callback import Callback
+from lm.training.callbacks.evaluation import Samples, SamplesConfig
+from lm.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
+SAMPLE_WIDTH = 300  # characters of a sample that are shown
+
+
+class Summary(Callback):
+    """Describes a fit in a few lines, from rank zero."""
+
+    def __init__(self) -> None:
+        self._began = (0.0, 0)  # time and optimizer step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = time.monotonic(), trainer.global_step
+        if trainer.is_global_zero:
+            for line in describe_fit(trainer, pl_module):
+                log.info("%s", line)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        since, first = self._began
+        seconds, steps = time.monotonic() - since, trainer.global_step - first
+        log.info("%d steps in %s, %s tokens in all", steps, format_duration(seconds), format_count(trainer.tokens_seen))
+        best = trainer.run.link("best")
+        if best is not None:
+            log.info("best %s %.4f, at step %d", METRICS["val/loss"].label, trainer.checkpoint_callback.best_loss,
+                     step_of(best))  # fmt: skip
+        model = trainer.run.path / ("last" if best is None else "best")
+        log.info("model: %s, which Hugging Face transformers loads as it is", model)
+        if sample := _sample(trainer, pl_module):
+            log.info("sample: %s", sample)
+        for command, purpose in next_commands(trainer.run.path):
+            log.info("%-60s  # %s", command, purpose)
+
+
+def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
+    """The model, its data, the steps to take, and where its weights come from, a line each."""
+    sizes = {name: parameter.numel() for name, parameter in module.decoder.named_parameters()}
+    total, embeddings = sum(sizes.values()), sum(sizes.get(name, 0) for name in EMBEDDINGS)
+    data, steps = trainer.datamodule, trainer.steps
+    tokens = {split: shards.tokens for split, shards in data.shards.items()}
+    epochs = steps.max_steps * steps.tokens_per_step / tokens["train"]
+    device = device_name(trainer.strategy.root_device)
+    devices = f"{trainer.world_size} x {device}" if trainer.world_size > 1 else device
+    if trainer.strategy.root_device.type == "cpu":
+        devices += f" with {torch.get_num_threads()} threads"
+    return [
+        f"model: {format_count(total)} parameters, {format_count(total - embeddings)} of them outside the embeddings; "
+        f"vocabulary {module.config.vocab_size:,}, context {module.config.max_position_embeddings:,}",
+        f"data: {format_count(tokens['train'])} tokens for training, {format_count(tokens.get('val', 0))} for validation",
+        f"training: {steps.max_steps:,} steps of {steps.tokens_per_step:,} tokens = "
+        f"{format_count(steps.max_steps * steps.tokens_per_step)} tokens, {epochs:.2g} epochs; {devices}, "
+        f"{trainer.precision}",
+        f"weights: {_origin(trainer)}",
+    ]
+
+
+def _origin(trainer: Trainer) -> str:
+    if not trainer.ckpt_path:
+        return f"new, drawn from seed {torch.initial_seed()}"
+    if trainer.global_step:
+        return f"resumed from {trainer.ckpt_path}, after step {trainer.global_step:,} of {trainer.max_steps:,}"
+    return f"from {trainer.ckpt_path}, and training starts at step 1"
+
+
+def _sample(trainer: Trainer, module: LightningModule) -> str | None:
+    """A text that the model as it is now has written: the first of `samples:`, else one of its own."""
+    written = [line for line in read_samples(trainer.run) if line["step"] == trainer.global_step]
+    if written:
+        text = written[0]["prompt"] + written[0]["text"]
+    elif trainer.world_size == 1:
+        samples = Samples(SamplesConfig(prompts=[""]))
+        samples.setup(trainer, module, "fit")
+        try:
+            text = samples.written(trainer, module)[0]
+        except (RunError, torch.OutOfMemoryError):
+            return None
+    else:
+        return None
+    return textwrap.shorten(text, SAMPLE_WIDTH, placeholder=" ...")
+
+
+def next_commands(run: Path) -> list[tuple[str, str]]:
+    """What to do with a run that has finished: commands and what they are for."""
+    program = "lm" if Path(sys.argv[0]).name == "lm" else f"{Path(sys.executable).name} -m lm"
+    where = f"--run {run.name}" if run.parent == Path("checkpoints") else f"--ckpt_path {run / 'best'}"
+    return [
+        (f"{program} generate {where}", "write with it: type prompts"),
+        (f"{program} runs show {run}", "the whole run on a page"),
+        (f"{program} export {where} --output {run.name}-export", "a folder to publish, with a model card"),
+    ]

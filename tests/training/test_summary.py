@@ -1,0 +1,29 @@
+"""A fit says what it is about to do, and at its end what it did; the commands that it names work when typed."""
+
+import shlex
+
+from trainings import lm, make_workplace, write_config
+
+
+def test_a_fit_describes_itself_and_what_it_has_made(tmp_path):
+    folder = make_workplace(tmp_path / "work")
+    write_config(folder)
+    said = lm(folder, "fit", "--config", "small.yaml").stderr
+    for part in (
+        " parameters, ", "context 32", "tokens for training", "training: 12 steps of 256 tokens = 3.07K tokens",
+        "weights: new, drawn from seed 7", "12 steps in ", "best validation loss ", "model: checkpoints/small/best",
+        "sample: ",
+    ):  # fmt: skip
+        assert part in said, part
+
+    commands = [line.partition("#")[0] for line in said.splitlines() if " -m lm " in line]
+    assert len(commands) == 3
+    for command in commands:
+        arguments = shlex.split(command)
+        assert arguments[1:3] == ["-m", "lm"]
+        typed = ("--prompt", "The") if arguments[3] == "generate" else ()
+        lm(folder, *arguments[3:], *typed)
+
+    said = lm(folder, "fit", "--config", "small.yaml", "--trainer.max_steps", "14", "--ckpt_path", "auto").stderr
+    assert "weights: resumed from checkpoints/small/step-00000012, after step 12 of 14" in said
+    assert "2 steps in " in said
