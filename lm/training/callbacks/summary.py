@@ -67,7 +67,8 @@ def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
     return [
         f"model: {format_count(total)} parameters, {format_count(total - embeddings)} of them outside the embeddings; "
         f"vocabulary {module.config.vocab_size:,}, context {module.config.max_position_embeddings:,}",
-        f"data: {format_count(tokens['train'])} tokens for training, {format_count(tokens.get('val', 0))} for validation",
+        f"data: {format_count(tokens['train'])} tokens for training, "
+        f"{format_count(tokens.get('val', 0))} for validation",
         f"training: {steps.max_steps:,} steps of {steps.tokens_per_step:,} tokens = "
         f"{format_count(steps.max_steps * steps.tokens_per_step)} tokens, {epochs:.2g} epochs; {devices}, "
         f"{trainer.precision}",
