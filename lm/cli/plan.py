@@ -22,7 +22,7 @@ from lm.model.config import DecoderConfig
 from lm.model.estimates import Step, checkpoint_bytes, flops_per_token, largest_micro_batch, parameters, training_memory
 from lm.system.files import disk_space
 from lm.system.hardware import Device, find_device, peak_flops
-from lm.system.units import format_bytes, format_count
+from lm.system.units import format_bytes, format_count, format_duration
 from lm.training.optim import OptimizerConfig
 from lm.training.precision import for_cpu
 from lm.training.schedule import Steps, lengths, plan_steps
@@ -435,17 +435,9 @@ def _time(time: dict[str, Any], found: dict[str, Any]) -> list[str]:
         return [f"unknown: {time['basis']}"]
     cost = "" if time["usd"] is None else f", {time['usd']:,.2f} USD"
     rate = format_count(time["tokens_per_second"])
-    return [f"{_duration(time['seconds'])} at {rate} tokens/s{cost} ({time['basis']})"]
+    return [f"{format_duration(time['seconds'])} at {rate} tokens/s{cost} ({time['basis']})"]
 
 
 def _disk(disk: dict[str, Any], found: dict[str, Any]) -> list[str]:
     one, all_of_them, free = (format_bytes(disk[name]) for name in ("checkpoint", "at_once", "free"))
     return [f"{one} a checkpoint, {all_of_them} at once; {free} free"]
-
-
-def _duration(seconds: float) -> str:
-    """As people say it: 45 min, 3.2 h, 4.5 days."""
-    for size, unit in ((86400 * 2, "days"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / (86400 if unit == 'days' else size):,.1f} {unit}"
-    return f"{seconds:.0f} s"
