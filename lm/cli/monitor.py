@@ -14,7 +14,6 @@ import time
 import tty
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from select import select
 from types import FrameType
 from typing import Any
@@ -30,12 +29,11 @@ from lm.errors import RequestError
 from lm.runs.history import METRICS, LiveRun, Series, smooth
 from lm.runs.registry import find
 from lm.runs.run import ROOT, Run
-from lm.system.units import format_bytes, format_count
+from lm.system.units import format_bytes, format_count, format_duration
 
 # ---- dashboard figures -----------------------------------------------------------------------------------------------
 # The figures of a run in words, for `dashboard` to place: a title, a bar, and sections of labels and values.
 
-UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 FIGURES = ("train/loss", "val/loss", "val/bpb", "optim/lr", "optim/grad_norm", "perf/tokens_per_second", "perf/mfu")
 
 Fact = tuple[str, str, str]  # label, value, style
@@ -46,16 +44,6 @@ def plain(text: str) -> str:
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
-def duration(seconds: float) -> str:
-    """A time in at most two units: 42 s, 3 min 5 s, 2 h 10 min, 4 d 3 h."""
-    seconds = max(0, round(seconds))
-    for (unit, length), (smaller, part) in pairwise(UNITS):
-        if seconds >= length:
-            rest = seconds % length // part
-            return f"{seconds // length} {unit}" + (f" {rest} {smaller}" if rest else "")
-    return f"{seconds} s"
-
-
 def title(state: dict[str, Any], width: int) -> Text:
     """What the run is and how it does; on the right, where there is room, what it runs on."""
     status = state["status"]
@@ -63,7 +51,7 @@ def title(state: dict[str, Any], width: int) -> Text:
     if status == "running" and state.get("phase") not in (None, "training"):
         line.append(f", {state['phase']}")
     if status == "dead" and state.get("heartbeat_age_seconds") is not None:
-        line.append(f", last sign of life {duration(state['heartbeat_age_seconds'])} ago")
+        line.append(f", last sign of life {format_duration(state['heartbeat_age_seconds'])} ago")
     if status == "gone":
         line.append(f": {state['path']} is not there any more")
     where = "  ".join(plain(str(state[name])) for name in ("device", "host") if state.get(name))
@@ -83,7 +71,7 @@ def progress(state: dict[str, Any], width: int) -> Text:
     if state.get("max_tokens"):
         text += f"  {format_count(float(state['tokens']))}/{format_count(float(state['max_tokens']))} tokens"
     if state.get("eta_seconds") is not None:
-        text += f"  {duration(state['eta_seconds'])} left"
+        text += f"  {format_duration(state['eta_seconds'])} left"
     elif state["status"] == "running":
         text += "  time left not known yet"
     room = max(min(10, width), width - len(text))
@@ -168,7 +156,7 @@ def _of(used: int, total: int | None) -> str:
 def checkpoints(state: dict[str, Any]) -> list[Fact]:
     """The last and the best one with their ages."""
     found = [(label, state.get(name)) for label, name in (("last", "checkpoint"), ("best", "best_checkpoint"))]
-    facts = [(label, f"{one['name']}, {duration(one['age_seconds'])} ago", "") for label, one in found if one]
+    facts = [(label, f"{one['name']}, {format_duration(one['age_seconds'])} ago", "") for label, one in found if one]
     return facts or [("checkpoint", "none yet", "")]
 
 
@@ -402,7 +390,7 @@ def choose(root: str, ask: bool) -> list[Run]:
         state, entered = run.read("state.json"), run.read("run.json").get("entered", time.time())
         line = Text(f"{number:3}  {run.name:<{wide}}  ").append(f"{status:<7}", STYLES.get(status, ""))
         steps = f"step {state['step']}/{state['max_steps']}" if "max_steps" in state else "no step yet"
-        console.print(line.append(f"  {steps}, started {duration(time.time() - entered)} ago"))
+        console.print(line.append(f"  {steps}, started {format_duration(time.time() - entered)} ago"))
     while True:
         answer = console.input("which? (numbers; Enter for all that are running) ").replace(",", " ").split()
         if not answer:

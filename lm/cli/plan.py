@@ -5,6 +5,7 @@ The numbers are computed here; `cli/plan_checks` finds what is wrong with them.
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,10 @@ from lm.model.config import DecoderConfig
 from lm.model.estimates import Step, checkpoint_bytes, flops_per_token, largest_micro_batch, parameters, training_memory
 from lm.system.files import disk_space
 from lm.system.hardware import Device, find_device, peak_flops
-from lm.system.units import format_bytes, format_count
+from lm.system.units import format_bytes, format_count, format_duration
 from lm.training.optim import OptimizerConfig
 from lm.training.precision import for_cpu
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
-
-# ---- plan facts ------------------------------------------------------------------------------------------------------
-# What a config asks for, as numbers: the parts of `lm plan`'s page. Nothing is built, allocated or written.
 
 KERNELS_FROM = (8, 0)  # compute capability, as in `kernels/operations`
 ASSUMED_MFU = 0.4  # what published trainings of this size reach on one GPU: nanochat 41 to 50 %, OLMo-core 52 to 57 %
@@ -174,28 +172,25 @@ def time_facts(
 
 
 def measured_rate(file: Path, model_parameters: int, seq_len: int) -> tuple[float, str]:
-    """Tokens a second of one device in a file of `lm bench step --output`, of several modes the fastest; and what was
-    measured there, in words.
+    """Tokens a second of one device in a file of `lm bench step --output`, and what was measured there, in words.
 
     Raises:
         RequestError: it cannot be read, or is of another model.
     """
     try:
         found = json.loads(file.read_text())
-        runs = [run for run in found.get("modes", {"": found}).values() if "unavailable" not in run]
-        fastest = max(runs, key=lambda run: run["lightning"]["tokens_per_second"])
-        shape = fastest["parameters"], fastest["seq_len"]
-        rate = float(fastest["lightning"]["tokens_per_second"])
+        shape = found["parameters"], found["seq_len"]
+        rate = float(found["lightning"]["tokens_per_second"])
         if not rate > 0:
             raise ValueError(f"{rate} tokens a second")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(f"--bench {file} is no result of `lm bench step --output`: {error}") from error
     if shape != (model_parameters, seq_len):
         raise RequestError(
             f"--bench {file} is of another model: {shape[0]:,} parameters and {shape[1]:,} tokens of context, this one "
             f"has {model_parameters:,} and {seq_len:,}"
         )
-    return rate, ", ".join([str(file), *(str(fastest[name]) for name in ("device", "precision") if name in fastest)])
+    return rate, ", ".join([str(file), *(str(found[name]) for name in ("device", "precision") if name in found)])
 
 
 def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[str, Any]:
@@ -204,7 +199,7 @@ def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[st
     return disk_space(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)._asdict()
 
 
-# ---- plan ------------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def plan(arguments: list[str]) -> None:
@@ -228,10 +223,10 @@ def plan(arguments: list[str]) -> None:
     if config.json:
         print(json.dumps({**found, "findings": [finding._asdict() for finding in noted], "ready": not errors}))
     elif config.fit:
-        print(f"--data.micro_batch_size {_largest(found, noted)}")
+        print(f"--data.micro_batch_size {largest_that_fits(found, noted)}")
         return
     else:
-        show(found, noted)
+        show_plan(found, noted)
     if errors:
         raise RequestError(f"{config_name(config)}: {len(errors)} error{'s' * (len(errors) > 1)}: {errors[0].what}")
 
@@ -250,7 +245,7 @@ def plan_parser() -> ConfigParser:
     return parser
 
 
-def _largest(found: dict[str, Any], noted: list[Finding]) -> int:
+def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
     """The largest micro-batch that fits; an error that says why there is none."""
     if "memory" not in found:  # the last finding is why nobody looked any further
         errors = [finding for finding in noted if finding.level == "error"]
@@ -263,7 +258,7 @@ def _largest(found: dict[str, Any], noted: list[Finding]) -> int:
     return best
 
 
-# ---- looking ---------------------------------------------------------------------------------------------------------
+# ---- facts and findings ----------------------------------------------------------------------------------------------
 
 
 def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
@@ -353,10 +348,8 @@ def ranks(devices: int | str | list[int], here: int) -> int:
     return count
 
 
-def with_vocabulary(config: Namespace, tokenizer: Any) -> Any:
+def with_vocabulary(config: Namespace, tokenizer: Tokenizer | None) -> DecoderConfig | None:
     """The decoder's config with its vocabulary; None where that is still open."""
-    from dataclasses import replace
-
     decoder, prepare = config.model.decoder, config.data.prepare
     if decoder.vocab_size:
         return decoder
@@ -368,15 +361,13 @@ def with_vocabulary(config: Namespace, tokenizer: Any) -> Any:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def show(found: dict[str, Any], noted: list[Finding]) -> None:
-    """The page on standard output."""
+def show_plan(found: dict[str, Any], noted: list[Finding]) -> None:
+    """Print the facts, the findings and whether the config is ready."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{found['config']}[/bold]")
-    for name, part in (("model", _model), ("data", _data), ("steps", _steps), ("memory", _memory), ("time", _time),
-                       ("disk", _disk)):  # fmt: skip
-        if name in found:
-            for number, line in enumerate(part(found[name], found)):
-                console.print(f"{name if not number else '':8}{line}")
+    for name, lines_of in SECTIONS.items():
+        for number, line in enumerate(lines_of(found) if name in found else []):
+            console.print(f"{name if not number else '':8}{line}")
     colours = {"error": "red", "warning": "yellow", "advice": "cyan"}
     for finding in noted:
         console.print(f"[{colours[finding.level]}]{finding.level:8}[/]{finding.what}")
@@ -388,24 +379,27 @@ def show(found: dict[str, Any], noted: list[Finding]) -> None:
     console.print(f"[bold]{state}[/bold]{': ' * bool(said)}{', '.join(said)}")
 
 
-def _model(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    parts = [name for name in ("embedding", "attention", "mlp", "norms", "lm_head") if model["parameters"][name]]
-    shown = ", ".join(f"{name} {format_count(model['parameters'][name])}" for name in parts)
+def _model_lines(found: dict[str, Any]) -> list[str]:
+    model, counts = found["model"], found["model"]["parameters"]
+    names = [name for name in ("embedding", "attention", "mlp", "norms", "lm_head") if counts[name]]
+    parts = ", ".join(f"{name} {format_count(counts[name])}" for name in names)
     return [
-        f"{format_count(model['parameters']['total'])} parameters: {shown}{' (the output too)' * model['tied']}",
+        f"{format_count(counts['total'])} parameters: {parts}{' (the output too)' * model['tied']}",
         f"{model['flops_per_token'] / 1e9:.3g} GFLOPs a token, both passes; vocabulary {model['vocab_size']:,}",
     ]
 
 
-def _data(data: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def _data_lines(found: dict[str, Any]) -> list[str]:
+    data = found["data"]
     return [
         f"{split}: {format_count(data[split]['tokens'])} tokens in {data[split]['shards']:,} shards, "
-        f"{data[split]['bytes_per_token']:.2f} bytes of text a token"
+        f"{data[split]['windows']:,} samples, {data[split]['bytes_per_token']:.2f} bytes of text a token"
         for split in ("train", "val") if split in data
     ] or ["not there yet"]  # fmt: skip
 
 
-def _steps(steps: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def _steps_lines(found: dict[str, Any]) -> list[str]:
+    steps = found["steps"]
     epochs = f", {steps['epochs']:.2f} epochs" if "epochs" in steps else ""
     return [
         f"{steps['micro_batch_size']:,} x {steps['seq_len']:,} tokens x {steps['accumulate']:,} micro-batches x "
@@ -416,36 +410,32 @@ def _steps(steps: dict[str, Any], found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _memory(memory: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    device = found["device"]
+def _memory_lines(found: dict[str, Any]) -> list[str]:
+    memory, device = found["memory"], found["device"]
     parts = ("weights", "gradients", "optimizer", "casts", "activations", "working", "reserve")
-    shown = ", ".join(f"{name} {format_bytes(memory[name])}" for name in parts if memory[name])
     whole, best = memory["device"], memory.get("largest_micro_batch")
     of_device = f" of {format_bytes(whole)} ({memory['total'] / whole:.0%})" if whole else ""
     return [
         f"{format_bytes(memory['total'])}{of_device} on {device['count']} x {device['name']}, {device['precision']}, "
         f"kernels {'on' if device['kernels'] else 'off'}",
-        shown,
+        ", ".join(f"{name} {format_bytes(memory[name])}" for name in parts if memory[name]),
         *([f"the largest micro-batch that fits is {best:,}"] if best else []),
     ]
 
 
-def _time(time: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def _time_lines(found: dict[str, Any]) -> list[str]:
+    time = found["time"]
     if time["seconds"] is None:
         return [f"unknown: {time['basis']}"]
     cost = "" if time["usd"] is None else f", {time['usd']:,.2f} USD"
     rate = format_count(time["tokens_per_second"])
-    return [f"{_duration(time['seconds'])} at {rate} tokens/s{cost} ({time['basis']})"]
+    return [f"{format_duration(time['seconds'])} at {rate} tokens/s{cost} ({time['basis']})"]
 
 
-def _disk(disk: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    one, all_of_them, free = (format_bytes(disk[name]) for name in ("checkpoint", "at_once", "free"))
-    return [f"{one} a checkpoint, {all_of_them} at once; {free} free"]
+def _disk_lines(found: dict[str, Any]) -> list[str]:
+    one, at_once, free = (format_bytes(found["disk"][name]) for name in ("checkpoint", "at_once", "free"))
+    return [f"{one} a checkpoint, {at_once} at once; {free} free"]
 
 
-def _duration(seconds: float) -> str:
-    """As people say it: 45 min, 3.2 h, 4.5 days."""
-    for size, unit in ((86400 * 2, "days"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / (86400 if unit == 'days' else size):,.1f} {unit}"
-    return f"{seconds:.0f} s"
+SECTIONS = {"model": _model_lines, "data": _data_lines, "steps": _steps_lines, "memory": _memory_lines,
+            "time": _time_lines, "disk": _disk_lines}  # fmt: skip

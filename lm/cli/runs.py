@@ -25,7 +25,7 @@ from lm.errors import LmError, RequestError
 from lm.runs import registry
 from lm.runs.history import METRICS, read_samples
 from lm.runs.run import ROOT, Run, describe_evaluation, merge_evaluations, release
-from lm.system.units import format_bytes, format_count
+from lm.system.units import format_bytes, format_count, format_duration
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
@@ -164,14 +164,6 @@ def to_json(value: Any) -> str:
     return jsonlib.dumps(finite(value), ensure_ascii=False, allow_nan=False)
 
 
-def age(seconds: float) -> str:
-    """How long ago, in one unit: 40s, 12m, 5h, 3d."""
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f}{unit}"
-    return f"{max(0.0, seconds):.0f}s"
-
-
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 HEADINGS = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")
@@ -201,7 +193,7 @@ def _cells(run: dict[str, Any]) -> tuple[str, ...]:
     step, last = run.get("step"), run.get("max_steps")
     steps = "" if step is None else f"{_steps(step)}/{_steps(last)}" if last else _steps(step)
     rate = run.get("tokens_per_second")
-    since = "" if not run.get("entered") else age(time.time() - run["entered"])
+    since = "" if not run.get("entered") else format_duration(time.time() - run["entered"], parts=1)
     losses = ["" if run.get(key) is None else f"{run[key]:.4g}" for key in ("best_loss", "loss")]
     return run["name"], run["status"], steps, *losses, "" if rate is None else format_count(float(rate)), since
 
@@ -366,8 +358,8 @@ def _progress(found: dict[str, Any]) -> list[str]:
     share = f" ({found['step'] / found['max_steps']:.0%})" if found["max_steps"] else ""
     of = f" of {found['max_steps']:,}" if found["max_steps"] else ""
     tokens = "" if found["tokens"] is None else f", {format_count(found['tokens'])} tokens"
-    left = f", {_duration(found['eta_seconds'])} to go" if found["eta_seconds"] else ""
-    entered = f", last entered {age(time.time() - found['entered'])} ago" if found["entered"] else ""
+    left = f", {format_duration(found['eta_seconds'])} to go" if found["eta_seconds"] else ""
+    entered = f", last entered {format_duration(time.time() - found['entered'])} ago" if found["entered"] else ""
     return [
         f"step {found['step']:,}{of}{share}{tokens}{left}",
         f"started {found['started']}{entered}" if found["started"] else "",
@@ -464,10 +456,3 @@ def _samples(found: dict[str, Any]) -> list[str]:
         text = text if len(text) <= SAMPLE_CHARACTERS else text[: SAMPLE_CHARACTERS - 1] + "…"
         lines.append(f"step {sample.get('step')}: {text}")
     return lines
-
-
-def _duration(seconds: float) -> str:
-    for length, unit in ((3600, "h"), (60, "min")):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"

@@ -1,13 +1,13 @@
-"""Counts as people write them (`1000`, `32_768`, `512K`, `10B`, `1.5e9`, `512Ki`), bytes and durations."""
+"""Counts as people write them, such as `32_768`, `512K` or `512Ki`; counts, bytes and durations as people read them."""
 
 import re
 from decimal import Decimal
-from itertools import pairwise
 
 MULTIPLIERS = {
     "": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
     "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
 }
+DURATIONS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 LARGEST = 10**18  # before its suffix
 _PATTERN = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e[+-]?\d{1,4})?)\s*([KMBGT]?i?)\s*", re.IGNORECASE)
 
@@ -52,14 +52,12 @@ def format_bytes(number: float) -> str:
     return f"{number:.0f} bytes"
 
 
-DURATIONS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))  # seconds of each unit
-
-
-def format_duration(seconds: float) -> str:
-    """A time in at most two units: `42 s`, `3 min 5 s`, `2 h 10 min`, `4 d 3 h`."""
-    seconds = max(0, round(seconds))
-    for (unit, length), (smaller, part) in pairwise(DURATIONS):
-        if seconds >= length:
-            rest = seconds % length // part
-            return f"{seconds // length} {unit}" + (f" {rest} {smaller}" if rest else "")
-    return f"{seconds} s"
+def format_duration(seconds: float, parts: int = 2) -> str:
+    """A time for people, in at most `parts` units: 42 s, 3 min 5 s, 2 h 10 min, 4 d 3 h."""
+    left, said = max(0, round(seconds)), []
+    first = next((index for index, (_, length) in enumerate(DURATIONS) if left >= length), len(DURATIONS) - 1)
+    for unit, length in DURATIONS[first : first + parts]:
+        count, left = divmod(left, length)
+        if count or not said:
+            said.append(f"{count} {unit}")
+    return " ".join(said)

@@ -84,7 +84,7 @@ kernels() {
 step() {
     local name=$1
     shift
-    run 580 "step-modes-$name" "$python" -m lm bench step --modes all --trainer.log_interval 5 --steps 20 "$@" \
+    run 580 "step-modes-$name" "$python" tests/benchmarks/bench_modes.py --trainer.log_interval 5 --steps 20 "$@" \
         --output "$out/$stamp-step-modes-$name-$device.json"
 }
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from bench_modes import Mode
 from torch import Tensor, nn
 
-from lm.cli.bench import Mode
 from lm.kernels.operations import choose
 from lm.model.compile import GraphedMicroBatch, compile_decoder
 from lm.model.config import DecoderConfig
@@ -35,7 +35,7 @@ def build(name: str, config: DecoderConfig, seq_len: int, device: torch.device) 
     """Build a contender.
 
     Args:
-        name: `lm:MODE` with a mode of `lm bench step`, or `transformers`, `liger`, `litgpt`, `nanogpt`, each also with
+        name: `lm:MODE` with a mode of `bench_modes.py`, or `transformers`, `liger`, `litgpt`, `nanogpt`, each also with
             `+inductor`, which compiles the whole model with torch.compile.
         config: the decoder.
         seq_len: of its batches.

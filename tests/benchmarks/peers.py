@@ -177,10 +177,11 @@ def contend(task: dict[str, Any]) -> None:
     import torch
     from peer_models import Training, build
 
-    from lm.cli.bench import peak_memory, process_age, synchronize
+    from lm.cli.bench import peak_memory, synchronize
     from lm.model.config import DecoderConfig
     from lm.model.estimates import flops_per_token
     from lm.system.hardware import device_name, keep_freed_memory, peak_flops
+    from lm.system.process import seconds_since_process_start
 
     half = {"bf16-mixed": torch.bfloat16, "32-true": None}
     if task["precision"] not in half:
@@ -197,7 +198,7 @@ def contend(task: dict[str, Any]) -> None:
     batches = (tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
     training = Training(contender, batches, half[task["precision"]])
     first = float(training.step())
-    age = process_age()
+    age = seconds_since_process_start()
     for _ in range(WARMUP - 1):
         training.step()
     synchronize(device)

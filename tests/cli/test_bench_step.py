@@ -2,16 +2,11 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 from trainings import lm, write_config
 
-from lm.cli.bench import ALL, FORMULAS, Mode, Stretch, overhead, parse_modes
+from lm.cli.bench import FORMULAS, Stretch, overhead
 
 SMALL = ("bench", "step", "--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")
 
@@ -49,7 +44,7 @@ def test_times_agree_with_each_other(found):
         assert loop["tokens_per_second"] == pytest.approx(4 * 32 / loop["ms_per_micro_batch"] * 1e3)
         assert 0 < loop["cpu_ms_per_micro_batch"] and loop["mfu"] is None
     assert all(math.isfinite(value) for value in result["overhead"].values())
-    assert all(value > 0 for value in result["parts"].values())
+    assert result["first_step_s"] > result["first_step"]["step_s"] > 0
     assert result["peak_memory_bytes"] > 2**20
     assert 3 * 4 * result["parameters"] < result["predicted_memory_bytes"] < result["peak_memory_bytes"]
 
@@ -79,51 +74,8 @@ def test_overhead_compares_each_turn_with_its_neighbours():
     assert overhead(lightning, plain) == pytest.approx((0.1, 0.0))
 
 
-def test_modes_are_measured_side_by_side(tmp_path):
-    """Each in a process of its own; what cannot run here is said, with the reason, and the others are measured."""
-    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
-    modes = ("--modes", "none", "triton_free", "triton_free+graphs", "none/on")
-    ended = lm(tmp_path, *SMALL, *modes, "--json")
-    found = json.loads(ended.stdout)["modes"]
-    assert list(found) == list(modes[1:])
-    assert found["none"]["compile"] == "none" and found["triton_free"]["compile"] == "triton_free"
-    assert "cuda_graphs" in found["triton_free+graphs"]["unavailable"]
-    assert "no CUDA device" in found["none/on"]["unavailable"]
-    shown = lm(tmp_path, *SMALL, "--modes", "none", "none+graphs").stdout
-    assert "1.000x" in shown and "none+graphs is unavailable" in shown
-
-
-def test_a_killed_comparison_leaves_the_modes_that_were_measured(tmp_path):
-    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
-    command = [sys.executable, "-m", "lm", *SMALL, "--modes", "none", "triton_free", "--output", "found.json"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        until = time.monotonic() + 120
-        while not (tmp_path / "found.json").exists() and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.02)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # it and what it has started
-        process.wait()
-    found = json.loads((tmp_path / "found.json").read_text())["modes"]
-    assert list(found) == ["none"] and found["none"]["lightning"]["ms_per_step"] > 0
-
-
 def test_a_schedule_longer_than_the_measurement_is_no_obstacle(tmp_path):
     """It is for the run; a step takes as long at any learning rate."""
     changes = {"model.schedule.name": "wsd", "model.schedule.decay_steps": 5000, "trainer.max_steps": 10_000}
     write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None, **changes})
     assert "ms" in lm(tmp_path, *SMALL).stdout
-
-
-def test_modes_that_cannot_run_at_all_are_a_wrong_request(tmp_path):
-    write_config(tmp_path, **{"trainer.callbacks": None})
-    ended = lm(tmp_path, *SMALL, "--modes", "none+graphs", expect=2)
-    assert "cuda_graphs" in ended.stderr and ended.stderr.count("\n") == 1
-    ended = lm(tmp_path, *SMALL, "--modes", "fast", expect=2)
-    assert "no mode 'fast'" in ended.stderr and "triton_free" in ended.stderr and ended.stderr.count("\n") == 1
-
-
-def test_a_mode_is_read_as_it_is_written():
-    for mode in ALL:
-        assert Mode.parse(str(mode)) == mode
-    assert parse_modes(["all", "inductor", "none/off"]) == ALL  # each once

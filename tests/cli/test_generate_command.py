@@ -68,7 +68,7 @@ def as_json(typed, *arguments, **options):
 # ---- what is printed ------------------------------------------------------------------------------------------------
 
 
-def test_one_prompt_is_gone_on_with(typed, workplace):
+def test_one_prompt_is_continued(typed, workplace):
     """By the best checkpoint of the newest run, which is said; and the same again from the seed."""
     code, out, err = typed("--prompt", "The letter", "--max_new_tokens", "8", "--seed", "4")
     model = load_model(workplace / "checkpoints" / "small" / "best")
@@ -241,7 +241,7 @@ def test_a_prompt_takes_lines_and_settings(repl):
     assert "5 tokens" in answer(repl, "")
     assert "did you mean /temperature?" in answer(repl, "/temprature 1")
     assert "temperature -1.0 must not be below 0" in answer(repl, "/temperature -1")
-    assert "top_k 'many' is no number" in answer(repl, "/top_k many")
+    assert "top_k: expected a count such as" in answer(repl, "/top_k many")
     assert "top_k none" in answer(repl, "/top_k none")
     assert "Ctrl-D leaves" in answer(repl, "/help")
     shown = answer(repl, "/settings")
@@ -284,7 +284,7 @@ def test_a_terminal_shows_a_text_while_it_is_written(workplace, model_folder):
 
 
 def test_what_a_model_writes_cannot_confuse_a_terminal(tmp_path):
-    code = r"from lm.cli.generate import put; put('a\x1b[2Jb\rc\x9b\td\n', 'bold')"
+    code = r"from lm.cli.generate import print_text; print_text('a\x1b[2Jb\rc\x9b\td\n', 'bold')"
     terminal = Terminal(tmp_path, "-c", code)
     shown = terminal.wait_for("d")
     assert "\x1b[2J" not in shown and "a␛[2Jb␍c␦" in plain(shown)

@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.text import Text
 from trainings import lm, make_workplace, start, write_config
 
-from lm.cli.monitor import duration, page
+from lm.cli.monitor import page
 from lm.runs.history import BLOCK, Curve, Lines, LiveRun, Pace, worth_parsing
 from lm.runs.run import Run
+from lm.system.units import format_duration
 
 GIB = 2**30
 GPU = {
@@ -162,7 +163,7 @@ def test_how_a_run_ended_is_on_its_page(tmp_path):
     [(-1, "0 s"), (59.4, "59 s"), (60, "1 min"), (185, "3 min 5 s"), (7800, "2 h 10 min"), (356400, "4 d 3 h")],
 )
 def test_durations_are_two_units(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

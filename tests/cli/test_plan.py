@@ -86,8 +86,6 @@ def test_time_and_cost_follow_from_what_is_given(planned, workplace):
     (workplace / "bench.json").write_text(json.dumps(measured))
     _, by_bench, _ = planned("--bench", "bench.json")
     assert by_bench["time"]["seconds"] == pytest.approx(12 * 256 / 100)
-    (workplace / "bench.json").write_text(json.dumps({"modes": {"a": {"unavailable": ""}, "b": measured}}))
-    assert planned("--bench", "bench.json")[1]["time"]["seconds"] == by_bench["time"]["seconds"]
     (workplace / "bench.json").write_text(json.dumps(measured | {"parameters": total + 1}))
     code, _, err = planned("--bench", "bench.json")
     assert code == 2 and "of another model" in err and err.count("\n") == 1

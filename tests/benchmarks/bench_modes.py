@@ -1,0 +1,107 @@
+"""A training step in each of the ways to compute it, side by side.
+
+    python tests/benchmarks/bench_modes.py --config X [--modes MODE ...] [--output FILE] [options of `lm bench step`]
+
+A mode is `none`, `inductor` or `triton_free` (as `model.compile`), then `+graphs` for CUDA graphs, then `/on` or `/off`
+for our kernels; not given: all of `MODES`. Each is an `lm bench step` in a process of its own, so that compiled code,
+memory peaks and the time of the first step are kept apart. A mode that cannot run here is shown with the reason.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from lm.system.files import write_atomically
+from lm.system.units import format_count
+
+FORM = re.compile(r"(none|inductor|triton_free)(\+graphs)?(?:/(on|off))?")
+
+
+class Mode(NamedTuple):
+    """One way to run a step."""
+
+    compile: str  # as `model.compile`
+    cuda_graphs: bool
+    kernels: str | None  # as `model.kernels`; None: as the config has it
+
+    @classmethod
+    def parse(cls, text: str) -> "Mode":
+        """A mode as people write it: `triton_free`, `none+graphs`, `inductor+graphs/off`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        match = FORM.fullmatch(text)
+        if not match:
+            raise ValueError(f"no mode {text!r}; these are some: {' '.join(map(str, MODES))}")
+        return cls(match[1], bool(match[2]), match[3])
+
+    def __str__(self) -> str:
+        return f"{self.compile}{'+graphs' * self.cuda_graphs}{f'/{self.kernels}' if self.kernels else ''}"
+
+    @property
+    def options(self) -> list[str]:
+        """The mode as options of a training."""
+        kernels = ["--model.kernels", self.kernels] if self.kernels else []
+        return ["--model.compile", self.compile, "--model.cuda_graphs", str(self.cuda_graphs).lower(), *kernels]
+
+
+MODES = [Mode(compile, graphs, None) for graphs in (False, True) for compile in ("none", "triton_free", "inductor")]
+MODES += [Mode(compile, False, "off") for compile in ("none", "inductor")]  # what our kernels are worth
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Compare the ways to compute a training step.", allow_abbrev=False)
+    parser.add_argument("--modes", nargs="+", type=Mode.parse, default=MODES, help="the modes; all if not given")
+    parser.add_argument("--output", type=Path, help="file to write the JSON object to, after each mode")
+    options, others = parser.parse_known_args(arguments)
+    found: dict[str, Any] = {}
+    for mode in options.modes:
+        found[str(mode)] = measure_mode(mode, others)
+        if options.output:
+            write_atomically(options.output, json.dumps({"modes": found}, indent=2) + "\n")
+    show_modes(found)
+    return int(all("unavailable" in result for result in found.values()))
+
+
+def measure_mode(mode: Mode, arguments: list[str]) -> dict[str, Any]:
+    """The JSON object of `lm bench step` in this mode; where it cannot run the reason, as `unavailable`."""
+    command = [sys.executable, "-m", "lm", "bench", "step", *arguments, *mode.options, "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode == 0:
+        return json.loads(ended.stdout)
+    reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+    return {"unavailable": reason.removeprefix("lm bench: ")}
+
+
+def show_modes(found: dict[str, Any]) -> None:
+    """Print the modes as a table; ratios are to the first that could run."""
+    console = Console(highlight=False)
+    measured = {name: result for name, result in found.items() if "unavailable" not in result}
+    if measured:
+        name, first = next(iter(measured.items()))
+        title = f"{first['config']}, {first['micro_batch_size']} x {first['seq_len']} tokens, {first['device']}"
+        table = Table("mode", "ms a step", "tokens/s", f"to {name}", "MFU", "peak MiB", "first step s", title=title)
+        for name, result in measured.items():
+            loop, memory = result["lightning"], result["peak_memory_bytes"]
+            table.add_row(
+                name, f"{loop['ms_per_step']:.2f}", format_count(loop["tokens_per_second"]),
+                f"{loop['tokens_per_second'] / first['lightning']['tokens_per_second']:.3f}x",
+                "unknown" if loop["mfu"] is None else f"{loop['mfu']:.1%}",
+                "unknown" if memory is None else f"{memory / 2**20:,.0f}", f"{result['first_step_s']:.1f}",
+            )  # fmt: skip
+        console.print(table)
+    for name, result in found.items():
+        if "unavailable" in result:
+            console.print(f"{name} is unavailable: {result['unavailable']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,30 @@
+"""`bench_modes.py` measures each mode in a process of its own."""
+
+import json
+
+import bench_modes
+import pytest
+from trainings import write_config
+
+SMALL = ("--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")
+
+
+def test_modes_are_measured_side_by_side(tmp_path, monkeypatch, capsys):
+    """What cannot run here is said, with the reason, and the others are measured."""
+    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
+    monkeypatch.chdir(tmp_path)
+    modes = ("none", "none+graphs", "none/on")
+    assert bench_modes.main([*SMALL, "--output", "found.json", "--modes", *modes]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())["modes"]
+    assert list(found) == list(modes) and found["none"]["compile"] == "none"
+    assert "cuda_graphs" in found["none+graphs"]["unavailable"]
+    assert "no CUDA device" in found["none/on"]["unavailable"]
+    shown = capsys.readouterr().out
+    assert "1.000x" in shown and "none+graphs is unavailable" in shown
+
+
+def test_a_mode_is_read_as_it_is_written():
+    for mode in bench_modes.MODES:
+        assert bench_modes.Mode.parse(str(mode)) == mode
+    with pytest.raises(ValueError, match="no mode 'fast'"):
+        bench_modes.Mode.parse("fast")
