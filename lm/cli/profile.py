@@ -34,7 +34,7 @@ from lm.data.parquet import ROW_GROUP_TOKENS
 from lm.errors import Interrupted, RequestError, RunError
 from lm.inference.generation import Sampling, stream
 from lm.inference.pretrained import load_pretrained
-from lm.kernels.operations import choose
+from lm.kernels.operations import choose_kernels
 from lm.model.decoder import Decoder
 from lm.model.estimates import parameters
 from lm.runs.resume import find_checkpoint
@@ -315,7 +315,7 @@ def describe(trainer: Trainer, module: LanguageModule) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "precision": str(trainer.precision),
         "compile": module.compile_mode,
-        "kernels": choose(module.kernels, device)[1],
+        "kernels": choose_kernels(module.kernels, device)[1],
         "cuda_graphs": module.cuda_graphs,
         "attention": module.attention_kernels,
         "python": facts["python"],
