@@ -8,15 +8,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plain_ops import (
+    linear_cross_entropy_plain,
+    norm_linear_plain,
+    qk_norm_rope_plain,
+    rms_norm_plain,
+    swiglu_linear_plain,
+)
 from trainings import lm, losses, make_workplace, trace, write_config
 
 from lm.data.loader import Batch
 from lm.kernels import linear
-from lm.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
+from lm.kernels.cross_entropy import linear_cross_entropy
 from lm.kernels.operations import FUSED
-from lm.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_plain
-from lm.kernels.rms_norm import norm_linear, norm_linear_plain, rms_norm, rms_norm_plain
-from lm.kernels.swiglu import swiglu_linear, swiglu_linear_plain
+from lm.kernels.qk_norm_rope import qk_norm_rope
+from lm.kernels.rms_norm import norm_linear, rms_norm
+from lm.kernels.swiglu import swiglu_linear
 from lm.model.compile import GraphedMicroBatch, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, Linear, rotary_table

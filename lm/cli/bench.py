@@ -34,7 +34,7 @@ from lm.data.loader import Batch
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError
-from lm.kernels.operations import choose
+from lm.kernels.operations import choose_kernels
 from lm.model.estimates import Step, parameters, training_memory
 from lm.system.files import write_atomically
 from lm.system.hardware import device_name, peak_flops
@@ -207,7 +207,7 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "precision": str(trainer.precision),
         "compile": module.compile_mode,
-        "kernels": choose(module.kernels, device)[1],
+        "kernels": choose_kernels(module.kernels, device)[1],
         "cuda_graphs": module.cuda_graphs,
         "attention": module.attention_kernels,
         "python": facts["python"],

@@ -13,7 +13,7 @@ from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RequestError
 from lm.inference.completion import Written, complete
 from lm.inference.generation import Sampling
-from lm.kernels.operations import choose
+from lm.kernels.operations import choose_kernels
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
@@ -155,7 +155,7 @@ def load_pretrained(
     wanted = {name: weight.to(device, dtype or weight.dtype) for name, weight in weights.items()}
     decoder.load_state_dict(wanted, assign=True)
     decoder.eval().requires_grad_(False)
-    ops, kernels = choose("auto", device)
+    ops, kernels = choose_kernels("auto", device)
     fuse(decoder, ops)
     tokenizer = Tokenizer.load(folder, eos_token)
     if tokenizer.vocab_size > config.vocab_size:

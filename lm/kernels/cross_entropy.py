@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lm.kernels import runtime
@@ -22,9 +21,8 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]  # costs (N), losses (N), dx (N,
 # ---- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None,
-             gradient: bool) -> Results:  # fmt: skip
-    """The op, for an `overwrite(logits, labels, token_weights, losses, costs)` that does the softmax of a chunk.
+def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: Tensor, gradient: bool) -> Results:
+    """The op, for an `overwrite(logits, labels, losses, costs)` that does the softmax of a chunk.
 
     `logits` is a view `(chunk, V)` whose rows are aligned to 16 bytes. With `gradient`, `overwrite` replaces them by
     their gradient.
@@ -43,8 +41,7 @@ def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: 
         part = slice(start, min(start + rows, tokens))
         chunk = logits[: part.stop - start, :vocab]  # (chunk, V)
         torch.mm(x[part], weight.t(), out=chunk)
-        weights = None if token_weights is None else token_weights[part]
-        overwrite(chunk, labels[part], weights, losses[part], costs[part])
+        overwrite(chunk, labels[part], losses[part], costs[part])
         if gradient:
             torch.mm(chunk, weight, out=dx[part])  # (chunk, C)
             _accumulate(dweight, chunk, x[part])
@@ -82,58 +79,52 @@ def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
 # ---- CPU implementation ----------------------------------------------------------------------------------------------
 
 
-def _reference(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None, ignore_index: int,
-               z_loss: float, softcap: float, gradient: bool) -> Results:  # fmt: skip
-    def overwrite(logits: Tensor, labels: Tensor, weights: Tensor | None, losses: Tensor, costs: Tensor) -> None:
-        v = logits.float()  # (chunk, V)
-        v = softcap * torch.tanh(v / softcap) if softcap else v
-        counted = labels != ignore_index  # (chunk,)
-        weights = counted.float() if weights is None else weights * counted
+def _reference(
+    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool
+) -> Results:
+    def overwrite(logits: Tensor, labels: Tensor, losses: Tensor, costs: Tensor) -> None:
+        wide, counted = logits.float(), labels != ignore_index  # (chunk, V), (chunk,)
         target = labels.where(counted, 0)[:, None]  # (chunk, 1)
-        lse = v.logsumexp(-1)  # (chunk,)
-        losses.copy_((lse - v.gather(-1, target)[:, 0]).where(counted, 0.0))
-        costs.copy_(weights * (losses + z_loss * lse.square()))
+        lse = wide.logsumexp(-1)  # (chunk,)
+        losses.copy_((lse - wide.gather(-1, target)[:, 0]).where(counted, 0.0))
+        costs.copy_(losses + z_loss * lse.square() * counted)
         if gradient:
-            d = (v - lse[:, None]).exp() * (weights * (1 + 2 * z_loss * lse))[:, None]
-            d.scatter_add_(-1, target, -weights[:, None])
-            logits.copy_(d * (1 - (v / softcap).square()) if softcap else d)
+            d = (wide - lse[:, None]).exp() * (1 + 2 * z_loss * lse)[:, None]
+            d.scatter_add_(-1, target, -torch.ones_like(d[:, :1]))
+            logits.copy_(d * counted[:, None])
 
-    return _chunked(overwrite, x, weight, labels, token_weights, gradient)
+    return _chunked(overwrite, x, weight, labels, gradient)
 
 
 # ---- CUDA implementation ---------------------------------------------------------------------------------------------
 
 
-def constants(dtype: torch.dtype, vocab: int, gradient: bool, softcapped: bool) -> dict[str, object]:
-    """Preprocessor constants of the kernel for rows of this vocabulary, with or without gradient and soft cap."""
+def constants(dtype: torch.dtype, vocab: int, gradient: bool) -> dict[str, object]:
+    """Preprocessor constants of the kernel for rows of this vocabulary, with or without the gradient."""
     vec, stride, warps = 16 // dtype.itemsize, _stride(vocab, dtype), 1
     while warps < 16 and stride > vec * warps * 32 * 4:  # few enough for two rows a multiprocessor
         warps *= 2
-    return dict(T=runtime.TYPES[dtype], VOCAB=vocab, STRIDE=stride, VEC=vec, WARPS=warps, GRADIENT=int(gradient),
-                SOFTCAPPED=int(softcapped))  # fmt: skip
+    return dict(T=runtime.TYPES[dtype], VOCAB=vocab, STRIDE=stride, VEC=vec, WARPS=warps, GRADIENT=int(gradient))
 
 
-def _cuda(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None, ignore_index: int, z_loss: float,
-          softcap: float, gradient: bool) -> Results:  # fmt: skip
-    def overwrite(logits: Tensor, labels: Tensor, weights: Tensor | None, losses: Tensor, costs: Tensor) -> None:
+def _cuda(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool) -> Results:
+    def overwrite(logits: Tensor, labels: Tensor, losses: Tensor, costs: Tensor) -> None:
         rows, vocab = logits.shape
-        chosen = constants(logits.dtype, vocab, gradient, softcap != 0)
+        chosen = constants(logits.dtype, vocab, gradient)
         run = runtime.program("cross_entropy", logits.device, **chosen)
-        run("cross_entropy", rows, chosen["WARPS"] * 32, logits, labels, weights, losses, costs, ignore_index, z_loss,
-            softcap)
+        run("cross_entropy", rows, chosen["WARPS"] * 32, logits, labels, losses, costs, ignore_index, z_loss)
 
-    weights = None if token_weights is None else token_weights.contiguous()
-    return _chunked(overwrite, x, weight, labels.contiguous(), weights, gradient)
+    return _chunked(overwrite, x, weight, labels.contiguous(), gradient)
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 FORWARD = define(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor labels, Tensor? token_weights, int ignore_index, "
-    "float z_loss, float softcap, bool gradient) -> (Tensor, Tensor, Tensor, Tensor)",
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor labels, int ignore_index, float z_loss, bool gradient)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     reference=_reference,
     cuda=_cuda,
-    fake=lambda x, weight, labels, token_weights, ignore_index, z_loss, softcap, gradient: (
+    fake=lambda x, weight, labels, ignore_index, z_loss, gradient: (
         x.new_empty(x.shape[0], dtype=torch.float32),
         x.new_empty(x.shape[0], dtype=torch.float32),
         x.new_empty(x.shape if gradient else 0),
@@ -144,10 +135,8 @@ FORWARD = define(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None, ignore_index: int,
-                z_loss: float, softcap: float, gradient: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
-        costs, losses, dx, dweight = FORWARD(
-            x, weight.to(x.dtype), labels, token_weights, ignore_index, z_loss, softcap, gradient)  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        costs, losses, dx, dweight = FORWARD(x, weight.to(x.dtype), *arguments)
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(losses)
@@ -157,17 +146,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dtotal: Tensor, dlosses: Tensor) -> tuple:
         dx, dweight = ctx.saved_tensors
         scale = dtotal.view(1)  # one element of one dimension: a scalar would be rounded to the precision of dx first
-        nothing = (None,) * 6
-        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), *nothing
+        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None, None, None
 
 
 # ---- public functions ------------------------------------------------------------------------------------------------
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None = None, *, ignore_index: int = -100,
-    z_loss: float = 0.0, softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The cross-entropy of the logits `x @ weight.T`, without holding all of them at once.
 
     The gradients are computed with the loss, unscaled, so that fp16 does not lose them; the gradient of `weight` is
@@ -177,38 +164,15 @@ def linear_cross_entropy(
         x: hidden states, `(..., C)` in bf16, fp16 or fp32.
         weight: the output matrix, `(V, C)`; converted to the precision of `x`, its gradient is in its own.
         labels: `(...)` int64, each below V or `ignore_index`.
-        token_weights: `(...)` fp32, the weight of each token in the total; 1 if not given. Not differentiable.
         ignore_index: the label of tokens that have no loss.
         z_loss: weight of the squared logarithm of the partition function (Chowdhery et al., 2022, arXiv:2204.02311,
             section 5).
-        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma team, 2024, arXiv:2408.00118); 0: they stay.
 
     Returns:
-        `total`, a scalar in fp32 and differentiable: the sum over tokens of
-        `token_weight * (loss + z_loss * lse ** 2)`; and `losses`, `(...)` in fp32 and not differentiable: each
-        token's cross-entropy in nats, 0 where it is ignored.
+        `total`, a scalar in fp32 and differentiable: the sum over tokens of `loss + z_loss * lse ** 2`; and `losses`,
+        `(...)` in fp32 and not differentiable: each token's cross-entropy in nats, 0 where it is ignored.
     """
     gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    weights = None if token_weights is None else token_weights.flatten()
     total, losses = _LinearCrossEntropy.apply(
-        x.flatten(0, -2), weight, labels.flatten(), weights, ignore_index, z_loss, softcap, gradient)  # fmt: skip
+        x.flatten(0, -2), weight, labels.flatten(), ignore_index, z_loss, gradient)  # fmt: skip
     return total, losses.view(labels.shape)
-
-
-# ---- reference -------------------------------------------------------------------------------------------------------
-
-
-def linear_cross_entropy_plain(
-    x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None = None, *, ignore_index: int = -100,
-    z_loss: float = 0.0, softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Reference of `linear_cross_entropy`, with all logits at once, for any device and precision."""
-    logits = F.linear(x, weight.to(x.dtype)).flatten(0, -2)  # (N, V)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    losses = F.cross_entropy(logits, labels.flatten(), ignore_index=ignore_index, reduction="none")  # (N)
-    costs = losses
-    if z_loss:
-        costs = costs + z_loss * logits.logsumexp(-1).square() * (labels.flatten() != ignore_index)
-    total = (costs if token_weights is None else costs * token_weights.flatten()).sum()
-    return total, losses.detach().view(labels.shape)

@@ -33,7 +33,7 @@ class FusedOps(NamedTuple):
 FUSED = FusedOps(rms_norm, norm_linear, qk_norm_rope, swiglu_linear, linear_cross_entropy)
 
 
-def choose(kernels: str, device: torch.device) -> tuple[FusedOps | None, str]:
+def choose_kernels(kernels: str, device: torch.device) -> tuple[FusedOps | None, str]:
     """The fused ops, if a device can run them.
 
     Args:

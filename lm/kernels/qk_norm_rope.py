@@ -14,30 +14,22 @@ Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, H, D), k (B, T, KV, D), v (B, 
 # ---- CPU implementation ----------------------------------------------------------------------------------------------
 
 
-def qk_norm_rope_plain(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
-    heads: int, kv_heads: int, eps: float,
-) -> Heads:  # fmt: skip
-    """Reference of `qk_norm_rope`, for any device and precision; on a CPU it is also what the op runs."""
+def _forward(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+             positions: Tensor | None, heads: int, kv_heads: int, eps: float) -> Heads:  # fmt: skip
     packed = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))  # (B, T, H + 2 KV, D)
     q, k, v = packed.split((heads, kv_heads, kv_heads), dim=2)
-    return (
-        _turn(_normalise(q, q_weight, eps), cos, sin, positions).to(qkv.dtype),
-        _turn(_normalise(k, k_weight, eps), cos, sin, positions).to(qkv.dtype),
-        v.contiguous(),
+    q, k = (
+        _rotate(_normalise(x.float(), weight, eps), cos, sin, positions).to(qkv.dtype).contiguous()
+        for x, weight in ((q, q_weight), (k, k_weight))
     )
+    return q, k, v.clone(memory_format=torch.contiguous_format)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _normalise(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:  # (B, T, heads, D) in fp32
+    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def _normalise(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:  # (B, T, heads, D), wide
-    x = _wide(x)
-    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
     if positions is None:
         cos, sin = (table[: x.shape[1], None] for table in (cos, sin))  # (T, 1, D / 2)
     else:
@@ -46,27 +38,21 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tens
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def _forward(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
-             positions: Tensor | None, heads: int, kv_heads: int, eps: float) -> Heads:  # fmt: skip
-    q, k, v = qk_norm_rope_plain(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps)
-    return q.contiguous(), k.contiguous(), v.clone(memory_format=torch.contiguous_format)
-
-
 def _backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
               cos: Tensor, sin: Tensor, positions: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
     heads, kv_heads = dq.shape[2], dk.shape[2]
-    back = [_turn(_wide(d), cos, -sin, positions) for d in (dq, dk)]
+    back = [_rotate(d.float(), cos, -sin, positions) for d in (dq, dk)]
     dweights = dq.new_empty(0)
     if q_weight is not None:
-        packed = _wide(qkv).unflatten(-1, (heads + 2 * kv_heads, -1))
+        packed = qkv.float().unflatten(-1, (heads + 2 * kv_heads, -1))
         sums = []
         for i, (x, weight) in enumerate(zip(packed.split((heads, kv_heads, kv_heads), dim=2), (q_weight, k_weight))):
             scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-            n, g = x * scale, back[i] * weight.to(x.dtype)
+            n, g = x * scale, back[i] * weight.float()
             sums.append((back[i] * n).sum((0, 1, 2)))
             back[i] = scale * (g - n * (g * n).mean(-1, keepdim=True))
         dweights = torch.stack(sums).to(q_weight.dtype)  # (2, D)
-    return torch.cat((*back, _wide(dv)), dim=2).flatten(2).to(dq.dtype), dweights
+    return torch.cat((*back, dv.float()), dim=2).flatten(2).to(dq.dtype), dweights
 
 
 # ---- CUDA implementation ---------------------------------------------------------------------------------------------
@@ -137,8 +123,8 @@ def _cuda_backward(
 def _rows(gradient: Tensor) -> Tensor:
     """The gradient itself if each head is contiguous and aligned for vector loads, else a contiguous copy."""
     count = 16 // gradient.element_size()
-    neat = gradient.stride(-1) == 1 and all(stride % count == 0 for stride in gradient.stride()[:-1])
-    return gradient if neat else gradient.contiguous()
+    aligned = gradient.stride(-1) == 1 and all(stride % count == 0 for stride in gradient.stride()[:-1])
+    return gradient if aligned else gradient.contiguous()
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------

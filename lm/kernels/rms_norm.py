@@ -19,15 +19,12 @@ BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, f
 # ---- CPU implementation ----------------------------------------------------------------------------------------------
 
 
-def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.contiguous().float()
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * rstd * weight.float()).to(x.dtype), rstd.squeeze(-1)
-
-
-def _add_normalise(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    stream = x.contiguous() + residual.contiguous()
-    return stream, *_normalise(stream, weight, eps)
+def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    total = x.contiguous() if residual is None else x.contiguous() + residual.contiguous()
+    wide = total.float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
+    y = (wide * rstd * weight.float()).to(x.dtype)
+    return x.new_empty(0) if residual is None else total, y, rstd.squeeze(-1)
 
 
 def _backward(
@@ -62,27 +59,20 @@ def constants(dtype: torch.dtype, weight_dtype: torch.dtype, width: int, vec: in
                 BACKWARD_WARPS=warps[1])  # fmt: skip
 
 
-def _program(width: int, *tensors: Tensor | None) -> tuple[runtime.Program, int, int]:
+def _program(width: int, x: Tensor, weight: Tensor, *tensors: Tensor | None) -> tuple[runtime.Program, int, int]:
     """The kernels for rows of this width, and the threads of a forward and of a backward block."""
-    x, weight = tensors[:2]
-    chosen = constants(x.dtype, weight.dtype, width, runtime.vector(width, *tensors))
+    chosen = constants(x.dtype, weight.dtype, width, runtime.vector(width, x, weight, *tensors))
     run = runtime.program("rms_norm", x.device, **chosen)
     return run, chosen["FORWARD_WARPS"] * 32, chosen["BACKWARD_WARPS"] * 32
 
 
-def _cuda_normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()
-    y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    run, threads, _ = _program(x.shape[-1], x, weight)
-    run("rms_norm_forward", rstd.numel(), threads, x, None, weight, None, y, rstd, eps)
-    return y, rstd
-
-
-def _cuda_add_normalise(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    x, residual = x.contiguous(), residual.contiguous()
-    stream, y, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def _cuda_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    x, adds = x.contiguous(), residual is not None
+    residual = residual.contiguous() if adds else None
+    stream, y = torch.empty_like(x) if adds else x.new_empty(0), torch.empty_like(x)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     run, threads, _ = _program(x.shape[-1], x, weight, residual)
-    run("rms_norm_forward", rstd.numel(), threads, x, residual, weight, stream, y, rstd, eps)
+    run("rms_norm_forward", rstd.numel(), threads, x, residual, weight, stream if adds else None, y, rstd, eps)
     return stream, y, rstd
 
 
@@ -105,17 +95,16 @@ def _cuda_backward(
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
-NORMALISE = define(
-    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    reference=_normalise,
-    cuda=_cuda_normalise,
-    fake=lambda x, weight, eps: (_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
-)
-ADD_NORMALISE = define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-    reference=_add_normalise,
-    cuda=_cuda_add_normalise,
-    fake=lambda x, residual, weight, eps: (_like(x), _like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
+# An op returns new tensors only: without a residual, where the stream is `x`, an empty one stands in its place.
+FORWARD = define(
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    reference=_forward,
+    cuda=_cuda_forward,
+    fake=lambda x, residual, weight, eps: (
+        x.new_empty(0 if residual is None else x.shape),
+        x.new_empty(x.shape),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+    ),
 )
 BACKWARD = define(
     "rms_norm_backward(Tensor dy, Tensor? dstream, Tensor stream, Tensor weight, Tensor rstd, bool recompute)"
@@ -123,52 +112,34 @@ BACKWARD = define(
     reference=_backward,
     cuda=_cuda_backward,
     fake=lambda dy, dstream, stream, weight, rstd, recompute: (
-        _like(stream), _like(stream) if recompute else stream.new_empty(0), torch.empty_like(weight)),
-)  # fmt: skip
-
-
-def _like(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor | None, Tensor, Tensor]:
-    return (None, *NORMALISE(x, weight, eps)) if residual is None else ADD_NORMALISE(x, residual, weight, eps)
+        stream.new_empty(stream.shape),
+        stream.new_empty(stream.shape if recompute else 0),
+        torch.empty_like(weight),
+    ),
+)
 
 
 class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple:
-        stream, y, rstd = _forward(x, residual, weight, eps)
-        ctx.save_for_backward(x if stream is None else stream, weight, rstd)
-        ctx.set_materialize_grads(False)
-        ctx.adds = residual is not None
-        return stream, y
+    """`norm_linear`, or `rms_norm` where `weight` is None. The stream is None where `x` is it."""
 
-    @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor) -> tuple:
-        stream, weight, rstd = ctx.saved_tensors
-        dx, _, dweight = BACKWARD(dy, dstream, stream, weight, rstd, False)
-        return dx, dx if ctx.adds else None, dweight, None
-
-
-class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
+        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor | None,
         scaling: Scaling | None,
-    ) -> tuple:  # fmt: skip
-        stream, y, rstd = _forward(x, residual, norm_weight, eps)
-        ctx.save_for_backward(x if stream is None else stream, norm_weight, rstd, weight)
-        ctx.set_materialize_grads(False)
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
         ctx.adds, ctx.scaling = residual is not None, scaling
-        return stream, linear.forward(y, weight, scaling)
+        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, weight)
+        ctx.set_materialize_grads(False)
+        return stream if ctx.adds else None, y if weight is None else linear.forward(y, weight, scaling)
 
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor) -> tuple:
         stream, norm_weight, rstd, weight = ctx.saved_tensors
-        dy = linear.dx(dout, weight, ctx.scaling)  # (..., C)
-        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, True)
-        dweight = linear.dweight(dout, y, ctx.scaling)  # (out, C)
+        joined = weight is not None
+        dy = linear.dx(dout, weight, ctx.scaling) if joined else dout  # (..., C)
+        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, joined)
+        dweight = linear.dweight(dout, y, ctx.scaling) if joined else None  # (out, C)
         return dx, dx if ctx.adds else None, dnorm, None, dweight, None
 
 
@@ -187,7 +158,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     Returns:
         `(stream, y)`, like `x`. The statistics are fp32, of the stream as it is stored.
     """
-    stream, y = _Norm.apply(x, residual, weight, eps)
+    stream, y = _Norm.apply(x, residual, weight, eps, None, None)
     return x if stream is None else stream, y
 
 
@@ -205,25 +176,5 @@ def norm_linear(
     Returns:
         `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
     """
-    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, weight.to(x.dtype), scaling)
+    stream, out = _Norm.apply(x, residual, norm_weight, eps, weight.to(x.dtype), scaling)
     return x if stream is None else stream, out
-
-
-# ---- references ------------------------------------------------------------------------------------------------------
-
-
-def rms_norm_plain(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Reference of `rms_norm`, for any device and precision."""
-    stream = x if residual is None else x + residual
-    wide = stream if stream.dtype == torch.float64 else stream.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return stream, (wide * scale * weight.to(wide.dtype)).to(stream.dtype)
-
-
-def norm_linear_plain(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
-    scaling: Scaling | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Reference of `norm_linear`."""
-    stream, y = rms_norm_plain(x, residual, norm_weight, eps)
-    return stream, linear.linear(y, weight, scaling)

@@ -1,36 +1,32 @@
-"""Compiles CUDA sources with NVRTC, caches them on disk, launches kernels on torch's stream and registers ops."""
+"""Compiles CUDA sources with NVRTC, caches them on disk, launches kernels on torch's stream and registers ops.
+
+NVRTC comes with torch and needs no nvcc, no headers and no GPU. A compiled file holds one source for one architecture
+and one set of constants. Processes may share the cache: a file appears in it whole, by a rename.
+"""
 
 import ctypes
 import functools
 import hashlib
 import os
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lm.errors import RunError
 
-# ---- nvrtc -----------------------------------------------------------------------------------------------------------
-# NVRTC, which torch installs, compiles CUDA sources to machine code: no nvcc, no headers and no GPU are needed.
-#
-# The result is for one architecture and one set of constants. It is cached on disk, so that a second start takes
-# milliseconds. Processes may share the cache: files appear in it whole, by a rename.
-
 SOURCES = Path(__file__).parent / "csrc"
 PRELUDE = "prelude.cuh"
 FLAGS = ("--std=c++17", "--ptxas-options=--verbose")
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}  # as the sources call them
+LIBRARY = torch.library.Library("lm", "DEF")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
-class Usage(NamedTuple):
-    """The resources of a kernel."""
-
-    registers: int  # of a thread
-    spilled_bytes: int  # of registers that did not fit, stored and loaded through memory
+# ---- compilation -----------------------------------------------------------------------------------------------------
 
 
 def available() -> bool:
@@ -52,58 +48,57 @@ def cubin(name: str, arch: str, **defines: object) -> bytes:
         defines: preprocessor constants.
 
     Raises:
-        RunError: NVRTC refuses it.
+        RunError: the source does not compile.
     """
-    key = _key(name, arch, defines)
-    path = cache_folder() / f"{name}-{arch}-{key[:24]}.cubin"
+    path = cache_folder() / f"{name}-{arch}-{_cache_key(name, arch, defines)[:24]}.cubin"
     try:
         digest, code = path.read_bytes().split(b"\n", 1)
         if digest == hashlib.sha256(code).hexdigest().encode():
             return code
-    except (OSError, ValueError):  # absent, or not one of ours
+    except (OSError, ValueError):  # absent, or damaged
         pass
     code, _ = compile_source(name, arch, **defines)
-    _keep(path, hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
+    _write_cached(path, hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
     return code
 
 
-def compile_source(name: str, arch: str, **defines: object) -> tuple[bytes, dict[str, Usage]]:
+def compile_source(name: str, arch: str, **defines: object) -> tuple[bytes, str]:
     """Compile a source now.
 
     Args:
         name, arch, defines: as for `cubin`.
 
     Returns:
-        The machine code, and what each kernel in it uses.
+        The machine code, and the compiler's log, which has the registers and spilled bytes of each kernel.
 
     Raises:
-        RunError: NVRTC refuses it; its log is in the message.
+        RunError: the source does not compile; the message has the compiler's log.
     """
     from cuda.bindings import nvrtc
 
-    def done(result: tuple) -> object:
+    def checked(result: tuple) -> object:
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise RunError(f"NVRTC failed on {name}.cu for {arch}: {result[0].name}")
         return result[1] if len(result) > 1 else None
 
-    # As text in front, and not as options: NVRTC's own built-in header uses names like T.
+    # Constants are text in front of the source and not options: NVRTC's own built-in header uses names like T.
     constants = "".join(f"#define {key} {value}\n" for key, value in defines.items()) + "#line 1\n"
     source = constants.encode() + (SOURCES / f"{name}.cu").read_bytes()
     prelude = (SOURCES / PRELUDE).read_bytes()
-    program = done(nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 1, [prelude], [PRELUDE.encode()]))
+    program = checked(nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 1, [prelude], [PRELUDE.encode()]))
     try:
         options = [f"--gpu-architecture={arch}", *FLAGS]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        log = bytearray(done(nvrtc.nvrtcGetProgramLogSize(program)))
-        done(nvrtc.nvrtcGetProgramLog(program, log))
+        log = bytearray(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        checked(nvrtc.nvrtcGetProgramLog(program, log))
         text = log.decode(errors="replace").strip("\0\n ")
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise RunError(f"{name}.cu does not compile for {arch} ({result.name}): {text}")
-        code = bytearray(done(nvrtc.nvrtcGetCUBINSize(program)))
-        done(nvrtc.nvrtcGetCUBIN(program, code))
+        code = bytearray(checked(nvrtc.nvrtcGetCUBINSize(program)))
+        checked(nvrtc.nvrtcGetCUBIN(program, code))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return bytes(code), _usage(text)
+    return bytes(code), text
 
 
 def cache_folder() -> Path:
@@ -112,7 +107,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LM_KERNEL_CACHE") or Path(cache) / "lm" / "kernels")
 
 
-def _key(name: str, arch: str, defines: dict[str, object]) -> str:
+def _cache_key(name: str, arch: str, defines: dict[str, object]) -> str:
     """A digest of everything that the machine code depends on."""
     from cuda.bindings import nvrtc
 
@@ -122,8 +117,8 @@ def _key(name: str, arch: str, defines: dict[str, object]) -> str:
     return digest.hexdigest()
 
 
-def _keep(path: Path, content: bytes) -> None:
-    """Write a file of the cache by a rename; where the cache cannot be written, there is none."""
+def _write_cached(path: Path, content: bytes) -> None:
+    """Write a file of the cache by a rename; a cache that cannot be written is not used."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -133,25 +128,11 @@ def _keep(path: Path, content: bytes) -> None:
         return
 
 
-def _usage(log: str) -> dict[str, Usage]:
-    """The resources of each kernel, from the verbose log of ptxas."""
-    usage = {}
-    for part in log.split("Compiling entry function ")[1:]:
-        name = re.match(r"'(\w+)'", part)[1]
-        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", part))
-        usage[name] = Usage(int(re.search(r"Used (\d+) registers", part)[1]), spilled)
-    return usage
-
-
 # ---- launch ----------------------------------------------------------------------------------------------------------
-# Compiled kernels are loaded once and launched on torch's stream, which takes a few microseconds. The file of each op
-# (`rms_norm`, `swiglu`, ...) chooses the grid and the arguments.
-
-TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}  # as the sources call them
 
 
 class Program:
-    """The kernels of one source, loaded on a device.
+    """The kernels of one source, loaded on a device. A launch takes a few microseconds.
 
     Args:
         code: machine code.
@@ -165,8 +146,8 @@ class Program:
         self._functions: dict[str, Any] = {}
         torch.cuda.init()
         with torch.cuda.device(device):
-            self._enter()
-            self._module = self._done("cuModuleLoadData", driver.cuModuleLoadData(code))
+            self._enter_context()
+            self._module = self._checked("cuModuleLoadData", driver.cuModuleLoadData(code))
 
     def __call__(self, name: str, blocks: int, threads: int, *arguments: Tensor | int | float | None) -> None:
         """Launch a kernel on torch's current stream.
@@ -185,32 +166,32 @@ class Program:
         if torch.cuda.current_device() != self._device:  # its context must be the one of this thread
             with torch.cuda.device(self._device):
                 return self(name, blocks, threads, *arguments)
-        function = self._functions.get(name) or self._find(name)
+        function = self._functions.get(name) or self._find_function(name)
         values = tuple(a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
         kinds = tuple(ctypes.c_longlong if isinstance(a, int) else ctypes.c_float if isinstance(a, float)
                       else ctypes.c_void_p for a in arguments)
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        start = self._driver.cuLaunchKernel
-        (result,) = start(function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
+        launch = self._driver.cuLaunchKernel
+        (result,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
         if result == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that torch has not used a GPU in yet
-            self._enter()
-            (result,) = start(function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
-        self._done(f"starting {name}", (result,))
+            self._enter_context()
+            (result,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
+        self._checked(f"starting {name}", (result,))
 
-    def _enter(self) -> None:
+    def _enter_context(self) -> None:
         """Make the device's context, which is torch's too, the one of this thread."""
         driver = self._driver
-        device = self._done("cuDeviceGet", driver.cuDeviceGet(self._device))
-        context = self._done("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
-        self._done("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
+        device = self._checked("cuDeviceGet", driver.cuDeviceGet(self._device))
+        context = self._checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
+        self._checked("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
 
-    def _find(self, name: str) -> Any:
+    def _find_function(self, name: str) -> Any:
         found = self._driver.cuModuleGetFunction(self._module, name.encode())
-        return self._functions.setdefault(name, self._done(f"finding {name}", found))
+        return self._functions.setdefault(name, self._checked(f"finding {name}", found))
 
-    def _done(self, what: str, result: tuple) -> Any:
+    def _checked(self, action: str, result: tuple) -> Any:
         if result[0] != self._driver.CUresult.CUDA_SUCCESS:
-            raise RunError(f"CUDA driver: {what}: {result[0].name}")
+            raise RunError(f"CUDA driver: {action}: {result[0].name}")
         return result[1] if len(result) > 1 else None
 
 
@@ -251,14 +232,7 @@ def vector(width: int, *tensors: Tensor | None) -> int:
     return count if aligned else 1
 
 
-# ---- library ---------------------------------------------------------------------------------------------------------
-# Registers ops with torch: a schema, an implementation for the CPU and one for CUDA, and result shapes for tracing.
-#
-# The file of each op has, in this order: the CPU implementation in plain PyTorch, the CUDA implementation, registration
-# with autograd, and the public function.
-
-LIBRARY = torch.library.Library("lm", "DEF")
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+# ---- registration ----------------------------------------------------------------------------------------------------
 
 
 def define(schema: str, *, reference: Callable, cuda: Callable, fake: Callable) -> Callable:
@@ -268,7 +242,7 @@ def define(schema: str, *, reference: Callable, cuda: Callable, fake: Callable) 
         schema: its name and types, as torch writes them.
         reference: the CPU implementation, in plain PyTorch.
         cuda: the CUDA implementation, by our kernels.
-        fake: returns empty tensors of the result's shapes, dtypes and strides.
+        fake: returns empty tensors of the result's shapes, dtypes and strides, for tracing.
 
     Returns:
         The op, a callable.

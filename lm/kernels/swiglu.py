@@ -1,6 +1,6 @@
-"""SwiGLU on the packed gate and up projection, alone or joined with the linear layer after it.
+"""SwiGLU on the packed gate and up projection, joined with the linear layer after it.
 
-Joined, its result is not saved for the backward pass, which recomputes it while it reads gate and up anyway.
+The activation is not saved for the backward pass, which recomputes it while it reads gate and up anyway.
 """
 
 from typing import Any
@@ -21,31 +21,15 @@ def _forward(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def _backward(dz: Tensor, gate_up: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
+def _backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = gate_up.contiguous().float().chunk(2, -1)
     d, s = dz.contiguous().float(), torch.sigmoid(gate)
     silu = gate * s
-    dgate_up = torch.cat((d * up * (s + silu * (1 - s)), d * silu), -1).to(gate_up.dtype)
-    return dgate_up, (silu * up).to(gate_up.dtype) if recompute else gate_up.new_empty(0)
+    dgate_up = torch.cat((d * up * (s + silu * (1 - s)), d * silu), -1)
+    return dgate_up.to(gate_up.dtype), (silu * up).to(gate_up.dtype)
 
 
 # ---- CUDA implementation ---------------------------------------------------------------------------------------------
-
-
-def _cuda_forward(gate_up: Tensor) -> Tensor:
-    gate_up = gate_up.contiguous()
-    z = _half(gate_up)
-    run, pieces = _program(gate_up)
-    run("swiglu_forward", -(-pieces // 256), 256, gate_up, z, pieces)
-    return z
-
-
-def _cuda_backward(dz: Tensor, gate_up: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
-    dz, gate_up = dz.contiguous(), gate_up.contiguous()
-    dgate_up, z = torch.empty_like(gate_up), torch.empty_like(dz) if recompute else dz.new_empty(0)
-    run, pieces = _program(gate_up, dz)
-    run("swiglu_backward", -(-pieces // 256), 256, dz, gate_up, dgate_up, z if recompute else None, pieces)
-    return dgate_up, z
 
 
 def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
@@ -53,39 +37,42 @@ def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
     return dict(T=runtime.TYPES[dtype], WIDTH=width, VEC=vec)
 
 
-def _program(gate_up: Tensor, *others: Tensor) -> tuple[runtime.Program, int]:
+def _run(name: str, gate_up: Tensor, tensors: tuple[Tensor, ...], *loaded: Tensor) -> None:
+    """Launch a kernel on these tensors, of which `gate_up` and `loaded` are read in vectors."""
     width = gate_up.shape[-1] // 2
-    vec = runtime.vector(width, gate_up, *others)
+    vec = runtime.vector(width, gate_up, *loaded)
+    pieces = gate_up.numel() // 2 // vec
     run = runtime.program("swiglu", gate_up.device, **constants(gate_up.dtype, width, vec))
-    return run, gate_up.numel() // 2 // vec
+    run(name, -(-pieces // 256), 256, *tensors, pieces)
 
 
-# ---- registration ----------------------------------------------------------------------------------------------------
+def _cuda_forward(gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    z = _half(gate_up)
+    _run("swiglu_forward", gate_up, (gate_up, z))
+    return z
+
+
+def _cuda_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    dz, gate_up = dz.contiguous(), gate_up.contiguous()
+    dgate_up, z = torch.empty_like(gate_up), torch.empty_like(dz)
+    _run("swiglu_backward", gate_up, (dz, gate_up, dgate_up, z), dz)
+    return dgate_up, z
 
 
 def _half(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
+# ---- registration ----------------------------------------------------------------------------------------------------
+
 FORWARD = define("swiglu(Tensor gate_up) -> Tensor", reference=_forward, cuda=_cuda_forward, fake=_half)
 BACKWARD = define(
-    "swiglu_backward(Tensor dz, Tensor gate_up, bool recompute) -> (Tensor, Tensor)",
+    "swiglu_backward(Tensor dz, Tensor gate_up) -> (Tensor, Tensor)",
     reference=_backward,
     cuda=_cuda_backward,
-    fake=lambda dz, gate_up, recompute: (
-        gate_up.new_empty(gate_up.shape), _half(gate_up) if recompute else gate_up.new_empty(0)),
-)  # fmt: skip
-
-
-class _Swiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return FORWARD(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, dz: Tensor) -> Tensor:
-        return BACKWARD(dz, *ctx.saved_tensors, False)[0]
+    fake=lambda dz, gate_up: (gate_up.new_empty(gate_up.shape), _half(gate_up)),
+)
 
 
 class _SwigluLinear(torch.autograd.Function):
@@ -98,30 +85,18 @@ class _SwigluLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
         gate_up, weight = ctx.saved_tensors
-        dgate_up, z = BACKWARD(linear.dx(dout, weight, ctx.scaling), gate_up, True)
+        dgate_up, z = BACKWARD(linear.dx(dout, weight, ctx.scaling), gate_up)
         return dgate_up, linear.dweight(dout, z, ctx.scaling), None  # (..., 2 I), (out, I)
 
 
 # ---- public functions ------------------------------------------------------------------------------------------------
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202), in fp32 with one rounding at the end.
+def swiglu_linear(gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None) -> Tensor:
+    """`silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202) in fp32 with one rounding at the end, then a linear layer.
 
     Args:
         gate_up: gate and up side by side, `(..., 2 I)` in bf16, fp16 or fp32.
-
-    Returns:
-        `(..., I)`.
-    """
-    return _Swiglu.apply(gate_up)
-
-
-def swiglu_linear(gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None) -> Tensor:
-    """`swiglu`, then a linear layer; the backward pass recomputes what lies between, it is not saved.
-
-    Args:
-        gate_up: as for `swiglu`.
         weight: `(out, I)`; converted to the precision of `gate_up`.
         scaling: how FP8 products are scaled; None: no FP8.
 
@@ -129,17 +104,3 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, scaling: Scaling | None = Non
         `(..., out)`.
     """
     return _SwigluLinear.apply(gate_up, weight.to(gate_up.dtype), scaling)
-
-
-# ---- references ------------------------------------------------------------------------------------------------------
-
-
-def swiglu_plain(gate_up: Tensor) -> Tensor:
-    """Reference of `swiglu`, for any device and precision."""
-    gate, up = gate_up.chunk(2, -1)  # (..., I) each
-    return F.silu(gate) * up
-
-
-def swiglu_linear_plain(gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None) -> Tensor:
-    """Reference of `swiglu_linear`."""
-    return linear.linear(swiglu_plain(gate_up), weight, scaling)

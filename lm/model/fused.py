@@ -26,7 +26,7 @@ def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
 
     Args:
         decoder: changed in place.
-        ops: as `kernels/operations.choose` gives them; None leaves the decoder as it is.
+        ops: as `kernels/operations.choose_kernels` gives them; None leaves the decoder as it is.
     """
     if ops is None:
         return

@@ -17,7 +17,7 @@ from torch import Tensor
 from lm.data.loader import Batch, Cursor
 from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, perplexity
-from lm.kernels.operations import choose
+from lm.kernels.operations import choose_kernels
 from lm.model.attention import describe
 from lm.model.compile import Compile, GraphedMicroBatch, compile_decoder
 from lm.model.config import DecoderConfig, fused_rows
@@ -98,7 +98,7 @@ class LanguageModule(LightningModule):
         self.decoder = Decoder(self.config)
         device = self.trainer.strategy.root_device
         self._refuse_graphs(device)
-        ops, self.kernels_taken = choose(self.kernels, device)
+        ops, self.kernels_taken = choose_kernels(self.kernels, device)
         fuse(self.decoder, ops)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
         self.attention_kernels = describe(device, dtype, self.config.windows, self.document_mask, self.config.dropout)

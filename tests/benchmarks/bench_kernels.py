@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm, which may not be installed
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]  # lm, which may not be installed; tests
+
+import plain_ops
+from kernel_usage import kernel_usage
 
 from lm.errors import RequestError
 from lm.kernels import cross_entropy, qk_norm_rope, rms_norm, runtime, swiglu
@@ -91,6 +95,19 @@ class Case:
     operations: int | None = None
 
 
+class Swiglu(torch.autograd.Function):
+    """The activation's two kernels alone, without the linear layer that `swiglu_linear` joins them with."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu.FORWARD(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> Tensor:
+        return swiglu.BACKWARD(dz, *ctx.saved_tensors)[0]
+
+
 class Cases:
     """Every op of a decoder, for one micro-batch.
 
@@ -119,7 +136,7 @@ class Cases:
             "rms_norm": rms_norm.constants(dtype, wide, sizes.hidden, vec),
             "qk_norm_rope": qk_norm_rope.constants(dtype, wide, *heads),
             "swiglu": swiglu.constants(dtype, sizes.intermediate, vec),
-            "cross_entropy": cross_entropy.constants(dtype, sizes.vocab, True, False),
+            "cross_entropy": cross_entropy.constants(dtype, sizes.vocab, True),
         }
 
     def random(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -133,7 +150,7 @@ class Cases:
         tokens, hidden = self.sizes.tokens, self.sizes.hidden
         rows, weight, rstd = tokens * hidden * self.item, hidden * 4, tokens * 4
         return Case(
-            "rms_norm", rms_norm.rms_norm, rms_norm.rms_norm_plain,
+            "rms_norm", rms_norm.rms_norm, plain_ops.rms_norm_plain,
             lambda: (self.random(tokens, hidden), self.random(tokens, hidden), self.norm_weight(hidden), EPS),
             {"tokens": tokens, "hidden": hidden},
             forward=Traffic({"x": rows, "residual": rows, "weight": weight}, {"stream": rows, "y": rows, "rstd": rstd}),
@@ -145,7 +162,7 @@ class Cases:
     def norm_linear(self) -> Case:
         tokens, hidden, out = self.sizes.tokens, self.sizes.hidden, 2 * self.sizes.intermediate
         return Case(
-            "norm_linear", rms_norm.norm_linear, rms_norm.norm_linear_plain,
+            "norm_linear", rms_norm.norm_linear, plain_ops.norm_linear_plain,
             lambda: (self.random(tokens, hidden), self.random(tokens, hidden), self.norm_weight(hidden), EPS,
                      self.random(out, hidden, scale=0.02)),
             {"tokens": tokens, "hidden": hidden, "out": out},
@@ -167,7 +184,7 @@ class Cases:
 
         return Case(
             "qk_norm_rope" if normed else "qk_norm_rope, no norm",
-            qk_norm_rope.qk_norm_rope, qk_norm_rope.qk_norm_rope_plain, inputs,
+            qk_norm_rope.qk_norm_rope, plain_ops.qk_norm_rope_plain, inputs,
             {"tokens": sizes.tokens, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": width},
             forward=Traffic({"qkv": rows, "tables": tables, **weights}, {"q, k, v": rows}),
             backward=Traffic(
@@ -215,16 +232,17 @@ class Cases:
         tokens, width = self.sizes.tokens, self.sizes.intermediate
         half = tokens * width * self.item
         return Case(
-            "swiglu", swiglu.swiglu, swiglu.swiglu_plain, lambda: (self.random(tokens, 2 * width),),
+            "swiglu", Swiglu.apply, lambda gate_up: F.silu(gate_up[..., :width]) * gate_up[..., width:],
+            lambda: (self.random(tokens, 2 * width),),
             {"tokens": tokens, "intermediate": width},
             forward=Traffic({"gate_up": 2 * half}, {"z": half}),
-            backward=Traffic({"dz": half, "gate_up": 2 * half}, {"dgate_up": 2 * half}),
+            backward=Traffic({"dz": half, "gate_up": 2 * half}, {"dgate_up": 2 * half, "z": half}),
         )  # fmt: skip
 
     def swiglu_linear(self) -> Case:
         tokens, width, out = self.sizes.tokens, self.sizes.intermediate, self.sizes.hidden
         return Case(
-            "swiglu_linear", swiglu.swiglu_linear, swiglu.swiglu_linear_plain,
+            "swiglu_linear", swiglu.swiglu_linear, plain_ops.swiglu_linear_plain,
             lambda: (self.random(tokens, 2 * width), self.random(out, width, scale=0.02)),
             {"tokens": tokens, "intermediate": width, "out": out},
             operations=6 * tokens * width * out,
@@ -233,7 +251,7 @@ class Cases:
     def cross_entropy(self) -> Case:
         tokens, hidden, vocab = self.sizes.tokens, self.sizes.hidden, self.sizes.vocab
         return Case(
-            "linear_cross_entropy", cross_entropy.linear_cross_entropy, cross_entropy.linear_cross_entropy_plain,
+            "linear_cross_entropy", cross_entropy.linear_cross_entropy, plain_ops.linear_cross_entropy_plain,
             lambda: (self.random(tokens, hidden), self.random(vocab, hidden, scale=0.02),
                      torch.randint(vocab, (tokens,), device=self.device)),
             {"tokens": tokens, "hidden": hidden, "vocab": vocab},
@@ -540,7 +558,7 @@ def usage(cases: Cases) -> dict[str, Any] | str:
         arch: {
             kernel: used._asdict()
             for source, constants in cases.programs().items()
-            for kernel, used in runtime.compile_source(source, arch, **constants)[1].items()
+            for kernel, used in kernel_usage(source, arch, **constants).items()
         }
         for arch in archs
     }

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from bench_modes import Mode
 from torch import Tensor, nn
 
-from lm.kernels.operations import choose
+from lm.kernels.operations import choose_kernels
 from lm.model.compile import GraphedMicroBatch, compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
@@ -56,7 +56,7 @@ def ours(mode: Mode, config: DecoderConfig, device: torch.device) -> Contender:
     """This project's, as `LanguageModule` sets it up."""
     with device:
         model = Decoder(config)
-    fuse(model, choose(mode.kernels or "auto", device)[0])
+    fuse(model, choose_kernels(mode.kernels or "auto", device)[0])
     compile_decoder(model, mode.compile)
 
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:

@@ -44,11 +44,8 @@ static inline void narrow(float f, fp16& x) {
 }
 
 static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
-static inline float __fdividef(float a, float b) { return a / b; }
 static inline float emulated_exp(float x) { return std::exp(x); }
-static inline float emulated_log(float x) { return std::log(x); }
 #define __expf emulated_exp  // glibc has names like these of its own
-#define __logf emulated_log
 
 // ---- threads ----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from decoders import SHAPES, trained_like
 from lm.errors import RequestError
 from lm.inference import generation
 from lm.inference.generation import Sampling, stream
-from lm.kernels.operations import choose
+from lm.kernels.operations import choose_kernels
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
@@ -30,7 +30,7 @@ def tokens_of(decoder, prompts, **options):
 
 def on_gpu(config: DecoderConfig, kernels: str) -> Decoder:
     decoder = trained_like(config).cuda()
-    fuse(decoder, choose(kernels, torch.device("cuda"))[0])
+    fuse(decoder, choose_kernels(kernels, torch.device("cuda"))[0])
     return decoder
 
 

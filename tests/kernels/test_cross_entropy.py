@@ -4,13 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from emulation.emulator import emulated  # noqa: F401
+from kernel_usage import kernel_usage
+from plain_ops import linear_cross_entropy_plain
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.kernels import cross_entropy, runtime
-from lm.kernels.cross_entropy import FORWARD, linear_cross_entropy, linear_cross_entropy_plain
+from lm.kernels.cross_entropy import FORWARD, linear_cross_entropy
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]  # to the kernel fp16 is bf16 with another conversion, so it takes one shape
 # Of the norm of the exact values; in fp32 it is the matrix product's long sum over the vocabulary, in the CPU's order.
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 IGNORED = -100
@@ -29,17 +31,14 @@ def inputs(dtype, tokens, vocab, width, ignored=3):
     return x, weight, labels
 
 
-def exact(x, weight, labels, token_weights=None, z_loss=0.0, softcap=0.0, logits_dtype=None):
+def exact(x, weight, labels, z_loss=0.0, logits_dtype=None):
     """costs, losses, dx, dweight in float64, of logits that are rounded as they are stored."""
     x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
     logits = x @ weight.t()
     if logits_dtype is not None:
         logits = logits + (logits.detach().to(logits_dtype).double() - logits.detach())
-    v = softcap * torch.tanh(logits / softcap) if softcap else logits
-    counted = labels != IGNORED
-    losses = F.cross_entropy(v, labels, ignore_index=IGNORED, reduction="none")
-    weights = 1.0 if token_weights is None else token_weights.double()
-    costs = weights * (losses + z_loss * v.logsumexp(-1).square() * counted)
+    losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+    costs = losses + z_loss * logits.logsumexp(-1).square() * (labels != IGNORED)
     costs.sum().backward()
     return costs.detach(), losses.detach(), x.grad, weight.grad
 
@@ -53,25 +52,27 @@ def close(got, true, tolerance):
 # ---- parity ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens, vocab, width", [(1, 1, 1), (2, 2, 3), (5, 7, 8), (9, 31, 16), (3, 127, 13),
-                                                  (13, 260, 8), (6, 4099, 5), (2, 50257, 3), (2, 32768, 3)])
+SHAPES = [(1, 1, 1), (5, 7, 8), (13, 260, 8), (6, 4099, 5), (2, 32768, 3), (2, 50257, 3)]  # tokens, vocabulary, width
+
+
+@pytest.mark.parametrize("dtype, tokens, vocab, width", [
+    *((dtype, *shape) for dtype in DTYPES for shape in SHAPES), (torch.float16, *SHAPES[2])], ids=str)
 def test_the_kernel_equals_float64(emulated, dtype, tokens, vocab, width):  # noqa: F811
     x, weight, labels = inputs(dtype, tokens, vocab, width)
-    got = cross_entropy._cuda(x, weight, labels, None, IGNORED, 0.0, 0.0, True)
+    got = cross_entropy._cuda(x, weight, labels, IGNORED, 0.0, True)
     close(got, exact(x, weight, labels, logits_dtype=dtype), TOLERANCE[dtype])
     assert torch.all(got[1][labels == IGNORED] == 0) and torch.all(got[2][labels == IGNORED] == 0)
-    alone = cross_entropy._cuda(x, weight, labels, None, IGNORED, 0.0, 0.0, False)
+    if vocab not in (260, 50257):  # a row that is kept in registers, and one that is read twice
+        return
+    alone = cross_entropy._cuda(x, weight, labels, IGNORED, 0.0, False)
     assert torch.equal(alone[1], got[1]) and alone[2].numel() == alone[3].numel() == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("z_loss, softcap, weighted", [(1e-2, 0.0, False), (0.0, 5.0, False), (1e-2, 5.0, True)])
-def test_the_kernel_knows_z_loss_soft_cap_and_token_weights(emulated, dtype, z_loss, softcap, weighted):  # noqa: F811
-    x, weight, labels = inputs(dtype, 11, 261, 16)
-    weights = torch.rand(11) if weighted else None
-    got = cross_entropy._cuda(x, weight, labels, weights, IGNORED, z_loss, softcap, True)
-    close(got, exact(x, weight, labels, weights, z_loss, softcap, dtype), 2 * TOLERANCE[dtype])
+def test_the_kernel_knows_z_loss(emulated, dtype):  # noqa: F811
+    x, weight, labels = inputs(dtype, 11, 260, 16)
+    got = cross_entropy._cuda(x, weight, labels, IGNORED, 1e-2, True)
+    close(got, exact(x, weight, labels, 1e-2, dtype), 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
@@ -79,7 +80,7 @@ def test_chunks_add_up(emulated, monkeypatch, chunk):  # noqa: F811
     """Whatever the tokens of a chunk, also where the last one is shorter."""
     x, weight, labels = inputs(torch.float32, 14, 37, 8)
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk * 40 * 4)
-    got = cross_entropy._cuda(x, weight, labels, None, IGNORED, 0.0, 0.0, True)
+    got = cross_entropy._cuda(x, weight, labels, IGNORED, 0.0, True)
     close(got, exact(x, weight, labels), 1e-5)
 
 
@@ -90,7 +91,7 @@ def test_nothing_comes_from_memory_that_was_not_written(dtype):
     torch.use_deterministic_algorithms(True)  # fills new memory
     try:
         assert x.new_empty(8).isnan().all()
-        got = cross_entropy._reference(x, weight, labels, None, IGNORED, 0.0, 0.0, True)
+        got = cross_entropy._reference(x, weight, labels, IGNORED, 0.0, True)
     finally:
         torch.use_deterministic_algorithms(False)
     close(got, exact(x, weight, labels, logits_dtype=dtype), TOLERANCE[dtype])
@@ -98,11 +99,11 @@ def test_nothing_comes_from_memory_that_was_not_written(dtype):
 
 def test_nothing_counts_where_all_is_ignored(emulated):  # noqa: F811
     x, weight, _ = inputs(torch.bfloat16, 6, 50, 8)
-    for result in cross_entropy._cuda(x, weight, torch.full((6,), IGNORED), None, IGNORED, 0.1, 0.0, True):
+    for result in cross_entropy._cuda(x, weight, torch.full((6,), IGNORED), IGNORED, 0.1, True):
         assert torch.all(result == 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [1e-7, 1e4])
 def test_tiny_and_huge_logits_stay_finite(emulated, dtype, size):  # noqa: F811
     """One column of huge logits, of either sign: the loss is their distance, the gradient one-hot."""
@@ -110,7 +111,7 @@ def test_tiny_and_huge_logits_stay_finite(emulated, dtype, size):  # noqa: F811
     weight[4] = size
     weight[5] = -size
     labels = torch.tensor([4, 5])
-    costs, losses, dx, dweight = cross_entropy._cuda(x, weight, labels, None, IGNORED, 0.0, 0.0, True)
+    costs, losses, dx, dweight = cross_entropy._cuda(x, weight, labels, IGNORED, 0.0, True)
     true = exact(x, weight, labels)
     assert all(torch.isfinite(t).all() for t in (costs, losses, dx, dweight))
     assert torch.allclose(losses.double(), true[1], rtol=1e-5, atol=1e-6)
@@ -121,7 +122,7 @@ def test_a_confident_row_keeps_the_digits_of_its_loss(emulated):  # noqa: F811
     """At logits near a thousand, fp32 counts in steps of 6e-5; the loss here is a tenth of one."""
     x, weight = torch.ones(1, 1), torch.full((3, 1), 1000.0 - 12.5)
     weight[1] = 1000.0
-    _, losses, _, _ = cross_entropy._cuda(x, weight, torch.tensor([1]), None, IGNORED, 0.0, 0.0, False)
+    _, losses, _, _ = cross_entropy._cuda(x, weight, torch.tensor([1]), IGNORED, 0.0, False)
     assert losses.item() == pytest.approx(exact(x, weight, torch.tensor([1]))[1].item(), rel=1e-2)
 
 
@@ -132,21 +133,12 @@ def test_a_confident_row_keeps_the_digits_of_its_loss(emulated):  # noqa: F811
 @pytest.mark.parametrize("gradient", [True, False])
 def test_torch_accepts_the_op(dtype, gradient):
     x, weight, labels = inputs(dtype, 6, 19, 8)
-    opcheck(FORWARD, (x, weight, labels, None, IGNORED, 0.0, 0.0, gradient))
-    opcheck(FORWARD, (x, weight, labels, torch.rand(6), IGNORED, 0.1, 3.0, gradient))
+    opcheck(FORWARD, (x, weight, labels, IGNORED, 0.1, gradient))
 
 
-OPTIONS = {
-    "bare": {},
-    "z_loss": {"z_loss": 0.1},
-    "softcap": {"softcap": 3.0},
-    "all": {"z_loss": 0.1, "softcap": 3.0, "token_weights": torch.tensor([[0.5, 2.0, 1.0], [1.0, 3.0, 0.0]])},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_are_those_of_plain_pytorch(name, compiled):
+def test_gradients_are_those_of_plain_pytorch(z_loss, compiled):
     """In eager mode, and traced without a break; the incoming gradient scales them."""
     ours = linear_cross_entropy
     if compiled:
@@ -157,21 +149,12 @@ def test_gradients_are_those_of_plain_pytorch(name, compiled):
         torch.manual_seed(2)
         x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(19, 8, requires_grad=True)
         labels = torch.tensor([[0, 18, IGNORED], [4, 4, 7]])
-        total, losses = function(x, weight, labels, **OPTIONS[name])
+        total, losses = function(x, weight, labels, z_loss=z_loss)
         (total * 0.3).backward()
         assert losses.shape == labels.shape and not losses.requires_grad
         results.append((total, losses, x.grad, weight.grad))
     for mine, plain in zip(*results, strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_plain_gradients_are_right(name):
-    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
-    labels = torch.tensor([[0, 6, IGNORED], [4, 4, 2]])
-    assert torch.autograd.gradcheck(
-        lambda x, weight: linear_cross_entropy_plain(x, weight, labels, **OPTIONS[name])[0], (x, weight))
 
 
 def test_the_gradient_of_fp32_weights_is_not_rounded_to_half_precision():
@@ -210,7 +193,7 @@ def test_all_logits_are_never_there_at_once(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 128 * 512 * 4)
     x, weight, labels = inputs(torch.float32, 4096, 512, 4)
     with Largest() as largest:
-        FORWARD(x, weight, labels, None, IGNORED, 0.0, 0.0, True)
+        FORWARD(x, weight, labels, IGNORED, 0.0, True)
     assert largest.elements <= 128 * 512
 
 
@@ -218,7 +201,6 @@ def test_all_logits_are_never_there_at_once(monkeypatch):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_architecture_compiles_without_spills(arch, dtype):
-    for vocab, softcapped in ((32768, False), (50257, True), (262144, False), (64, False)):
-        constants = cross_entropy.constants(dtype, vocab, True, softcapped)
-        _, usage = runtime.compile_source("cross_entropy", arch, **constants)
+    for vocab in (32768, 50257, 64):
+        usage = kernel_usage("cross_entropy", arch, **cross_entropy.constants(dtype, vocab, True))
         assert all(use.spilled_bytes == 0 for use in usage.values()), (vocab, usage)

@@ -9,12 +9,14 @@ import os
 import pytest
 import torch
 from emulation.emulator import emulated  # noqa: F401
+from kernel_usage import kernel_usage
+from plain_ops import norm_linear_plain, rms_norm_plain, swiglu_linear_plain
 from torch.library import opcheck
 
 from lm.errors import RunError
 from lm.kernels import rms_norm, runtime, swiglu
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]  # to a kernel fp16 is bf16 with another conversion, so it takes one shape
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest value
 EPS = 1e-5
 
@@ -44,19 +46,24 @@ def exact_norm(x, residual, weight, dstream, dy, dtype):
 # ---- parity ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, width", [(1, 8), (1, 1), (3, 2), (7, 97), (5, 256), (33, 96), (2, 1000), (4, 4104)])
+def in_dtypes(*shapes):
+    """Every shape in fp32 and bf16, the last one in fp16, too."""
+    cases = [(dtype, *shape) for dtype in DTYPES for shape in shapes]
+    return pytest.mark.parametrize("dtype, rows, width", [*cases, (torch.float16, *shapes[-1])], ids=str)
+
+
+@in_dtypes((1, 1), (7, 97), (2, 1000), (4, 4104), (33, 96))
 @pytest.mark.parametrize("adds", [True, False])
 def test_rms_norm_equals_float64(emulated, dtype, rows, width, adds):  # noqa: F811
     x, residual, dy, dstream = (torch.randn(rows, width).to(dtype) for _ in range(4))
     weight = 1 + 0.2 * torch.randn(width)  # fp32, as under mixed precision
     residual = residual if adds else None
     stream, y, dx, dweight = exact_norm(x, residual, weight, dstream, dy, dtype)
+    got, normed, rstd = rms_norm._cuda_forward(x, residual, weight, EPS)
     if adds:
-        got, normed, rstd = rms_norm._cuda_add_normalise(x, residual, weight, EPS)
         assert torch.equal(got, x + residual)
     else:
-        normed, rstd = rms_norm._cuda_normalise(x, weight, EPS)
+        assert got.numel() == 0
         got = x
     close(normed, y, dtype)
     ours, again, ours_weight = rms_norm._cuda_backward(dy, dstream, got, weight, rstd, True)
@@ -71,7 +78,7 @@ def test_rms_norm_equals_float64(emulated, dtype, rows, width, adds):  # noqa: F
 @pytest.mark.parametrize("value", [0.0, 1e-18, 3e4])
 def test_rms_norm_of_extreme_rows_is_finite(emulated, value):  # noqa: F811
     x = torch.full((3, 40), value)
-    y, rstd = rms_norm._cuda_normalise(x, torch.ones(40), EPS)
+    _, y, rstd = rms_norm._cuda_forward(x, None, torch.ones(40), EPS)
     dx, _, dweight = rms_norm._cuda_backward(torch.ones_like(x), None, x, torch.ones(40), rstd, True)
     expected = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
     close(y, expected, torch.float32)
@@ -81,7 +88,7 @@ def test_rms_norm_of_extreme_rows_is_finite(emulated, value):  # noqa: F811
 def test_rms_norm_weights_of_the_activations_precision(emulated):  # noqa: F811
     x, dy = torch.randn(9, 64).bfloat16(), torch.randn(9, 64).bfloat16()
     weight = torch.randn(64).bfloat16()
-    y, rstd = rms_norm._cuda_normalise(x, weight, EPS)
+    _, y, rstd = rms_norm._cuda_forward(x, None, weight, EPS)
     _, _, dweight = rms_norm._cuda_backward(dy, None, x, weight, rstd, False)
     _, exact, _, exact_weight = exact_norm(x, None, weight, torch.zeros_like(dy), dy, torch.bfloat16)
     assert dweight.dtype == torch.bfloat16
@@ -89,8 +96,7 @@ def test_rms_norm_weights_of_the_activations_precision(emulated):  # noqa: F811
     close(dweight, exact_weight, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, width", [(1, 1), (1, 8), (5, 97), (37, 512), (3, 1000), (300, 3)])
+@in_dtypes((1, 1), (5, 97), (37, 512))
 def test_swiglu_equals_float64(emulated, dtype, rows, width):  # noqa: F811
     gate_up, dz = torch.randn(rows, 2 * width).to(dtype) * 3, torch.randn(rows, width).to(dtype)
     exact = gate_up.double().requires_grad_()
@@ -99,10 +105,9 @@ def test_swiglu_equals_float64(emulated, dtype, rows, width):  # noqa: F811
     z.backward(dz.double())
     ours = swiglu._cuda_forward(gate_up)
     close(ours, z.detach(), dtype)
-    dgate_up, again = swiglu._cuda_backward(dz, gate_up, True)
+    dgate_up, again = swiglu._cuda_backward(dz, gate_up)
     close(dgate_up, exact.grad, dtype)
     assert torch.equal(again, ours)
-    assert swiglu._cuda_backward(dz, gate_up, False)[1].numel() == 0
 
 
 @pytest.mark.parametrize("value", [-1e4, -90.0, 0.0, 90.0, 1e4])
@@ -110,15 +115,15 @@ def test_swiglu_of_extreme_gates_is_finite(emulated, value):  # noqa: F811
     gate_up = torch.tensor([[value, 2.0]])
     exact = torch.nn.functional.silu(torch.tensor([[value]], dtype=torch.float64)) * 2
     close(swiglu._cuda_forward(gate_up), exact, torch.float32)
-    assert torch.isfinite(swiglu._cuda_backward(torch.ones(1, 1), gate_up, True)[0]).all()
+    assert torch.isfinite(swiglu._cuda_backward(torch.ones(1, 1), gate_up)[0]).all()
 
 
 def test_rows_that_do_not_start_at_16_bytes(emulated):  # noqa: F811
     """A view into the middle of other memory is loaded one by one, and is right."""
     x = torch.randn(4 * 64 + 1).bfloat16()[1:].view(4, 64)
     aligned = x.clone()
-    assert torch.equal(rms_norm._cuda_normalise(x, torch.ones(64), EPS)[0],
-                       rms_norm._cuda_normalise(aligned, torch.ones(64), EPS)[0])
+    assert torch.equal(rms_norm._cuda_forward(x, None, torch.ones(64), EPS)[1],
+                       rms_norm._cuda_forward(aligned, None, torch.ones(64), EPS)[1])
     assert torch.equal(swiglu._cuda_forward(x), swiglu._cuda_forward(aligned))
 
 
@@ -133,8 +138,8 @@ def test_rms_norm_takes_rows_that_are_no_neighbours(emulated, which):  # noqa: F
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
         assert mine.is_contiguous()
     x, residual = given[which], torch.randn(5, 3, 16).transpose(0, 1)
-    for mine, expected in zip(rms_norm._cuda_add_normalise(x, residual, weight, EPS),
-                              rms_norm._add_normalise(x, residual, weight, EPS), strict=True):
+    for mine, expected in zip(rms_norm._cuda_forward(x, residual, weight, EPS),
+                              rms_norm._forward(x, residual, weight, EPS), strict=True):
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -149,28 +154,27 @@ def norm_arguments(dtype=torch.float32):
 def test_torch_accepts_every_op(dtype):
     x, residual, weight = norm_arguments(dtype)
     rstd = torch.rand(2, 5)
-    opcheck(rms_norm.NORMALISE, (x, weight, EPS))
-    opcheck(rms_norm.NORMALISE, (x.transpose(0, 1), weight, EPS))
-    opcheck(rms_norm.ADD_NORMALISE, (x, residual, weight, EPS))
-    for again in (True, False):
-        opcheck(rms_norm.BACKWARD, (x, residual, residual, weight, rstd, again))
-        opcheck(rms_norm.BACKWARD, (x, None, residual, weight, rstd, again))
-        opcheck(swiglu.BACKWARD, (x[..., :8], x, again))
+    opcheck(rms_norm.FORWARD, (x, None, weight, EPS))
+    opcheck(rms_norm.FORWARD, (x.transpose(0, 1), None, weight, EPS))
+    opcheck(rms_norm.FORWARD, (x, residual, weight, EPS))
+    for recompute in (True, False):
+        opcheck(rms_norm.BACKWARD, (x, residual, residual, weight, rstd, recompute))
+        opcheck(rms_norm.BACKWARD, (x, None, residual, weight, rstd, recompute))
     opcheck(swiglu.FORWARD, (x,))
+    opcheck(swiglu.BACKWARD, (x[..., :8], x))
 
 
 PAIRS = {
     "rms_norm": (lambda x, r, w, m: rms_norm.rms_norm(x, r, w, EPS),
-                 lambda x, r, w, m: rms_norm.rms_norm_plain(x, r, w, EPS)),
+                 lambda x, r, w, m: rms_norm_plain(x, r, w, EPS)),
     "first rms_norm": (lambda x, r, w, m: rms_norm.rms_norm(x, None, w, EPS)[1],
-                       lambda x, r, w, m: rms_norm.rms_norm_plain(x, None, w, EPS)[1]),
+                       lambda x, r, w, m: rms_norm_plain(x, None, w, EPS)[1]),
     "norm_linear": (lambda x, r, w, m: rms_norm.norm_linear(x, r, w, EPS, m),
-                    lambda x, r, w, m: rms_norm.norm_linear_plain(x, r, w, EPS, m)),
+                    lambda x, r, w, m: norm_linear_plain(x, r, w, EPS, m)),
     "first norm_linear": (lambda x, r, w, m: rms_norm.norm_linear(x, None, w, EPS, m),
-                          lambda x, r, w, m: rms_norm.norm_linear_plain(x, None, w, EPS, m)),
-    "swiglu": (lambda x, r, w, m: swiglu.swiglu(x), lambda x, r, w, m: swiglu.swiglu_plain(x)),
+                          lambda x, r, w, m: norm_linear_plain(x, None, w, EPS, m)),
     "swiglu_linear": (lambda x, r, w, m: swiglu.swiglu_linear(x + r, m[:, :8]),
-                      lambda x, r, w, m: swiglu.swiglu_linear_plain(x + r, m[:, :8])),
+                      lambda x, r, w, m: swiglu_linear_plain(x + r, m[:, :8])),
 }  # fmt: skip
 
 
@@ -197,12 +201,6 @@ def test_gradients_are_those_of_plain_pytorch(name, compiled):
             torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_plain_gradients_are_right(name):
-    inputs = [t.double().requires_grad_() for t in (*norm_arguments(), torch.randn(6, 16))]
-    assert torch.autograd.gradcheck(PAIRS[name][1], [t[..., :16] for t in inputs], fast_mode=True)
-
-
 # ---- compiled for real architectures --------------------------------------------------------------------------------
 
 needs_nvrtc = pytest.mark.skipif(not runtime.available(), reason="NVRTC is not installed")
@@ -211,13 +209,13 @@ needs_nvrtc = pytest.mark.skipif(not runtime.available(), reason="NVRTC is not i
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [768, 1024, 4096, 997])
+@pytest.mark.parametrize("width", [1024, 4096, 997])
 def test_every_architecture_compiles_without_spills(arch, dtype, width):
     vec = 1 if width % 8 else 16 // dtype.itemsize
     for name, constants in (("rms_norm", rms_norm.constants(dtype, torch.float32, width, vec)),
                             ("swiglu", swiglu.constants(dtype, width, vec))):
-        code, usage = runtime.compile_source(name, arch, **constants)
-        assert code[:4] == b"\x7fELF" and len(usage) >= 2
+        usage = kernel_usage(name, arch, **constants)
+        assert len(usage) >= 2
         assert all(use.spilled_bytes == 0 and use.registers <= 96 for use in usage.values()), usage
 
 
@@ -235,8 +233,8 @@ def compile_one(folder):
 @needs_nvrtc
 def test_many_processes_share_one_cache(tmp_path, monkeypatch):
     """Ranks that start together leave one whole file; later starts read it, and a damaged one is made again."""
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        codes = pool.map(compile_one, [str(tmp_path)] * 6)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        codes = pool.map(compile_one, [str(tmp_path)] * 4)
     (file,) = tmp_path.iterdir()
     assert len(set(codes)) == 1 and file.read_bytes().endswith(codes[0])
     monkeypatch.setattr(runtime, "compile_source", None)  # nothing is compiled any more

@@ -3,13 +3,15 @@
 import pytest
 import torch
 from emulation.emulator import emulated  # noqa: F401
+from kernel_usage import kernel_usage
+from plain_ops import qk_norm_rope_plain
 from torch.library import opcheck
 
 from lm.kernels import qk_norm_rope, runtime
-from lm.kernels.qk_norm_rope import BACKWARD, FORWARD, qk_norm_rope_plain
+from lm.kernels.qk_norm_rope import BACKWARD, FORWARD
 from lm.model.decoder import rotary_table
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]  # to a kernel fp16 is bf16 with another conversion, so it takes one shape
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}  # of the norm of the exact values
 EPS = 1e-5
 
@@ -43,16 +45,15 @@ def close(mine, true, tolerance):
 
 SHAPES = {  # batch, length, heads, kv heads, width of a head
     "one token": (1, 1, 1, 1, 64), "prime": (2, 13, 4, 2, 64), "narrow": (3, 7, 2, 2, 2), "6": (1, 5, 3, 1, 6),
-    "32": (1, 11, 4, 1, 32), "80": (2, 5, 2, 1, 80), "96": (2, 12, 3, 3, 96), "128": (1, 9, 4, 2, 128),
-    "256": (1, 3, 2, 1, 256),
-    "250": (1, 3, 1, 1, 250),
+    "80": (2, 5, 2, 1, 80), "256": (1, 3, 2, 1, 256), "250": (1, 3, 1, 1, 250),
 }  # fmt: skip
+CASES = [(dtype, name, True) for dtype in DTYPES for name in SHAPES]
+CASES += [(dtype, name, False) for dtype in DTYPES for name in ("prime", "250")] + [(torch.float16, "prime", True)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("norm", [True, False], ids=["norm", "bare"])
+@pytest.mark.parametrize("dtype, shape, norm", CASES, ids=str)
 def test_the_kernels_equal_float64(emulated, dtype, shape, norm):  # noqa: F811
+    shape = SHAPES[shape]
     batch, length, heads, kv_heads, dim = shape
     given = inputs(dtype, *shape, norm=norm, documents=length > 10)
     gradients = [torch.randn(batch, length, n, dim).to(dtype) for n in (heads, kv_heads, kv_heads)]
@@ -69,8 +70,7 @@ def test_the_kernels_equal_float64(emulated, dtype, shape, norm):  # noqa: F811
         assert dweights.numel() == 0
 
 
-@pytest.mark.parametrize("weights", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, weights", [(torch.bfloat16,) * 2, (torch.float16,) * 2], ids=str)
 def test_weights_may_have_a_precision_of_their_own(emulated, dtype, weights):  # noqa: F811
     batch, length, heads, kv_heads, dim = shape = (2, 7, 2, 1, 64)
     qkv, *norms, cos, sin, positions = inputs(dtype, *shape)
@@ -121,10 +121,10 @@ def test_tiny_and_huge_heads_stay_finite(emulated, size):  # noqa: F811
     assert all(torch.isfinite(t).all() for t in qk_norm_rope._cuda_backward(*gradients, *given, EPS))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "bare"])
 @pytest.mark.parametrize("documents", [True, False])
-def test_torch_accepts_both_ops(dtype, norm, documents):
+def test_torch_accepts_both_ops(norm, documents):
+    dtype = torch.bfloat16
     qkv, q_weight, k_weight, *tables = inputs(dtype, 2, 5, 4, 2, 8, norm, documents)
     opcheck(FORWARD, (qkv, q_weight, k_weight, *tables, 4, 2, EPS))
     gradients = [torch.randn(2, 5, n, 8).to(dtype) for n in (4, 2, 2)]
@@ -152,17 +152,6 @@ def test_gradients_are_those_of_plain_pytorch(norm, documents, compiled):
         torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("norm", [True, False], ids=["norm", "bare"])
-def test_plain_gradients_are_right(norm):
-    qkv, q_weight, k_weight, cos, sin, positions = inputs(torch.float64, 1, 3, 2, 1, 4, norm, True)
-    leaves = [t.double().requires_grad_() for t in (qkv, q_weight, k_weight) if t is not None]
-
-    def function(qkv, q_weight=None, k_weight=None):
-        return qk_norm_rope_plain(qkv, q_weight, k_weight, cos.double(), sin.double(), positions, 2, 1, EPS)
-
-    assert torch.autograd.gradcheck(function, leaves)
-
-
 def test_values_do_not_keep_the_projection():
     """Attention saves them; without the norm the packed projection can go as soon as it was split."""
     qkv, *rest = inputs(torch.float32, 2, 5, 4, 2, 8, norm=False)
@@ -173,22 +162,13 @@ def test_values_do_not_keep_the_projection():
 @pytest.mark.skipif(not runtime.available(), reason="NVRTC is not installed")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norm", [False, True])
-def test_every_architecture_compiles_without_spills(arch, dtype, norm):
-    compiled(arch, dtype, norm, (64, 80, 128))
-
-
-@pytest.mark.skipif(not runtime.available(), reason="NVRTC is not installed")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norm", [False, True])
-def test_unusual_heads_compile_without_spills(dtype, norm):
-    compiled("sm_90", dtype, norm, (2, 32, 72, 96, 250, 256))
-
-
-def compiled(arch: str, dtype, norm: bool, widths):
-    for dim in widths:
+def test_every_architecture_compiles_without_spills(arch, dtype):
+    """With the norm, which takes more registers; the widths with the fewest and the most elements a lane on one."""
+    heads = [(64, True), (128, True)]
+    heads += [(2, True), (250, True), (256, True), (80, False)] if arch == "sm_90" else []
+    for dim, norm in heads:
         vec = 16 // dtype.itemsize
         vec = vec if dim // 2 % vec == 0 else 1
         constants = qk_norm_rope.constants(dtype, torch.float32 if norm else None, 16, 4, dim, vec)
-        _, usage = runtime.compile_source("qk_norm_rope", arch, **constants)
+        usage = kernel_usage("qk_norm_rope", arch, **constants)
         assert all(use.spilled_bytes == 0 for use in usage.values()), (dim, usage)

@@ -8,7 +8,7 @@ from test_guards import KEEP_ALL, fit, same, tensors
 from trainings import make_workplace
 
 from lm.inference.generation import Sampling, generate
-from lm.kernels.operations import choose
+from lm.kernels.operations import choose_kernels
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
@@ -56,7 +56,7 @@ def test_kernels_generate_what_plain_pytorch_does():
     )  # fmt: skip
     decoder = Decoder(config).cuda()
     prompts, written = [[1, 2, 3], [5], list(range(20))], []
-    for ops in (None, choose("on", torch.device("cuda"))[0]):
+    for ops in (None, choose_kernels("on", torch.device("cuda"))[0]):
         fuse(decoder, ops)
         written.append(generate(decoder, prompts, max_new_tokens=40, sampling=Sampling(temperature=0)))
     assert written[0] == written[1]

@@ -1,28 +1,23 @@
 // Softmax cross-entropy of a chunk of logits, which its gradient overwrites. One block a row.
 //
-//   v = logits, or softcap * tanh(logits / softcap);  lse = log(sum(exp(v)))
-//   loss = lse - v[label];  cost = token_weight * (loss + z_loss * lse^2)
-//   d cost / d v = token_weight * ((1 + 2 * z_loss * lse) * softmax(v) - onehot(label))
+//   lse = log(sum(exp(logits)));  loss = lse - logits[label];  cost = loss + z_loss * lse^2
+//   d cost / d logits = (1 + 2 * z_loss * lse) * softmax(logits) - onehot(label)
 //
 // What is not stored: probabilities, and the logits of more than one chunk. A row is read once and kept in registers
 // where it fits, else it is read a second time.
 //
 // -DT: number format. -DVOCAB. -DSTRIDE: elements from one row to the next, a multiple of VEC, so that vectors are
 // aligned whatever the vocabulary; what lies between is ignored and becomes zero. -DVEC. -DWARPS: of a block.
-// -DGRADIENT: 0 computes losses alone. -DSOFTCAPPED: 1 if there is a soft cap.
+// -DGRADIENT: 0 computes losses alone.
 #include "prelude.cuh"
 
 constexpr int PIECES = STRIDE / VEC, THREADS = WARPS * 32;
 constexpr int ITEMS = (PIECES + THREADS - 1) / THREADS;
 constexpr bool HELD = ITEMS <= 8;  // in registers, packed
 
-__device__ __forceinline__ float capped(float x, float softcap) {
-  return SOFTCAPPED ? softcap * tanhf(x / softcap) : x;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-cross_entropy(T* __restrict__ logits, const i64* __restrict__ labels, const float* __restrict__ token_weights,
-              float* __restrict__ losses, float* __restrict__ costs, i64 ignore_index, float z_loss, float softcap) {
+cross_entropy(T* __restrict__ logits, const i64* __restrict__ labels, float* __restrict__ losses,
+              float* __restrict__ costs, i64 ignore_index, float z_loss) {
   const i64 row = blockIdx.x, label = labels[row];
   T* at = logits + row * STRIDE;
   if (label == ignore_index) {
@@ -32,7 +27,7 @@ cross_entropy(T* __restrict__ logits, const i64* __restrict__ labels, const floa
     if (threadIdx.x == 0) losses[row] = costs[row] = 0.f;
     return;
   }
-  const float target = capped(widen(at[label]), softcap);  // before anything is overwritten: there are barriers between
+  const float target = widen(at[label]);  // before anything is overwritten: there are barriers between
 
   Vec<T, VEC> held[HELD ? ITEMS : 1];
   float most = NEGATIVE_INFINITY, sum = 0.f;  // of this thread: the largest value, and the sum of exp(v - most)
@@ -45,7 +40,7 @@ cross_entropy(T* __restrict__ logits, const i64* __restrict__ labels, const floa
     float v[VEC], largest = most;
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
-      v[j] = piece * VEC + j < VOCAB ? capped(widen(x.v[j]), softcap) : NEGATIVE_INFINITY;
+      v[j] = piece * VEC + j < VOCAB ? widen(x.v[j]) : NEGATIVE_INFINITY;
       largest = fmaxf(largest, v[j]);
     }
     if (largest == NEGATIVE_INFINITY) continue;
@@ -57,15 +52,14 @@ cross_entropy(T* __restrict__ logits, const i64* __restrict__ labels, const floa
   const float top = block_max<WARPS>(most);
   sum = block_sum<WARPS>(most == NEGATIVE_INFINITY ? 0.f : sum * __expf(most - top));
   const float log_sum = logf(sum), lse = top + log_sum;
-  const float weight = token_weights ? token_weights[row] : 1.f;
   if (threadIdx.x == 0) {
     const float loss = top - target + log_sum;  // in this order a confident row keeps all its digits
     losses[row] = loss;
-    costs[row] = weight * (loss + z_loss * lse * lse);
+    costs[row] = loss + z_loss * lse * lse;
   }
   if (!GRADIENT) return;
 
-  const float scale = weight * (1.f + 2.f * z_loss * lse) / sum;
+  const float scale = (1.f + 2.f * z_loss * lse) / sum;
 #pragma unroll(HELD ? ITEMS : 2)
   for (int i = 0; i < ITEMS; ++i) {
     const int piece = i * THREADS + threadIdx.x;
@@ -75,9 +69,7 @@ cross_entropy(T* __restrict__ logits, const i64* __restrict__ labels, const floa
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
       const int column = piece * VEC + j;
-      const float v = capped(widen(x.v[j]), softcap);
-      float d = scale * __expf(v - top) - (column == label ? weight : 0.f);
-      if (SOFTCAPPED) d *= 1.f - v / softcap * (v / softcap);
+      const float d = scale * __expf(widen(x.v[j]) - top) - (column == label ? 1.f : 0.f);
       narrow(column < VOCAB ? d : 0.f, out.v[j]);
     }
     store<VEC>(at + piece * VEC, out);

@@ -26,13 +26,6 @@ __device__ __forceinline__ void narrow(float f, fp16& x) { asm("cvt.rn.f16.f32 %
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ void narrow(float f, float& x) { x = f; }
 
-// f rounded to S and back: what a value is once it has been stored.
-template <typename S> __device__ __forceinline__ float rounded(float f) {
-  S x;
-  narrow(f, x);
-  return widen(x);
-}
-
 // N neighbours that are loaded and stored at once, 16 bytes an instruction where alignment allows, else N is 1.
 template <typename S, int N> struct alignas(sizeof(S) * N < 16 ? sizeof(S) * N : 16) Vec { S v[N]; };
 template <int N, typename S> __device__ __forceinline__ Vec<S, N> load(const S* p) {

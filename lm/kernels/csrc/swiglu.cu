@@ -25,7 +25,7 @@ swiglu_forward(const T* __restrict__ gate_up, T* __restrict__ z, i64 pieces) {
   store<VEC>(z + piece * VEC, out);
 }
 
-// dgate = dz * up * s * (1 + gate * (1 - s)) and dup = dz * gate * s, with s = 1 / (1 + exp(-gate)). z may be null.
+// dgate = dz * up * s * (1 + gate * (1 - s)) and dup = dz * gate * s, with s = 1 / (1 + exp(-gate)).
 extern "C" __global__ void __launch_bounds__(256)
 swiglu_backward(const T* __restrict__ dz, const T* __restrict__ gate_up, T* __restrict__ dgate_up, T* __restrict__ z,
                 i64 pieces) {
@@ -44,5 +44,5 @@ swiglu_backward(const T* __restrict__ dz, const T* __restrict__ gate_up, T* __re
   }
   store<VEC>(dgate_up + at, dg);
   store<VEC>(dgate_up + at + WIDTH, du);
-  if (z) store<VEC>(z + piece * VEC, out);
+  store<VEC>(z + piece * VEC, out);
 }

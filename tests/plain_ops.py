@@ -1,0 +1,47 @@
+"""The fused ops in plain PyTorch, for any device and precision: what tests and benchmarks compare them with.
+
+Arguments and results are those of the ops in `lm/kernels`.
+"""
+
+import torch.nn.functional as F
+
+from lm.kernels.linear import linear
+from lm.model.decoder import Rotary, rotate, widen
+
+
+def normalised(x, weight, eps):
+    """In fp32 or fp64."""
+    wide = widen(x)
+    return F.rms_norm(wide, x.shape[-1:], weight.to(wide.dtype), eps)
+
+
+def rms_norm_plain(x, residual, weight, eps):
+    stream = x if residual is None else x + residual
+    return stream, normalised(stream, weight, eps).to(x.dtype)
+
+
+def norm_linear_plain(x, residual, norm_weight, eps, weight, scaling=None):
+    stream, y = rms_norm_plain(x, residual, norm_weight, eps)
+    return stream, linear(y, weight, scaling)
+
+
+def swiglu_linear_plain(gate_up, weight, scaling=None):
+    gate, up = gate_up.chunk(2, -1)
+    return linear(F.silu(gate) * up, weight, scaling)
+
+
+def qk_norm_rope_plain(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps):
+    packed = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))  # (B, T, H + 2 KV, D)
+    q, k, v = packed.split((heads, kv_heads, kv_heads), dim=2)
+    if q_weight is not None:
+        q, k = normalised(q, q_weight, eps), normalised(k, k_weight, eps)
+    q, k = (rotate(x, Rotary(cos, sin, positions)).to(qkv.dtype) for x in (q, k))
+    return q, k, v.contiguous()
+
+
+def linear_cross_entropy_plain(x, weight, labels, *, ignore_index=-100, z_loss=0.0):
+    logits = widen(F.linear(x, weight.to(x.dtype))).flatten(0, -2)  # (N, V)
+    targets = labels.flatten()
+    losses = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")  # (N)
+    costs = losses + z_loss * logits.logsumexp(-1).square() * (targets != ignore_index)
+    return costs.sum(), losses.detach().view(labels.shape)
