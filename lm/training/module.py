@@ -24,7 +24,7 @@ from lm.model.config import DecoderConfig, fused_rows
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.model.fused import fuse
-from lm.system.process import STOP
+from lm.system.stop_signals import STOP
 from lm.training import checkpointing
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.schedule import ScheduleConfig, schedule
@@ -148,7 +148,7 @@ class LanguageModule(LightningModule):
         nats = torch.zeros((), device=self.device)
 
         for number, micro_batch in enumerate(micro_batches, start=1):
-            if STOP.late:  # after a signal; on a single device
+            if STOP.half_time_over:  # after a signal; on a single device
                 self._forget_step(generators)
                 trainer.stop_after_last_step()
             # Ranks exchange gradients once, in the backward pass of the last micro-batch.

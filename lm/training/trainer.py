@@ -24,7 +24,7 @@ from lm.model.estimates import OptimizerState, Step, checkpoint_bytes, largest_m
 from lm.runs.checkpoint import pending_validation, step_of
 from lm.runs.run import Run
 from lm.system.hardware import keep_freed_memory
-from lm.system.process import STOP
+from lm.system.stop_signals import STOP
 from lm.system.units import Count, format_bytes
 from lm.training.checkpointing import FolderCheckpointIO
 from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
