@@ -25,9 +25,9 @@ def load_run(path: "str | Path") -> "Run":
     Raises:
         RequestError: there is no such run; the message has the nearest names.
     """
-    from lm.runs.registry import find
+    from lm.runs.registry import find_run
 
-    return find(str(path))
+    return find_run(str(path))
 
 
 def load_model(

@@ -2,7 +2,8 @@
 
 import sys
 
-from lm.system.process import STOP, leave
+from lm.system.process import leave
+from lm.system.stop_signals import STOP
 
 
 def main() -> None:
@@ -10,7 +11,7 @@ def main() -> None:
     from lm.cli.main import main as run
 
     code = run(sys.argv[1:])
-    STOP.over()
+    STOP.ignore_signals()
     leave(code)
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
-from lm.runs.registry import record
+from lm.runs.registry import record_run
 from lm.runs.resume import compare, find_checkpoint, repair_links
 from lm.runs.run import ROOT, Run
 from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
@@ -274,7 +274,7 @@ class TrainingCLI(LightningCLI):
         repair_links(run, self.checkpoint)
         if run.status() not in ("finished", "stopped"):
             run.describe(status="finished", reason="all steps done", step=self.trainer.steps.max_steps)
-            record(run)
+            record_run(run)
 
     def after_validate(self) -> None:
         self._print_metrics()

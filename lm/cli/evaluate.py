@@ -189,7 +189,7 @@ def keep(run: Run, found: Evaluation) -> None:
     for step in sorted(step for step in points if step >= found["step"]):
         events.log_metrics(points[step], step)
     events.experiment.close()
-    registry.record(run)
+    registry.record_run(run)
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from importlib import import_module
 
 from lm import __version__
 from lm.errors import LmError, RequestError
-from lm.system.process import STOP, HarmlessFormatter, harmless
+from lm.system.process import HarmlessFormatter, harmless
+from lm.system.stop_signals import STOP
 
 # name -> "module:function" and what it does
 COMMANDS = {

@@ -27,7 +27,7 @@ from lm.cli.charts import chart
 from lm.cli.runs import STYLES, to_json
 from lm.errors import RequestError
 from lm.runs.history import METRICS, LiveRun, Series, smooth
-from lm.runs.registry import find
+from lm.runs.registry import find_run
 from lm.runs.run import ROOT, Run
 from lm.system.units import format_bytes, format_count, format_duration
 
@@ -349,7 +349,7 @@ def monitor(
         sys.stdout.reconfigure(errors="replace")  # where there are no braille dots
     console = Console()
     live = sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once
-    chosen = [find(name, root) for name in runs] or choose(root, ask=live and sys.stdin.isatty())
+    chosen = [find_run(name, root) for name in runs] or choose(root, ask=live and sys.stdin.isatty())
     watches = [LiveRun(run) for run in chosen]
     if live:
         follow(watches, console, interval)

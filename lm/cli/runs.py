@@ -68,7 +68,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
     """
     gone = [row["path"] for row in registry.known_runs() if row["name"] == run and not Path(row["path"]).exists()]
     try:
-        folder = registry.find(run, root)
+        folder = registry.find_run(run, root)
     except RequestError:
         if not gone:
             raise
@@ -113,7 +113,7 @@ def rebuild(roots: list[str]) -> None:
     known = [str(Path(row["path"]).parent) for row in registry.known_runs()]
     folders = sorted({Path(root).resolve() for root in (*roots, *known, ROOT)})
     runs = [run for folder in folders for run in Run.all(folder)]
-    registry.note(runs, forget_others=True)
+    registry.rebuild(runs)
     print(f"{len(runs)} runs are in {registry.place()}")
 
 
@@ -228,7 +228,7 @@ def show(run: str, json: bool = False, root: str = str(ROOT)) -> None:
         json: Print one JSON object instead.
         root: Folder of the runs.
     """
-    found = describe(registry.find(run, root))
+    found = describe(registry.find_run(run, root))
     if json:
         print(to_json(found))
     else:

@@ -54,7 +54,7 @@ def compare(
         raise RequestError("name two runs or more; `lm runs ls` lists them")
     if not 0 <= smooth < 1:
         raise RequestError(f"--smooth {smooth} must lie in [0, 1)")
-    folders = [registry.find(name, root) for name in runs]
+    folders = [registry.find_run(name, root) for name in runs]
     if len({folder.path.resolve() for folder in folders}) < len(folders):
         raise RequestError("a run cannot be compared with itself; name each once")
     metrics = [folder.metrics() for folder in folders]
@@ -162,7 +162,7 @@ def export(
         checkpoint: Whose weights to take; none leaves them out.
         root: Folder of the runs.
     """
-    folder = registry.find(run, root)
+    folder = registry.find_run(run, root)
     target = Path("exports") / folder.name if output is None else Path(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RequestError(f"--output {target} is there already and not an empty folder; choose another")

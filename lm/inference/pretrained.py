@@ -19,7 +19,7 @@ from lm.model.decoder import Decoder
 from lm.model.fused import fuse
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs.checkpoint import read_folder, step_of
-from lm.runs.registry import find
+from lm.runs.registry import find_run
 from lm.runs.run import Run
 from lm.system.files import parse_json
 
@@ -140,7 +140,7 @@ def load_pretrained(
     """
     folder = Path(path)
     if not folder.is_dir():
-        folder = find(str(path)).path
+        folder = find_run(str(path)).path
     if (folder / "run.json").exists():
         folder = Run(folder).checkpoint()
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

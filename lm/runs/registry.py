@@ -1,175 +1,27 @@
-"""The registry: where a user's runs are, in one SQLite file, so that `lm runs` finds them from any folder.
+"""The registry: the runs of a user in one SQLite file, so that `lm runs` finds them from any folder.
 
-It is an index and holds nothing that the run folders do not: a lost one is made again by `lm runs rebuild`. A training
-writes to it through `record`, which never fails and never takes longer than `PATIENCE`.
+It is an index of the run folders and may be deleted: `lm runs rebuild` makes it from them. A training writes to it
+through `record_run`, which never fails and takes at most `PATIENCE` seconds.
 """
 
-import fcntl
 import hashlib
 import logging
+import math
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from contextlib import closing
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lm.errors import LmError, RequestError
 from lm.runs.run import ROOT, Run, merge_evaluations
-from lm.system.files import nonnegative, parse_json
-
-# ---- registry file ---------------------------------------------------------------------------------------------------
-# The file of the registry: one SQLite table, opened so that it survives what a user's home may be.
-#
-# It is written in one transaction at a time, with a write-ahead log where that works, so that readers never wait. A
-# damaged file is set aside. `registry.py` says what is in the table.
 
 log = logging.getLogger(__name__)
 
-LOCK_TIMEOUT = 0.25  # seconds to wait for another process
-# The shared memory that WAL needs is not shared between machines, and SQLite does not notice: it would be damaged.
-NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse.", "orangefs")
-DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-
-
-def place() -> Path:
-    """Where the file is: `$LM_REGISTRY`, else `lm/runs/run.db` in the user's folder for data.
-
-    Raises:
-        LmError: the user has no home.
-    """
-    named = os.environ.get("LM_REGISTRY")
-    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    try:
-        return Path(named or f"{data}/lm/runs.db").expanduser()
-    except RuntimeError as error:
-        raise LmError(f"there is no place for a registry ({error}); name one with LM_REGISTRY") from error
-
-
-def read() -> list[dict[str, Any]]:
-    """All rows, by column, in the order of their paths; [] where there is no file.
-
-    Raises:
-        LmError: it cannot be read.
-    """
-    path = place()
-    if not path.exists():
-        return []
-    try:
-        uri = f"{path.resolve().as_uri()}?mode=ro"
-        with closing(sqlite3.connect(uri, timeout=LOCK_TIMEOUT, uri=True)) as database:
-            database.row_factory = sqlite3.Row
-            if not _columns(database):
-                return []
-            return [dict(row) for row in database.execute("SELECT * FROM runs ORDER BY path")]
-    except sqlite3.Error as error:
-        raise LmError(f"the registry {path} cannot be read: {error}; `lm runs rebuild` makes it anew") from error
-
-
-def write(columns: dict[str, str], work: Callable[[sqlite3.Connection], Any]) -> None:
-    """Call `work` within one transaction, after seeing that the table `runs` is there.
-
-    Args:
-        columns: of the table, with their SQL types; those that an older version of lm did not have are added.
-        work: what to do with the open database.
-
-    Raises:
-        LmError: the file cannot be opened or written, or another process keeps it locked.
-    """
-    path = place()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        inode = path.stat().st_ino if path.exists() else None
-        try:
-            _transact(path, columns, work)
-        except sqlite3.DatabaseError as error:
-            if _code(error) not in DAMAGED:
-                raise
-            _set_aside(path, inode)
-            _transact(path, columns, work)
-    except (sqlite3.Error, OSError) as error:
-        raise LmError(f"the registry {path} cannot be written: {error}") from error
-
-
-def _transact(path: Path, columns: dict[str, str], work: Callable[[sqlite3.Connection], Any]) -> None:
-    """With a write-ahead log, or with SQLite's usual journal where that is not wanted or refused."""
-    if not on_network(path.parent):
-        try:
-            _transact_with(("journal_mode = WAL",), path, columns, work)
-            return
-        except sqlite3.OperationalError as error:
-            if _code(error) in LOCKED:
-                raise
-    # The file may say WAL by now. Only who has it alone can read that without shared memory, and change it.
-    pragmas = ("locking_mode = EXCLUSIVE", "journal_mode = DELETE", "locking_mode = NORMAL")
-    _transact_with(pragmas, path, columns, work)
-
-
-def _transact_with(
-    pragmas: tuple[str, ...], path: Path, columns: dict[str, str], work: Callable[[sqlite3.Connection], Any]
-) -> None:
-    with closing(sqlite3.connect(path, timeout=LOCK_TIMEOUT, isolation_level=None)) as database:
-        for pragma in pragmas:
-            database.execute(f"PRAGMA {pragma}")
-        database.execute("BEGIN IMMEDIATE")
-        with database:
-            present = _columns(database)
-            if not present:
-                database.execute(f"CREATE TABLE runs ({', '.join(f'{name} {kind}' for name, kind in columns.items())})")
-            for name in columns.keys() - present if present else ():
-                database.execute(f"ALTER TABLE runs ADD COLUMN {name} {columns[name]}")
-            work(database)
-
-
-def _columns(database: sqlite3.Connection) -> set[str]:
-    return {name for _, name, *_ in database.execute("PRAGMA table_info(runs)")}
-
-
-def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary code of an error; 0 where it has none."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF
-
-
-def _set_aside(path: Path, inode: int | None) -> None:
-    """Rename a damaged file, unless another process has done so already."""
-    suffix = f".damaged-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        damaged = open(path, "rb")
-    except FileNotFoundError:
-        return
-    with damaged:
-        with suppress(OSError):  # not every file system has locks
-            fcntl.flock(damaged, fcntl.LOCK_EX)  # who waited for it finds another file under the name, or none
-        if path.exists() and path.stat().st_ino == inode:
-            _rename(path, suffix)
-
-
-def _rename(path: Path, suffix: str) -> None:
-    for part in ("-wal", "-shm", ""):  # the file itself last: from then on others make a new one, with parts of its own
-        file = path.with_name(path.name + part)
-        if file.exists():
-            os.replace(file, path.with_name(path.name + part + suffix))
-    new = path.name + suffix
-    log.warning("the registry %s was damaged and is now %s; `lm runs rebuild` fills a new one", path, new)
-
-
-def on_network(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Whether a folder is on a file system that other machines see too; where it cannot be told, no."""
-    try:
-        lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
-        folder = folder.resolve()
-    except OSError:
-        return False
-    holding = [(len(line[1]), line[2]) for line in lines if folder.is_relative_to(line[1])]
-    return bool(holding) and max(holding)[1].startswith(NETWORK)
-
-
-# ---- registry --------------------------------------------------------------------------------------------------------
-
+LOCK_TIMEOUT = 0.25  # seconds to wait for another process that writes
 PATIENCE = 1.0  # seconds that a training waits for the registry, whatever is wrong with it
 COLUMNS = {
     "path": "TEXT PRIMARY KEY", "name": "TEXT", "status": "TEXT", "reason": "TEXT", "step": "INTEGER",
@@ -179,15 +31,33 @@ COLUMNS = {
 }  # fmt: skip
 
 
+def place() -> Path:
+    """Path of the registry: `$LM_REGISTRY`, else `lm/runs.db` in the user's data folder.
+
+    Raises:
+        LmError: the user has no home folder.
+    """
+    named = os.environ.get("LM_REGISTRY")
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    try:
+        return Path(named or f"{data}/lm/runs.db").expanduser()
+    except RuntimeError as error:
+        raise LmError(f"there is no place for a registry ({error}); name one with LM_REGISTRY") from error
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
 def facts(run: Run) -> dict[str, Any]:
-    """What the registry has of a run, read from its folder; None for what is not known (yet).
+    """A run's row of the registry, read from its folder; None for what is not known (yet).
 
     Returns:
         By the names of `COLUMNS`; `status` is `Run.status()`, `best_loss` the lowest validation loss.
     """
     described, state = run.read("run.json"), run.read("state.json")
     config = run.config.read_bytes() if run.config.exists() else None
-    latest = state.get("metrics") or {}
+    latest = state.get("metrics", {})
+    losses = [line["val/loss"] for line in run.metrics("val/loss") if not math.isnan(line["val/loss"])]
     return {
         "path": str(run.path.resolve()),
         "name": run.name,
@@ -196,7 +66,7 @@ def facts(run: Run) -> dict[str, Any]:
         "step": state.get("step", described.get("step")),
         "max_steps": state.get("max_steps"),
         "tokens": state.get("tokens"),
-        "best_loss": min(_validation_losses(run), default=None),
+        "best_loss": min(losses, default=None),
         "val_loss": latest.get("val/loss"),
         "loss": latest.get("train/loss"),
         "tokens_per_second": latest.get("perf/tokens_per_second"),
@@ -208,43 +78,86 @@ def facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _validation_losses(run: Run) -> list[float]:
-    """As `Run.metrics` has them, without parsing the other lines, of which there may be very many."""
+def known_runs() -> list[dict[str, Any]]:
+    """The rows of all runs, as they were written last; [] where there is no registry.
+
+    One that cannot be read is logged and is [] too: commands then know the runs under the folder that they look at.
+    """
     try:
-        lines = (run.path / "metrics.jsonl").read_bytes().split(b"\n")
-    except OSError:
-        return []
-    kept: list[tuple[int, float]] = []
-    for line in lines:
-        if b'"val/loss"' not in line and b'"resumed_at"' not in line:
-            continue
-        try:
-            entry = parse_json(line)
-        except ValueError:  # a line that a kill cut short
-            continue
-        numbers = entry if isinstance(entry, dict) else {}
-        step, loss = nonnegative(numbers.get("step")), numbers.get("val/loss")
-        if (resumed_at := nonnegative(numbers.get("resumed_at"))) is not None:
-            kept = [(at, loss) for at, loss in kept if at <= resumed_at]
-        elif step is not None and isinstance(loss, int | float):
-            kept.append((step, float(loss)))
-    return [loss for _, loss in kept if loss == loss]
+        path = place()
+        if not path.exists():
+            return []
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", timeout=LOCK_TIMEOUT, uri=True)) as database:
+            database.row_factory = sqlite3.Row
+            return [dict(row) for row in database.execute(f"SELECT {', '.join(COLUMNS)} FROM runs ORDER BY path")]
+    except sqlite3.Error as error:
+        log.warning("the registry %s cannot be read: %s; `lm runs rebuild` makes it anew", path, error)
+    except LmError as error:
+        log.warning("%s", error)
+    return []
 
 
-# ---- what a training writes ------------------------------------------------------------------------------------------
+def note(runs: Iterable[Run]) -> None:
+    """Write the rows of these runs, all of them or none.
+
+    Raises:
+        LmError: the registry cannot be written.
+    """
+    rows = [facts(run) for run in runs]
+    names, marks = ", ".join(COLUMNS), ", ".join(f":{name}" for name in COLUMNS)
+    _write(lambda database: database.executemany(f"INSERT OR REPLACE INTO runs ({names}) VALUES ({marks})", rows))
 
 
-def record(run: Run, again: bool = False) -> bool:
-    """Note how a run stands; to be called when it starts and when it ends.
+def forget(paths: Iterable[str]) -> None:
+    """Remove the rows of these run folders.
 
-    It never raises and returns within `PATIENCE` seconds: what goes wrong is one line in the log.
+    Raises:
+        LmError: the registry cannot be written.
+    """
+    gone = [(path,) for path in paths]
+    _write(lambda database: database.executemany("DELETE FROM runs WHERE path = ?", gone))
+
+
+def rebuild(runs: Iterable[Run]) -> None:
+    """Replace the registry, whatever state it is in, by a new one of these runs.
+
+    Raises:
+        LmError: it cannot be written.
+    """
+    path = place()
+    try:
+        for part in ("", "-wal", "-shm"):
+            path.with_name(path.name + part).unlink(missing_ok=True)
+    except OSError as error:
+        raise LmError(f"the registry {path} cannot be written: {error.strerror}") from error
+    note(runs)
+
+
+def _write(work: Callable[[sqlite3.Connection], Any]) -> None:
+    """Call `work` in one transaction on the table `runs`."""
+    path = place()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(path, timeout=LOCK_TIMEOUT, isolation_level="IMMEDIATE")) as database:
+            database.execute("PRAGMA journal_mode = WAL")  # readers never wait
+            with database:
+                columns = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
+                database.execute(f"CREATE TABLE IF NOT EXISTS runs ({columns})")
+                work(database)
+    except (sqlite3.Error, OSError) as error:
+        raise LmError(f"the registry {path} cannot be written: {error}") from error
+
+
+def record_run(run: Run, warned: bool = False) -> bool:
+    """Write a run's row when a training starts and when it ends.
+
+    It never raises and returns within `PATIENCE` seconds; a failure is one line in the log.
 
     Args:
-        run: the run.
-        again: it went wrong before, so the line was said.
+        warned: that line was logged before.
 
     Returns:
-        Whether it went well.
+        Whether the row was written.
     """
     failures: list[Exception] = []
 
@@ -258,51 +171,21 @@ def record(run: Run, again: bool = False) -> bool:
     try:
         thread.start()
         thread.join(PATIENCE)
-    except RuntimeError as error:  # there can be no more threads
+    except RuntimeError as error:  # the system is out of threads
         failures.append(error)
     if thread.is_alive() or failures:
         reason = failures[0] if failures else "it does not answer"
-        level = logging.DEBUG if again else logging.WARNING
-        log.log(level, "the registry of runs was not updated: %s; `lm runs rebuild` makes up for it", reason)
+        level = logging.DEBUG if warned else logging.WARNING
+        log.log(level, "the registry of runs was not updated: %s; `lm runs rebuild` makes it anew", reason)
         return False
     return True
-
-
-def note(runs: Iterable[Run], forget_others: bool = False) -> None:
-    """Write what the folders say of these runs, all of it or nothing.
-
-    Args:
-        forget_others: the registry holds these runs and no others afterwards.
-
-    Raises:
-        LmError: the registry cannot be written.
-    """
-    rows = [facts(run) for run in runs]
-    names, marks = ", ".join(COLUMNS), ", ".join(f":{name}" for name in COLUMNS)
-
-    def insert(database: sqlite3.Connection) -> None:
-        if forget_others:
-            database.execute("DELETE FROM runs")
-        database.executemany(f"INSERT OR REPLACE INTO runs ({names}) VALUES ({marks})", rows)
-
-    write(COLUMNS, insert)
-
-
-def forget(paths: Iterable[str]) -> None:
-    """Take rows out.
-
-    Raises:
-        LmError: the registry cannot be written.
-    """
-    gone = [(path,) for path in paths]
-    write(COLUMNS, lambda database: database.executemany("DELETE FROM runs WHERE path = ?", gone))
 
 
 # ---- finding runs ----------------------------------------------------------------------------------------------------
 
 
-def find(name: str, root: Path | str = ROOT) -> Run:
-    """The run that a person means: a folder under `root`, else one that the registry knows, else a path.
+def find_run(name: str, root: Path | str = ROOT) -> Run:
+    """The run of a name: a folder under `root`, else one in the registry, else a path.
 
     Raises:
         RequestError: there is none, or there are several; the message lists them or the nearest names.
@@ -320,15 +203,5 @@ def find(name: str, root: Path | str = ROOT) -> Run:
         return Run(Path(name).resolve())
     names = sorted({path.name for path in paths} | {run.name for run in Run.all(root)})
     close = get_close_matches(name, names, 3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(close)}?" if close else "; `lm runs ls` lists those there are"
+    hint = f"; did you mean {' or '.join(close)}?" if close else "; `lm runs ls` lists them"
     raise RequestError(f"no run {name!r} under {root} or in the registry{hint}")
-
-
-def known_runs() -> list[dict[str, Any]]:
-    """Every run of the registry, as it was when it was noted last; [] where it cannot be read, which is logged:
-    commands then know the runs under the folder that they look at."""
-    try:
-        return read()
-    except LmError as error:
-        log.warning("%s", error)
-        return []

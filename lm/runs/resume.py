@@ -142,7 +142,7 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
         found = Run(path) if (path / "run.json").exists() else None
         path = found.checkpoint() if found else path
     else:
-        found = registry.find(run, root) if run else Run.newest(root)
+        found = registry.find_run(run, root) if run else Run.newest(root)
         if found is None:
             raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or name a folder")
         _put_back(found)

@@ -611,11 +611,15 @@ class Run:
         lines = read_lines(self.path / "evaluations.jsonl")
         return [line for line in lines if fits(line, EVALUATION_SHAPE)]
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl` by step. After a resume the later line of a step counts, and what a stopped
-        run had logged beyond the checkpoint that it was resumed from does not."""
+    def metrics(self, name: str = "") -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` by step, without those that were logged after the checkpoint of a later resume.
+
+        Args:
+            name: only the lines with this metric; the others, of which there may be very many, are not parsed.
+        """
         kept: list[dict[str, Any]] = []
-        for line in filter(None, map(valid_metrics, read_lines(self.path / "metrics.jsonl"))):
+        lines = read_lines(self.path / "metrics.jsonl", (f'"{name}"', '"resumed_at"') if name else ("",))
+        for line in filter(None, map(valid_metrics, lines)):
             if "resumed_at" in line:
                 kept = [entry for entry in kept if entry["step"] <= line["resumed_at"]]
             else:

@@ -246,13 +246,20 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, without what a kill has cut short."""
+def read_lines(path: Path, containing: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; a line that a kill has cut short is left out.
+
+    Args:
+        containing: only lines with one of these texts.
+    """
+    wanted = [text.encode() for text in containing]
     try:
         text = path.read_bytes()
     except OSError:
         return
     for line in text.split(b"\n"):
+        if not any(part in line for part in wanted):
+            continue
         try:
             entry = parse_json(line)
         except ValueError:

@@ -24,7 +24,7 @@ from lm.model.config import DecoderConfig, fused_rows
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.model.fused import fuse
-from lm.system.process import STOP
+from lm.system.stop_signals import STOP
 from lm.training import checkpointing
 from lm.training.distributed import FullyShardedStrategy
 from lm.training.optim import OptimizerConfig, build_optimizer
@@ -151,7 +151,7 @@ class LanguageModule(LightningModule):
         loss_sum = torch.zeros((), device=self.device)
 
         for number, micro_batch in enumerate(micro_batches, start=1):
-            if STOP.late:  # a signal came, and the time to finish this step is over
+            if STOP.half_time_over:  # a signal came, and the time to finish this step is over
                 self._drop_step(generators)
                 trainer.stop_after_last_step()  # saves, and raises Interrupted
             # Ranks exchange gradients once, in the backward pass of the last micro-batch.

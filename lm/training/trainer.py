@@ -18,7 +18,7 @@ from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError
 from lm.runs.checkpoint import pending_validation, step_of
 from lm.runs.run import Run
 from lm.system.hardware import keep_freed_memory
-from lm.system.process import STOP
+from lm.system.stop_signals import STOP
 from lm.system.units import Count
 from lm.training.callback import call_hook
 from lm.training.checkpointing import FolderCheckpointIO

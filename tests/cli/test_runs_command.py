@@ -105,7 +105,7 @@ def in_terminal(*arguments, answer=b"", columns=80):
 def test_ls_shows_every_run_newest_last_within_80_columns(place):
     make("finished", entered=1e9)
     make("elsewhere", root=place.parent / "other" / "checkpoints", entered=2e9 - 1e9 + 5)
-    registry.record(Run(place.parent / "other" / "checkpoints" / "elsewhere"))
+    registry.record_run(Run(place.parent / "other" / "checkpoints" / "elsewhere"))
     make("a-name-that-is-longer-than-any-table-of-80-columns-has-room-for", entered=time.time() - 7300)
     make("stopped", status="stopped", reason="loss > 10 for a reason that goes on and on " * 4, entered=1.5e9)
     make("killed", status="running", entered=time.time() - 3600)
@@ -132,7 +132,7 @@ def test_ls_colours_on_a_terminal_alone(place):
 
 def test_ls_tells_what_the_folders_say_and_not_what_the_registry_remembers(place):
     run = make(status="running")
-    registry.record(run)
+    registry.record_run(run)
     run.describe(status="failed", reason="after that")
     (found,) = json.loads(runs("ls", "--json").stdout)
     assert (found["status"], found["reason"]) == ("failed", "after that")

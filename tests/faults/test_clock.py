@@ -9,7 +9,7 @@ from trainings import expected, lm, losses, start, write_config
 
 from lm.runs.history import LiveRun
 from lm.runs.run import Run
-from lm.system import process as steady_clock
+from lm.system.process import steady_time
 
 DAY = 86_400.0
 FIT = ("fit", "--config", "small.yaml", "--ckpt_path", "auto")
@@ -70,8 +70,8 @@ def test_of_runs_of_a_name_the_newest_is_the_one_started_last_whatever_the_clock
 
 
 def test_dates_go_on_when_the_clock_is_set(monkeypatch):
-    before, true = steady_clock.now(), time.time
+    before, true = steady_time(), time.time
     assert abs(before - true()) < 60
     for jump in (DAY, -DAY):
         monkeypatch.setattr(time, "time", lambda jump=jump: true() + jump)
-        assert before <= steady_clock.now() < before + 60
+        assert before <= steady_time() < before + 60

@@ -38,7 +38,7 @@ def locked(path):
 def damaged(path):
     """It is no database."""
     path.write_bytes(b"\xff" * 20_000)
-    yield "was damaged and is now runs.db.damaged-"
+    yield "file is not a database"
 
 
 @contextmanager

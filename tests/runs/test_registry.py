@@ -8,11 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from lm.errors import LmError, RequestError
+from lm.errors import RequestError
 from lm.runs import registry
 from lm.runs.run import Run
 
@@ -38,21 +37,16 @@ def make(root, name="a", status="finished", losses=(3.0, 2.0, 2.5), **facts):
     return run
 
 
-def mode_of(place):
-    """2 where the file has a write-ahead log, 1 where it has not (SQLite's file format, bytes 18 and 19)."""
-    return place.read_bytes()[18]
-
-
 def test_a_recorded_run_is_known_with_what_a_list_of_runs_shows(place, tmp_path):
     run = make(tmp_path / "checkpoints")
-    registry.record(run)
+    registry.record_run(run)
     (row,) = registry.known_runs()
     assert row == registry.facts(run)
     assert (row["path"], row["name"], row["status"]) == (str(run.path.resolve()), "a", "finished")
     assert (row["step"], row["max_steps"], row["best_loss"], row["val_loss"], row["loss"]) == (3, 9, 2.0, 2.5, 3.5)
-    assert mode_of(place) == 2
+    assert place.read_bytes()[18] == 2  # SQLite's file format: it has a write-ahead log
     run.describe(status="failed", reason="of this")
-    registry.record(run)
+    registry.record_run(run)
     assert [(row["status"], row["reason"]) for row in registry.known_runs()] == [("failed", "of this")]
 
 
@@ -97,7 +91,7 @@ def recorded(run, caplog):
     caplog.clear()
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="lm"):
-        registry.record(run)
+        registry.record_run(run)
     return time.monotonic() - began, [entry.getMessage() for entry in caplog.records]
 
 
@@ -106,7 +100,7 @@ def test_a_registry_that_another_process_locks_costs_a_second_at_most_and_one_li
 ):
     assert registry.LOCK_TIMEOUT < registry.PATIENCE <= 1
     monkeypatch.setattr(registry, "PATIENCE", 10)  # a busy machine must not lose the reason
-    registry.record(make(tmp_path / "checkpoints"))
+    registry.record_run(make(tmp_path / "checkpoints"))
     holder = subprocess.Popen([sys.executable, "-c", LOCK, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"locked\n"
@@ -119,21 +113,28 @@ def test_a_registry_that_another_process_locks_costs_a_second_at_most_and_one_li
     assert warnings == [] and len(registry.known_runs()) == 2
 
 
-def test_a_damaged_registry_is_set_aside_and_made_anew(place, tmp_path, caplog):
-    for content in (b"this is no database at all, but it is long enough to look at" * 100, None):
-        run = make(tmp_path / "checkpoints")
-        place.parent.mkdir(exist_ok=True)
-        if content is None:  # the table's page alone is damaged
-            content = bytearray(place.read_bytes())
-            content[4096 - 400 :] = b"\xff" * (len(content) - 4096 + 400)
+@pytest.mark.parametrize("damage", ["no database", "a damaged page", "another table"])
+def test_a_damaged_registry_is_one_line_and_rebuilt(damage, place, tmp_path, caplog):
+    run = make(tmp_path / "checkpoints")
+    registry.record_run(run)
+    content = bytearray(place.read_bytes())
+    if damage == "another table":
+        place.unlink()
+        with sqlite3.connect(place) as database:
+            database.execute("CREATE TABLE runs (path TEXT PRIMARY KEY, name TEXT)")
+    elif damage == "no database":
+        place.write_bytes(b"this is no database at all, but it is long enough to look at" * 100)
+    else:
+        content[4096 - 400 :] = b"\xff" * (len(content) - 4096 + 400)
         place.write_bytes(content)
-        before = len(list(place.parent.glob("runs.db.damaged-*")))
-        _, warnings = recorded(run, caplog)
-        assert len(warnings) == 1 and "was damaged and is now" in warnings[0]
-        assert [row["path"] for row in registry.known_runs()] == [str(run.path.resolve())]
-        aside = sorted(place.parent.glob("runs.db.damaged-*"))
-        assert len(aside) == before + 1 and bytes(content) in [path.read_bytes() for path in aside]
-        time.sleep(1.1)  # the second is in the name
+    _, warnings = recorded(run, caplog)
+    assert len(warnings) == 1 and "cannot be written" in warnings[0] and "lm runs rebuild" in warnings[0]
+    content = place.read_bytes()
+    caplog.clear()
+    assert registry.known_runs() == [] and "cannot be read" in caplog.text and "lm runs rebuild" in caplog.text
+    assert place.read_bytes() == content  # looking changes nothing
+    registry.rebuild([run])
+    assert [row["path"] for row in registry.known_runs()] == [str(run.path.resolve())]
 
 
 @pytest.mark.parametrize("what", ["a file in place of the folder", "a folder in place of the file", "no home"])
@@ -148,75 +149,24 @@ def test_a_registry_that_cannot_be_written_is_one_line(what, tmp_path, monkeypat
     run = make(tmp_path / "checkpoints")
     seconds, warnings = recorded(run, caplog)
     assert seconds < BUSY and len(warnings) == 1 and warnings[0].startswith("the registry of runs was not updated")
-    assert registry.find("a", tmp_path / "checkpoints").path == run.path  # commands do without
+    assert registry.find_run("a", tmp_path / "checkpoints").path == run.path  # commands do without
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(place, tmp_path, monkeypatch, caplog):
     released = threading.Event()
     monkeypatch.setattr(registry, "PATIENCE", 0.2)
-    monkeypatch.setattr(registry, "write", lambda *_: released.wait(30))
+    monkeypatch.setattr(registry, "_write", lambda *_: released.wait(30))
     seconds, warnings = recorded(make(tmp_path / "checkpoints"), caplog)
     released.set()
     assert seconds < BUSY and len(warnings) == 1 and "does not answer" in warnings[0]
 
 
-def test_where_a_write_ahead_log_is_refused_the_usual_journal_does(place, tmp_path, caplog):
-    """As on file systems without shared memory: here a folder lies where SQLite would put it."""
-    shared_memory = place.with_name(place.name + "-shm")
-    shared_memory.mkdir(parents=True)
-    for _ in range(2):
-        _, warnings = recorded(make(tmp_path / "checkpoints"), caplog)
-        assert warnings == [] and mode_of(place) == 1
-    assert len(registry.known_runs()) == 2
-    shared_memory.rmdir()
-    recorded(make(tmp_path / "checkpoints"), caplog)
-    assert mode_of(place) == 2 and len(registry.known_runs()) == 3
-
-
-def test_a_file_system_of_several_machines_gets_no_write_ahead_log(place, tmp_path, monkeypatch):
-    mounts = tmp_path / "mounts"
-    mounts.write_text(f"/dev/a / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\ntmpfs {tmp_path}/local tmpfs rw 0 0\n")
-    (tmp_path / "local").mkdir()
-    assert registry.on_network(tmp_path / "home", mounts)
-    assert not any(registry.on_network(path, mounts) for path in (tmp_path / "local", Path("/etc")))
-    monkeypatch.setattr(registry, "on_network", lambda _: True)
-    registry.record(make(tmp_path / "checkpoints"))
-    assert mode_of(place) == 1 and len(registry.known_runs()) == 1
-
-
-def test_many_processes_record_at_once_and_agree_on_what_is_damaged(place, tmp_path):
-    place.parent.mkdir()
-    place.write_bytes(b"no database" * 1000)
+def test_many_processes_record_at_once(place, tmp_path):
     code = "import sys; from lm.runs.registry import note; from lm.runs.run import Run; [note([Run(p)]) for p in sys.argv[1:]]"
     paths = [[str(make(tmp_path / "checkpoints").path) for _ in range(3)] for _ in range(4)]
     processes = [subprocess.Popen([sys.executable, "-c", code, *some]) for some in paths]
     assert [process.wait() for process in processes] == [0] * 4
-    assert len(registry.known_runs()) == 12 and len(list(place.parent.glob("*damaged*"))) == 1
-
-
-def test_what_another_process_has_made_anew_is_not_set_aside(place, tmp_path):
-    registry.record(make(tmp_path / "checkpoints"))
-    registry._set_aside(place, inode=place.stat().st_ino + 1)  # the damaged file that was opened was another
-    assert len(registry.known_runs()) == 1 and list(place.parent.glob("*damaged*")) == []
-
-
-def test_a_table_of_an_older_version_gets_the_columns_that_it_lacks(place, tmp_path):
-    place.parent.mkdir()
-    with sqlite3.connect(place) as database:
-        database.execute("CREATE TABLE runs (path TEXT PRIMARY KEY, name TEXT)")
-        database.execute("INSERT INTO runs VALUES ('/somewhere/old', 'old')")
-    registry.record(make(tmp_path / "checkpoints"))
-    old, new = sorted(registry.known_runs(), key=lambda row: row["name"] != "old")
-    assert old["path"] == "/somewhere/old" and old["status"] is None and new["best_loss"] == 2.0
-
-
-def test_what_cannot_be_read_is_an_error_for_who_asks_and_a_warning_for_commands(place, tmp_path, caplog):
-    place.parent.mkdir()
-    place.write_bytes(b"no database" * 1000)
-    with pytest.raises(LmError, match="cannot be read: file is not a database"):
-        registry.read()
-    assert registry.known_runs() == [] and "cannot be read" in caplog.text
-    assert place.read_bytes() == b"no database" * 1000  # looking changes nothing
+    assert len(registry.known_runs()) == 12
 
 
 # ---- which run is meant ----------------------------------------------------------------------------------------------
@@ -227,22 +177,22 @@ def test_a_name_is_a_folder_under_the_root_then_the_registry_then_a_path(place, 
     mine, theirs, other = make(here), make(there), make(there, "b")
     registry.note([theirs, other])
     monkeypatch.chdir(tmp_path / "here")
-    assert registry.find("a").path.resolve() == mine.path.resolve()
-    assert registry.find("b").path == other.path.resolve()
-    assert registry.find(str(theirs.path)).path.resolve() == theirs.path.resolve()
-    assert registry.find("../there/checkpoints/a").path.resolve() == theirs.path.resolve()
+    assert registry.find_run("a").path.resolve() == mine.path.resolve()
+    assert registry.find_run("b").path == other.path.resolve()
+    assert registry.find_run(str(theirs.path)).path.resolve() == theirs.path.resolve()
+    assert registry.find_run("../there/checkpoints/a").path.resolve() == theirs.path.resolve()
     registry.note([mine])
     with pytest.raises(RequestError, match="several runs are named a; give the path of one: ") as refused:
-        registry.find("a", tmp_path / "elsewhere")
+        registry.find_run("a", tmp_path / "elsewhere")
     assert str(mine.path.resolve()) in str(refused.value) and str(theirs.path.resolve()) in str(refused.value)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(place, tmp_path):
     make(tmp_path, "depth-12"), registry.note([make(tmp_path / "other", "depth-20")])
     with pytest.raises(RequestError, match="no run 'depth-21' .* did you mean depth-20 or depth-12"):
-        registry.find("depth-21", tmp_path)
-    with pytest.raises(RequestError, match="`lm runs ls` lists those there are"):
-        registry.find("xyz", tmp_path)
+        registry.find_run("depth-21", tmp_path)
+    with pytest.raises(RequestError, match="`lm runs ls` lists them"):
+        registry.find_run("xyz", tmp_path)
 
 
 def test_looking_at_runs_imports_no_torch():

@@ -14,7 +14,7 @@ from lm.model.estimates import checkpoint_bytes
 from lm.runs.checkpoint import link_to
 from lm.runs.run import Run
 from lm.system.files import disk_space, remove, remove_stale, stated_digest
-from lm.system.process import STOP
+from lm.system.stop_signals import STOP
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)

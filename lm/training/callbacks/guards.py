@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from lm.data.loader import Batch
 from lm.errors import GuardStop
 from lm.runs.checkpoint import find_damage, step_of
-from lm.system import process
+from lm.system.process import steady_time
 from lm.training import checkpointing
 from lm.training.alerts import AlertEvaluator
 from lm.training.callback import Callback, call_hook
@@ -52,7 +52,7 @@ def act(
     if trainer.is_global_zero:
         log.warning("%s: %s%s", guard, message, "" if action == "warn" else f": {action}")
         said = {"guard": guard, "action": action, "message": message}
-        trainer.run.append_alert({"step": trainer.global_step, "time": process.now(), **said})
+        trainer.run.append_alert({"step": trainer.global_step, "time": steady_time(), **said})
     call_hook(trainer, "on_guard", pl_module, guard, action, message)
     if action == "checkpoint" or save:
         trainer.checkpoint_callback.request()

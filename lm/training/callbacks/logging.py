@@ -30,8 +30,8 @@ from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import step_of
 from lm.runs.history import METRICS
 from lm.runs.run import Run
-from lm.system import process
 from lm.system.files import append, flatten
+from lm.system.process import steady_time
 from lm.system.units import format_count
 from lm.training.callback import Callback, call_hook
 from lm.training.trainer import Trainer
@@ -100,7 +100,7 @@ class RunLog(Callback):
         tokens = trainer.tokens_seen
         for logger in trainer.loggers:
             logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
-        trainer.run.append_metrics({"step": step, "tokens": tokens, "time": process.now(), **metrics})
+        trainer.run.append_metrics({"step": step, "tokens": tokens, "time": steady_time(), **metrics})
         kinds = {_kind(name) for name in told}
         others = {name: value for name, value in self.latest.items() if _kind(name) not in kinds}
         self.latest = others | metrics  # what the newest line of its kind does not have is not known any more

@@ -21,7 +21,7 @@ from lm.data.rare import SHARE, rare_rows, rare_tokens
 from lm.errors import Interrupted, RequestError
 from lm.runs import postmortem
 from lm.runs.postmortem import Evidence, Incident
-from lm.system import process
+from lm.system.process import steady_time
 from lm.training.alerts import AlertEvaluator
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import Action, act, agree, not_training
@@ -194,7 +194,7 @@ class PostMortem(Callback):
         worst = left_out[0] if left_out else max(steps, key=lambda step: step.loss)
         before = [loss for step, loss in self._losses if step < steps[0].step and math.isfinite(loss)][-WINDOW:]
         return Incident(
-            run=trainer.run.name, step=trainer.global_step, time=process.now(), guard=guard, action=action,
+            run=trainer.run.name, step=trainer.global_step, time=steady_time(), guard=guard, action=action,
             message=message, tokens_per_step=trainer.steps.tokens_per_step, worst=worst.step,
             steps=[tuple(step) for step in steps], baseline=statistics.median(before) if before else None,
             injected=injected(trainer, worst.step) is not None,

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.checkpoint import samples_of, step_of
-from lm.runs.registry import record
+from lm.runs.registry import record_run
 from lm.runs.resume import with_digest
 from lm.runs.run import Run, release
 from lm.system.files import write_atomically
@@ -224,7 +224,7 @@ class Registration(Callback):
 
     def _record(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and trainer.fitting and trainer.run is not None:
-            self._failed = not record(trainer.run, again=self._failed)
+            self._failed = not record_run(trainer.run, warned=self._failed)
 
 
 # ---- heartbeat -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
 from lm.errors import Interrupted
-from lm.system.process import STOP
+from lm.system.stop_signals import STOP
 from lm.training.callback import Callback
 from lm.training.callbacks.logging import ProgressBar
 from lm.training.callbacks.run_folder import Registration, RunFolder
@@ -53,7 +53,7 @@ class Interrupt(Callback, Checkpoint):
         waits = timedelta(seconds=trainer.rank_timeout)
         self._ranks = dist.new_group(backend="gloo", timeout=waits) if trainer.world_size > 1 else None
         alone = trainer.world_size == 1  # several ranks may be waiting for one another: rank_timeout is their limit
-        STOP.note(trainer.stop_within if alone else 0.0, partial(self._end_now, trainer))
+        STOP.arm(trainer.stop_within if alone else 0.0, partial(self._end_now, trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -1,0 +1,107 @@
+"""Stop signals: SIGTERM, SIGINT, SIGHUP and SIGUSR1 end a training, at once before its first step, later between steps.
+
+Nothing here imports torch, so the signals are handled before the seconds that importing torch takes.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from lm.errors import Interrupted
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+FINAL_WRITE_SECONDS = 2.0  # that the watchdog gives `before_exit`, which writes the run's status
+
+
+class StopSignals:
+    """The signals that this process received, and their consequence.
+
+    Attributes:
+        received: the first signal.
+        armed: a training checks `received` between steps; otherwise the handler raises `Interrupted`.
+        half_time_over: half of the seconds after a signal have passed, and the training has not finished.
+        saving: a checkpoint is being copied from the device, which may take longer than the limit.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.armed = False
+        self.half_time_over = False
+        self.saving = False
+        self._finished = threading.Event()  # the watchdog has nothing to wait for any more
+
+    def catch(self) -> None:
+        """Install the handlers; a later call replaces handlers that other code has installed since."""
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._handle)
+
+    def arm(self, within: float = 0.0, before_exit: Callable[[], None] | None = None) -> None:
+        """From now on a signal is recorded in `received` and raises nothing.
+
+        Args:
+            within: seconds from a signal to `disarm`. After them a watchdog thread ends the process with exit code 75,
+                whatever the main thread does. 0: no limit.
+            before_exit: called by the watchdog thread before it ends the process; it has `FINAL_WRITE_SECONDS`.
+        """
+        self.armed, self.half_time_over, self._finished = True, False, threading.Event()
+        if within:
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # C code writes to it, also while Python cannot run
+            if self.received is not None:
+                os.write(writer, bytes([self.received]))
+            arguments = (reader, within, self._finished, before_exit)
+            threading.Thread(target=self._watch, args=arguments, name="stop-watchdog", daemon=True).start()
+
+    def disarm(self) -> None:
+        """Call off the watchdog: the run is ending by itself, and its last checkpoint may take any time."""
+        self._finished.set()
+
+    def ignore_signals(self) -> None:
+        """Keep the exit code: no signal but SIGINT has an effect from now on.
+
+        Python's shutdown restores the default action of signals that have a handler, which kills the process; ignored
+        signals stay ignored. Ctrl-C can still end a shutdown that hangs.
+        """
+        self.disarm()
+        for number in SIGNALS:
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            if number == signal.SIGINT:
+                os._exit(128 + number)
+            return
+        self.received = signal.Signals(number)
+        if not self.armed and os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+            # The other ranks end with this one.
+            raise Interrupted(f"{self.received.name}: ended before the first step; the same command starts again")
+
+    def _watch(
+        self, reader: int, within: float, finished: threading.Event, before_exit: Callable[[], None] | None
+    ) -> None:
+        """Wait for a signal, then for `finished`; end the process if that does not come in time."""
+        while not (numbers := set(os.read(reader, 64)) & set(SIGNALS)):  # a byte for each signal that has a handler
+            pass
+        self.half_time_over = not finished.wait(within / 2)
+        while not finished.wait(within / 2) and self.saving:
+            pass
+        if finished.is_set():
+            return
+        self.received = self.received or signal.Signals(numbers.pop())  # the main thread may not have run since
+        # `before_exit` writes files and may wait for a lock that the main thread holds.
+        deadline = threading.Timer(FINAL_WRITE_SECONDS, os._exit, (Interrupted.exit_code,))
+        deadline.daemon = True
+        deadline.start()
+        try:
+            if before_exit is not None:
+                before_exit()
+        finally:
+            os._exit(Interrupted.exit_code)
+
+
+STOP = StopSignals()  # one for the process: signal handlers belong to a process
