@@ -47,6 +47,7 @@ class TrainingErrors(OneLineErrors):
         "trainer.max_epochs": "give trainer.max_steps or trainer.max_tokens",
         "trainer.log_every_n_steps": "give trainer.log_interval",
         "trainer.logger": "TensorBoard and metrics.jsonl are always written to the run folder",
+        "data.num_workers": "leave it out; threads of the training process read the data, which is faster",
         "data.batch_size": "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step",
     }
 

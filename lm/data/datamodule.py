@@ -21,7 +21,6 @@ from lm.data.sampler import Order, lanes_for
 from lm.data.shards import Shards
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
-from lm.data.workers import Workers
 from lm.errors import RequestError
 from lm.system.files import fits, parse_json
 from lm.system.units import Count
@@ -95,9 +94,8 @@ class DataModule(LightningDataModule):
         global_batch_tokens: Tokens of an optimizer step over all devices; one micro-batch a device if not given.
         val_tokens: Tokens of a validation, rounded down to whole samples; all of them if not given.
         shuffle_buffer: Tokens that may be held in memory to shuffle; part of what decides the order.
-        num_workers: Loader processes; 0 decodes in a thread of the training process, which is faster.
-        timeout: Seconds to wait for a batch before the run ends: a file system or loader process that does not answer.
-            Reads of remote shards that fail are tried again for half of it.
+        timeout: Seconds to wait for data before the run ends because a file system does not answer. Reads of remote
+            shards that fail are retried for half of it.
         on_bad_shard: What a fit does when it meets a block of tokens that is damaged: `raise` ends it; `skip` leaves
             out its samples, counts them in `data/skipped_samples` and goes on; all other samples stay where they are.
         cache_dir: Folder for blocks of remote shards.
@@ -119,7 +117,6 @@ class DataModule(LightningDataModule):
         global_batch_tokens: Count | None = None,
         val_tokens: Count | None = None,
         shuffle_buffer: Count = Count(96 * 2**20),
-        num_workers: int = 0,
         timeout: float = TIMEOUT,
         on_bad_shard: OnBadShard = "raise",
         cache_dir: str = "data/cache",
@@ -141,11 +138,8 @@ class DataModule(LightningDataModule):
         self.global_batch_tokens = global_batch_tokens
         self.val_tokens = val_tokens
         self.shuffle_buffer = shuffle_buffer
-        if num_workers < 0:
-            raise RequestError(f"data.num_workers {num_workers} must be at least 0")
         if not 0 < timeout <= TIMEOUT_MAX / 2:  # which leaves room to add to it
             raise RequestError(f"data.timeout {timeout:g} is a number of seconds: more than 0")
-        self.num_workers = num_workers
         self.timeout = timeout
         self.on_bad_shard = on_bad_shard
         self.cache = BlockCache(Path(cache_dir), cache_bytes)
@@ -243,12 +237,11 @@ class DataModule(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         """This rank's share of one optimizer step after another, without end, from the first sample not trained on."""
-        stream = Stream(
+        return Stream(
             self.shards["train"], self.order(), seq_len=self.seq_len, start=self.consumed,
             global_batch=self.global_batch, rank=self.trainer.global_rank, world=self.trainer.world_size,
             shuffle_buffer=self.shuffle_buffer, reading=self._reading(),
         )
-        return Workers(stream, self.num_workers) if self.num_workers else stream
 
     def val_dataloader(self) -> Any:
         """The first `val_tokens` of the validation shards, in order."""

@@ -3,7 +3,7 @@
 Third stop of a batch, between `data/sampler`, which says what each sample is, and `data/datamodule`. `Stream` and
 `Windows` say which samples make which batch; `assemble` copies their rows out of blocks that `BlockBuffer` decodes
 ahead. Decoding runs in threads of the training process: Arrow and numpy release the interpreter lock while they work,
-and copying batches between processes (`data/workers`) costs more than reading them.
+and copying batches between processes would cost more than reading them.
 """
 
 import atexit
@@ -289,8 +289,8 @@ class Reading(NamedTuple):
 class Stream(IterableDataset):
     """The endless training stream of one rank.
 
-    Each batch is this rank's share of an optimizer step, which takes the next `global_batch` samples: ranks, workers
-    and micro-batches only divide them, so another division sees the same samples in every step.
+    Each batch is this rank's share of an optimizer step, which takes the next `global_batch` samples: ranks and
+    micro-batches only divide them, so another division sees the same samples in every step.
 
     Args:
         shards: where tokens are read.
@@ -333,12 +333,7 @@ class Stream(IterableDataset):
             yield Request(np.arange(start + self.rank, end, self.world), Cursor(start, end))
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.batches()
-
-    def batches(self, worker: int = 0, workers: int = 1) -> Iterator[Batch]:
-        """Every `workers`-th batch from the `worker`-th on: those of all workers, taken in turn, are in order again."""
-        requests = islice(self.requests(), worker, None, workers)
-        return assemble(self.shards, self.order, self.seq_len, requests, self.buffer, self.reading)
+        return assemble(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading)
 
 
 class Windows(IterableDataset):

@@ -20,7 +20,6 @@ from lm.data import shards as shards_module
 from lm.data.loader import Batch, BlockBuffer, Cursor, Reading, Stream, Windows, assemble
 from lm.data.sampler import Order
 from lm.data.shards import Shards
-from lm.data.workers import Workers
 from lm.errors import RequestError, RunError
 
 SEQ_LEN = 8
@@ -73,13 +72,6 @@ def test_ranks_micro_batches_start_and_buffer_change_nothing(shards, division, s
             rows[step * 24 + rank : (step + 1) * 24 : world] = part
         batches.close()
     assert np.array_equal(rows, expected)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_worker_processes_change_nothing(shards, workers):
-    here, there = iter(stream(shards, rank=1, world=2)), iter(Workers(stream(shards, rank=1, world=2), workers))
-    for mine, theirs in zip(islice(here, 10), islice(there, 10)):
-        assert mine.cursor == theirs.cursor and torch.equal(mine.input_ids, theirs.input_ids)
 
 
 def test_a_stream_can_be_sent_to_a_spawned_process(shards):
@@ -177,15 +169,14 @@ def test_a_failure_of_a_decoding_thread_is_raised_where_batches_are_taken(tmp_pa
         next(batches)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path, workers):
+def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path):
     """Their targets do not count, they say why, and every other row is where it was."""
     write_folder(tmp_path, [200, 200, 200])
     whole = list(islice(iter(stream(Shards.open(str(tmp_path), vocab_size=1000))), 3))
     shards = Shards.open(str(tmp_path), vocab_size=1000)
     (tmp_path / "00001.parquet").write_bytes(b"gone")
     skipping = stream(shards, reading=Reading(on_bad_shard="skip"))
-    batches = iter(Workers(skipping, workers) if workers else skipping)
+    batches = iter(skipping)
     left_out = 0
     for before, now in zip(whole, islice(batches, 3), strict=True):
         rows = [] if now.mask is None else (~now.mask.any(1)).nonzero().flatten().tolist()

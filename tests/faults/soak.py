@@ -4,7 +4,7 @@
 
 One run after another is trained in many sessions. Each is ended at a random moment by a signal, a full disk or the
 death of one of its processes, meets a second fit of the same run, or is let to its end; between two of them something
-of the run's folder is broken, and the micro-batch, the loader processes or the ranks may change. Every session must
+of the run's folder is broken, and the micro-batch or the ranks may change. Every session must
 begin where the newest whole checkpoint stands, say what is wrong in one line where it does not go on, and leave no
 process behind. A run that reached its end is compared with one that was never stopped: losses, validations, best
 checkpoint, weights and optimizer bit for bit; where its division changed, the tokens of every step. Exit code 1 if

@@ -17,7 +17,7 @@ from soak_watch import count_lines, fold, group, kill_group, kill_quietly, read_
 STEPS, MICRO = 40, 2  # optimizer steps of a run, micro-batches of a step
 DIVISIONS = [
     ("--data.micro_batch_size=2",), ("--data.micro_batch_size=8",), ("--trainer.devices=2",),
-    ("--trainer.devices=2", "--data.micro_batch_size=2"), ("--data.micro_batch_size=1", "--data.num_workers=2"),
+    ("--trainer.devices=2", "--data.micro_batch_size=2"), ("--data.micro_batch_size=1",),
 ]  # fmt: skip
 GRACEFUL = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 
@@ -53,7 +53,7 @@ class OneRun:
     def __init__(self, soak: Place, index: int, random: Random) -> None:
         self.soak, self.index, self.random = soak, index, random
         self.path = soak.place / "checkpoints" / "soak"
-        self.divided = random.random() < 0.3  # its micro-batch, workers and ranks change
+        self.divided = random.random() < 0.3  # its micro-batch and ranks change
         self.damages: list[Damage] = []
         self.sessions: list[list[dict]] = []  # what each of them trained on
         self.metrics_whole = True
@@ -92,7 +92,6 @@ class OneRun:
     def session(self, calm: bool) -> bool:
         """Whether it was the last one."""
         options = self.random.choice(DIVISIONS + [()] * 3) if self.divided else ()
-        options = options or self.random.choice([(), (), (), ("--data.num_workers=2",)])
         whole, last, entered = self.whole_checkpoints(), self.last(), self.says("entered")
         name = f"run-{self.index:04d}-session-{len(self.sessions):02d}"
         process = self.soak.start(name, *options)

