@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from lm.errors import Interrupted
@@ -77,9 +78,12 @@ class StopSignals:
                 os._exit(128 + number)
             return
         self.received = signal.Signals(number)
-        if not self.armed and os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
-            # The other ranks end with this one.
+        if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
+            return  # rank zero speaks, and the other ranks end with it
+        if not self.armed:
             raise Interrupted(f"{self.received.name}: ended before the first step; the same command starts again")
+        with suppress(OSError):  # the terminal was closed; `print` is not safe in a handler
+            os.write(2, f"\n{self.received.name}: stopping after this step; Ctrl-C again to end now\n".encode())
 
     def _watch(
         self, reader: int, within: float, finished: threading.Event, before_exit: Callable[[], None] | None
