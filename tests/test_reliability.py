@@ -1,4 +1,4 @@
-"""The README's table of faults is what was tried, and all of it."""
+"""The table of faults is what was tried, and all of it."""
 
 import ast
 import json
@@ -35,7 +35,7 @@ def test_every_fault_was_tried_and_nothing_failed(results):
     assert [test for tests in results.values() for test, outcome in tests.items() if outcome == "failed"] == []
 
 
-def test_the_table_of_the_readme_is_made_from_the_results(results):
+def test_the_table_is_made_from_the_results(results):
     text = MATRIX["README"].read_text()
     assert MATRIX["BEGIN"] + MATRIX["table"](results) + MATRIX["END"] in text
     assert all(f"| {number} | {fault} |" in text for number, (fault, _) in MATRIX["FAULTS"].items())
@@ -51,16 +51,3 @@ def test_the_results_name_the_tests_that_there_are(results):
             tried.setdefault(file, set()).add(number)
     there = {path.relative_to(HERE.parent).as_posix(): marked(path) for path in HERE.rglob("test_*.py")}
     assert {file: numbers for file, numbers in there.items() if numbers} == tried
-
-
-def test_the_generator_says_what_failed_was_skipped_or_is_missing(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n" + MATRIX["BEGIN"] + "old\n" + MATRIX["END"] + "after\n")
-    MATRIX["write"](readme, {"1": {"tests/test_a.py::b": "passed", "tests/test_a.py::c": "failed"},
-                             "2": {"tests/faults/test_d.py::e": "skipped"}})  # fmt: skip
-    lines = readme.read_text().splitlines()
-    assert lines[:2] == ["before", MATRIX["BEGIN"].strip()] and lines[-2:] == [MATRIX["END"].strip(), "after"]
-    rows = [line.rsplit(" | ", 1)[1] for line in lines if line.startswith(("| 1 |", "| 2 |", "| 3 |"))]
-    assert rows == [
-        "1, **1 failed**: [a](tests/test_a.py) |", "0, **1 skipped**: [d](tests/faults/test_d.py) |", "**not tried** |",
-    ]  # fmt: skip

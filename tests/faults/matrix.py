@@ -1,4 +1,4 @@
-"""The faults that are tried, and what must happen: the table of the README's reliability section.
+"""The faults that are tried, and what must happen: the table of `tests/faults/README.md`.
 
     python tests/faults/matrix.py tests/faults/results.json
 
@@ -8,9 +8,11 @@ writes it, from what `pytest --fault-report` found.
 import json
 import sys
 from collections import Counter
+from os.path import relpath
 from pathlib import Path, PurePosixPath
 
-README = Path(__file__).resolve().parent.parent.parent / "README.md"
+HERE = PurePosixPath("tests/faults")
+README = Path(__file__).resolve().parent / "README.md"
 BEGIN, END = "<!-- faults -->\n", "<!-- /faults -->\n"
 
 # number -> what goes wrong, what must happen
@@ -62,7 +64,7 @@ def _summary(tests: dict[str, str]) -> str:
         return "**not tried**"
     count = Counter(tests.values())
     files = sorted({test.partition("::")[0] for test in tests})
-    links = ", ".join(f"[{PurePosixPath(file).stem.removeprefix('test_')}]({file})" for file in files)
+    links = ", ".join(f"[{PurePosixPath(file).stem.removeprefix('test_')}]({relpath(file, HERE)})" for file in files)
     bad = "".join(f", **{count[outcome]} {outcome}**" for outcome in ("failed", "skipped") if count[outcome])
     return f"{count['passed']}{bad}: {links}"
 
