@@ -1,7 +1,7 @@
-"""`lm bench step`: what a training step of a config takes on this machine, and what the loop around it adds.
+"""`lm bench step`: what a training step of a config takes on this machine, and what a checkpoint costs.
 
 `fit_briefly` is the training that `lm bench step` and `lm profile` measure: everything that `lm fit` has, for a few
-steps, in a folder that is removed afterwards. `Turns` times it beside a plain loop.
+steps, in a folder that is removed afterwards.
 """
 
 import json
@@ -23,14 +23,12 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Callback
 from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from lm.cli.config import config_name, config_parser
 from lm.cli.plan import find_tokenizer, with_vocabulary
 from lm.data.datamodule import DataModule
-from lm.data.loader import Batch
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError
@@ -51,12 +49,10 @@ from lm.training.trainer import Trainer
 WARMUP = 5  # optimizer steps: more than the micro-batches after which a CUDA graph is recorded
 CHECKPOINTS = 3
 FORMULAS = {
-    "overhead.ratio": "median over Lightning's turns: seconds / mean seconds of the plain turns before and after - 1",
-    "overhead.cpu_time_ratio": "the same of the CPU time of this process, which busy neighbours disturb less",
     "mfu": "flops_per_token x tokens_per_second / dense peak of the device in this precision",
     "flops_per_token": "6 x parameters without input embedding + 12 x heads x head_dim x mean attended length, summed "
     "over the layers",
-    "checkpoint.stall_share": "stall_ms / (interval_steps x lightning.ms_per_step)",
+    "checkpoint.stall_share": "stall_ms / (interval_steps x ms_per_step)",
     "first_step_s": "from the start of the process to the end of the first optimizer step",
     "first_step.warm_up_s": "the first step less a later one: compiling, loading kernels, first allocations",
 }
@@ -76,7 +72,7 @@ def step(arguments: list[str]) -> None:
     parser.description = "Time a training step of a config on one device, with random tokens, and its checkpoints."
     parser.add_argument(
         "--steps", type=Count, default=Count(50),
-        help="Optimizer steps of each loop that are timed, in turns of trainer.log_interval steps.",
+        help="Optimizer steps that are timed, in stretches of trainer.log_interval steps.",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     parser.add_argument("--output", type=Path | None, default=None, help="File to write the JSON object to.")
@@ -84,10 +80,10 @@ def step(arguments: list[str]) -> None:
     if config.steps < 1:
         raise RequestError(f"--steps {config.steps} must be at least 1")
     stretch = min(config.steps, config.trainer.log_interval)
-    turns = Turns(warmup=WARMUP, stretch=stretch, rounds=config.steps // stretch, checkpoints=CHECKPOINTS)
-    # The checkpoints that `Turns` takes are the only ones.
-    trainer = fit_briefly(config, turns.steps, [turns], checkpoint_interval=turns.steps + 1)
-    found = report(config, turns, trainer)
+    timer = StepTimer(warmup=WARMUP, stretch=stretch, rounds=config.steps // stretch, checkpoints=CHECKPOINTS)
+    # The checkpoints that the timer takes are the only ones.
+    trainer = fit_briefly(config, timer.steps, [timer], checkpoint_interval=timer.steps + 1)
+    found = report(config, timer, trainer)
     if config.output:
         write_atomically(config.output, json.dumps(found, indent=2) + "\n")
     if config.json:
@@ -274,61 +270,7 @@ def peak_memory(device: torch.device) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-# ---- Lightning's loop and a plain one, in turns ----------------------------------------------------------------------
-
-
-class PlainLoop:
-    """A training loop as one writes it by hand.
-
-    It shares the decoder, the optimizer and the CUDA graph with Lightning's loop, so both do the same work in the same
-    memory. Its batches come from a stream of its own.
-    """
-
-    def __init__(self, trainer: Trainer, module: LanguageModule) -> None:
-        self.module = module
-        self.graphed = module.graphed
-        self.device = module.device
-        self.optimizer = trainer.optimizers[0]
-        self.parameters = list(module.parameters())
-        self.batches = iter(trainer.datamodule.train_dataloader())
-        self.steps = trainer.steps
-        self.largest_norm = trainer.max_grad_norm
-        # A CUDA graph has Lightning's in it.
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.scaler = scaler or torch.amp.GradScaler(self.device.type, enabled=False)
-
-    def run(self, steps: int) -> Stretch:
-        """Take optimizer steps and time them."""
-        self._zero_grad()  # what Lightning's last step has left
-        clock = Clock(self.device)
-        for _ in range(steps):
-            self._step()
-        return clock.read()
-
-    def _step(self) -> None:
-        batch = next(self.batches)
-        if self.device.type == "cuda":
-            batch = batch.pin_memory()
-        batch = batch.to(self.device, non_blocking=True)
-        for micro_batch in batch.split(self.steps.micro_batch_size):
-            if self.graphed is None:
-                self._forward_backward(micro_batch)
-            else:
-                self.graphed(micro_batch.tokens)
-        if self.largest_norm:
-            self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.largest_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self._zero_grad()
-
-    def _forward_backward(self, batch: Batch) -> None:
-        total, per_token = self.module.losses(batch)  # (), (b, T)
-        loss = total / per_token.numel() / self.steps.accumulate
-        self.scaler.scale(loss).backward()
-
-    def _zero_grad(self) -> None:
-        (self.graphed or self.optimizer).zero_grad()
+# ---- the steps that are timed ----------------------------------------------------------------------------------------
 
 
 class Saving(NamedTuple):
@@ -339,22 +281,21 @@ class Saving(NamedTuple):
     bytes: int
 
 
-class Turns(Callback):
-    """Lets the two loops take turns while Lightning trains, and times each; then times some checkpoints.
+class StepTimer(Callback):
+    """Times stretches of optimizer steps, then some checkpoints.
 
-    A stretch of Lightning's loop is timed from the end of this callback's hook to its next call, so everything that
-    `lm fit` does for a step is in it.
+    A stretch is timed from the end of this callback's hook to its next call, so everything that `lm fit` does for a
+    step is in it.
 
     Args:
         warmup: optimizer steps before anything is timed.
-        stretch: optimizer steps of a turn.
-        rounds: turns of Lightning's loop; the plain one has a turn before and after each.
+        stretch: optimizer steps of a stretch.
+        rounds: stretches.
         checkpoints: checkpoints to take afterwards, one a step.
 
     Attributes:
-        lightning: a stretch for each of Lightning's turns.
-        plain: one more, before and after each of those.
-        savings: of the checkpoints.
+        stretches: their times.
+        savings: those of the checkpoints.
         first_step: seconds of the first optimizer step, with all that is compiled and loaded in it.
         first_step_age: seconds from the start of the process to the end of that step.
         peak_bytes: most memory in use when the warm-up was over; None where it is not known.
@@ -364,8 +305,7 @@ class Turns(Callback):
         self.warmup, self.stretch = warmup, stretch
         self.measured = warmup + rounds * stretch
         self.steps = self.measured + checkpoints
-        self.lightning: list[Stretch] = []
-        self.plain: list[Stretch] = []
+        self.stretches: list[Stretch] = []
         self.savings: list[Saving] = []
         self.first_step = self.first_step_age = 0.0
         self.peak_bytes: int | None = None
@@ -379,26 +319,20 @@ class Turns(Callback):
         step = trainer.global_step
         if step == 1:
             self.first_step, self.first_step_age = self._clock.read().seconds, seconds_since_process_start()
-        saving = step > self.measured
-        if step < self.warmup or not saving and (step - self.warmup) % self.stretch:
+        if step == self.warmup:
+            self.peak_bytes = peak_memory(pl_module.device)
+        if step < self.warmup or step <= self.measured and (step - self.warmup) % self.stretch:
             return
-        if not saving and step > self.warmup:
-            self.lightning.append(self._clock.read())
+        if self.warmup < step <= self.measured:
+            self.stretches.append(self._clock.read())
         with not_training(trainer):  # so that the log lines stay true
-            if saving:
-                self.savings.append(_save(trainer, pl_module.device))
-            else:
-                self._plain_turn(trainer, pl_module, step)
+            self.between_stretches(trainer, pl_module, step)
         self._clock = Clock(pl_module.device)
 
-    def _plain_turn(self, trainer: Trainer, module: LanguageModule, step: int) -> None:
-        if step == self.warmup:
-            self.peak_bytes = peak_memory(module.device)
-            self._loop = PlainLoop(trainer, module)
-            self._loop.run(self.warmup)
-        self.plain.append(self._loop.run(self.stretch))
-        if step == self.measured:
-            del self._loop  # and with it the thread that reads for it
+    def between_stretches(self, trainer: Trainer, module: LanguageModule, step: int) -> None:
+        """Do what is not timed as a step; called before, between and after the stretches."""
+        if step > self.measured:
+            self.savings.append(_save(trainer, module.device))
 
 
 def _save(trainer: Trainer, device: torch.device) -> Saving:
@@ -415,45 +349,32 @@ def _save(trainer: Trainer, device: torch.device) -> Saving:
 # ---- report ----------------------------------------------------------------------------------------------------------
 
 
-def report(config: Namespace, turns: Turns, trainer: Trainer) -> dict[str, Any]:
+def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, Any]:
     """The JSON object: times in milliseconds, medians all."""
     steps, module = trainer.steps, trainer.lightning_module
     facts = describe_training(config, trainer)
     peak = peak_flops(facts["device"], facts["precision"])
-    micro_batches = turns.stretch * steps.accumulate
-
-    def speed(turns: list[Stretch]) -> dict[str, Any]:
-        micro_batch = statistics.median(turn.seconds for turn in turns) / micro_batches
-        rate = steps.micro_batch_size * steps.seq_len / micro_batch
-        return {
-            "ms_per_micro_batch": micro_batch * 1e3,
-            "ms_per_step": micro_batch * steps.accumulate * 1e3,
-            "cpu_ms_per_micro_batch": statistics.median(turn.cpu_seconds for turn in turns) / micro_batches * 1e3,
-            "tokens_per_second": rate,
-            "mfu": rate * module.flops_per_token / peak if peak else None,
-        }
-
-    loops = {"lightning": speed(turns.lightning), "plain": speed(turns.plain)}
-    ratio, cpu_ratio = overhead(turns.lightning, turns.plain)
-    stall = statistics.median(saving.stall_seconds for saving in turns.savings) * 1e3
-    interval, ms_per_step = config.trainer.checkpoint_interval, loops["lightning"]["ms_per_step"]
+    ms_per_step = statistics.median(stretch.seconds for stretch in timer.stretches) / timer.stretch * 1e3
+    rate = steps.tokens_per_step / ms_per_step * 1e3
+    stall = statistics.median(saving.stall_seconds for saving in timer.savings) * 1e3
+    interval = config.trainer.checkpoint_interval
     return {
         **facts,
-        "turns": len(turns.lightning),
-        "steps_per_turn": turns.stretch,
-        **loops,
-        "overhead": {
-            "ratio": ratio, "ms_per_micro_batch": ratio * loops["plain"]["ms_per_micro_batch"],
-            "cpu_time_ratio": cpu_ratio,
-        },
-        "first_step_s": turns.first_step_age,
-        "first_step": {"step_s": turns.first_step, "warm_up_s": turns.first_step - ms_per_step / 1e3},
-        "peak_memory_bytes": turns.peak_bytes,
+        "turns": len(timer.stretches),
+        "steps_per_turn": timer.stretch,
+        "ms_per_step": ms_per_step,
+        "ms_per_micro_batch": ms_per_step / steps.accumulate,
+        "cpu_ms_per_step": statistics.median(one.cpu_seconds for one in timer.stretches) / timer.stretch * 1e3,
+        "tokens_per_second": rate,
+        "mfu": rate * module.flops_per_token / peak if peak else None,
+        "first_step_s": timer.first_step_age,
+        "first_step": {"step_s": timer.first_step, "warm_up_s": timer.first_step - ms_per_step / 1e3},
+        "peak_memory_bytes": timer.peak_bytes,
         "predicted_memory_bytes": predicted_memory(trainer, module),
         "checkpoint": {
             "stall_ms": stall,
-            "total_ms": statistics.median(saving.total_seconds for saving in turns.savings) * 1e3,
-            "bytes": turns.savings[-1].bytes,
+            "total_ms": statistics.median(saving.total_seconds for saving in timer.savings) * 1e3,
+            "bytes": timer.savings[-1].bytes,
             "interval_steps": interval,
             "stall_share": stall / (interval * ms_per_step),
         },
@@ -472,37 +393,15 @@ def predicted_memory(trainer: Trainer, module: LanguageModule) -> int:
     return training_memory(module.config, step, module.optimizer_config.state)["peak"]
 
 
-def overhead(lightning: list[Stretch], plain: list[Stretch]) -> tuple[float, float]:
-    """How much longer Lightning's turns took, by the clock and in CPU time, as `FORMULAS` says.
-
-    Args:
-        lightning: its turns, n.
-        plain: the turns before and after each, n + 1.
-    """
-    around = list(zip(plain, plain[1:], strict=False))
-    ratios = (
-        [turn[i] / ((before[i] + after[i]) / 2) - 1 for turn, (before, after) in zip(lightning, around, strict=True)]
-        for i in range(len(Stretch._fields))
-    )
-    return tuple(statistics.median(ratio) for ratio in ratios)
-
-
 def show_times(found: dict[str, Any]) -> None:
-    """Print the report as a table and lines."""
+    """Print the report."""
     console = Console(highlight=False)
     print_heading(console, found)
-    table = Table("loop", "ms a micro-batch", "ms a step", "tokens/s", "MFU")
-    for name, title in (("lightning", "lm fit"), ("plain", "plain loop")):
-        loop = found[name]
-        mfu = "unknown" if loop["mfu"] is None else f"{loop['mfu']:.1%}"
-        table.add_row(title, f"{loop['ms_per_micro_batch']:.2f}", f"{loop['ms_per_step']:.2f}",
-                      format_count(loop["tokens_per_second"]), mfu)
-    console.print(table)
-    overhead, first, checkpoint = found["overhead"], found["first_step"], found["checkpoint"]
-    memory = found["peak_memory_bytes"]
+    first, checkpoint, memory = found["first_step"], found["checkpoint"], found["peak_memory_bytes"]
+    mfu = "unknown" if found["mfu"] is None else f"{found['mfu']:.1%}"
     console.print(
-        f"overhead of the loop: {overhead['ratio']:+.1%}, {overhead['ms_per_micro_batch']:+.2f} ms a micro-batch "
-        f"({overhead['cpu_time_ratio']:+.1%} in CPU time)"
+        f"a step: {found['ms_per_step']:.2f} ms, {found['ms_per_micro_batch']:.2f} ms a micro-batch; "
+        f"{format_count(found['tokens_per_second'])} tokens/s, MFU {mfu}"
     )
     console.print(
         f"first step: {found['first_step_s']:.1f} s after the start of the process; it took {first['step_s']:.2f} s, "

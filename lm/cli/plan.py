@@ -180,7 +180,7 @@ def measured_rate(file: Path, model_parameters: int, seq_len: int) -> tuple[floa
     try:
         found = json.loads(file.read_text())
         shape = found["parameters"], found["seq_len"]
-        rate = float(found["lightning"]["tokens_per_second"])
+        rate = float(found["tokens_per_second"])
         if not rate > 0:
             raise ValueError(f"{rate} tokens a second")
     except (OSError, ValueError, KeyError, TypeError) as error:

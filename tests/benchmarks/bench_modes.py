@@ -90,11 +90,11 @@ def show_modes(found: dict[str, Any]) -> None:
         title = f"{first['config']}, {first['micro_batch_size']} x {first['seq_len']} tokens, {first['device']}"
         table = Table("mode", "ms a step", "tokens/s", f"to {name}", "MFU", "peak MiB", "first step s", title=title)
         for name, result in measured.items():
-            loop, memory = result["lightning"], result["peak_memory_bytes"]
+            memory = result["peak_memory_bytes"]
             table.add_row(
-                name, f"{loop['ms_per_step']:.2f}", format_count(loop["tokens_per_second"]),
-                f"{loop['tokens_per_second'] / first['lightning']['tokens_per_second']:.3f}x",
-                "unknown" if loop["mfu"] is None else f"{loop['mfu']:.1%}",
+                name, f"{result['ms_per_step']:.2f}", format_count(result["tokens_per_second"]),
+                f"{result['tokens_per_second'] / first['tokens_per_second']:.3f}x",
+                "unknown" if result["mfu"] is None else f"{result['mfu']:.1%}",
                 "unknown" if memory is None else f"{memory / 2**20:,.0f}", f"{result['first_step_s']:.1f}",
             )  # fmt: skip
         console.print(table)

@@ -82,7 +82,7 @@ def test_time_and_cost_follow_from_what_is_given(planned, workplace):
     assert given["time"]["seconds"] == pytest.approx(2 * assumed["time"]["seconds"])
     assert given["time"]["usd"] == pytest.approx(given["time"]["seconds"] * 1e-3)
     total = assumed["model"]["parameters"]["total"]
-    measured = {"parameters": total, "seq_len": 32, "lightning": {"tokens_per_second": 100.0}}
+    measured = {"parameters": total, "seq_len": 32, "tokens_per_second": 100.0}
     (workplace / "bench.json").write_text(json.dumps(measured))
     _, by_bench, _ = planned("--bench", "bench.json")
     assert by_bench["time"]["seconds"] == pytest.approx(12 * 256 / 100)
