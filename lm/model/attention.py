@@ -1,8 +1,8 @@
 """Attention masks, and the library kernel for each: torch's own, none of ours.
 
 Plain causal attention is `scaled_dot_product_attention`. Windows and documents are flash attention over sequences of
-unequal length (`varlen_attn`) where that runs: CUDA from Ampere on, half precision, no dropout. Elsewhere they are a
-dense mask, which is also the reference for the other two.
+unequal length (`varlen_attn`) where that runs: CUDA from Ampere on, half precision, heads of at most 256, no dropout.
+Everywhere else they are a dense mask, which is also the reference for the other two.
 """
 
 import inspect
@@ -19,6 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 HALF = (torch.bfloat16, torch.float16)
 FLASH_FROM = (8, 0)  # compute capability
 FLASH_WIDTH = 8  # widths of a head are multiples of it
+FLASH_WIDEST = 256  # head
 GROUPS_IN_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.13
 Kernel = Literal["causal", "varlen", "masked"]
 
@@ -53,17 +54,20 @@ def documents_from(document_ids: Tensor) -> Documents:
     Args:
         document_ids: `(B, T)`, not decreasing along a row.
     """
-    time = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)  # (B, T)
-    positions = time - torch.where(_begins(document_ids), time, 0).cummax(1).values
+    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)  # (B, T)
+    positions = index - torch.where(_begins(document_ids), index, 0).cummax(1).values
     return Documents(document_ids, positions.int())
 
 
 def _begins(document_ids: Tensor) -> Tensor:
-    return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)  # (B, T)
+    """Where a document begins: `(B, T)` bool."""
+    return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
 
 
-def kernel_for(device_type: str, capability: tuple[int, int], dtype: torch.dtype, window: int | None, documents: bool,
-            dropout: float) -> Kernel:  # fmt: skip
+def kernel_for(
+    device_type: str, capability: tuple[int, int], dtype: torch.dtype, window: int | None, documents: bool,
+    head_dim: int, dropout: float,
+) -> Kernel:  # fmt: skip
     """The kernel for a mask on a device.
 
     Args:
@@ -72,11 +76,12 @@ def kernel_for(device_type: str, capability: tuple[int, int], dtype: torch.dtype
         dtype: of queries, keys and values.
         window: tokens that a token attends to; None: all before it.
         documents: whether rows are divided into documents.
+        head_dim: width of a head.
         dropout: probability of dropping a weight.
     """
     if window is None and not documents:
         return "causal"
-    flash = device_type == "cuda" and capability >= FLASH_FROM and dtype in HALF
+    flash = device_type == "cuda" and capability >= FLASH_FROM and dtype in HALF and head_dim <= FLASH_WIDEST
     return "varlen" if flash and not dropout else "masked"
 
 
@@ -84,19 +89,23 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def attention_mask(x: Tensor, window: int | None, documents: Documents | None, dropout: float = 0.0) -> AttentionMask:
+def attention_mask(
+    x: Tensor, window: int | None, documents: Documents | None, head_dim: int, dropout: float = 0.0
+) -> AttentionMask:
     """The mask of the layers with this window. Where documents become sequences this waits for the device.
 
     Args:
         x: hidden states `(B, T, C)`; only their shape, device and precision are used.
         window: tokens that a token attends to, itself included; None: all before it.
         documents: None: each row is one.
+        head_dim: width of a head.
         dropout: of attention weights.
     """
     batch, length = x.shape[:2]
     if window is not None and window >= length:
         window = None
-    kernel = kernel_for(x.device.type, _capability(x.device), x.dtype, window, documents is not None, dropout)
+    divided = documents is not None
+    kernel = kernel_for(x.device.type, _capability(x.device), x.dtype, window, divided, head_dim, dropout)
     if kernel == "causal":
         return AttentionMask(window, None, None)
     if kernel == "masked":
@@ -111,10 +120,10 @@ def attention_mask(x: Tensor, window: int | None, documents: Documents | None, d
 
 def dense_mask(length: int, window: int | None, documents: Documents | None, device: torch.device) -> AttentionMask:
     """The mask as a tensor, the reference for all kernels. Arguments as for `attention_mask`; `length` is T."""
-    time = torch.arange(length, device=device)
-    dense = (time[:, None] >= time)[None, None]  # (1, 1, T, T)
+    index = torch.arange(length, device=device)
+    dense = (index[:, None] >= index)[None, None]  # (1, 1, T, T)
     if window is not None:
-        dense = dense & (time[:, None] - time < window)
+        dense = dense & (index[:, None] - index < window)
     if documents is not None:
         dense = dense & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])  # (B, 1, T, T)
     return AttentionMask(window, None, dense)
@@ -209,11 +218,13 @@ def chosen_kernels(device: torch.device, masks: Iterable[AttentionMask]) -> Iter
         yield
 
 
-def describe(device: torch.device, dtype: torch.dtype, windows: Iterable[int | None], documents: bool,
-             dropout: float) -> str:  # fmt: skip
+def describe_attention(
+    device: torch.device, dtype: torch.dtype, windows: Iterable[int | None], documents: bool, head_dim: int,
+    dropout: float,
+) -> str:  # fmt: skip
     """The kernels that will run, in words for the log."""
     capability = _capability(device)
-    kernels = {kernel_for(device.type, capability, dtype, window, documents, dropout) for window in windows}
+    kernels = {kernel_for(device.type, capability, dtype, window, documents, head_dim, dropout) for window in windows}
     names = []
     if "causal" in kernels and device.type == "cuda":
         wide = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # the only ones for fp32

@@ -293,7 +293,8 @@ class Decoder(nn.Module):
         documents = None if document_ids is None else documents_from(document_ids)
         table = rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
         dropout = self.config.dropout if self.training else 0.0
-        masks = {window: attention_mask(x, window, documents, dropout) for window in set(self.windows)}
+        head_dim = self.config.head_dim
+        masks = {window: attention_mask(x, window, documents, head_dim, dropout) for window in set(self.windows)}
         positions = None if documents is None else documents.positions
         return Rotary(*table, positions), [masks[window] for window in self.windows]
 

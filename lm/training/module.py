@@ -18,7 +18,7 @@ from lm.data.loader import Batch, Cursor
 from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, perplexity
 from lm.kernels.operations import choose_kernels
-from lm.model.attention import describe
+from lm.model.attention import describe_attention
 from lm.model.compile import Compile, GraphedMicroBatch, compile_decoder
 from lm.model.config import DecoderConfig, fused_rows
 from lm.model.decoder import Decoder, Losses, document_ids_from
@@ -101,7 +101,9 @@ class LanguageModule(LightningModule):
         ops, self.kernels_taken = choose_kernels(self.kernels, device)
         fuse(self.decoder, ops)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
-        self.attention_kernels = describe(device, dtype, self.config.windows, self.document_mask, self.config.dropout)
+        self.attention_kernels = describe_attention(
+            device, dtype, self.config.windows, self.document_mask, self.config.head_dim, self.config.dropout
+        )
         log.info(
             "kernels: %s; attention: %s; compile: %s", self.kernels_taken, self.attention_kernels, self.compile_mode
         )

@@ -209,7 +209,8 @@ class Cases:
 
         # As in training, the mask is made once and not in every layer.
         x = torch.empty(batch, length, 1, dtype=self.dtype, device=self.device)
-        mask, reference = attention.attention_mask(x, window, documents), attention.AttentionMask(None, None, None)
+        mask = attention.attention_mask(x, window, documents, sizes.head_dim)
+        reference = attention.AttentionMask(None, None, None)
         if window or document:
             reference = attention.dense_mask(length, window, documents, self.device)
 

@@ -7,7 +7,15 @@ from transformers import MistralConfig
 from transformers.models.mistral.modeling_mistral import MistralModel
 
 from lm.model import attention
-from lm.model.attention import AttentionMask, attend, attention_mask, backends, describe, documents_from, kernel_for
+from lm.model.attention import (
+    AttentionMask,
+    attend,
+    attention_mask,
+    backends,
+    describe_attention,
+    documents_from,
+    kernel_for,
+)
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
@@ -42,12 +50,12 @@ def exact(q, k, v, window, ids, scale=None):
 
 
 def mask_of(q, window, ids, dropout=0.0):
-    return attention_mask(q.flatten(2), window, None if ids is None else documents_from(ids), dropout)
+    return attention_mask(q.flatten(2), window, None if ids is None else documents_from(ids), q.shape[-1], dropout)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 5, 11, 30])
+@pytest.mark.parametrize("window", [None, 1, 5, 11, 30])
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole rows", "documents"])
-@pytest.mark.parametrize("groups", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("groups", [(4, 4), (4, 2)])
 def test_a_cpu_sees_exactly_the_window_and_the_document(window, ids, groups):
     ours = heads(*groups)
     true = [t.detach().clone().requires_grad_() for t in ours]
@@ -63,7 +71,7 @@ def test_a_cpu_sees_exactly_the_window_and_the_document(window, ids, groups):
 @pytest.mark.parametrize("window", [None, 1, 4, 30])
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole rows", "documents"])
 @pytest.mark.parametrize("groups_known", [True, False], ids=["torch 2.13", "torch 2.11"])
-@pytest.mark.parametrize("width", [8, 6, 20])
+@pytest.mark.parametrize("width", [8, 20])
 def test_sequences_for_flash_say_the_same(monkeypatch, window, ids, groups_known, width):
     """Flash attention over sequences by its documentation: keys of the query's own sequence, up to window_size[0]
     before it, heads of whole 16 bytes. It runs on no CPU, so a loop stands in for it here."""
@@ -129,17 +137,19 @@ def test_a_mask_that_all_layers_share_is_made_once(monkeypatch):
 
 HALF = torch.bfloat16
 CHOICES = [
-    (("cpu", (0, 0), HALF, None, False, 0.0), "causal"),
-    (("cuda", (9, 0), HALF, None, False, 0.1), "causal"),
-    (("cuda", (9, 0), HALF, 128, False, 0.0), "varlen"),
-    (("cuda", (8, 0), torch.float16, None, True, 0.0), "varlen"),
-    (("cuda", (10, 0), HALF, 128, True, 0.0), "varlen"),
-    (("cuda", (7, 5), torch.float16, 128, False, 0.0), "masked"),  # flash does not run before Ampere
-    (("cuda", (9, 0), torch.float32, 128, False, 0.0), "masked"),
-    (("cuda", (9, 0), HALF, None, True, 0.1), "masked"),
-    (("cpu", (0, 0), HALF, 128, True, 0.0), "masked"),
-    (("cuda", (7, 5), torch.float16, 128, False, 0.0), "masked"),
-    (("mps", (0, 0), HALF, 128, False, 0.0), "masked"),
+    (("cpu", (0, 0), HALF, None, False, 64, 0.0), "causal"),
+    (("cuda", (9, 0), HALF, None, False, 64, 0.1), "causal"),
+    (("cuda", (9, 0), HALF, 128, False, 64, 0.0), "varlen"),
+    (("cuda", (8, 0), torch.float16, None, True, 64, 0.0), "varlen"),
+    (("cuda", (10, 0), HALF, 128, True, 64, 0.0), "varlen"),
+    (("cuda", (7, 5), torch.float16, 128, False, 64, 0.0), "masked"),  # flash does not run before Ampere
+    (("cuda", (9, 0), torch.float32, 128, False, 64, 0.0), "masked"),
+    (("cuda", (9, 0), HALF, 128, False, 256, 0.0), "varlen"),
+    (("cuda", (9, 0), HALF, 128, False, 264, 0.0), "masked"),  # flash refuses wider heads
+    (("cuda", (9, 0), HALF, None, True, 64, 0.1), "masked"),
+    (("cpu", (0, 0), HALF, 128, True, 64, 0.0), "masked"),
+    (("cuda", (7, 5), torch.float16, 128, False, 64, 0.0), "masked"),
+    (("mps", (0, 0), HALF, 128, False, 64, 0.0), "masked"),
 ]
 
 
@@ -158,16 +168,16 @@ def test_cudnn_comes_first_on_hopper_only_and_never_with_a_mask():
 
 def test_the_choice_is_said_in_words(monkeypatch):
     cpu = torch.device("cpu")
-    assert describe(cpu, HALF, [None], False, 0.0) == "scaled_dot_product_attention"
-    assert describe(cpu, HALF, [None, 8], False, 0.0) == "scaled_dot_product_attention and masked"
+    assert describe_attention(cpu, HALF, [None], False, 64, 0.0) == "scaled_dot_product_attention"
+    assert describe_attention(cpu, HALF, [None, 8], False, 64, 0.0) == "scaled_dot_product_attention and masked"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     cuda = torch.device("cuda", 0)
-    assert describe(cuda, HALF, [None], False, 0.0) == "cudnn, then flash"
-    assert describe(cuda, HALF, [None, 8], False, 0.0) == "cudnn, then flash and flash over sequences"
-    assert describe(cuda, HALF, [None, 8], False, 0.1) == "flash, then efficient and masked"
-    assert describe(cuda, torch.float32, [None], False, 0.0) == "efficient, then math"
+    assert describe_attention(cuda, HALF, [None], False, 64, 0.0) == "cudnn, then flash"
+    assert describe_attention(cuda, HALF, [None, 8], False, 64, 0.0) == "cudnn, then flash and flash over sequences"
+    assert describe_attention(cuda, HALF, [None, 8], False, 64, 0.1) == "flash, then efficient and masked"
+    assert describe_attention(cuda, torch.float32, [None], False, 64, 0.0) == "efficient, then math"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert describe(cuda, torch.float16, [8], False, 0.0) == "masked"
+    assert describe_attention(cuda, torch.float16, [8], False, 64, 0.0) == "masked"
 
 
 def test_a_block_with_windows_is_traced_without_a_break():
