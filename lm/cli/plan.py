@@ -57,7 +57,9 @@ def find_tokenizer(data: Namespace) -> Tokenizer | None:
     if data.tokenizer is None and not (Path(data.path) / "tokenizer.json").exists() and data.prepare:
         return Tokenizer.load(data.prepare.tokenizer) if data.prepare.tokenizer not in ("bpe", "char") else None
     if data.tokenizer is None and not Path(data.path).is_dir():
-        raise RequestError(f"data.path {data.path} is not there: make it with `lm data prepare --output {data.path}`")
+        raise RequestError(
+            f"data.path {data.path} is not there: make it with `lm data prepare --input TEXTS --output {data.path}`"
+        )
     return Tokenizer.load(data.tokenizer or data.path)
 
 
@@ -70,7 +72,10 @@ def data_facts(data: Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
     sources = {"train": data.train, "val": data.val}
     if data.path and not (Path(data.path) / "manifest.json").exists():
         if data.prepare is None:
-            raise RequestError(f"data.path {data.path} holds no manifest.json: make it with `lm data prepare`")
+            raise RequestError(
+                f"data.path {data.path} holds no manifest.json: make another folder with `lm data prepare --input TEXTS "
+                "--output FOLDER`"
+            )
         return {"prepared": False, "from": list(data.prepare.input)}
     found: dict[str, Any] = {"prepared": True}
     for split, source in sources.items():
