@@ -6,19 +6,12 @@ ahead. Decoding runs in threads of the training process: Arrow and numpy release
 and copying batches between processes would cost more than reading them.
 """
 
-import atexit
-import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotInTime
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, islice
-from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,76 +21,16 @@ from torch.utils.data import IterableDataset
 from lm.data.sampler import BLOCKS_AHEAD, Order
 from lm.data.shards import BLOCK_TOKENS, BadBlock, Shards
 from lm.errors import DataError, RequestError, RunError
+from lm.system.process import reader_pool
+
+IGNORED = -100  # the label that a loss leaves out
+DECODERS = 2  # threads; one reads several hundred million tokens a second
+TIMEOUT = 300.0  # seconds
+LOCATED = 1024  # samples that are located in one call of numpy
+MOST_AHEAD = 4096  # samples that blocks are decoded ahead for; less where BLOCKS_AHEAD blocks have fewer windows
+
 
 # ---- buffer ----------------------------------------------------------------------------------------------------------
-# Decoded blocks in memory, read ahead by threads.
-#
-# Beside the batch's way, under `data/loader`, which says what it will want and copies rows out of what is held here.
-
-DECODERS = 2  # threads; one reads several hundred million tokens a second
-LAST_BLOCK = 5.0  # seconds that threads have at the end of the process for the blocks that they are at
-TIMEOUT = 300.0  # seconds
-
-
-class Decoders:
-    """Threads that call a function for its result.
-
-    They are daemons, since a read from a file system that does not answer never returns: the process can end all the
-    same. Those that do return are waited for at its end, so that none is inside Arrow when the interpreter goes.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._calls: SimpleQueue = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._calls,), name=f"lm-decode-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-        _running.update({thread: self._calls for thread in self._threads})
-        atexit.unregister(_end)
-        atexit.register(_end)
-
-    def submit(self, function: Callable, *arguments: object) -> Future:
-        """The result of `function(*arguments)`, when there is one."""
-        future: Future = Future()
-        self._calls.put((future, function, arguments))
-        return future
-
-    def close(self) -> None:
-        """Drop what is not begun; the threads end with what they are at."""
-        _close(self._calls, len(self._threads))
-
-
-_running: WeakKeyDictionary[threading.Thread, SimpleQueue] = WeakKeyDictionary()
-
-
-def _close(calls: SimpleQueue, threads: int) -> None:
-    with suppress(Empty):
-        while True:
-            calls.get_nowait()
-    for _ in range(threads):
-        calls.put(None)
-
-
-def _end() -> None:
-    """Before the interpreter goes."""
-    running = dict(_running)
-    for calls in running.values():
-        _close(calls, len(running))
-    until = time.monotonic() + LAST_BLOCK
-    for thread in running:
-        thread.join(max(0.0, until - time.monotonic()))
-
-
-def _work(calls: SimpleQueue) -> None:
-    while (call := calls.get()) is not None:
-        future, function, arguments = call
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-        del call, future, arguments  # or the last block would stay until the next one comes
 
 
 class BlockBuffer:
@@ -114,7 +47,7 @@ class BlockBuffer:
 
     def __init__(self, shards: Shards, capacity: int, timeout: float = TIMEOUT):
         self.shards, self.capacity, self.held, self.timeout = shards, capacity, 0, timeout
-        self.decoders = Decoders(DECODERS)
+        self.decoders = reader_pool(DECODERS)
         self.blocks: OrderedDict[int, Future] = OrderedDict()  # the one that goes first stands first
         self.wanted: dict[int, int] = {}  # block -> the latest sample that wants it
         self.decoded: dict[int, np.ndarray] = {}  # what `get` has seen; asking a Future for each row takes its lock
@@ -147,7 +80,7 @@ class BlockBuffer:
         if tokens is None:
             try:
                 tokens = self.decoded[block] = self.blocks[block].result(self.timeout)
-            except NotInTime as error:
+            except TimeoutError as error:
                 if self.blocks[block].done():  # the read's own, and no wait of ours
                     raise
                 raise RunError(
@@ -157,17 +90,11 @@ class BlockBuffer:
         return tokens
 
     def close(self) -> None:
-        """Let go of the threads."""
-        self.decoders.close()
+        """Drop what has not begun; the threads end after the block that they are at."""
+        self.decoders.shutdown(wait=False, cancel_futures=True)
 
 
 # ---- batch -----------------------------------------------------------------------------------------------------------
-# What a training step receives: rows of tokens, and a cursor that says which samples they are.
-#
-# Third stop of a batch (`data/shards -> data/order -> data/batch -> data/datamodule`). Tokens travel as small as they
-# are stored, through pinned memory and over the bus, and become int64 on the device that needs them.
-
-IGNORED = -100  # the label that a loss leaves out
 
 
 @dataclass(frozen=True)
@@ -258,11 +185,8 @@ def _widen(tokens: Tensor) -> Tensor:
 
 
 # ---- stream ----------------------------------------------------------------------------------------------------------
-# Which samples make which batch, and their rows.
 
 OnBadShard = Literal["raise", "skip"]
-LOCATED = 1024  # samples that are located in one call of numpy
-MOST_AHEAD = 4096  # samples that blocks are decoded ahead for; less where BLOCKS_AHEAD blocks have fewer windows
 
 
 class Request(NamedTuple):
@@ -422,7 +346,8 @@ def assemble(
         look_ahead()
         while waiting:
             request, blocks, windows = waiting.popleft()
-            rows = np.zeros((len(blocks) + request.padding, seq_len + 1), dtype=dtype)  # (B, T + 1)
+            rows = np.empty((len(blocks) + request.padding, seq_len + 1), dtype=dtype)  # (B, T + 1)
+            rows[len(blocks) :] = 0
             bad = {}
             for place, (block, window) in enumerate(zip(blocks, windows)):
                 if wanted == taken:
@@ -433,6 +358,7 @@ def assemble(
                 except BadBlock as damage:
                     if reading.on_bad_shard == "raise":
                         raise
+                    rows[place] = 0
                     bad[place] = str(damage.with_traceback(None))  # the same one for all its rows: they would add up
                 taken += 1
             look_ahead()  # so that decoding goes on while the batch is trained on

@@ -20,7 +20,15 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from lm.data.remote import first_line, glob_expression, is_remote, open_filesystem, split_glob, with_retries
+from lm.data.remote import (
+    first_line,
+    glob_expression,
+    is_remote,
+    open_file,
+    open_filesystem,
+    split_glob,
+    with_retries,
+)
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError
 
@@ -72,16 +80,16 @@ class TextFile:
         return self.kind == "parquet" or (self.kind == "jsonl" and not self.compression)
 
     def open(self) -> pa.NativeFile:
-        """The file as it lies there, seekable."""
+        """The file as it is, seekable."""
         filesystem, path, _ = _locate(self.name)
-        return filesystem.open_input_file(path)
+        return open_file(filesystem, path, self.name)
 
     def stream(self) -> BinaryIO:
         """Its content, decompressed; seekable where it is not compressed."""
-        filesystem, path, _ = _locate(self.name)
-        packed = self.compression is not None
-        handle = filesystem.open_input_stream(path, compression=self.compression) if packed else self.open()
-        return io.BufferedReader(handle, 2**23 if is_remote(self.name) else 2**20)
+        stream = io.BufferedReader(self.open(), 2**23 if is_remote(self.name) else 2**20)
+        if self.compression is None:
+            return stream
+        return io.BufferedReader(pa.CompressedInputStream(stream, self.compression), 2**20)
 
 
 def find_files(inputs: Sequence[str]) -> list[TextFile]:
