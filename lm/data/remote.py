@@ -1,6 +1,6 @@
 """Files that are not on this machine: file systems by URL, reads that are retried, a bounded cache of decoded blocks.
 
-`data/shards` and `data/text_files` open every source through `open_filesystem`, and remote files with `open_file`.
+`data/shards` and `data/text_files` find the files of a source with `list_files` and open them with `open_file`.
 
 Reads are retried here and not by pyarrow. On Linux pyarrow ignores its timeout of a request, so that an answer which
 never ends is waited for without end; file systems of fsspec (`hf://`) retry little or nothing; and neither notices an
@@ -12,6 +12,7 @@ import io
 import logging
 import math
 import os
+import posixpath
 import random
 import re
 import tempfile
@@ -21,7 +22,7 @@ import zlib
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -77,6 +78,88 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
         return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path, prefix
     except (ImportError, ValueError, OSError) as error:
         raise RequestError(f"{source}: cannot be opened ({first_line(error)}); is the URL right?") from error
+
+
+# ---- listing ---------------------------------------------------------------------------------------------------------
+
+
+class Listing(NamedTuple):
+    """The files that a path, folder, glob or URL means.
+
+    Args:
+        filesystem: where they are.
+        path: of the file or folder there, or of the folder before a glob's first wildcard.
+        prefix: what makes a URL of a path.
+        files: by their names below `path`, in order; for a file its own name.
+        kind: what the source is.
+    """
+
+    filesystem: pafs.FileSystem
+    path: str
+    prefix: str
+    files: dict[str, pafs.FileInfo]
+    kind: Literal["file", "folder", "glob"]
+
+
+def list_files(source: str, patience: float = PATIENCE) -> Listing:
+    """List a path, folder, glob or URL.
+
+    Raises:
+        RequestError: it is not there, or cannot be listed, or a glob matches no file.
+        RunError: a remote file system failed again and again.
+    """
+    base, pattern = _split_glob(source)
+    filesystem, path, prefix = open_filesystem(base)
+    path = path if "://" in path else posixpath.normpath(path)
+    recursive = pattern is None or "/" in pattern or "**" in pattern
+
+    def read() -> tuple[pafs.FileType, list[pafs.FileInfo]]:
+        info = filesystem.get_file_info(path)
+        if info.type != pafs.FileType.Directory:
+            return info.type, [info]
+        return info.type, filesystem.get_file_info(pafs.FileSelector(path, recursive=recursive))
+
+    try:
+        kind, found = with_retries(read, source, patience)
+    except OSError as error:
+        raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
+    if kind == pafs.FileType.NotFound:
+        raise RequestError(f"{source}: no such file or folder")
+    if kind == pafs.FileType.File and pattern is None:
+        return Listing(filesystem, path, prefix, {posixpath.basename(path): found[0]}, "file")
+    named = {posixpath.relpath(file.path, path): file for file in found if file.type == pafs.FileType.File}
+    if pattern is None:
+        return Listing(filesystem, path, prefix, dict(sorted(named.items())), "folder")
+    matches = _glob_expression(pattern).fullmatch
+    chosen = {name: named[name] for name in sorted(named) if matches(name)}
+    if not chosen:
+        raise RequestError(f"{source}: no file matches")
+    return Listing(filesystem, path, prefix, chosen, "glob")
+
+
+def _split_glob(source: str) -> tuple[str, str | None]:
+    """Cut before the first wildcard: `a/b*/c.txt` -> (`a`, `b*/c.txt`); without one, or where it names a file, None.
+
+    In a URL `?` begins the query, which stays with the folder.
+    """
+    url, mark, query = source.partition("?") if is_remote(source) else (source, "", "")
+    wildcard = re.search(r"[*?\[]", url)
+    if wildcard is None or (not is_remote(source) and Path(source).exists()):
+        return source, None
+    folder, slash, _ = url[: wildcard.start()].rpartition("/")
+    return (folder or slash or ".") + mark + query, url[len(folder + slash) :]
+
+
+def _glob_expression(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a shell's pattern: `*` and `?` stay in a folder, `**/` is any number of folders."""
+    meanings = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.findall(r"\*\*/|\*\*|\[!?[^\]]+\]|.", pattern)
+    return re.compile(
+        "".join(meanings.get(part) or (part.replace("[!", "[^") if part[1:] else re.escape(part)) for part in parts)
+    )
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def open_file(filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> pa.NativeFile:
@@ -147,13 +230,13 @@ class RemoteFile(io.RawIOBase):
 
 
 def with_retries(read: Callable, name: str, patience: float = PATIENCE):
-    """Call `read` until it succeeds, with pauses that double.
+    """Call `read`; where it reads a remote file, until it succeeds, with pauses that double.
 
     An attempt that gets no answer is given up after half of the time that is left.
 
     Args:
         read: may be called several times, and from other threads.
-        name: of what is read, for messages.
+        name: path or URL of what is read.
         patience: seconds for all attempts together.
 
     Returns:
@@ -162,6 +245,8 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
     Raises:
         RunError: the last attempt failed too.
     """
+    if not is_remote(name):
+        return read()
     end = time.monotonic() + patience
     reason = None
     for attempt in count(1):
@@ -312,28 +397,3 @@ class BlockCache:
                 return
             Path(path).unlink(missing_ok=True)
             held -= freed
-
-
-# ---- glob ------------------------------------------------------------------------------------------------------------
-
-
-def split_glob(source: str) -> tuple[str, str | None]:
-    """Cut before the first wildcard: `a/b*/c.txt` -> (`a`, `b*/c.txt`); without one, or where it names a file, None.
-
-    In a URL `?` begins the query, which stays with the folder.
-    """
-    url, mark, query = source.partition("?") if is_remote(source) else (source, "", "")
-    wildcard = re.search(r"[*?\[]", url)
-    if wildcard is None or (not is_remote(source) and Path(source).exists()):
-        return source, None
-    folder, slash, _ = url[: wildcard.start()].rpartition("/")
-    return (folder or slash or ".") + mark + query, url[len(folder + slash) :]
-
-
-def glob_expression(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a shell's pattern: `*` and `?` stay in a folder, `**/` is any number of folders."""
-    meanings = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.findall(r"\*\*/|\*\*|\[!?[^\]]+\]|.", pattern)
-    return re.compile(
-        "".join(meanings.get(part) or (part.replace("[!", "[^") if part[1:] else re.escape(part)) for part in parts)
-    )

@@ -30,11 +30,9 @@ from lm.data.remote import (
     PATIENCE,
     BlockCache,
     first_line,
-    glob_expression,
     is_remote,
+    list_files,
     open_file,
-    open_filesystem,
-    split_glob,
     unreadable,
     with_retries,
 )
@@ -111,50 +109,27 @@ def find_shards(
         RequestError: nothing there, or it is not what it should be; names the file.
         RunError: a remote file system failed again and again.
     """
-    base, pattern = split_glob(source)
-    filesystem, path, prefix = open_filesystem(base)
-    path = path.rstrip("/") or path
-
-    def find() -> tuple[list[Shard], dict | None]:
-        shards = _list_shards(source, filesystem, path, prefix, pattern, patience)
-        return shards, None if pattern else _read_manifest(source, filesystem, path)
-
-    try:
-        shards, manifest = with_retries(find, source, patience) if is_remote(source) else find()
-    except OSError as error:
-        raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
+    listing = list_files(source, patience)
+    files = listing.files
+    if listing.kind == "folder":
+        hidden = re.compile(r"(^|/)[._]")
+        files = {name: file for name, file in files.items() if name.endswith(".parquet") and not hidden.search(name)}
+    if not files:
+        raise RequestError(f"{source}: the folder holds no .parquet file")
+    shards = [
+        Shard(listing.prefix + file.path, name, listing.filesystem, file.path, file.size, file.mtime_ns, patience)
+        for name, file in files.items()
+    ]
+    manifest = None
+    if listing.kind == "folder":
+        try:
+            manifest = with_retries(lambda: _read_manifest(source, listing.filesystem, listing.path), source, patience)
+        except OSError as error:
+            raise RequestError(f"{source}: its manifest cannot be read ({first_line(error)})") from error
     if manifest is not None:
-        return _from_manifest(manifest, source, posixpath.basename(path), shards, column, tokenizer_sha256)
+        return _from_manifest(manifest, source, posixpath.basename(listing.path), shards, column, tokenizer_sha256)
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         return list(pool.map(lambda shard: _from_footer(shard, column, tokenizer_sha256), shards)), None
-
-
-def _list_shards(
-    source: str, filesystem: pafs.FileSystem, path: str, prefix: str, pattern: str | None, patience: float
-) -> list[Shard]:
-    info = filesystem.get_file_info(path)
-    if info.type == pafs.FileType.NotFound:
-        raise RequestError(f"{source}: no such file or folder")
-    if info.type == pafs.FileType.File and pattern is None:
-        files, root = [info], posixpath.dirname(path)
-    else:
-        recursive = pattern is None or "/" in pattern or "**" in pattern
-        files, root = filesystem.get_file_info(pafs.FileSelector(path, recursive=recursive)), path
-    name = {file.path: posixpath.relpath(file.path, root or ".") for file in files}
-    if pattern is not None:
-        matching = glob_expression(pattern)
-        files = [file for file in files if matching.fullmatch(name[file.path])]
-    elif info.type != pafs.FileType.File:
-        files = [f for f in files if f.extension == "parquet" and not re.search(r"(^|/)[._]", name[f.path])]
-    shards = [
-        Shard(prefix + file.path, name[file.path], filesystem, file.path, file.size, file.mtime_ns, patience)
-        for file in sorted(files, key=lambda file: name[file.path])
-        if file.type == pafs.FileType.File
-    ]
-    if not shards:
-        nothing = "no file matches" if pattern else "the folder holds no .parquet file"
-        raise RequestError(f"{source}: {nothing}")
-    return shards
 
 
 def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict | None:
