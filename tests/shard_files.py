@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 COLUMN = "input_ids"
-OURS = {"lm.layout": "1"}  # what says that the pages are laid out as `lm data prepare` does it
+OURS = {"lm.layout": "1"}  # what earlier versions put into the footer
 
 
 def write_rows(path: Path, rows: list, kind: pa.DataType = pa.list_(pa.uint16()), row_group_rows: int = 4, **options):
@@ -22,7 +22,7 @@ def write_rows(path: Path, rows: list, kind: pa.DataType = pa.list_(pa.uint16())
 
 
 def write_tokens(path: Path, tokens: np.ndarray, row: int = 1024, row_groups: int = 1, metadata: dict | None = OURS):
-    """Write a run of tokens in the layout of `lm data prepare`: rows of `row` tokens, in equal row groups."""
+    """Write a run of tokens in the layout of earlier versions of `lm data prepare`: rows of `row` tokens, in equal row groups."""
     ends = np.append(np.arange(0, len(tokens), row), len(tokens)).astype(np.int32)
     kind = pa.list_(pa.field("element", pa.from_numpy_dtype(tokens.dtype), nullable=False))
     lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(tokens), type=kind)

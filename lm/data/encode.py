@@ -27,11 +27,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from lm.data.parquet import ROW_GROUP_TOKENS, ShardWriter, replacing, write_text
-from lm.data.remote import is_remote, with_retries
+from lm.data.parquet import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.text_files import Piece, TextFile, read_pieces
 from lm.data.tokenizer import Encoder, Tokenizer, id_type
 from lm.errors import RunError
+from lm.system.files import write_atomically
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
@@ -120,23 +120,6 @@ def encode_unit(unit: Unit, recipe: Recipe) -> int:
     Raises:
         RunError: a file cannot be read; names the file and line or row.
     """
-    name = unit.slices[0][0].name
-    if is_remote(name):
-        with_retries(lambda: _encode_remote(unit, recipe), name, patience=None)
-    else:
-        _encode(unit, recipe)
-    return unit.text_bytes
-
-
-def _encode_remote(unit: Unit, recipe: Recipe) -> None:
-    """A failed read is raised as what it was, which may be tried again."""
-    try:
-        _encode(unit, recipe)
-    except RunError as error:
-        raise error.__cause__ if isinstance(error.__cause__, OSError) else error
-
-
-def _encode(unit: Unit, recipe: Recipe) -> None:
     path = record_path(unit, recipe)
     encoder, sizes = _tools(recipe)
     tokenizer = encoder.tokenizer
@@ -151,7 +134,7 @@ def _encode(unit: Unit, recipe: Recipe) -> None:
                 split = piece.split or ("val" if value < recipe.val_fraction else "train")
                 if split not in open_parts:
                     name = f"{path.stem}-{len(record['parts']):03d}-{split}"
-                    open_parts[split] = _Part(stack.enter_context(ExitStack()), recipe.folder / name)
+                    open_parts[split] = _Part(stack, recipe.folder / name, split)
                     record["parts"].append(open_parts[split].counts)
                 part = open_parts[split]
                 document = {"hash": value, "part": part.counts["file"], "start": part.counts["tokens"], "bytes": 0}
@@ -167,7 +150,8 @@ def _encode(unit: Unit, recipe: Recipe) -> None:
                     open_parts.pop(split).close()
         for part in open_parts.values():
             part.close()
-    write_text(path, json.dumps(record))
+    write_atomically(path, json.dumps(record))
+    return unit.text_bytes
 
 
 def _encoded(pieces: Iterable[Piece], encoder: Encoder) -> Iterator[tuple[Piece, np.ndarray]]:
@@ -202,13 +186,15 @@ def _utf8_length(text: str) -> int:
 
 
 class _Part:
-    """A file of ids that is being written, and beside it the length of each row."""
+    """A file of ids that is being written, and beside it the length of each row.
 
-    def __init__(self, stack: ExitStack, path: Path) -> None:
-        self._stack, self._path = stack, path
-        self._file = stack.enter_context(replacing(path))
+    A half-written one is never read: the record of its unit is written last.
+    """
+
+    def __init__(self, stack: ExitStack, path: Path, split: str) -> None:
+        self._path = path
+        self._file = stack.enter_context(open(path, "wb"))
         self._rows: list[int] = []
-        split = path.name.rpartition("-")[2]
         self.counts = {"file": path.name, "split": split, "tokens": 0, "documents": 0, "bytes": 0}
 
     def write(self, ids: bytes, count: int, end: bytes) -> None:
@@ -224,9 +210,11 @@ class _Part:
         return self.counts["tokens"]
 
     def close(self) -> None:
-        with replacing(_rows_path(self._path)) as file:
-            np.save(file, np.array(self._rows, np.int64))
-        self._stack.close()
+        with self._file, open(_rows_path(self._path), "wb") as rows:
+            np.save(rows, np.array(self._rows, np.int64))
+            for file in (self._file, rows):
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def _rows_path(part: Path) -> Path:

@@ -1,24 +1,17 @@
-"""Batches for one rank: the samples of each optimizer step, read ahead by threads and laid out in rows.
+"""Batches for one rank: the samples of each optimizer step, decoded ahead by threads and laid out in rows.
 
-Third stop of a batch, between `data/sampler`, which says what each sample is, and `data/datamodule`. `Stream` and
+The third stop of a batch, between `data/sampler`, which says what each sample is, and `data/datamodule`. `Stream` and
 `Windows` say which samples make which batch; `assemble` copies their rows out of blocks that `BlockBuffer` decodes
 ahead. Decoding runs in threads of the training process: Arrow and numpy release the interpreter lock while they work,
 and copying batches between processes would cost more than reading them.
 """
 
-import atexit
-import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotInTime
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, islice
-from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,154 +21,25 @@ from torch.utils.data import IterableDataset
 from lm.data.sampler import BLOCKS_AHEAD, Order
 from lm.data.shards import BLOCK_TOKENS, BadBlock, Shards
 from lm.errors import DataError, RequestError, RunError
-
-# ---- buffer ----------------------------------------------------------------------------------------------------------
-# Decoded blocks in memory, read ahead by threads.
-#
-# Beside the batch's way, under `data/loader`, which says what it will want and copies rows out of what is held here.
-
-DECODERS = 2  # threads; one reads several hundred million tokens a second
-LAST_BLOCK = 5.0  # seconds that threads have at the end of the process for the blocks that they are at
-TIMEOUT = 300.0  # seconds
-
-
-class Decoders:
-    """Threads that call a function for its result.
-
-    They are daemons, since a read from a file system that does not answer never returns: the process can end all the
-    same. Those that do return are waited for at its end, so that none is inside Arrow when the interpreter goes.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._calls: SimpleQueue = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._calls,), name=f"lm-decode-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-        _running.update({thread: self._calls for thread in self._threads})
-        atexit.unregister(_end)
-        atexit.register(_end)
-
-    def submit(self, function: Callable, *arguments: object) -> Future:
-        """The result of `function(*arguments)`, when there is one."""
-        future: Future = Future()
-        self._calls.put((future, function, arguments))
-        return future
-
-    def close(self) -> None:
-        """Drop what is not begun; the threads end with what they are at."""
-        _close(self._calls, len(self._threads))
-
-
-_running: WeakKeyDictionary[threading.Thread, SimpleQueue] = WeakKeyDictionary()
-
-
-def _close(calls: SimpleQueue, threads: int) -> None:
-    with suppress(Empty):
-        while True:
-            calls.get_nowait()
-    for _ in range(threads):
-        calls.put(None)
-
-
-def _end() -> None:
-    """Before the interpreter goes."""
-    running = dict(_running)
-    for calls in running.values():
-        _close(calls, len(running))
-    until = time.monotonic() + LAST_BLOCK
-    for thread in running:
-        thread.join(max(0.0, until - time.monotonic()))
-
-
-def _work(calls: SimpleQueue) -> None:
-    while (call := calls.get()) is not None:
-        future, function, arguments = call
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-        del call, future, arguments  # or the last block would stay until the next one comes
-
-
-class BlockBuffer:
-    """Decoded blocks, never more than `capacity` tokens, decoded by threads before they are needed.
-
-    Samples are `want`ed some way ahead of being taken, in the same order; their numbers are the clock. The block
-    whose latest wanted sample is the oldest goes first, and none goes while a wanted sample is still to be taken.
-
-    Args:
-        shards: what is read.
-        capacity: tokens.
-        timeout: seconds that are waited for a block.
-    """
-
-    def __init__(self, shards: Shards, capacity: int, timeout: float = TIMEOUT):
-        self.shards, self.capacity, self.held, self.timeout = shards, capacity, 0, timeout
-        self.decoders = Decoders(DECODERS)
-        self.blocks: OrderedDict[int, Future] = OrderedDict()  # the one that goes first stands first
-        self.wanted: dict[int, int] = {}  # block -> the latest sample that wants it
-        self.decoded: dict[int, np.ndarray] = {}  # what `get` has seen; asking a Future for each row takes its lock
-
-    def want(self, block: int, sample: int, taken: int) -> bool:
-        """See to it that `block` is decoded for `sample`; False if there is no room while `taken` is being taken."""
-        if block in self.blocks:
-            self.blocks.move_to_end(block)
-        else:
-            tokens = self.shards.blocks[block].tokens
-            while self.blocks and self.held + tokens > self.capacity:
-                oldest = next(iter(self.blocks))
-                if self.wanted[oldest] >= taken:
-                    return False
-                del self.blocks[oldest], self.wanted[oldest]
-                self.decoded.pop(oldest, None)
-                self.held -= self.shards.blocks[oldest].tokens
-            self.held += tokens
-            self.blocks[block] = self.decoders.submit(self.shards.read, block)
-        self.wanted[block] = sample
-        return True
-
-    def get(self, block: int) -> np.ndarray:
-        """The tokens of a wanted block, as soon as they are decoded.
-
-        Raises:
-            RunError: they cannot be read, or the wait was too long; names the file.
-        """
-        tokens = self.decoded.get(block)
-        if tokens is None:
-            try:
-                tokens = self.decoded[block] = self.blocks[block].result(self.timeout)
-            except NotInTime as error:
-                if self.blocks[block].done():  # the read's own, and no wait of ours
-                    raise
-                raise RunError(
-                    f"{self.shards.blocks[block]}: not read after {self.timeout:g} seconds (data.timeout); does its "
-                    "file system answer? Once it does, `--ckpt_path auto` goes on"
-                ) from error
-        return tokens
-
-    def close(self) -> None:
-        """Let go of the threads."""
-        self.decoders.close()
-
-
-# ---- batch -----------------------------------------------------------------------------------------------------------
-# What a training step receives: rows of tokens, and a cursor that says which samples they are.
-#
-# Third stop of a batch (`data/shards -> data/order -> data/batch -> data/datamodule`). Tokens travel as small as they
-# are stored, through pinned memory and over the bus, and become int64 on the device that needs them.
+from lm.system.process import reader_pool
 
 IGNORED = -100  # the label that a loss leaves out
+DECODERS = 2  # threads; one decodes some hundred million tokens a second
+TIMEOUT = 300.0  # seconds to wait for a block
+SAMPLES_LOCATED = 1024  # in one call of numpy
+SAMPLES_AHEAD = 4096  # decoded ahead at most; fewer where BLOCKS_AHEAD blocks hold fewer windows
+
+OnBadShard = Literal["raise", "skip"]
+
+# ---- batch -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Which samples of the endless sequence an optimizer step consumes, over all ranks: from `start` up to `end`.
+    """The samples that an optimizer step consumes over all ranks: from `start` up to `end`.
 
-    It travels with the batch: however far the loader has read ahead, the cursor of the newest step is what was trained
-    on, and the next step begins at its `end`.
+    It travels with the batch: however far the loader has read ahead, the cursor of the newest step says what was
+    trained on, and the next step begins at its `end`.
     """
 
     start: int
@@ -185,15 +49,15 @@ class Cursor:
 class Batch:
     """Rows of T + 1 consecutive tokens: the first T are inputs, the last T their targets.
 
-    In training a batch is a rank's share of a whole optimizer step, which `split` divides into micro-batches.
-
-    No dataclass: Lightning takes those apart, field by field.
+    In training a batch is one rank's part of a whole optimizer step, which `split` divides into micro-batches. Tokens
+    stay as small as they are stored until they are on their device. It is no dataclass, since Lightning takes those
+    apart, field by field.
 
     Args:
         tokens: (B, T + 1) uint16 or int32, on any device.
-        cursor: which samples the step consumes; None outside of training.
+        cursor: the samples that the step consumes; None outside of training.
         mask: (B, T) bool, False where a target does not count; None when all of them count.
-        bad: what is wrong with the shards of rows that could not be read and do not count, an entry a row.
+        bad: for every row that could not be read, what is wrong with its shard.
         counted: how many values of the mask are True, where that is known.
     """
 
@@ -210,12 +74,12 @@ class Batch:
     @property
     def input_ids(self) -> Tensor:
         """(B, T) int64."""
-        return _widen(self.tokens[:, :-1])
+        return _to_int64(self.tokens[:, :-1])
 
     @property
     def labels(self) -> Tensor:
         """(B, T) int64: the token after each input, -100 where the mask is False."""
-        labels = _widen(self.tokens[:, 1:])
+        labels = _to_int64(self.tokens[:, 1:])
         return labels if self.mask is None else labels.masked_fill_(~self.mask, IGNORED)
 
     @property
@@ -233,36 +97,35 @@ class Batch:
         return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
 
     def split(self, rows: int) -> "list[Batch]":
-        """The micro-batches: so many rows each, in order. They are views, and carry neither `cursor` nor `bad`."""
-        masks = [None] * len(self.tokens) if self.mask is None else self.mask.split(rows)
-        return [Batch(tokens, mask=mask) for tokens, mask in zip(self.tokens.split(rows), masks)]
+        """Micro-batches of `rows` rows each, in order. They are views, and carry neither `cursor` nor `bad`."""
+        if self.mask is None:
+            return [Batch(tokens) for tokens in self.tokens.split(rows)]
+        return [
+            Batch(tokens, mask=mask)
+            for tokens, mask in zip(self.tokens.split(rows), self.mask.split(rows), strict=True)
+        ]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """The same batch on another device; `non_blocking` from pinned memory overlaps the copy with compute."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """The same batch in page-locked memory, from which a GPU can copy by itself."""
-        return self._each(Tensor.pin_memory)
+        return self._map(Tensor.pin_memory)
 
-    def _each(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         mask, counted = (None, None) if self.mask is None else (function(self.mask), self.num_tokens)
         return Batch(function(self.tokens), self.cursor, mask, self.bad, counted)
 
 
-def _widen(tokens: Tensor) -> Tensor:
-    """int64 copy of uint16 or int32 tokens, on their device."""
+def _to_int64(tokens: Tensor) -> Tensor:
+    """An int64 copy of uint16 or int32 tokens, on their device."""
     if tokens.dtype == torch.uint16:  # few CUDA kernels know uint16: read the bits as int16 and drop the sign's copies
         return tokens.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
     return tokens.to(torch.int64, copy=True)
 
 
-# ---- stream ----------------------------------------------------------------------------------------------------------
-# Which samples make which batch, and their rows.
-
-OnBadShard = Literal["raise", "skip"]
-LOCATED = 1024  # samples that are located in one call of numpy
-MOST_AHEAD = 4096  # samples that blocks are decoded ahead for; less where BLOCKS_AHEAD blocks have fewer windows
+# ---- which samples make which batch ----------------------------------------------------------------------------------
 
 
 class Request(NamedTuple):
@@ -277,7 +140,7 @@ class Reading(NamedTuple):
     """What to do when a block cannot be read.
 
     Args:
-        timeout: seconds that are waited for one.
+        timeout: seconds to wait for one.
         on_bad_shard: `raise`; or `skip`, which leaves the targets of a damaged block out of the loss. Every sample
             keeps its place in the order, so nothing else changes.
     """
@@ -289,8 +152,8 @@ class Reading(NamedTuple):
 class Stream(IterableDataset):
     """The endless training stream of one rank.
 
-    Each batch is this rank's share of an optimizer step, which takes the next `global_batch` samples: ranks and
-    micro-batches only divide them, so another division sees the same samples in every step.
+    Each batch is this rank's part of an optimizer step, which takes the next `global_batch` samples. Ranks and
+    micro-batches only divide them, so that any division sees the same samples in every step.
 
     Args:
         shards: where tokens are read.
@@ -300,7 +163,7 @@ class Stream(IterableDataset):
         global_batch: samples of an optimizer step over all ranks.
         rank: this process; it takes every `world`-th sample of a step.
         world: number of processes.
-        shuffle_buffer: tokens of decoded blocks that are held at most; None takes what the order's lanes need.
+        shuffle_buffer: tokens of decoded blocks to hold at most; None takes what the order's lanes need.
         reading: what to do when a block cannot be read, or not soon.
 
     Raises:
@@ -311,11 +174,10 @@ class Stream(IterableDataset):
     def __init__(
         self, shards: Shards, order: Order, *, seq_len: int, start: int, global_batch: int, rank: int = 0,
         world: int = 1, shuffle_buffer: int | None = None, reading: Reading = Reading(),
-    ):
+    ) -> None:
         if global_batch % world:
             raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks")
         largest = shards.largest
-        needed = (order.lanes + BLOCKS_AHEAD) * largest.tokens
         if shuffle_buffer is not None and largest.tokens > shuffle_buffer:
             raise RequestError(
                 f"{largest}: {largest.tokens} tokens in one piece, more than data.shuffle_buffer ({shuffle_buffer}); "
@@ -323,11 +185,11 @@ class Stream(IterableDataset):
             )
         self.shards, self.order, self.seq_len, self.start = shards, order, seq_len, start
         self.global_batch, self.rank, self.world = global_batch, rank, world
-        self.buffer = needed if shuffle_buffer is None else shuffle_buffer
+        self.buffer = shuffle_buffer or (order.lanes + BLOCKS_AHEAD) * largest.tokens
         self.reading = reading
 
     def requests(self) -> Iterator[Request]:
-        """What this rank's share of each optimizer step is made of; endless."""
+        """The samples of this rank in each optimizer step; endless."""
         for start in count(self.start, self.global_batch):
             end = start + self.global_batch
             yield Request(np.arange(start + self.rank, end, self.world), Cursor(start, end))
@@ -337,10 +199,10 @@ class Stream(IterableDataset):
 
 
 class Windows(IterableDataset):
-    """The first windows in the order in which they lie, once, for evaluation.
+    """The first windows in the order in which they are stored, once, for evaluation.
 
     Each window is counted by exactly one rank. All ranks yield the same number of batches, since sharded models run
-    in lockstep: what a rank lacks is filled with rows whose mask is False.
+    in lockstep: missing rows are filled up with rows whose mask is False.
 
     Args:
         shards: where tokens are read.
@@ -355,17 +217,17 @@ class Windows(IterableDataset):
     def __init__(
         self, shards: Shards, *, seq_len: int, micro_batch: int, limit: int | None = None,
         rank: int = 0, world: int = 1, reading: Reading = Reading(),
-    ):
+    ) -> None:
         self.shards, self.seq_len, self.micro_batch, self.reading = shards, seq_len, micro_batch, reading
         self.order = Order(shards.windows(seq_len), seed=0, shuffle=False)
         self.total = self.order.total if limit is None else min(limit, self.order.total)
-        share = -(-self.total // world)
-        self.first, self.last = min(rank * share, self.total), min((rank + 1) * share, self.total)
-        self.batches = -(-share // micro_batch)
+        per_rank = -(-self.total // world)
+        self.first, self.last = min(rank * per_rank, self.total), min((rank + 1) * per_rank, self.total)
+        self.batches = -(-per_rank // micro_batch)
         self.buffer = (1 + BLOCKS_AHEAD) * shards.largest.tokens
 
     def requests(self) -> Iterator[Request]:
-        """What this rank's batches are made of."""
+        """The samples of this rank's batches."""
         for first in range(self.first, self.first + self.batches * self.micro_batch, self.micro_batch):
             samples = np.arange(first, min(first + self.micro_batch, self.last))
             yield Request(samples, padding=self.micro_batch - len(samples))
@@ -397,21 +259,21 @@ def assemble(
         DataError: a block cannot be read; names the file.
     """
     dtype = shards.column.dtype if shards.column.dtype == np.uint16 else np.dtype(np.int32)
-    ahead = min(MOST_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))  # on this stretch as many blocks begin
+    ahead = min(SAMPLES_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))  # about BLOCKS_AHEAD blocks begin there
     buffer = BlockBuffer(shards, capacity, reading.timeout)
-    plan = _located(order, requests)
+    located = _locate_many(order, requests)
     waiting, unwanted = deque(), deque()  # located requests, and those of their blocks that are not wanted yet
-    wanted = taken = 0
+    wanted = taken = 0  # samples
 
     def look_ahead() -> None:
         nonlocal wanted
         while wanted - taken < ahead:
             if not unwanted:
-                located = next(plan, None)
-                if located is None:
+                request = next(located, None)
+                if request is None:
                     return
-                waiting.append(located)
-                unwanted.extend(located[1])
+                waiting.append(request)
+                unwanted.extend(request[1])
             elif buffer.want(unwanted[0], wanted, taken):
                 unwanted.popleft()
                 wanted += 1
@@ -422,28 +284,30 @@ def assemble(
         look_ahead()
         while waiting:
             request, blocks, windows = waiting.popleft()
-            rows = np.zeros((len(blocks) + request.padding, seq_len + 1), dtype=dtype)  # (B, T + 1)
+            rows = np.empty((len(blocks) + request.padding, seq_len + 1), dtype=dtype)  # (B, T + 1)
+            rows[len(blocks) :] = 0
             bad = {}
             for place, (block, window) in enumerate(zip(blocks, windows)):
                 if wanted == taken:
-                    look_ahead()  # the buffer was full; nothing that was taken needs its block any more
+                    look_ahead()  # the buffer was full; no sample that was taken needs its block any more
                 first = window * seq_len
                 try:
                     rows[place] = buffer.get(block)[first : first + seq_len + 1]
                 except BadBlock as damage:
                     if reading.on_bad_shard == "raise":
                         raise
-                    bad[place] = str(damage.with_traceback(None))  # the same one for all its rows: they would add up
+                    rows[place] = 0
+                    bad[place] = str(damage.with_traceback(None))  # a block's rows share it: tracebacks would add up
                 taken += 1
-            look_ahead()  # so that decoding goes on while the batch is trained on
-            yield _batch(rows, request, bad)
+            look_ahead()  # so that decoding continues while the batch is trained on
+            yield _to_batch(rows, request, bad)
     except RunError as error:
         raise DataError(str(error)) from error
     finally:
         buffer.close()
 
 
-def _located(order: Order, requests: Iterator[Request]) -> Iterator[tuple[Request, list[int], list[int]]]:
+def _locate_many(order: Order, requests: Iterator[Request]) -> Iterator[tuple[Request, list[int], list[int]]]:
     """Requests with the block and window of each sample, located many at a time; the first ones few, to start soon."""
     size = 1
     while group := list(islice(requests, size)):
@@ -452,15 +316,75 @@ def _located(order: Order, requests: Iterator[Request]) -> Iterator[tuple[Reques
         for request, end in zip(group, ends.tolist()):
             here = slice(end - len(request.samples), end)
             yield request, blocks[here].tolist(), windows[here].tolist()
-        size = max(1, LOCATED // max(1, ends[-1] // len(group)))
+        size = max(1, SAMPLES_LOCATED // max(1, ends[-1] // len(group)))
 
 
-def _batch(rows: np.ndarray, request: Request, bad: dict[int, str]) -> Batch:
-    """`bad` says of rows that could not be read what is wrong with their block."""
-    tokens, mask = torch.from_numpy(rows), None
+def _to_batch(rows: np.ndarray, request: Request, bad: dict[int, str]) -> Batch:
+    """A batch of rows; `bad` says what is wrong with the block of a row that could not be read."""
+    mask = None
     if request.padding or bad:
         mask = torch.ones(len(rows), rows.shape[1] - 1, dtype=torch.bool)  # (B, T)
         mask[len(rows) - request.padding :] = False
-        for place in bad:
-            mask[place] = False
-    return Batch(tokens, request.cursor, mask, tuple(bad.values()))
+        mask[list(bad)] = False
+    return Batch(torch.from_numpy(rows), request.cursor, mask, tuple(bad.values()))
+
+
+class BlockBuffer:
+    """Decoded blocks, at most `capacity` tokens of them, decoded by threads before they are needed.
+
+    Samples are wanted (`want`) some way ahead of being taken, in the same order, and their numbers serve as the clock.
+    The block whose latest wanted sample is the oldest is dropped first, but never before that sample is taken.
+
+    Args:
+        shards: what is read.
+        capacity: tokens.
+        timeout: seconds to wait for a block.
+    """
+
+    def __init__(self, shards: Shards, capacity: int, timeout: float = TIMEOUT) -> None:
+        self.shards, self.capacity, self.held, self.timeout = shards, capacity, 0, timeout
+        self.decoders = reader_pool(DECODERS)
+        self.blocks: OrderedDict[int, Future] = OrderedDict()  # the one to drop first stands first
+        self.wanted: dict[int, int] = {}  # block -> the latest sample that wants it
+        self.decoded: dict[int, np.ndarray] = {}  # results that `get` has seen, since a Future takes a lock to answer
+
+    def want(self, block: int, sample: int, taken: int) -> bool:
+        """Decode `block` for `sample`; False if it does not fit yet, while sample `taken` is the next to be taken."""
+        if block in self.blocks:
+            self.blocks.move_to_end(block)
+        else:
+            tokens = self.shards.blocks[block].tokens
+            while self.blocks and self.held + tokens > self.capacity:
+                oldest = next(iter(self.blocks))
+                if self.wanted[oldest] >= taken:
+                    return False
+                del self.blocks[oldest], self.wanted[oldest]
+                self.decoded.pop(oldest, None)
+                self.held -= self.shards.blocks[oldest].tokens
+            self.held += tokens
+            self.blocks[block] = self.decoders.submit(self.shards.read, block)
+        self.wanted[block] = sample
+        return True
+
+    def get(self, block: int) -> np.ndarray:
+        """The tokens of a wanted block, as soon as they are decoded.
+
+        Raises:
+            RunError: they cannot be read, or the wait was too long; names the file.
+        """
+        tokens = self.decoded.get(block)
+        if tokens is None:
+            try:
+                tokens = self.decoded[block] = self.blocks[block].result(self.timeout)
+            except TimeoutError as error:
+                if self.blocks[block].done():  # the read itself raised it
+                    raise
+                raise RunError(
+                    f"{self.shards.blocks[block]}: not read after {self.timeout:g} seconds (data.timeout); does its "
+                    "file system answer? Once it does, resume with `--ckpt_path auto`"
+                ) from error
+        return tokens
+
+    def close(self) -> None:
+        """Drop what has not begun; the threads end after the block that they are at."""
+        self.decoders.shutdown(wait=False, cancel_futures=True)

@@ -30,11 +30,11 @@ from lm.data.encode import (
     unit_pieces,
     write_shard,
 )  # fmt: skip
-from lm.data.parquet import COLUMN, LAYOUT, write_text
+from lm.data.parquet import COLUMN, LAYOUT
 from lm.data.text_files import TextFile, find_files
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
-from lm.system.files import fits, parse_json
+from lm.system.files import fits, parse_json, write_atomically
 from lm.system.units import Count
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
         manifest = _make(options, output, parts, files, given) | plan
     except KeyboardInterrupt as error:
         raise Interrupted("stopped; the same command goes on from here") from error
-    write_text(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     shutil.rmtree(parts)
     return manifest
 
@@ -245,7 +245,7 @@ def _make(
         tokens = [sum(stop - start for _, start, stop in shard.slices) for shard in shards]
         entries = workforce.run(write_shard, [(shard, parts) for shard in shards], tokens, "writing")
     for name, text in tokenizer.files().items():
-        write_text(output / name, text)
+        write_atomically(output / name, text)
     return {
         "layout": LAYOUT,
         "column": COLUMN,
@@ -301,7 +301,7 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
             )
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
-        write_text(parts / PLAN, json.dumps(plan))
+        write_atomically(parts / PLAN, json.dumps(plan))
     try:
         begun = parse_json((parts / PLAN).read_bytes())
     except (OSError, ValueError) as error:
@@ -317,7 +317,7 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
         log.info("other files than when it was begun (%s): what they change is done again", difference)
         for name in ("tokenizer_config.json", "tokenizer.json"):
             (parts / name).unlink(missing_ok=True)
-        write_text(parts / PLAN, json.dumps(plan))
+        write_atomically(parts / PLAN, json.dumps(plan))
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -347,7 +347,7 @@ def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], given: T
         if options.tokenizer == "bpe" and tokenizer.vocab_size < options.vocab_size:
             log.info("the text gives %d tokens, fewer than --vocab_size", tokenizer.vocab_size)
     for name, text in tokenizer.files().items():  # tokenizer_config.json is the last
-        write_text(parts / name, text)
+        write_atomically(parts / name, text)
     return tokenizer
 
 

@@ -1,47 +1,50 @@
-"""Shards that are not on this machine: file systems by URL, reads that are tried again, a bounded cache of blocks.
+"""Files that are not on this machine: file systems by URL, reads that are retried, a bounded cache of decoded blocks.
 
-Beside the batch's way: `data/shards` opens every source through `open_filesystem` and, for remote ones, reads through
-`with_retries` and `BlockCache`.
+`data/shards` and `data/text_files` find the files of a source with `list_files` and open them with `open_file`.
+
+Reads are retried here and not by pyarrow. On Linux pyarrow ignores its timeout of a request, so that an answer which
+never ends is waited for without end; file systems of fsspec (`hf://`) retry little or nothing; and neither notices an
+object that comes shorter than it is.
 """
 
 import hashlib
+import io
 import logging
 import math
 import os
+import posixpath
 import random
 import re
 import tempfile
-import threading
 import time
 import warnings
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 
 from lm.errors import LmError, RequestError, RunError
-from lm.system.process import may_hang
-
-# ---- remote ----------------------------------------------------------------------------------------------------------
+from lm.system.process import reader_pool
 
 log = logging.getLogger(__name__)
-_told = -math.inf  # when a failed read was last spoken of
 
-ATTEMPTS = 5
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds; doubled after each failure
-PATIENCE = 150.0  # seconds
-QUIET = 60.0  # seconds
-AROUND_BLOCK = 128 + 4  # bytes of a kept block beside its tokens: NumPy's header and a checksum
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds between attempts; doubled after each failure
+PATIENCE = 150.0  # seconds for all attempts of one read
+WARN_EVERY = 60.0  # seconds
 ARROW_SCHEMES = ("s3", "gs", "gcs")
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _REFUSED = re.compile(  # how pyarrow words what S3 will not answer better the next time
     r"AWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH)|HTTP status 301\)"
 )
+_last_warning = -math.inf  # when a failed read was last logged
+
+
+# ---- file systems ----------------------------------------------------------------------------------------------------
 
 
 def is_remote(source: str) -> bool:
@@ -52,11 +55,11 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
     """Find the file system of a path or URL.
 
     `s3://` and `gs://` go through pyarrow (region, endpoint and credentials from the environment, or as a query:
-    `s3://bucket/folder?endpoint_override=http://host:9000`); any other scheme through fsspec, as far as its package
-    is installed (`hf://` needs huggingface_hub).
+    `s3://bucket/folder?endpoint_override=http://host:9000`); any other scheme through fsspec, if its package is
+    installed (`hf://` needs huggingface_hub).
 
     Returns:
-        The file system, the path in it, and the prefix that makes a path of it a name that people know.
+        The file system, the path in it, and the prefix that makes a path of it a URL.
 
     Raises:
         RequestError: the scheme is unknown or its package is missing.
@@ -68,7 +71,7 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
         if scheme in ARROW_SCHEMES:
             filesystem, path = pafs.FileSystem.from_uri(source)
             return filesystem, path, f"{scheme}://"
-        import fsspec  # only those who need it wait for it
+        import fsspec
 
         filesystem, path = fsspec.core.url_to_fs(source)
         prefix = "" if "://" in path else f"{scheme}://"
@@ -77,88 +80,247 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
         raise RequestError(f"{source}: cannot be opened ({first_line(error)}); is the URL right?") from error
 
 
-def with_retries(read: Callable, name: str, patience: float | None = PATIENCE):
-    """Call `read` until it succeeds, with pauses that double.
+# ---- listing ---------------------------------------------------------------------------------------------------------
+
+
+class Listing(NamedTuple):
+    """The files that a path, folder, glob or URL means.
 
     Args:
-        read: a read that may be repeated.
-        name: the URL, for the message.
-        patience: seconds for all attempts together. One that gets no answer is given up after half of what is left,
-            for the next to begin on a new connection. None: an attempt may take as long as it does, and there are
-            `ATTEMPTS`.
+        filesystem: where they are.
+        path: of the file or folder there, or of the folder before a glob's first wildcard.
+        prefix: what makes a URL of a path.
+        files: by their names below `path`, in order; for a file its own name.
+        kind: what the source is.
+    """
+
+    filesystem: pafs.FileSystem
+    path: str
+    prefix: str
+    files: dict[str, pafs.FileInfo]
+    kind: Literal["file", "folder", "glob"]
+
+
+def list_files(source: str, patience: float = PATIENCE) -> Listing:
+    """List a path, folder, glob or URL.
+
+    Raises:
+        RequestError: it is not there, or cannot be listed, or a glob matches no file.
+        RunError: a remote file system failed again and again.
+    """
+    base, pattern = _split_glob(source)
+    filesystem, path, prefix = open_filesystem(base)
+    path = path if "://" in path else posixpath.normpath(path)
+    recursive = pattern is None or "/" in pattern or "**" in pattern
+
+    def read() -> tuple[pafs.FileType, list[pafs.FileInfo]]:
+        info = filesystem.get_file_info(path)
+        if info.type != pafs.FileType.Directory:
+            return info.type, [info]
+        return info.type, filesystem.get_file_info(pafs.FileSelector(path, recursive=recursive))
+
+    try:
+        kind, found = with_retries(read, source, patience)
+    except OSError as error:
+        raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
+    if kind == pafs.FileType.NotFound:
+        raise RequestError(f"{source}: no such file or folder")
+    if kind == pafs.FileType.File and pattern is None:
+        return Listing(filesystem, path, prefix, {posixpath.basename(path): found[0]}, "file")
+    named = {posixpath.relpath(file.path, path): file for file in found if file.type == pafs.FileType.File}
+    if pattern is None:
+        return Listing(filesystem, path, prefix, dict(sorted(named.items())), "folder")
+    matches = _glob_expression(pattern).fullmatch
+    chosen = {name: named[name] for name in sorted(named) if matches(name)}
+    if not chosen:
+        raise RequestError(f"{source}: no file matches")
+    return Listing(filesystem, path, prefix, chosen, "glob")
+
+
+def _split_glob(source: str) -> tuple[str, str | None]:
+    """Cut before the first wildcard: `a/b*/c.txt` -> (`a`, `b*/c.txt`); without one, or where it names a file, None.
+
+    In a URL `?` begins the query, which stays with the folder.
+    """
+    url, mark, query = source.partition("?") if is_remote(source) else (source, "", "")
+    wildcard = re.search(r"[*?\[]", url)
+    if wildcard is None or (not is_remote(source) and Path(source).exists()):
+        return source, None
+    folder, slash, _ = url[: wildcard.start()].rpartition("/")
+    return (folder or slash or ".") + mark + query, url[len(folder + slash) :]
+
+
+def _glob_expression(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a shell's pattern: `*` and `?` stay in a folder, `**/` is any number of folders."""
+    meanings = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.findall(r"\*\*/|\*\*|\[!?[^\]]+\]|.", pattern)
+    return re.compile(
+        "".join(meanings.get(part) or (part.replace("[!", "[^") if part[1:] else re.escape(part)) for part in parts)
+    )
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def open_file(filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> pa.NativeFile:
+    """Open a file for reading; a remote one reads with retries.
+
+    Args:
+        filesystem: where it is, as `open_filesystem` found it.
+        path: its path there.
+        name: its path or URL.
+        patience: seconds for all attempts of one read.
+    """
+    if not is_remote(name):
+        return filesystem.open_input_file(path)
+    return pa.PythonFile(RemoteFile(filesystem, path, name, patience), mode="r")
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file of which every read is retried, and gives as many bytes as it should.
+
+    Raises:
+        RunError: at any read; names the file.
+    """
+
+    def __init__(self, filesystem: pafs.FileSystem, path: str, name: str, patience: float) -> None:
+        self._filesystem, self._path, self._name, self._patience = filesystem, path, name, patience
+        self._handle: pa.NativeFile | None = None
+        self._place = 0
+        self._size = self._retry(lambda: self._open().size())
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:
+        count = max(0, min(len(buffer), self._size - self._place))
+        data = self._retry(lambda: self._read(count)) if count else b""
+        buffer[:count] = data
+        self._place += count
+        return count
+
+    def _retry(self, read: Callable) -> Any:
+        try:
+            return with_retries(read, self._name, self._patience)
+        except OSError as error:
+            raise unreadable(self._name, error) from error
+
+    def _open(self) -> pa.NativeFile:
+        self._handle = self._handle or self._filesystem.open_input_file(self._path)
+        return self._handle
+
+    def _read(self, count: int) -> bytes:
+        handle = self._open()
+        self._handle = None  # an attempt that fails or never returns leaves the next one a new connection
+        data = handle.read_at(count, self._place)
+        if len(data) != count:
+            raise OSError(f"{len(data)} of {count} bytes came")
+        self._handle = handle
+        return data
+
+
+# ---- retries ---------------------------------------------------------------------------------------------------------
+
+
+def with_retries(read: Callable, name: str, patience: float = PATIENCE):
+    """Call `read`; where it reads a remote file, until it succeeds, with pauses that double.
+
+    An attempt that gets no answer is given up after half of the time that is left.
+
+    Args:
+        read: may be called several times, and from other threads.
+        name: path or URL of what is read.
+        patience: seconds for all attempts together.
 
     Returns:
         What `read` returns.
 
     Raises:
-        RunError: the last attempt failed too; names the URL.
+        RunError: the last attempt failed too.
     """
-    end = None if patience is None else time.monotonic() + patience
-    last = None
+    if not is_remote(name):
+        return read()
+    end = time.monotonic() + patience
+    reason = None
     for attempt in count(1):
         try:
-            return read() if end is None else _within((end - time.monotonic()) / 2, read)
+            return _call_within((end - time.monotonic()) / 2, read)
         except Exception as error:
-            if not _may_pass(error):
+            if not _is_transient(error):
                 raise
-            if last is None or not isinstance(error, _NoAnswer):  # what the store said tells more
-                last = error
-        # Not all ranks at the same moment.
+            if reason is None or not isinstance(error, _NoAnswer):  # what the store answered says more
+                reason = error
+        # Ranks that failed together must not try again together.
         pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.8, 1.2)
-        if attempt == ATTEMPTS if end is None else time.monotonic() + pause >= end:
+        if time.monotonic() + pause >= end:
             break
-        _tell(name, first_line(last))
+        _warn(name, first_line(reason))
         time.sleep(pause)
-    within = "" if patience is None else f" in {patience:g} s"
     raise RunError(
-        f"{name}: {attempt} attempts to read it failed{within}: {first_line(last)}; "
-        "check the network and the credentials, then go on with `--ckpt_path auto`"
-    ) from last
-
-
-def _tell(name: str, reason: str) -> None:
-    """Say that a read is tried again, once a minute: when a store is gone all reads fail."""
-    global _told
-    if time.monotonic() - _told > QUIET:
-        _told = time.monotonic()
-        log.warning("%s: a read failed and is tried again: %s", name, reason)
+        f"{name}: {attempt} attempts to read it failed in {patience:g} s: {first_line(reason)}; "
+        "check the network and the credentials, then resume with `--ckpt_path auto`"
+    ) from reason
 
 
 class _NoAnswer(OSError):
     """An attempt that was given up."""
 
 
-def _within(seconds: float, read: Callable):
-    """What `read` returns, or an OSError if that takes too long: it is left to itself then, and dropped."""
-    result: Future = Future()
+def _call_within(seconds: float, read: Callable):
+    """Call `read` in a thread; one that takes longer is left to itself.
 
-    def work() -> None:
-        try:
-            result.set_result(read())
-        except BaseException as error:
-            result.set_exception(error)
-
-    thread = threading.Thread(target=work, name="lm-remote", daemon=True)
-    may_hang(thread)
-    thread.start()
+    Raises:
+        _NoAnswer: it took longer.
+    """
+    pool = reader_pool(1)
+    future = pool.submit(read)
+    pool.shutdown(wait=False)
     try:
-        return result.result(seconds)
+        return future.result(seconds)
     except TimeoutError as error:
-        if result.done():  # the read's own
+        if future.done():  # `read` itself raised it
             raise
         raise _NoAnswer(f"no answer in {seconds:.1f} s") from error
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether trying again could help: failed reads, and whatever a client library raises (not all are OSError)."""
+def _is_transient(error: Exception) -> bool:
+    """Whether another attempt may succeed: failed reads, and what client libraries raise (not all are OSError)."""
     if isinstance(error, OSError):
         return not isinstance(error, _PERMANENT) and not _REFUSED.search(str(error))
     return not isinstance(error, (LmError, pa.ArrowException)) and type(error).__module__ != "builtins"
 
 
+def _warn(name: str, reason: str) -> None:
+    """Log a failed read, at most once a minute: all reads fail when a store is gone."""
+    global _last_warning
+    if time.monotonic() - _last_warning > WARN_EVERY:
+        _last_warning = time.monotonic()
+        log.warning("%s: a read failed and is retried: %s", name, reason)
+
+
+def unreadable(name: str, error: Exception) -> RunError:
+    """The error of a file that is not there, or that may not be read."""
+    return RunError(
+        f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back, and resume with "
+        "`--ckpt_path auto`"
+    )
+
+
 def first_line(error: BaseException) -> str:
     """An exception as part of a one-line message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+# ---- cache -----------------------------------------------------------------------------------------------------------
+
+AROUND_BLOCK = 128 + 4  # bytes of a kept block beside its tokens: NumPy's header and a checksum
 
 
 def _checksum(block: np.ndarray) -> bytes:
@@ -168,13 +330,13 @@ def _checksum(block: np.ndarray) -> bytes:
 class BlockCache:
     """Decoded blocks of remote shards in a local folder, bounded, least recently used out first.
 
-    Any number of processes may share the folder: an entry appears whole by a rename, and one that another process
-    evicted is simply not there.
+    Any number of processes may use the folder: an entry appears whole by a rename, and one that another process removed
+    is read again.
 
     Args:
         folder: created when the first block is kept.
-        max_bytes: the folder's files together stay at or below this (processes that write at the very same moment may
-            pass it by a block each until the next write).
+        max_bytes: of all files in the folder (processes that write at the same moment may exceed it by a block each
+            until the next write).
     """
 
     def __init__(self, folder: str | Path, max_bytes: int):
@@ -182,7 +344,7 @@ class BlockCache:
 
     @staticmethod
     def key(*facts) -> str:
-        """A file name from all that decides a block's content (URL, size, row groups, column, dtype ...)."""
+        """A file name from everything that decides a block's content (URL, size, row groups, column, dtype)."""
         return hashlib.blake2b(repr(facts).encode(), digest_size=20).hexdigest() + ".npy"
 
     def get(self, key: str) -> np.ndarray | None:
@@ -202,7 +364,7 @@ class BlockCache:
             return None
 
     def put(self, key: str, block: np.ndarray) -> None:
-        """Keep a block, if it fits at all; a full disk is a warning, since training goes on without a cache."""
+        """Keep a block, if it fits at all; a full disk is a warning, since training works without a cache."""
         needed = block.nbytes + AROUND_BLOCK
         if needed > self.max_bytes:
             return
@@ -215,7 +377,7 @@ class BlockCache:
                 np.save(file, block, allow_pickle=False)
                 file.write(_checksum(block))
             os.replace(temporary, self.folder / key)
-        except FileNotFoundError:  # in a crowded cache another process made room with our temporary file
+        except FileNotFoundError:  # another process made room by removing our temporary file
             return
         except OSError as error:
             if temporary is not None:
@@ -235,31 +397,3 @@ class BlockCache:
                 return
             Path(path).unlink(missing_ok=True)
             held -= freed
-
-
-# ---- glob ------------------------------------------------------------------------------------------------------------
-# Globs over any file system: where a pattern begins, and what it matches.
-#
-# Beside the batch's way: `data/shards` finds shards with it and `data/text_files` texts.
-
-
-def split_glob(source: str) -> tuple[str, str | None]:
-    """Cut before the first wildcard: `a/b*/c.txt` -> (`a`, `b*/c.txt`); without one, or where it names a file, None.
-
-    In a URL `?` begins the query, which stays with the folder.
-    """
-    url, mark, query = source.partition("?") if is_remote(source) else (source, "", "")
-    wildcard = re.search(r"[*?\[]", url)
-    if wildcard is None or (not is_remote(source) and Path(source).exists()):
-        return source, None
-    folder, slash, _ = url[: wildcard.start()].rpartition("/")
-    return (folder or slash or ".") + mark + query, url[len(folder + slash) :]
-
-
-def glob_expression(pattern: str) -> re.Pattern[str]:
-    """As a shell reads it: `*` and `?` stay in a folder, `**/` is any folders, `[!ab]` any sign but these."""
-    meanings = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.findall(r"\*\*/|\*\*|\[!?[^\]]+\]|.", pattern)
-    return re.compile(
-        "".join(meanings.get(part) or (part.replace("[!", "[^") if part[1:] else re.escape(part)) for part in parts)
-    )

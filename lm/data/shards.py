@@ -1,10 +1,11 @@
-"""Parquet shards as blocks of tokens: what there is, and one block at a time.
+"""Parquet shards as blocks of tokens: which shards a source has, how many tokens, and one block at a time.
 
-First stop of a batch; `data/sampler` is next and says which window of which block a sample is. Anyone's Parquet with a
-column of token ids is read as it is (`data/shards` finds it, `data/parquet` decodes it).
+The first stop of a batch; `data/sampler` is next and says which window of which block a sample is. Anyone's Parquet
+with a column of token ids is read as it is (`data/parquet` decodes it). Of a folder that `lm data prepare` made, the
+manifest says how many tokens there are; of other shards, their footers do.
 
-A *block* is a run of row groups of one shard, and it is what is read at once; a *window* is `seq_len + 1` consecutive
-tokens of a block, at a stride of `seq_len`, so that each token is a target once. Windows do not cross blocks.
+A *block* is a run of row groups of one shard, read at once; a *window* is `seq_len + 1` consecutive tokens of a block,
+at a stride of `seq_len`, so that each token is a target once. Windows do not cross blocks.
 """
 
 import errno
@@ -24,29 +25,25 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from lm.data.parquet import DAMAGE, LAYOUT, TOKENIZER_KEY, Column, footer_digest, read_footer
+from lm.data.parquet import DAMAGE, LAYOUT, TOKENIZER_KEY, BadBlock, Column, footer_digest, read_footer
 from lm.data.remote import (
     PATIENCE,
     BlockCache,
     first_line,
-    glob_expression,
     is_remote,
-    open_filesystem,
-    split_glob,
+    list_files,
+    open_file,
+    unreadable,
     with_retries,
 )
 from lm.errors import RequestError, RunError
 from lm.system.files import parse_json
 
-# ---- catalog ---------------------------------------------------------------------------------------------------------
-# Which files a source means, and how many tokens each of their row groups has.
-#
-# Before a batch's first stop: `data/shards` asks this module what there is. A folder that `lm data prepare` made is
-# taken at its manifest's word once the file sizes agree, so no footer is opened; of anyone else's shards the footers
-# are read, many at a time.
-
-MODIFIED = "modified"  # when the manifest that was read was written, ns
+BLOCK_TOKENS = 2**20  # long enough to be read at full speed, short enough for a quick first batch
+FOOTERS_KEPT = 256  # parsed footers of files in use: parsing one takes a tenth of the time of reading a block
 FOOTER_THREADS = 16
+
+# ---- which shards there are ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -54,14 +51,15 @@ class Shard:
     """One Parquet file.
 
     Args:
-        file: its name in messages: the path or URL.
-        name: its name in a fingerprint, which survives moving the folder: the path below the source.
-        filesystem: where it lies.
+        file: its path or URL, for messages.
+        name: its path below the source, which stays the same when the folder is moved.
+        filesystem: where it is.
         path: its path there.
         size: bytes.
         modified: when it last changed, ns; None where the file system does not say.
+        patience: seconds for all attempts of one read, where it is remote.
         row_groups: tokens of each row group.
-        digest: of its footer, as `footer_digest` finds it; None where the manifest does not say.
+        digest: `footer_digest` of its footer; None where the manifest has none.
     """
 
     file: str
@@ -70,102 +68,72 @@ class Shard:
     path: str
     size: int
     modified: int | None
+    patience: float
     row_groups: tuple[int, ...] = ()
     digest: str | None = None
 
     @contextmanager
-    def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pa.NativeFile, pq.ParquetFile]]:
-        """The open file, and Arrow's reader of it, which verifies checksums; a known footer is not read again.
+    def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pq.ParquetFile, str | None]]:
+        """The open file, with checksums verified, and the digest of its footer; a footer that is given is not read.
 
         Raises:
-            pyarrow.ArrowInvalid: its footer is another; Arrow does not survive all damage to one, so it never sees it.
+            pyarrow.ArrowInvalid: the footer is not the one in the manifest. Arrow never parses such a footer, since it
+                does not survive all damage to one.
         """
-        with self.filesystem.open_input_file(self.path) as handle:
+        with open_file(self.filesystem, self.path, f"shard {self.file}", self.patience) as handle:
+            digest = None
             if footer is None:
-                read = read_footer(handle)
-                if self.digest is not None and footer_digest(read) != self.digest:
+                content = read_footer(handle)
+                digest = footer_digest(content)
+                if self.digest not in (None, digest):
                     raise pa.ArrowInvalid("its footer is not the one that it had when it was written")
-                footer = pq.read_metadata(pa.BufferReader(read))  # the very bytes that were looked at
-            yield handle, pq.ParquetFile(
-                handle, metadata=footer, pre_buffer=is_remote(self.file), page_checksum_verification=True
-            )
-
-
-@dataclass(frozen=True)
-class Catalog:
-    """The shards of one source, with token counts; `vocab_size` is the manifest's, None where there is no manifest."""
-
-    shards: list[Shard]
-    vocab_size: int | None = None
+                footer = pq.read_metadata(pa.BufferReader(content))
+            yield pq.ParquetFile(handle, metadata=footer, page_checksum_verification=True), digest
 
 
 def find_shards(
     source: str, column: Column, tokenizer_sha256: str | None = None, patience: float = PATIENCE
-) -> Catalog:
+) -> tuple[list[Shard], int | None]:
     """Find the shards of a folder, glob, file or URL, and count their tokens without reading them.
 
     Args:
         source: what was asked for.
         column: the column of token ids.
         tokenizer_sha256: of the tokenizer in use; None does not compare.
-        patience: seconds that a read of a remote one is tried again.
+        patience: seconds for all attempts of one remote read.
+
+    Returns:
+        The shards, and the manifest's size of the vocabulary; None where there is no manifest.
 
     Raises:
         RequestError: nothing there, or it is not what it should be; names the file.
         RunError: a remote file system failed again and again.
     """
-    base, pattern = split_glob(source)
-    filesystem, path, prefix = open_filesystem(base)
-    path = path.rstrip("/") or path
-
-    def look() -> tuple[list[Shard], dict | None]:
-        shards = _list(source, filesystem, path, prefix, pattern)
-        return shards, None if pattern else _read_manifest(source, filesystem, path)
-
-    try:
-        shards, manifest = with_retries(look, source, patience) if is_remote(source) else look()
-    except OSError as error:
-        raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
-    if manifest is not None:
-        return _from_manifest(manifest, source, posixpath.basename(path), shards, column, tokenizer_sha256)
-    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        return Catalog(list(pool.map(lambda shard: _from_footer(shard, column, tokenizer_sha256, patience), shards)))
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def _list(source: str, filesystem: pafs.FileSystem, path: str, prefix: str, pattern: str | None) -> list[Shard]:
-    info = filesystem.get_file_info(path)
-    if info.type == pafs.FileType.NotFound:
-        raise RequestError(f"{source}: no such file or folder")
-    if info.type == pafs.FileType.File and pattern is None:
-        files, root = [info], posixpath.dirname(path)
-    else:
-        recursive = pattern is None or "/" in pattern or "**" in pattern
-        files, root = filesystem.get_file_info(pafs.FileSelector(path, recursive=recursive)), path
-    name = {file.path: posixpath.relpath(file.path, root or ".") for file in files}
-    if pattern is not None:
-        matching = glob_expression(pattern)
-        files = [file for file in files if matching.fullmatch(name[file.path])]
-    elif info.type != pafs.FileType.File:
-        files = [f for f in files if f.extension == "parquet" and not re.search(r"(^|/)[._]", name[f.path])]
+    listing = list_files(source, patience)
+    files = listing.files
+    if listing.kind == "folder":
+        hidden = re.compile(r"(^|/)[._]")
+        files = {name: file for name, file in files.items() if name.endswith(".parquet") and not hidden.search(name)}
+    if not files:
+        raise RequestError(f"{source}: the folder holds no .parquet file")
     shards = [
-        Shard(prefix + file.path, name[file.path], filesystem, file.path, file.size, file.mtime_ns)
-        for file in sorted(files, key=lambda file: name[file.path])
-        if file.type == pafs.FileType.File
+        Shard(listing.prefix + file.path, name, listing.filesystem, file.path, file.size, file.mtime_ns, patience)
+        for name, file in files.items()
     ]
-    if not shards:
-        nothing = "no file matches" if pattern else "the folder holds no .parquet file"
-        raise RequestError(f"{source}: {nothing}")
-    return shards
-
-
-# ---- our own folders -------------------------------------------------------------------------------------------------
+    manifest = None
+    if listing.kind == "folder":
+        try:
+            manifest = with_retries(lambda: _read_manifest(source, listing.filesystem, listing.path), source, patience)
+        except OSError as error:
+            raise RequestError(f"{source}: its manifest cannot be read ({first_line(error)})") from error
+    if manifest is not None:
+        return _from_manifest(manifest, source, posixpath.basename(listing.path), shards, column, tokenizer_sha256)
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        return list(pool.map(lambda shard: _from_footer(shard, column, tokenizer_sha256), shards)), None
 
 
 def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict | None:
-    """The manifest beside a split folder; None where there is none, or it speaks of other things."""
+    """The manifest beside a split folder; None where there is none, or it is none of ours."""
     folder, split = posixpath.split(path)
     if is_remote(source) and not folder:  # a bucket has no parent
         return None
@@ -182,21 +150,21 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict 
         if isinstance(splits, dict) and inside:
             raise RequestError(f"{source} is a prepared folder: give it as data.path, or name one split: {path}/train")
         if isinstance(splits, dict) and split in splits:
-            return {**manifest, MODIFIED: info.mtime_ns or 0}
+            return {**manifest, "modified": info.mtime_ns or 0}
     return None
 
 
 def _from_manifest(
     manifest: dict, source: str, split: str, shards: list[Shard], column: Column, tokenizer_sha256: str | None
-) -> Catalog:
-    """Token counts as the manifest says, once it is sure that these are the files that it speaks of."""
+) -> tuple[list[Shard], int]:
+    """The shards with the manifest's token counts, once these are the files that it lists."""
     place = f"{source.rstrip('/')}/../manifest.json"
     if manifest["layout"] != LAYOUT:
         raise RequestError(f"{place}: layout {manifest['layout']!r} is not {LAYOUT}; made by another version of lm?")
     try:
-        listed = manifest["splits"][split]["shards"]
         entries = {
-            str(one["file"]): (one["size"], tuple(map(int, one["row_groups"])), one.get("digest")) for one in listed
+            str(one["file"]): (one["size"], tuple(map(int, one["row_groups"])), one.get("digest"))
+            for one in manifest["splits"][split]["shards"]
         }
         tokenizer, vocab_size, made = str(manifest["tokenizer"]), int(manifest["vocab_size"]), manifest["column"]
     except (KeyError, TypeError, ValueError) as error:
@@ -205,25 +173,26 @@ def _from_manifest(
         raise RequestError(f"{place}: the token column is {made!r}, not {column.name!r}; set data.column")
     _check_tokenizer(source, tokenizer, tokenizer_sha256)
     found = {f"{split}/{shard.name}": shard for shard in shards}
-    for file, (size, _, _) in entries.items():
+    complete = []
+    for file, (size, counts, digest) in entries.items():
         if file.startswith("/") or ".." in file.split("/"):
             raise RequestError(f"{place} lists {file!r}, which is outside of its folder")
         if file not in found:
             raise RequestError(f"{place} lists {file!r}, which is missing; fetch it, or prepare the folder again")
-        if found[file].size != size:
+        shard = replace(found[file], row_groups=counts, digest=digest)
+        if shard.size != size:
             raise RequestError(
-                f"shard {found[file].file} has {found[file].size} bytes where the manifest says {size}: "
+                f"shard {shard.file} has {shard.size} bytes where the manifest says {size}: "
                 "it is truncated or was changed; fetch it, or prepare the folder again"
             )
+        complete.append(shard)
     for file in found.keys() - entries.keys():
-        stray = found[file].file
-        raise RequestError(f"shard {stray} is not in its manifest; move it away, or prepare the folder again")
-    complete = [
-        replace(found[file], row_groups=counts, digest=digest) for file, (_, counts, digest) in entries.items()
-    ]
+        raise RequestError(
+            f"shard {found[file].file} is not in its manifest; move it away, or prepare the folder again"
+        )
     if not is_remote(source):
-        _check_newer(complete, manifest[MODIFIED])
-    return Catalog(complete, vocab_size)
+        _check_newer(complete, manifest["modified"])
+    return complete, vocab_size
 
 
 def _check_newer(shards: list[Shard], written: int) -> None:
@@ -238,31 +207,23 @@ def _check_newer(shards: list[Shard], written: int) -> None:
         list(pool.map(check, newer))
 
 
-# ---- anyone's files -------------------------------------------------------------------------------------------------
-
-
-def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None, patience: float) -> Shard:
+def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None) -> Shard:
     """The shard with the token counts of its row groups."""
-
-    def read() -> Shard:
-        with shard.open() as (handle, parquet):
-            column.check_type(parquet.schema_arrow, shard.file)
-            made_with = (parquet.metadata.metadata or {}).get(TOKENIZER_KEY)
-            if made_with is not None:
-                _check_tokenizer(shard.file, made_with.decode(errors="replace"), tokenizer_sha256)
-            try:
-                counts = tuple(column.count(handle, parquet, shard.file))
-            except RunError as error:  # bad rows that are found before any work are a wrong request
-                raise RequestError(str(error)) from error
-            return replace(shard, row_groups=counts, digest=footer_digest(read_footer(handle)))
-
-    with _readable(shard):
-        return with_retries(read, shard.file, patience) if is_remote(shard.file) else read()
+    with _readable(shard), shard.open() as (parquet, digest):
+        column.check_type(parquet.schema_arrow, shard.file)
+        made_with = (parquet.metadata.metadata or {}).get(TOKENIZER_KEY)
+        if made_with is not None:
+            _check_tokenizer(shard.file, made_with.decode(errors="replace"), tokenizer_sha256)
+        try:
+            counts = tuple(column.count(parquet, shard.file))
+        except BadBlock as error:  # bad rows that are found before any work are a wrong request
+            raise RequestError(str(error)) from error
+        return replace(shard, row_groups=counts, digest=digest)
 
 
 @contextmanager
 def _readable(shard: Shard) -> Iterator[None]:
-    """A file that cannot be read is told by its name."""
+    """Name a file that cannot be read."""
     try:
         yield
     except DAMAGE as error:
@@ -280,10 +241,7 @@ def _check_tokenizer(place: str, made_with: str, wanted: str | None) -> None:
         )
 
 
-# ---- shards ----------------------------------------------------------------------------------------------------------
-
-BLOCK_TOKENS = 2**20  # long enough to be read at full speed, short enough for a quick first batch
-FOOTERS_KEPT = 256  # of the files in use: parsing a footer takes a tenth of the time of reading a block
+# ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
 class Block(NamedTuple):
@@ -298,32 +256,16 @@ class Block(NamedTuple):
         return f"shard {self.file}, row group{f's {first} to {last}' if first < last else f' {first}'}"
 
 
-class BadBlock(RunError):
-    """The file is there, and what is in it cannot be used: damaged, changed, or ids outside of the vocabulary."""
-
-
-class Fingerprint(NamedTuple):
-    """What must not change of a shard between a stop and a resume."""
-
-    name: str
-    size: int
-    tokens: int
-    digest: str | None = None  # of its content; None where it is not known
-
-
 class Shards:
-    """All shards of a source; `Shards.open` makes one. Safe to share between threads, and picklable.
+    """All shards of a source; `Shards.open` makes one. Safe to use from several threads, and picklable.
 
     Attributes:
         blocks: every Block, in the order of the files.
         tokens: of all blocks.
     """
 
-    def __init__(
-        self, shards: Sequence[Shard], column: Column, source: str, cache: BlockCache | None = None,
-        patience: float = PATIENCE,
-    ):
-        self.column, self.source, self.cache, self.patience = column, source, cache, patience
+    def __init__(self, shards: Sequence[Shard], column: Column, source: str, cache: BlockCache | None = None) -> None:
+        self.column, self.source, self.cache = column, source, cache
         self.blocks = [block for shard in shards for block in _blocks(shard)]
         self.tokens = sum(block.tokens for block in self.blocks)
         self._shards = {shard.file: shard for shard in shards}
@@ -346,9 +288,9 @@ class Shards:
                 made is checked against its manifest.
             column: the column of token ids.
             vocab_size: ids must be below it; None takes the manifests', or else 2**31.
-            tokenizer_sha256: of the tokenizer in use; shards that say that another one made them are refused.
+            tokenizer_sha256: of the tokenizer in use; shards that another one made are refused.
             cache: keeps blocks of remote shards on this machine.
-            patience: seconds that a read of a remote shard is tried again.
+            patience: seconds for all attempts of one read of a remote shard.
 
         Raises:
             RequestError: nothing there, no such column, a wrong type, a damaged file, another tokenizer, or shards
@@ -358,25 +300,25 @@ class Shards:
         sources = [source] if isinstance(source, str) else list(source)
         if not sources:
             raise RequestError("no shards were named; give a folder, a glob, a file or a URL")
-        catalogs = [find_shards(one, Column(column, vocab_size), tokenizer_sha256, patience) for one in sources]
-        if vocab_size is None and all(catalog.vocab_size for catalog in catalogs):
-            vocab_size = max(catalog.vocab_size for catalog in catalogs)
-        shards = [shard for catalog in catalogs for shard in catalog.shards]
+        found = [find_shards(one, Column(column, vocab_size), tokenizer_sha256, patience) for one in sources]
+        if vocab_size is None and all(size for _, size in found):
+            vocab_size = max(size for _, size in found)
+        shards = [shard for shards, _ in found for shard in shards]
         file, times = Counter(shard.file for shard in shards).most_common(1)[0]
         if times > 1:
             raise RequestError(f"shard {file} is named {times} times, but an epoch has each window once")
-        return cls(shards, Column(column, vocab_size), ", ".join(sources), cache, patience)
+        return cls(shards, Column(column, vocab_size), ", ".join(sources), cache)
 
     def windows(self, seq_len: int) -> np.ndarray:
         """How many windows each block has: (blocks,) int64, `max(0, (tokens - 1) // seq_len)`."""
-        tokens = np.fromiter((block.tokens for block in self.blocks), dtype=np.int64, count=len(self.blocks))
+        tokens = np.array([block.tokens for block in self.blocks], dtype=np.int64)
         return np.maximum(0, (tokens - 1) // seq_len)
 
     def require_windows(self, seq_len: int) -> int:
         """The number of windows.
 
         Raises:
-            RequestError: there is not one; says how many tokens there are and how many it takes.
+            RequestError: there is none; says how many tokens there are and how many it takes.
         """
         total = int(self.windows(seq_len).sum())
         if total == 0:
@@ -417,68 +359,38 @@ class Shards:
         tokens = self.cache.get(key) if self.cache else None
         if tokens is None or tokens.shape != (block.tokens,) or not column.holds(tokens):
             try:
-                tokens = with_retries(lambda: self._fetch(block), str(block), self.patience)
-            except OSError as error:  # one that trying again cannot cure
-                raise RunError(f"{block}: cannot be read ({first_line(error)}); was it moved or deleted?") from error
+                tokens = self._decode(block)
+            except BadBlock:  # perhaps it was damaged on the way: fetch it once more
+                self._footers.pop(block.file, None)
+                tokens = self._decode(block)
             if self.cache:
                 self.cache.put(key, tokens)
         return tokens
 
-    def _fetch(self, block: Block) -> np.ndarray:
-        """A remote block. What comes damaged may have been damaged on the way, so it is fetched once more."""
-        try:
-            return self._decode(block)
-        except BadBlock:
-            self._footers.pop(block.file, None)
-            return self._decode(block)
-
     def _decode(self, block: Block) -> np.ndarray:
-        shard = self._shards[block.file]
+        """Read a block, row group by row group, so that a bad one is named."""
+        shard, where, parts = self._shards[block.file], str(block), []
         try:
-            with shard.open(self._footers.get(shard.file)) as (handle, parquet):
+            with shard.open(self._footers.get(shard.file)) as (parquet, _):
                 self._keep_footer(shard.file, parquet.metadata)
-                tokens = self._decode_groups(handle, parquet, block, block.row_groups)
-                if len(tokens) != block.tokens:
-                    raise BadBlock(self._miscounted(handle, parquet, block))
-                return tokens
+                for group in block.row_groups:
+                    where = f"shard {block.file}, row group {group}"
+                    parts.append(self.column.decode(parquet, group, block.file))
+                    if len(parts[-1]) != shard.row_groups[group]:
+                        raise BadBlock(
+                            f"{where} holds {len(parts[-1])} tokens where its footer or manifest says "
+                            f"{shard.row_groups[group]}: it was changed or badly written; write it again"
+                        )
         except DAMAGE as error:
-            if _may_be_the_network(error, block):
-                raise
-            raise _not_readable(str(block), error) from error
-
-    def _decode_groups(
-        self, handle: pa.NativeFile, parquet: pq.ParquetFile, block: Block, groups: Sequence[int]
-    ) -> np.ndarray:
-        """The tokens of row groups; where several cannot be decoded, the first bad one is named."""
-        try:
-            return self.column.decode(handle, parquet, groups, block.file)
-        except RunError as error:
-            raise BadBlock(str(error)) from error
-        except DAMAGE as error:
-            if _may_be_the_network(error, block):
-                raise
-            for group in groups if len(groups) > 1 else ():
-                self._decode_groups(handle, parquet, block, [group])
-            where = f"shard {block.file}, row group {groups[0]}" if len(groups) == 1 else str(block)
             raise _not_readable(where, error) from error
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _keep_footer(self, file: str, footer: pq.FileMetaData) -> None:
         if len(self._footers) >= FOOTERS_KEPT:
             self._footers.clear()
         self._footers[file] = footer
 
-    def _miscounted(self, handle: pa.NativeFile, parquet: pq.ParquetFile, block: Block) -> str:
-        counts = self._shards[block.file].row_groups
-        for group in block.row_groups:
-            held = len(self.column.decode(handle, parquet, [group], block.file))
-            if held != counts[group]:
-                break
-        return (
-            f"shard {block.file}, row group {group} holds {held} tokens where its footer or manifest says "
-            f"{counts[group]}: it was changed or badly written; write it again"
-        )
-
-    def fingerprint(self) -> list[Fingerprint]:
+    def fingerprint(self) -> list["Fingerprint"]:
         """Name below its source, bytes, tokens and content of every shard, in order."""
         return [
             Fingerprint(shard.name, shard.size, sum(shard.row_groups), shard.digest) for shard in self._shards.values()
@@ -490,32 +402,48 @@ class Shards:
         return hashlib.blake2b(json.dumps(self.fingerprint()).encode(), digest_size=8).hexdigest()
 
 
-def _may_be_the_network(error: Exception, block: Block) -> bool:
-    """Then the read is tried again."""
-    return isinstance(error, OSError) and is_remote(block.file)
+def _blocks(shard: Shard) -> Iterator[Block]:
+    """Group row groups for as long as they stay within BLOCK_TOKENS."""
+    first, held = 0, 0
+    for group, tokens in enumerate(shard.row_groups):
+        if group > first and held + tokens > BLOCK_TOKENS:
+            yield Block(shard.file, range(first, group), held)
+            first, held = group, 0
+        held += tokens
+    if shard.row_groups:
+        yield Block(shard.file, range(first, len(shard.row_groups)), held)
 
 
 def _not_readable(where: str, error: Exception) -> RunError:
-    """What to say of a failed read: damage, or else a file that is not there, or a machine that could not read it."""
-    if isinstance(error, OSError) and error.errno is not None and error.errno != errno.EIO:
-        return RunError(f"{where}: cannot be read ({first_line(error)}); put it back, and `--ckpt_path auto` goes on")
+    """What a failed read means: damage, a file that is not there, or a machine that could not read it."""
+    reason = first_line(error)
+    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) not in (None, errno.EIO):
+        return unreadable(where, error)
     if isinstance(error, MemoryError):  # never skipped: the next time there may be enough
-        return RunError(f"{where}: not enough memory to decode it ({first_line(error)}), unless the file is damaged")
+        return RunError(f"{where}: not enough memory to decode it ({reason}), unless the file is damaged")
     return BadBlock(
-        f"{where}: cannot be decoded ({first_line(error)}); the file is truncated, damaged or was changed: "
-        "fetch or write it again"
+        f"{where}: cannot be decoded ({reason}); the file is truncated, damaged or was changed: fetch or write it again"
     )
 
 
+# ---- fingerprint -----------------------------------------------------------------------------------------------------
+
+
+class Fingerprint(NamedTuple):
+    """What must not change of a shard between a stop and a resume."""
+
+    name: str
+    size: int
+    tokens: int
+    digest: str | None = None  # of its content; None where it is not known
+
+
 def describe_difference(old, new, most: int = 3) -> str:
-    """Say how two fingerprints differ.
+    """How two fingerprints differ, in one line; empty if they are equal.
 
     Args:
-        old, new: fingerprints, or what they became in JSON.
+        old, new: fingerprints, or their JSON.
         most: how many differences to spell out.
-
-    Returns:
-        One line; empty if they are equal.
     """
     old, new = [Fingerprint(*entry) for entry in old], [Fingerprint(*entry) for entry in new]
     before, after = {entry.name: entry for entry in old}, {entry.name: entry for entry in new}
@@ -531,15 +459,3 @@ def describe_difference(old, new, most: int = 3) -> str:
         lines = ["the same shards in another order"]
     more = [f"and {len(lines) - most} more"] if len(lines) > most else []
     return ", ".join(sorted(lines)[:most] + more)
-
-
-def _blocks(shard: Shard) -> Iterator[Block]:
-    """Group row groups for as long as they stay within BLOCK_TOKENS."""
-    first, held = 0, 0
-    for group, tokens in enumerate(shard.row_groups):
-        if group > first and held + tokens > BLOCK_TOKENS:
-            yield Block(shard.file, range(first, group), held)
-            first, held = group, 0
-        held += tokens
-    if shard.row_groups:
-        yield Block(shard.file, range(first, len(shard.row_groups)), held)

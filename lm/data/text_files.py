@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from lm.data.remote import first_line, glob_expression, is_remote, open_filesystem, split_glob, with_retries
+from lm.data.remote import first_line, is_remote, list_files, open_file, open_filesystem
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError
 
@@ -72,16 +72,15 @@ class TextFile:
         return self.kind == "parquet" or (self.kind == "jsonl" and not self.compression)
 
     def open(self) -> pa.NativeFile:
-        """The file as it lies there, seekable."""
-        filesystem, path, _ = _locate(self.name)
-        return filesystem.open_input_file(path)
+        """The file as it is, seekable."""
+        return open_file(*_locate(self.name), self.name)
 
     def stream(self) -> BinaryIO:
         """Its content, decompressed; seekable where it is not compressed."""
-        filesystem, path, _ = _locate(self.name)
-        packed = self.compression is not None
-        handle = filesystem.open_input_stream(path, compression=self.compression) if packed else self.open()
-        return io.BufferedReader(handle, 2**23 if is_remote(self.name) else 2**20)
+        stream = io.BufferedReader(self.open(), 2**23 if is_remote(self.name) else 2**20)
+        if self.compression is None:
+            return stream
+        return io.BufferedReader(pa.CompressedInputStream(stream, self.compression), 2**20)
 
 
 def find_files(inputs: Sequence[str]) -> list[TextFile]:
@@ -104,50 +103,34 @@ def find_files(inputs: Sequence[str]) -> list[TextFile]:
 
 
 def _find(source: str) -> Iterator[TextFile]:
-    base, pattern = split_glob(source)
-    filesystem, path, prefix = _locate(base)
-    path = posixpath.normpath(path)
-
-    def look() -> tuple[pafs.FileInfo, list[pafs.FileInfo]]:
-        info = filesystem.get_file_info(path)
-        below = pafs.FileSelector(path, recursive=True)
-        return info, filesystem.get_file_info(below) if info.type == pafs.FileType.Directory else [info]
-
-    try:
-        info, files = with_retries(look, source) if is_remote(source) else look()
-    except OSError as error:
-        raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
-    if info.type == pafs.FileType.NotFound:
-        raise RequestError(f"{source}: no such file or folder")
-    if info.type == pafs.FileType.File:
-        yield _text_file(source if source.startswith(EMBEDDED) else prefix + path, info)
+    if source.startswith(EMBEDDED):
+        filesystem, path = _locate(source)
+        yield _text_file(source, filesystem.get_file_info(path))
         return
-    files = [file for file in files if file.type == pafs.FileType.File]
-    names = {file.path: posixpath.relpath(file.path, path) for file in files}
-    if pattern is not None:
-        matches = glob_expression(pattern)
-        chosen = [file for file in files if matches.fullmatch(names[file.path])]
-    else:
-        visible = [file for file in files if not re.search(r"(^|/)\.", names[file.path])]
-        chosen = [file for file in visible if _is_known(file.path)]
-        skipped = Counter(posixpath.splitext(f.path)[1] or "no suffix" for f in visible if not _is_known(f.path))
+    listing = list_files(source)
+    files = listing.files
+    if listing.kind == "folder":
+        visible = {name: file for name, file in files.items() if not re.search(r"(^|/)\.", name)}
+        files = {name: file for name, file in visible.items() if _is_known(name)}
+        skipped = Counter(posixpath.splitext(name)[1] or "no suffix" for name in visible.keys() - files.keys())
         if skipped:
             kinds = ", ".join(f"{count} {suffix}" for suffix, count in skipped.most_common(5))
             log.info("%s: skipped %d files that are not known to be text (%s)", source, sum(skipped.values()), kinds)
-    if not chosen:
-        nothing = "no file matches" if pattern else "the folder holds no text, JSON lines or Parquet"
-        raise RequestError(f"{source}: {nothing}")
-    yield from (_text_file(prefix + posixpath.normpath(file.path), file) for file in chosen)
+    if not files:
+        raise RequestError(f"{source}: the folder holds no text, JSON lines or Parquet")
+    for file in files.values():
+        path = file.path if "://" in file.path else posixpath.normpath(file.path)
+        yield _text_file(listing.prefix + path, file)
 
 
-def _locate(source: str) -> tuple[pafs.FileSystem, str, str]:
-    """File system, path in it, and what makes a name of a path."""
+def _locate(source: str) -> tuple[pafs.FileSystem, str]:
+    """The file system of a file, and its path there."""
     if source.startswith(EMBEDDED):
         path = Path(__file__).parent / "corpus" / f"{source.removeprefix(EMBEDDED)}.parquet"
         if not path.exists():
             raise RequestError(f"{source}: there is no such text in the package; there is embedded:sotu")
-        return pafs.LocalFileSystem(), str(path), ""
-    return open_filesystem(source)
+        return pafs.LocalFileSystem(), str(path)
+    return open_filesystem(source)[:2]
 
 
 def _split_suffixes(path: str) -> tuple[str, str]:

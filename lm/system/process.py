@@ -1,6 +1,5 @@
 """This process: its exit, its clock, how it was started, and text that is safe to print. Nothing here imports torch."""
 
-import atexit
 import logging
 import os
 import socket
@@ -8,42 +7,40 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from lm import __version__
 
-# ---- leaving ---------------------------------------------------------------------------------------------------------
-# How a process ends though a thread of it is in a call that does not return.
-#
-# A read from an object store that does not answer cannot be interrupted, and pyarrow waits for all of them when the
-# interpreter goes. Importing this imports neither.
+# ---- exit ------------------------------------------------------------------------------------------------------------
 
-GRACE = 2.0  # seconds that such calls have at the end
-_calls: set[threading.Thread] = set()
+READERS = "lm-read"  # how the names of threads that read data begin
+GRACE = 5.0  # seconds that reads under way have when the process ends
+_reader_pools: WeakSet[ThreadPoolExecutor] = WeakSet()
 
 
-def may_hang(thread: threading.Thread) -> None:
-    """Note a thread that is about to make such a call, and is no other thread's to wait for."""
-    _calls.difference_update([call for call in list(_calls) if call.ident is not None and not call.is_alive()])
-    _calls.add(thread)
+def reader_pool(threads: int) -> ThreadPoolExecutor:
+    """Threads for reads that may never return, such as of an object store that does not answer."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=READERS)
+    _reader_pools.add(pool)
+    return pool
 
 
 def leave(code: int) -> None:
-    """Exit with this code, without what is still in a call after a moment."""
+    """Exit with this code; a read that does not return is not waited for, as Python and pyarrow would."""
+    for pool in list(_reader_pools):
+        pool.shutdown(wait=False, cancel_futures=True)
+    readers = [thread for thread in threading.enumerate() if thread.name.startswith(READERS)]
     end = time.monotonic() + GRACE
-    for thread in list(_calls):
-        if thread.ident is not None:
-            thread.join(max(0.0, end - time.monotonic()))
-    if not any(thread.is_alive() for thread in list(_calls)):
+    for thread in readers:
+        thread.join(max(0.0, end - time.monotonic()))
+    if not any(thread.is_alive() for thread in readers):
         sys.exit(code)
-    waits = getattr(sys.modules.get("pyarrow.fs"), "ensure_s3_finalized", None)  # not in every build of pyarrow
-    if waits is not None:
-        atexit.unregister(waits)
-    atexit._run_exitfuncs()
-    with suppress(OSError):  # nobody may be reading any more
+    with suppress(OSError):  # the terminal or pipe may be closed
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

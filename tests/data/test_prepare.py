@@ -113,7 +113,6 @@ def test_the_manifest_tells_what_the_files_are(tmp_path, monkeypatch):
                     "pyarrow.Field<input_ids: list<element: uint16 not null> not null>"
                 )
                 assert parquet.metadata.metadata[b"lm.tokenizer"].decode() == manifest["tokenizer"]
-                assert parquet.metadata.metadata[b"lm.layout"] == b"1"
             assert shard["row_groups"] == [len(pa.concat_arrays(group.chunks).flatten()) for group in groups]
             assert shard["size"] == path.stat().st_size
             assert sum(shard["row_groups"]) < 2500 + 1000  # a shard is about as long as was asked for
@@ -129,7 +128,6 @@ def test_a_row_that_passes_row_groups_goes_on_in_the_next(tmp_path, monkeypatch)
     for first, count in ((0, 2), (2, 4)):
         start, stop = sum(rows[:first]), sum(rows[: first + count])
         shard.write(tokens[start:stop], np.array(rows[first : first + count]))
-    assert not (tmp_path / "a.parquet").exists()
     assert shard.close() == (tmp_path / "a.parquet").stat().st_size
     assert shard.row_groups == [10, 10, 10, 10, 10]
     lists = pq.read_table(tmp_path / "a.parquet")["input_ids"].to_pylist()
@@ -416,7 +414,7 @@ def test_reads_that_fail_are_tried_again(tmp_path, monkeypatch):
     import fsspec
     from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-    failures = iter([False, True, True])
+    failures = iter([True, True])
 
     class Breaking(MemoryFile):
         def read(self, *arguments):
