@@ -291,6 +291,7 @@ class TrainingCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         self.datamodule.seed = self.config[subcommand].seed_everything
         self.trainer.checkpoint_io.load_optimizer = subcommand == "fit"
+        self.trainer.checkpoint_io.verified = self.checkpoint if subcommand == "fit" else None
         if subcommand != "fit":
             self.trainer.run = self.resumed_run
         path = str(self.checkpoint) if self.checkpoint else None

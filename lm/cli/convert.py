@@ -5,9 +5,7 @@ The folder is complete or absent: it is made beside its place and renamed at the
 
 import json
 import logging
-import os
 import re
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -24,10 +22,10 @@ from lm.inference.export import Card, reload, write_card
 from lm.inference.pretrained import INDEX, Pretrained, load_pretrained, read_weights
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import to_huggingface
-from lm.runs.checkpoint import sync, write_folder
+from lm.runs.checkpoint import write_files
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT
-from lm.system.files import remove_stale
+from lm.system.files import atomic_folder
 from lm.training.checkpointing import model_files
 from lm.training.step_stats import StepStats
 
@@ -73,20 +71,13 @@ def export(
     model = load_pretrained(source, device="cpu", dtype=dtype and getattr(torch, dtype))
     model.decoder.to(model.dtype)
     card = Card(name or target.name, license, tuple(language or []))
-    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-    remove_stale(target)
     try:
-        temporary.mkdir(parents=True)
-        write(model, card, temporary)
-        found = reload(temporary, model, str(model.dtype).removeprefix("torch."))
-        for path in (*temporary.iterdir(), temporary):
-            sync(path)
-        os.rename(temporary, target)
-        sync(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(target) as folder:
+            write(model, card, folder)
+            found = reload(folder, model, str(model.dtype).removeprefix("torch."))
     except (OSError, SafetensorError) as error:
         raise RunError(f"could not write {target}: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     log.info(
         "a new process loaded it with %s: logits in fp32 differ by %.1e of the largest, %d greedy tokens are the same",
         found.loader, found.difference, found.tokens,
@@ -191,22 +182,14 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     source, shown, target = Path(input), Path(output), Path(output).resolve()
     _refuse(source, target)
     model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
-    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-    remove_stale(target)
-    remove_stale(target.with_name(f".tmp-{target.name}-*"))  # what writing the temporary one left
     try:
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        write_folder(temporary, content(model))
-        # Not under a digest, so that it may be changed: a person's dropout or context is no damage.
-        (temporary / "model.yaml").write_text(describe(model.config, source, shown), encoding="utf-8")
-        sync(temporary / "model.yaml")
-        sync(temporary)
-        os.rename(temporary, target)
-        sync(target.parent)
-    except OSError as error:
-        raise RunError(f"could not write {target}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(target) as folder:
+            write_files(folder, content(model))
+            # Not under a digest, so that it may be changed: a person's dropout or context is no damage.
+            (folder / "model.yaml").write_text(describe(model.config, source, shown), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"could not write {target}: {getattr(error, 'strerror', None) or error}") from error
     log.info("data for it: lm data prepare --input TEXTS --output DATA --tokenizer %s", shown)
     log.info("train on:    lm fit --config YOURS.yaml --config %s --ckpt_path %s --run NAME",
              shown / "model.yaml", shown)  # fmt: skip

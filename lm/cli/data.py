@@ -14,7 +14,7 @@ from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.runs.run import ROOT, Run
-from lm.system.files import fits, parse_json
+from lm.system.files import DAMAGE, parse_json
 from lm.system.units import format_count
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -91,8 +91,12 @@ def _manifest(file: Path) -> dict[str, Any] | None:
         manifest = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise RequestError(f"{file} is damaged ({error}); run `lm data prepare` again") from error
-    if not fits(manifest, {"splits": {...: {"documents": int, "bytes": int}}}) or not manifest["splits"]:
-        raise RequestError(f"{file} is damaged: it tells of no splits; run `lm data prepare` again")
+    try:
+        counts = [split[name] for split in manifest["splits"].values() for name in ("documents", "bytes")]
+    except DAMAGE:
+        counts = []
+    if not counts or not all(isinstance(count, int) for count in counts):
+        raise RequestError(f"{file} is damaged: it has no splits with counts; run `lm data prepare` again")
     for name in manifest["splits"]:
         if name in ("", "..") or Path(name).name != name:
             raise RequestError(f"{file} has a split {name!r}, which is outside of its folder")

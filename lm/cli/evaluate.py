@@ -25,8 +25,9 @@ from lm.evaluation.scoring import Begin
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.runs import registry
+from lm.runs.evaluations import Evaluation, core_sentence, evaluation_metrics, evaluation_record, merge_evaluations
 from lm.runs.resume import chosen_model
-from lm.runs.run import ROOT, Evaluation, Run, core_sentence, merge_evaluations, metrics, record
+from lm.runs.run import ROOT, Run
 from lm.system.files import write_atomically
 from lm.system.process import harmless
 from lm.system.units import Count, format_count
@@ -102,7 +103,7 @@ def evaluate(
     checkpoint = model.path.resolve().name
     by_task = {result.label: result.as_dict() for result in results}
     by_text = {name: result.as_dict() for name, result in corpora.items()}
-    found = record(model.step, checkpoint, by_task, benchmark.core(results), by_text, asked)
+    found = evaluation_record(model.step, checkpoint, by_task, benchmark.core(results), by_text, asked)
     if owner is not None:
         try:
             keep(owner, found)
@@ -184,7 +185,7 @@ def keep(run: Run, found: Evaluation) -> None:
     """
     run.append_evaluation(found)
     evaluations = run.evaluations()
-    points = {one["step"]: metrics(merge_evaluations(evaluations, one["step"])) for one in evaluations}
+    points = {one["step"]: evaluation_metrics(merge_evaluations(evaluations, one["step"])) for one in evaluations}
     events = EventFile(run)
     for step in sorted(step for step in points if step >= found["step"]):
         events.log_metrics(points[step], step)

@@ -26,9 +26,12 @@ from rich.text import Text
 from lm.cli.charts import chart
 from lm.cli.runs import STYLES, to_json
 from lm.errors import RequestError
-from lm.runs.history import METRICS, LiveRun, Series, smooth
+from lm.runs.history import Series, smooth
+from lm.runs.live import LiveRun
+from lm.runs.metrics import METRICS
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, Run
+from lm.system.files import DAMAGE
 from lm.system.units import format_bytes, format_count, format_duration
 
 # ---- dashboard figures -----------------------------------------------------------------------------------------------
@@ -94,9 +97,15 @@ def training(state: dict[str, Any]) -> list[Fact]:
 
 def machine(state: dict[str, Any], most: int) -> list[Fact]:
     """The newest reading, more GPUs than `most` in one line; of a run that is over there is none."""
-    reading = state.get("machine")
-    if not reading or state["status"] not in ("running", "dead"):
+    if not state.get("machine") or state["status"] not in ("running", "dead"):
         return []
+    try:
+        return _machine(state["machine"], most)
+    except DAMAGE:
+        return [("machine", "not readable: heartbeat.json is damaged", "")]
+
+
+def _machine(reading: dict[str, Any], most: int) -> list[Fact]:
     gpus = reading["gpus"] or []
     if len(gpus) > most:
         facts = [(f"{len(gpus)} GPUs", *_gpu(together(gpus)))]
@@ -355,8 +364,7 @@ def monitor(
         follow(watches, console, interval)
         return
     for watch in watches:
-        while not watch.state or watch.behind:
-            watch.look()
+        watch.refresh()
     if json:
         states = [watch.state for watch in watches]
         print(to_json(states if len(states) > 1 else states[0]))
@@ -408,8 +416,7 @@ def follow(watches: list[LiveRun], console: Console, interval: float) -> None:
             while True:
                 looked = time.monotonic()
                 for watch in watches:
-                    watch.look()
-                wait = 0.0 if any(watch.behind for watch in watches) else interval
+                    watch.refresh()
                 size = None
                 while True:
                     if size != console.size:
@@ -418,7 +425,7 @@ def follow(watches: list[LiveRun], console: Console, interval: float) -> None:
                         lines.append(_foot(size.width))
                         text = Text("\n", no_wrap=True, end="").join(lines[: size.height])
                         screen.update(text, refresh=True)
-                    if time.monotonic() - looked >= wait:
+                    if time.monotonic() - looked >= interval:
                         break
                     if b"q" in pressed(min(0.1, interval)):
                         return

@@ -5,7 +5,6 @@
 
 import json as jsonlib
 import logging
-import math
 import os
 import shlex
 import shutil
@@ -23,8 +22,11 @@ from rich.text import Text
 
 from lm.errors import LmError, RequestError
 from lm.runs import registry
-from lm.runs.history import METRICS, read_samples
-from lm.runs.run import ROOT, Run, describe_evaluation, merge_evaluations, release
+from lm.runs.evaluations import describe_evaluation, merge_evaluations
+from lm.runs.history import read_samples
+from lm.runs.metrics import METRICS
+from lm.runs.run import ROOT, Run
+from lm.system.files import finite_or_none
 from lm.system.units import format_bytes, format_count, format_duration
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
         folder.hold()
     dead = path.with_name(f".removed-{path.name}-{os.getpid()}")
     os.rename(path, dead)
-    release(path)  # a network's file system cannot remove a folder with a file that is open
+    folder.release()  # a network's file system cannot remove a folder with a file that is open
     (dead / "run.json").unlink()  # what a kill leaves here is no run
     shutil.rmtree(dead)
     if folder.path.is_symlink():
@@ -153,15 +155,7 @@ def size(path: Path) -> int:
 
 def to_json(value: Any) -> str:
     """JSON that every program reads: numbers that are not finite are null."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return jsonlib.dumps(finite(value), ensure_ascii=False, allow_nan=False)
+    return jsonlib.dumps(finite_or_none(value), ensure_ascii=False, allow_nan=False)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -428,7 +422,7 @@ def _started(found: dict[str, Any]) -> list[str]:
     command = list(found["command"])
     if command and command[0] == "__main__.py":
         command[0] = "lm"
-    return [shlex.join(command), f"git {found['git']}" if found["git"] else ""]
+    return [shlex.join(map(str, command)), f"git {found['git']}" if found["git"] else ""]
 
 
 def _cost(budget: dict[str, Any] | None) -> list[str]:

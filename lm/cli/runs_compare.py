@@ -1,10 +1,8 @@
 """`lm runs compare`: curves of several runs in one chart, where they ended, and the settings in which they differ."""
 
 import csv
-import hashlib
 import json as jsonlib
 import math
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -20,9 +18,10 @@ from lm.cli.charts import MARKERS, chart
 from lm.cli.runs import summarize, to_json
 from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
-from lm.runs.history import METRICS, Series, curve, differences, labels
+from lm.runs.history import Series, curve, differences, labels
+from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
-from lm.system.files import load_checksummed
+from lm.system.files import atomic_folder, digest, load_checksummed
 
 # ---- run compare -----------------------------------------------------------------------------------------------------
 
@@ -167,15 +166,12 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
     source = None if checkpoint == "none" else folder.checkpoint(checkpoint)
-    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     try:
-        temporary.mkdir(parents=True)
-        write(folder, source, temporary)
-        os.rename(temporary, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(target) as temporary:
+            write(folder, source, temporary)
     except OSError as error:
         raise RunError(f"could not write {target}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     print(target)
 
 
@@ -284,12 +280,6 @@ def weights_digest(checkpoint: Path) -> str:
         return load_checksummed((checkpoint / "trainer.json").read_bytes())["digests"]["model.safetensors"]
     except (ValueError, KeyError, TypeError) as error:
         raise LmError(f"{checkpoint / 'trainer.json'} is damaged; choose another with --checkpoint") from error
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _utc(seconds: float) -> str:

@@ -22,7 +22,7 @@ from lm.data.shards import Shards
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.system.files import fits, parse_json
+from lm.system.files import parse_json
 from lm.system.units import Count
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -179,8 +179,8 @@ class DataModule(LightningDataModule):
             manifest = parse_json(file.read_bytes())
         except (OSError, ValueError) as error:
             raise RequestError(f"{file} is damaged ({error}); run `lm data prepare` again") from error
-        made = manifest.get("options", {}) if fits(manifest, {}) else {}
-        if not fits(made, {}):
+        made = manifest.get("options", {}) if isinstance(manifest, dict) else {}
+        if not isinstance(made, dict):
             raise RequestError(f"{file} is damaged: its options are no object; run `lm data prepare` again")
         wanted = vars(self.prepare_options)
         names = ["val_fraction", "text_key"]

@@ -34,7 +34,7 @@ from lm.data.parquet import COLUMN, LAYOUT
 from lm.data.text_files import TextFile, find_files
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
-from lm.system.files import fits, parse_json, write_atomically
+from lm.system.files import parse_json, write_atomically
 from lm.system.units import Count
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
         begun = parse_json((parts / PLAN).read_bytes())
     except (OSError, ValueError) as error:
         raise RequestError(f"{parts / PLAN} is damaged ({error}); remove {output} or give another --output") from error
-    if not fits(begun, {"sources": list, "options": dict}):
+    if not (isinstance(begun, dict) and isinstance(begun.get("sources"), list) and isinstance(begun.get("options"), dict)):
         raise RequestError(f"{parts / PLAN} is damaged; remove {output} or give another --output")
     if difference := _difference(begun | {"sources": plan["sources"]}, plan):
         raise RequestError(

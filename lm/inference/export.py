@@ -21,10 +21,11 @@ from lm.errors import RunError
 from lm.inference.pretrained import Pretrained
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.huggingface import config_json
-from lm.runs.checkpoint import samples_of
-from lm.runs.history import METRICS
-from lm.runs.run import Run, merge_evaluations
-from lm.system.units import format_bytes, format_count
+from lm.runs.checkpoint import read_progress
+from lm.runs.evaluations import merge_evaluations
+from lm.runs.metrics import METRICS
+from lm.runs.run import Run
+from lm.system.units import format_bytes, format_count, format_duration
 
 # ---- provenance ------------------------------------------------------------------------------------------------------
 # How a checkpoint came to be, from the folder of its run: its data, its training, how good it was found to be.
@@ -97,7 +98,7 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
     described, step, config = run.read("run.json"), model.step, run.settings()
     data, trainer, module = (config.get(name) or {} for name in ("data", "trainer", "model"))
     seq_len = data.get("seq_len") or model.config.max_position_embeddings
-    tokens = samples_of(model.path) * seq_len
+    tokens = read_progress(model.path).samples * seq_len
     whole = sum(shard[2] for shard in run.read("data.json").get("train", []))
     planned = run.read("state.json").get("max_steps")
     batches = [stretch["global_batch"] for stretch in described.get("stretches", []) if stretch["step"] < step]
@@ -113,7 +114,7 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
         "hardware": f"{described.get('world_size') or 1} x {described['device']}" if described.get("device") else None,
         "compute": f"{flops_per_token(model.config, seq_len) * tokens:.2e} floating-point operations: 6 a parameter "
         "and token, and those of attention",
-        "time": f"{_duration(seconds)} of optimizer steps" if seconds else None,
+        "time": f"{format_duration(seconds)} of optimizer steps" if seconds else None,
         "cost": _cost(run.read("budget.json")),
         "seed": config.get("seed_everything"),
     }
@@ -149,13 +150,6 @@ def _cost(budget: dict[str, Any]) -> str | None:
     if spent is None:
         return None
     return f"{spent:.2f} USD" + ("" if hours is None else f" in {hours:.1f} hours") + ", for the whole run"
-
-
-def _duration(seconds: float) -> str:
-    for length, unit in ((3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

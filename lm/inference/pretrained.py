@@ -18,7 +18,7 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
 from lm.model.huggingface import config_from_json, from_huggingface
-from lm.runs.checkpoint import read_folder, step_of
+from lm.runs.checkpoint import read_folder, read_progress
 from lm.runs.registry import find_run
 from lm.runs.run import Run
 from lm.system.files import parse_json
@@ -163,7 +163,7 @@ def load_pretrained(
             f"{folder}: the tokenizer has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: they do "
             "not belong together"
         )
-    step = step_of(folder) if (folder / "trainer.json").exists() else None
+    step = read_progress(folder).step if (folder / "trainer.json").exists() else None
     return Pretrained(folder, decoder, tokenizer, step, kernels)
 
 

@@ -17,7 +17,7 @@ from lm.errors import RequestError
 from lm.inspection.drawing import BLUE, COLORS, VERMILION, Html, figure, finish, heat, table, visible, wrapped
 from lm.runs.run import Run
 from lm.system.arguments import Parser
-from lm.system.files import fits
+from lm.system.files import DAMAGE
 from lm.system.units import format_count
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def open_data(run: Run) -> DataModule:
         RequestError: the run has no config, or its data is not there any more.
     """
     config = run.settings()
-    if not fits(config, {"data": dict, "seed_everything": int}):
+    if not (isinstance(config.get("data"), dict) and isinstance(config.get("seed_everything"), int)):
         raise RequestError(f"{run.config} has no `data:` or no seed, so it is not known what the run saw")
     there = run.started_in()
     described = {key: _place(there, value) if key in PLACES else value for key, value in config["data"].items()}
@@ -355,7 +355,8 @@ def _read(data: DataModule, samples: np.ndarray) -> list[Sample]:
 
 def is_injected(run: Run, step: int) -> bool:
     """Whether a drill (`guards.inject_step`) put rare tokens in the place of a step's samples."""
-    return step in run.read("run.json").get("injected", {}).get("steps", [])
+    steps = run.read("run.json").get("injected", {}).get("steps")
+    return isinstance(steps, list) and step in steps
 
 
 def steps_taken(run: Run) -> int:
@@ -369,13 +370,15 @@ def samples_at(run: Run, step: int) -> tuple[int, int]:
     Raises:
         RequestError: the run has not taken this step.
     """
-    stretches = [stretch for stretch in run.read("run.json").get("stretches", []) if stretch["step"] < step]
     taken = steps_taken(run)
-    if not stretches or step > taken:
-        raise RequestError(f"run {run.path} has taken steps 1 to {taken}; there is no step {step}")
-    stretch = stretches[-1]
-    batch = stretch["global_batch"]
-    return stretch["sample"] + (step - 1 - stretch["step"]) * batch, batch
+    try:
+        stretches = [stretch for stretch in run.read("run.json").get("stretches", []) if stretch["step"] < step]
+        if not stretches or step > taken:
+            raise RequestError(f"run {run.path} has taken steps 1 to {taken}; there is no step {step}")
+        begin, sample, batch = (int(stretches[-1][name]) for name in ("step", "sample", "global_batch"))
+    except DAMAGE as error:
+        raise RequestError(f"{run.path / 'run.json'} is damaged: its `stretches` cannot be read ({error})") from error
+    return sample + (step - 1 - begin) * batch, batch
 
 
 def split_documents(token_ids: list[int], data: DataModule) -> list[str]:

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from lm.inspection.drawing import BLUE, GREEN, ORANGE, PURPLE, VERMILION, Html, figure, finish, table, wrapped
 from lm.runs import registry
 from lm.runs.history import (
-    METRICS,
     Agreement,
     Interval,
     Series,
@@ -20,6 +19,7 @@ from lm.runs.history import (
     spread,
     time_spent,
 )
+from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.units import format_count
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lm.runs.history import METRICS
+from lm.runs.metrics import METRICS
 from lm.runs.run import Run
-from lm.system.files import write_atomically
+from lm.system.files import finite_or_none, write_atomically
 
 # ---- incident --------------------------------------------------------------------------------------------------------
 
@@ -449,12 +449,4 @@ def _by_token(evidence: Evidence) -> list[dict[str, Any]]:
 
 def _write_json(path: Path, value: Any) -> None:
     """Numbers that are not finite become null: JSON has none."""
-    write_atomically(path, json.dumps(_finite(value), ensure_ascii=False) + "\n", durable=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+    write_atomically(path, json.dumps(finite_or_none(value), ensure_ascii=False) + "\n", durable=False)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import LmError, RequestError
-from lm.runs.run import ROOT, Run, merge_evaluations
+from lm.runs.evaluations import merge_evaluations
+from lm.runs.run import ROOT, Run
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ def known_runs() -> list[dict[str, Any]]:
             return []
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", timeout=LOCK_TIMEOUT, uri=True)) as database:
             database.row_factory = sqlite3.Row
-            return [dict(row) for row in database.execute(f"SELECT {', '.join(COLUMNS)} FROM runs ORDER BY path")]
+            rows = database.execute("SELECT * FROM runs ORDER BY path")  # an older version of lm had fewer columns
+            return [{**dict.fromkeys(COLUMNS), **dict(row)} for row in rows]
     except sqlite3.Error as error:
         log.warning("the registry %s cannot be read: %s; `lm runs rebuild` makes it anew", path, error)
     except LmError as error:

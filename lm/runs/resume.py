@@ -1,6 +1,5 @@
 """Which checkpoint a command means, and whether a changed config may go on from it."""
 
-import hashlib
 import logging
 import os
 import re
@@ -10,13 +9,11 @@ from typing import Any
 
 from lm.errors import RequestError
 from lm.runs import registry
-from lm.runs.checkpoint import best_of, find_damage, link_to
+from lm.runs.checkpoint import find_damage, link_to, read_progress
 from lm.runs.run import ROOT, STEP, Run
 from lm.system.files import flatten, restore_interrupted, stated_digest
 
 log = logging.getLogger(__name__)
-
-SEAL = "# sha256 of the lines above: "
 
 # Changing these after the start would make the run's curves a lie: another model, other data, another order.
 FIXED = ("seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
@@ -192,20 +189,7 @@ def repair_links(run: Run, checkpoint: Path) -> None:
     """Have the links of a run that needs no more training say what they would say, had no kill come between its last
     checkpoint and them."""
     if checkpoint.resolve().parent == run.path.resolve():
-        link_to(run.path / checkpoint.name, best_of(checkpoint))
-
-
-def with_digest(config: str) -> str:
-    """The text of a config with a last line that tells whether all of it is there: a cut YAML may still be one."""
-    return f"{config}{SEAL}{hashlib.sha256(config.encode()).hexdigest()}\n"
-
-
-def _is_whole(file: Path) -> bool:
-    try:
-        config, _, digest = file.read_text(encoding="utf-8").rpartition(SEAL)
-    except (OSError, ValueError):
-        return False
-    return with_digest(config).endswith(SEAL + digest)
+        link_to(run.path / checkpoint.name, read_progress(checkpoint).best_name)
 
 
 def compare(run: Run, config: dict[str, Any], force: bool) -> list[str]:
@@ -217,12 +201,13 @@ def compare(run: Run, config: dict[str, Any], force: bool) -> list[str]:
     Raises:
         RequestError: it changes what the run is, and that was not forced.
     """
-    if not force and not _is_whole(run.config):
+    settings = run.settings()
+    if not force and not settings:
         raise RequestError(
             f"{run.config} is damaged, so it is not known what the run was trained with: put it back, or give --force "
-            "to go on with the config of this command"
+            "to resume with the config of this command"
         )
-    before, after = flatten(run.settings()), flatten(config)
+    before, after = flatten(settings), flatten(config)
     keys = sorted((before.keys() | after.keys()) - {"run"})
     changed = [key for key in keys if before.get(key) != after.get(key)]
     for key in changed:

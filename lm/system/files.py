@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes and appends, JSON with its own digest, and folders cleaned up after a kill.
+"""Files that survive a crash: atomic writes, appended lines, JSON with its own digest, folders complete or absent.
 
 Also safe parsing of YAML and JSON, and the disk space that the checkpoints of a run need. Nothing here imports torch.
 """
@@ -10,75 +10,26 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from types import FunctionType
 from typing import Any, NamedTuple
 
 from lm.system.units import format_bytes
 
-# ---- leftovers -------------------------------------------------------------------------------------------------------
-# What writers of folders that were killed left behind: half written, half replaced, half removed.
-#
-# Until its name is the final one a folder is called `.tmp-NAME-PID`; one that is being replaced `.old-NAME-PID`; one
-# that is being removed `.dead-NAME-PID`.
+log = logging.getLogger(__name__)
 
-LEFT = re.compile(r"\.(?P<kind>tmp|old|dead)-(?P<name>.+)-\d+")
+# What reading raises where a file has other content than expected.
+DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
+# ---- YAML and JSON ---------------------------------------------------------------------------------------------------
 
-def remove_stale(folder: Path) -> None:
-    """Clear away what writers of a folder that were killed left beside it.
-
-    Args:
-        folder: a checkpoint's, or a pattern of the names of several, such as `run/step-*`.
-    """
-    restore_interrupted(folder)
-    for path, _, _ in _left_beside(folder):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def restore_interrupted(folder: Path) -> None:
-    """Give a folder its name again that a killed writer had moved aside to replace it, and did not.
-
-    Args:
-        folder: as for `remove_stale`.
-    """
-    for path, kind, name in _left_beside(folder):
-        if kind == "old" and not path.with_name(name).exists():
-            os.rename(path, path.with_name(name))
-
-
-def remove(folder: Path) -> None:
-    """Remove a folder so that no kill leaves half of one under its name.
-
-    What cannot go now is cleared away with the next `remove_stale`.
-    """
-    dead = folder.with_name(f".dead-{folder.name}-{os.getpid()}")
-    with suppress(FileNotFoundError):  # somebody was faster
-        os.rename(folder, dead)
-    shutil.rmtree(dead, ignore_errors=True)
-
-
-def _left_beside(folder: Path) -> list[tuple[Path, str, str]]:
-    """What killed writers left: where, of which kind, and the name that it had or was to have."""
-    paths = list(folder.parent.iterdir()) if folder.parent.is_dir() else []
-    found = [(path, left) for path in paths if (left := LEFT.fullmatch(path.name))]
-    return [(path, left["kind"], left["name"]) for path, left in found if fnmatch(left["name"], folder.name)]
-
-
-# ---- documents -------------------------------------------------------------------------------------------------------
-# YAML and JSON that may hold anything: damaged, nested without end, swelling when its aliases are written out.
-#
-# Whatever is wrong with a text is a ValueError here, so a reader has one kind of failure to name its file in.
-
-DEEPEST = 32  # values inside values of a YAML
-LARGEST = 20_000_000  # characters and values of a YAML, each counted as often as an alias repeats it
+LARGEST_YAML = 1_000_000  # values and characters, counted as often as aliases repeat them
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says.
+    """Parse a JSON text.
 
     Raises:
         ValueError: it is no JSON, no UTF-8, nested too deep, or has a whole number of more than 64 bits.
@@ -89,85 +40,50 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("values are nested too deep to be read") from None
 
 
-def _whole(digits: str) -> int:
+def _integer(digits: str) -> int:
     number = int(digits)
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"a number of {len(digits)} digits")
     return number
 
 
-_JSON = json.JSONDecoder(parse_int=_whole)  # `json.loads` would make one for every line of a file
-
-
-def fits(value: Any, shape: Any) -> bool:
-    """Whether a value has the shape that a reader relies on.
-
-    Args:
-        value: out of a JSON document.
-        shape: a type, where `float` is any finite number; None; a function that says it; a list of the shape of its
-            entries; a dict of the shapes that must be under its keys, or under every key where the key is `...`; or a
-            tuple of shapes, of which one fits.
-    """
-    if isinstance(shape, tuple):
-        return any(fits(value, each) for each in shape)
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(fits(entry, shape[0]) for entry in value)
-    if isinstance(shape, dict):
-        if not isinstance(value, dict):
-            return False
-        every = all(fits(entry, shape[...]) for entry in value.values()) if ... in shape else True
-        return every and all(key in value and fits(value[key], shape[key]) for key in shape.keys() - {...})
-    if isinstance(shape, FunctionType):
-        return shape(value)
-    if shape is float:
-        return type(value) is int or type(value) is float and math.isfinite(value)
-    return value is None if shape is None else type(value) is shape
+_JSON = json.JSONDecoder(parse_int=_integer)  # `json.loads` would make a decoder for every line of a file
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """What a YAML text says, in plain values: no tag makes an object of another kind.
+    """Parse a YAML text into plain values: no tag makes an object of another kind.
 
     Raises:
-        ValueError: it is no YAML, no UTF-8, nested deeper than `DEEPEST`, or larger than `LARGEST` with its aliases.
+        ValueError: it is no YAML, no UTF-8, nested too deep, or larger than `LARGEST_YAML` with its aliases.
     """
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, and not in every build of PyYAML
     try:
-        _measure(yaml.parse(text, loader))
-        return yaml.load(text, loader)
+        # In Python, because the parser in C crashes the process where values are nested deep.
+        document = yaml.load(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split()).replace('in "<byte string>", ', "at ")) from error
-    except (AttributeError, LookupError, TypeError, ArithmeticError) as error:  # a tag on what is not of its kind
-        raise ValueError(f"a value is not what its tag says ({error})") from error
+    except RecursionError:
+        raise ValueError("values are nested too deep to be read") from None
+    except DAMAGE as error:  # `!!int x`
+        raise ValueError(f"a value does not fit its tag ({error})") from error
+    values, size = [document], 0
+    while values:
+        value = values.pop()
+        size += 1 + (len(value) if isinstance(value, str) else 0)
+        if size > LARGEST_YAML:
+            raise ValueError(f"it has more than {LARGEST_YAML:,} values and characters when its aliases are written out")
+        values.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    return document
 
 
-def _measure(events: Iterable[Any]) -> None:
-    """Refuse what would exhaust the stack or the memory of who builds it; to go through its events takes neither."""
-    import yaml
-
-    sizes: dict[str, int] = {}  # of what an anchor marks, once it is whole
-    open_values: list[tuple[str | None, int]] = []  # the anchor of each, and how much came before it
-    size = 0
-    for event in events:
-        before, size = size, size + 1
-        match event:
-            case yaml.CollectionStartEvent():
-                open_values.append((event.anchor, before))
-            case yaml.CollectionEndEvent():
-                anchor, before = open_values.pop()
-                sizes[anchor] = size - before
-            case yaml.ScalarEvent():
-                size += len(event.value)
-                sizes[event.anchor] = size - before
-            case yaml.AliasEvent() if event.anchor not in sizes:
-                raise ValueError(f"alias {event.anchor} stands for nothing, or for what it stands in")
-            case yaml.AliasEvent():
-                size += sizes[event.anchor]
-        if len(open_values) > DEEPEST:
-            raise ValueError(f"values are nested deeper than {DEEPEST}")
-        if size > LARGEST:
-            raise ValueError(f"it has more than {LARGEST:,} characters when its aliases are written out")
+def finite_or_none(value: Any) -> Any:
+    """The same tree of values with None for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: finite_or_none(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_none(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -182,17 +98,12 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nonnegative(value: Any) -> float | None:
-    """A finite number >= 0 out of a file that may hold anything, else None."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-    return float(value) if fits else None
+    """A value of a JSON document, if it is a finite number >= 0; else None."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return float(value) if number else None
 
 
-# ---- run files -------------------------------------------------------------------------------------------------------
-# How the files of a run are written: replaced whole or appended to whole, also where a disk is full or a kill comes.
-#
-# `Attempts` is for what a training can do without: it says once that it is missing, and the training goes on.
-
-log = logging.getLogger(__name__)
+# ---- atomic writes and appended lines --------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, text: str, durable: bool = True) -> None:
@@ -200,7 +111,7 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
 
     Args:
         path: the file; where it cannot be replaced nothing is left beside it.
-        text: what it is to hold.
+        text: its new content.
         durable: wait until it would survive a power cut, too.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -258,30 +169,33 @@ def read_lines(path: Path, containing: tuple[str, ...] = ("",)) -> Iterator[dict
     except OSError:
         return
     for line in text.split(b"\n"):
-        if not any(part in line for part in wanted):
-            continue
-        try:
-            entry = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
+        if any(part in line for part in wanted) and (entry := parse_line(line)):
             yield entry
 
 
-class Attempts:
-    """Writes that may fail without harm: a full disk costs a training its curve and not its life.
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The object of a line of JSON; empty where a kill has cut it short."""
+    try:
+        entry = parse_json(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
 
-    The first failure is said, and that all is written again; what lies in between is missing for good.
+
+class Attempts:
+    """Writes that may fail without ending a training, such as its log on a full disk.
+
+    The first failure is logged, and the end of the failures; what lies in between is missing for good.
     """
 
     def __init__(self) -> None:
-        self._missing: set[str] = set()  # what could not be written when it was tried last
+        self._missing: set[str] = set()  # what could not be written at the last attempt
 
     def __call__(self, what: Path | str, write: Callable[[], Any]) -> bool:
-        """Call `write`; whether it went well.
+        """Call `write`; whether it succeeded.
 
         Args:
-            what: is written; for people.
+            what: the file that it writes, for people.
             write: may raise an OSError.
         """
         try:
@@ -300,17 +214,21 @@ class Attempts:
         return True
 
 
-# ---- sealed ----------------------------------------------------------------------------------------------------------
-# A JSON document that begins with a digest of the rest of itself, so that no byte of it can change unseen.
-#
-# It is an ordinary JSON object whose first key is `sha256`: the SHA-256 of every byte after that digest.
+# ---- digests ---------------------------------------------------------------------------------------------------------
+# A checksummed document is a JSON object whose first key is `sha256`: the SHA-256 of every byte after that digest.
 
 OPENING = b'{"sha256": "'
-BODY = len(OPENING) + 64  # where the rest begins: after as many hexadecimal digits
+BODY = len(OPENING) + 64  # offset of the bytes under the digest: it has 64 hexadecimal digits
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def dump_checksummed(document: dict[str, Any]) -> bytes:
-    """The text of a document, with its digest; not empty, and of what JSON can hold.
+    """The text of a JSON document that is not empty, with its digest.
 
     Raises:
         ValueError: a number in it is not finite.
@@ -323,17 +241,17 @@ def load_checksummed(text: bytes) -> dict[str, Any]:
     """The inverse of `dump_checksummed`; nothing is parsed before the digest was compared.
 
     Raises:
-        ValueError: it is not what was written.
+        ValueError: the text is not what was written.
     """
     if text[:BODY] != OPENING + hashlib.sha256(text[BODY:]).hexdigest().encode():
         raise ValueError("its digest is not the one that was written")
-    document = json.loads(text)  # whole, so nothing that `dump_checksummed` took is too deep or too large
+    document = json.loads(text)
     del document["sha256"]
     return document
 
 
 def stated_digest(path: Path) -> str | None:
-    """The digest that a file begins with, which tells one document from another; None where there is none."""
+    """The digest that a checksummed document begins with, which identifies it; None where there is none."""
     try:
         with open(path, "rb") as file:
             text = file.read(BODY)
@@ -342,12 +260,92 @@ def stated_digest(path: Path) -> str | None:
     return text[len(OPENING) :].decode("ascii", "replace") if text.startswith(OPENING) else None
 
 
-# ---- room ------------------------------------------------------------------------------------------------------------
-# Room on the disk for the checkpoints of a run.
+# ---- folders that are complete or absent -----------------------------------------------------------------------------
+
+# While it is written, a folder is called `.tmp-NAME-PID`; while it is replaced, the old one is `.old-NAME-PID`; while
+# it is removed, `.dead-NAME-PID`.
+STALE = re.compile(r"\.(?P<kind>tmp|old|dead)-(?P<name>.+)-\d+")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Write a folder so that it is complete or absent, also after a kill or a power cut.
+
+    Yields a temporary folder beside it, which takes its place when the block ends without an error. A folder that is
+    there is replaced as a whole; the folder that it is in must exist.
+    """
+    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    remove_stale(folder)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
+        if folder.exists():
+            replaced = folder.with_name(f".old-{folder.name}-{os.getpid()}")
+            os.rename(folder, replaced)
+            os.rename(temporary, folder)
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(temporary, folder)
+        sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        restore_interrupted(folder)
+        raise
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what killed writers of a folder left beside it.
+
+    Args:
+        folder: a folder, or a pattern of the names of several, such as `run/step-*`.
+    """
+    restore_interrupted(folder)
+    for path, _, _ in _stale_beside(folder):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def restore_interrupted(folder: Path) -> None:
+    """Rename a folder back that a killed writer had moved aside to replace it.
+
+    Args:
+        folder: as for `remove_stale`.
+    """
+    for path, kind, name in _stale_beside(folder):
+        if kind == "old" and not path.with_name(name).exists():
+            os.rename(path, path.with_name(name))
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder so that no kill leaves half of one under its name; `remove_stale` removes what could not go."""
+    dead = folder.with_name(f".dead-{folder.name}-{os.getpid()}")
+    with suppress(FileNotFoundError):  # another process was faster
+        os.rename(folder, dead)
+    shutil.rmtree(dead, ignore_errors=True)
+
+
+def _stale_beside(folder: Path) -> list[tuple[Path, str, str]]:
+    """The folders that killed writers left: path, kind, and the final name."""
+    paths = list(folder.parent.iterdir()) if folder.parent.is_dir() else []
+    found = [(path, stale) for path in paths if (stale := STALE.fullmatch(path.name))]
+    return [(path, stale["kind"], stale["name"]) for path, stale in found if fnmatch(stale["name"], folder.name)]
+
+
+# ---- disk space ------------------------------------------------------------------------------------------------------
 
 
 class DiskSpace(NamedTuple):
-    """Bytes: of one checkpoint, of all that are there at once, and what is free."""
+    """Bytes: of one checkpoint, of all that exist at the same time, and what is free."""
 
     checkpoint: int
     at_once: int
@@ -363,14 +361,14 @@ class DiskSpace(NamedTuple):
 
 
 def disk_space(folder: Path, checkpoint: int, keep: int, present: int = 0) -> DiskSpace:
-    """What a run will need of the disk that its folder is or will be on.
+    """The disk space that a run's checkpoints will need, and what is free there.
 
     Args:
-        folder: of the run, or of the runs; it need not be there yet.
+        folder: of the run, or of the runs; it need not exist yet.
         checkpoint: bytes of one.
-        keep: how many of the newest are kept; the best and the one in flight come on top.
-        present: how many there are already, whose room the run will have again.
+        keep: how many of the newest are kept; the best and the one being written come on top.
+        present: how many exist already, whose space the run will use again.
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free + checkpoint * present
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free + checkpoint * present
     return DiskSpace(checkpoint, checkpoint * (keep + 2), free)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from lm.errors import RequestError
-from lm.runs.history import METRICS
+from lm.runs.metrics import METRICS
 
 # ---- expressions -----------------------------------------------------------------------------------------------------
 # Conditions over named values and their past, such as `loss > 1.5 * median(loss, 100)`: read once, looked at often.

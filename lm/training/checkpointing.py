@@ -42,10 +42,12 @@ class FolderCheckpointIO(CheckpointIO):
 
     Attributes:
         load_optimizer: set False where only weights are wanted (validate, test, predict).
+        verified: the checkpoint whose files have been compared with their digests; they are not hashed a second time.
     """
 
     def __init__(self) -> None:
         self.load_optimizer = True
+        self.verified: Path | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: list[Future[None]] = []
 
@@ -85,7 +87,7 @@ class FolderCheckpointIO(CheckpointIO):
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a folder to the CPU; the strategy moves what it needs."""
-        return read_folder(Path(path), optimizer=self.load_optimizer)
+        return read_folder(Path(path), self.load_optimizer, verify=Path(path) != self.verified)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a folder, after the writes before it."""

@@ -15,7 +15,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
 
 from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError
-from lm.runs.checkpoint import pending_validation, step_of
+from lm.runs.checkpoint import Progress, read_progress
 from lm.runs.run import Run
 from lm.system.hardware import keep_freed_memory
 from lm.system.stop_signals import STOP
@@ -151,6 +151,7 @@ class Trainer(lightning.Trainer):
         self.steps: Steps | None = None  # known when a fit starts
         self.run: Run | None = None  # the run folder, once it is claimed
         self.stop: GuardStop | None = None  # why the run is to end after this optimizer step; the same on every rank
+        self.start = Progress()  # where the training of this process began
         self.pending_validation = False  # that of the newest step was interrupted when the run stopped; it comes first
         self._memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
@@ -207,7 +208,8 @@ class Trainer(lightning.Trainer):
         )
         warmup_and_decay_steps(self.steps.max_steps, model.schedule_config)  # refuses a schedule that does not fit
         log.info(str(self.steps))
-        if step_of(ckpt_path) >= self.steps.max_steps and not pending_validation(ckpt_path):
+        self.start = read_progress(ckpt_path)
+        if self.start.step >= self.steps.max_steps and not self.start.pending_validation:
             log.info("the run has finished: all %d steps are done", self.steps.max_steps)
             return
         if self.strategy.root_device.type == "cpu":

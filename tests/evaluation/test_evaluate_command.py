@@ -14,7 +14,8 @@ from lm.cli.evaluate import evaluate, short_names
 from lm.cli.runs import show
 from lm.errors import RequestError
 from lm.runs import registry
-from lm.runs.run import Run, merge_evaluations, metrics, record
+from lm.runs.evaluations import evaluation_metrics, evaluation_record, merge_evaluations
+from lm.runs.run import Run
 from lm.system.arguments import call
 
 WORDS_TASK = ("--tasks", "words.jsonl", "--device", "cpu")
@@ -72,8 +73,8 @@ def test_what_is_found_is_the_models_and_stays_with_the_run(workplace, run, caps
     assert json.loads((workplace / "found.json").read_text()) == last
     assert [entry.items() <= found.items() for entry, found in zip(run.evaluations(), (last, first), strict=True)]
     assert [row["core"] for row in registry.known_runs()] == [first["core"]]  # the newest
-    for name, value in metrics(first).items():
-        assert points(run, name) == pytest.approx({4: value, 8: metrics(last)[name]})
+    for name, value in evaluation_metrics(first).items():
+        assert points(run, name) == pytest.approx({4: value, 8: evaluation_metrics(last)[name]})
     call(show, ["small"], prog="lm runs show")
     shown = capsys.readouterr().out
     assert re.search(rf"evaluation\s+step 4, mean centred accuracy {first['core']:.4f}", shown) and "words: " in shown
@@ -134,10 +135,10 @@ def test_sources_have_short_names_that_differ():
 
 def test_what_is_kept_is_json_that_every_program_reads():
     found = {"bits_per_byte": math.nan, "loss": 1.5, "stderr": math.inf, "tokens": 3}
-    kept = record(4, "step-00000004", {}, None, {"a": found}, {"tasks": None})
+    kept = evaluation_record(4, "step-00000004", {}, None, {"a": found}, {"tasks": None})
     assert json.loads(json.dumps(kept, allow_nan=False)) == kept
     assert kept["texts"]["a"] == {"bits_per_byte": None, "loss": 1.5, "stderr": None, "tokens": 3}
-    assert metrics(kept) == {}
+    assert evaluation_metrics(kept) == {}
 
 
 def test_what_is_known_of_a_step_is_put_together_and_a_part_does_not_replace_the_whole():

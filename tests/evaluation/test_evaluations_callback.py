@@ -13,7 +13,8 @@ from lm.errors import RequestError, RunError
 from lm.evaluation import benchmark
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import load_pretrained
-from lm.runs.run import Run, metrics
+from lm.runs.evaluations import evaluation_metrics
+from lm.runs.run import Run
 from lm.training.callbacks.evaluation import EvaluationConfig
 from lm.training.callbacks.logging import line
 
@@ -89,7 +90,7 @@ def test_losses_are_those_without_evaluations_and_scores_those_of_the_weights(wo
     events = EventAccumulator(str(run.path), size_guidance={"scalars": 0}).Reload()
     for step in steps & run.steps().keys():
         assert counts(evaluations[step]) == found_by(run.steps()[step], workplace / "words.jsonl")
-        shown = metrics(evaluations[step])
+        shown = evaluation_metrics(evaluations[step])
         assert shown.keys() == {"eval/words/accuracy", "eval/words/centered", "eval/core"}
         assert shown.items() <= logged[step].items() and logged[step]["tokens"] == step * 256
         for name, value in shown.items():

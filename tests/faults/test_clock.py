@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from trainings import expected, lm, losses, start, write_config
 
-from lm.runs.history import LiveRun
+from lm.runs.live import LiveRun
 from lm.runs.run import Run
 from lm.system.process import steady_time
 
@@ -43,7 +43,7 @@ def test_a_clock_that_jumps_a_day_forth_and_two_back_changes_nothing(workplace, 
         assert "is being trained by process" in lm(workplace, *FIT, expect=2).stderr
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", lambda true=time.time: true() + 1000 * DAY)
-            assert run.status() == "running" and 0 <= LiveRun(run).look()["eta_seconds"] < 60
+            assert run.status() == "running" and 0 <= LiveRun(run).refresh()["eta_seconds"] < 60
         (workplace / "go").touch()
         out, err = process.communicate(timeout=120)
     finally:

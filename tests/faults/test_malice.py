@@ -16,8 +16,7 @@ import yaml
 from trainings import lm, write_config
 
 from lm.cli.main import main
-from lm.runs.checkpoint import digest
-from lm.system.files import dump_checksummed, load_checksummed
+from lm.system.files import digest, dump_checksummed, load_checksummed
 
 pytestmark = pytest.mark.fault(21)
 CANARY = "canary"

@@ -1,19 +1,20 @@
 """One process trains a run at a time, whatever is started, killed and started again."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from trainings import expected, lm, losses, start, write_config
 
 from lm.errors import RequestError
-from lm.runs import run as run_lock
-from lm.runs.run import FILE, Holder, LocksMissing, Run, look
+from lm.runs.run import LOCK, Run
 from lm.training.callbacks.run_folder import RunFolder
 
 SLOW = [{"class_path": "recorder.Recorder"}, {"class_path": "waiting.WaitAt", "init_args": {"micro_batch": 10}}]
@@ -112,65 +113,72 @@ def test_without_a_checkpoint_to_go_on_from_the_same_name_is_another_run_and_aut
 # ---- the lock alone --------------------------------------------------------------------------------------------------
 
 HOLD = """
-import os, sys, time
-from pathlib import Path
-from lm.runs.run import hold
-print(hold(Path(sys.argv[1])), flush=True)
-if sys.argv[2:] == ["fork"] and os.fork() == 0:
-    time.sleep(60)
+import sys, time
+from lm.runs.run import Run
+try:
+    Run(sys.argv[1]).hold()
+    print("held", flush=True)
+except Exception as error:
+    print(error, flush=True)
 time.sleep(60)
 """
 
 
-def holding(folder, *arguments):
-    """Another process that tries to hold the lock, and what it got."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), *arguments], stdout=subprocess.PIPE, text=True)
+def holding(folder):
+    """Another process that tries to hold the lock, and what it says of it."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
     return process, process.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("arguments", [(), ("fork",)])
-def test_a_killed_process_holds_nothing_also_where_its_children_live_on(tmp_path, arguments):
-    """Workers that read data are forked, and outlive a killed training by some seconds."""
-    first, said = holding(tmp_path, *arguments)
+def test_a_killed_process_holds_nothing(tmp_path):
+    run = Run(tmp_path)
+    assert run.is_locked() is None, "there is no lock file yet"
+    first, said = holding(tmp_path)
     try:
-        assert said == "None"
-        holder, taken = look(tmp_path)
-        assert taken and (holder.pid, holder.host) == (first.pid, os.uname().nodename)
-        assert run_lock.hold(tmp_path) == holder and str(holder).startswith(f"process {first.pid} on ")
+        assert said == "held" and run.is_locked()
+        with pytest.raises(RequestError, match=f"trained by process {first.pid} on .*kill {first.pid}"):
+            run.hold()
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
-    assert look(tmp_path) == (holder, False)
-    assert run_lock.hold(tmp_path) is None and run_lock.hold(tmp_path) is None
+    assert run.is_locked() is False
+    run.hold(), Run(tmp_path).hold()
     other, said = holding(tmp_path)
     end(other)
-    assert f"process {os.getpid()}" in said or str(os.getpid()) in said
-    assert look(tmp_path)[0].pid == os.getpid() and look(tmp_path)[1], "who looks does not let go"
-    run_lock.release(tmp_path)
-    assert not look(tmp_path)[1]
+    assert f"process {os.getpid()} on" in said and run.is_locked(), "a look does not release it"
+    Run(tmp_path).release()
+    assert run.is_locked() is False
+
+
+def test_a_look_at_the_lock_does_not_keep_a_training_from_it(tmp_path):
+    """`is_locked` has the lock for a moment; `hold` waits for longer than that."""
+    (tmp_path / LOCK).touch()
+    with open(tmp_path / LOCK, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.3, lambda: fcntl.flock(file, fcntl.LOCK_UN)).start()
+        assert Run(tmp_path).is_locked() is False, "two looks at the same time"
+        Run(tmp_path).hold()
+    Run(tmp_path).release()
 
 
 def test_a_number_that_another_process_has_by_now_is_no_sign_of_life(tmp_path):
     """This process has the number of the dead one, and its heartbeat is a moment old."""
     run = Run(tmp_path)
     run.describe(status="running", entered=time.time())
-    beat = {"time": time.time(), "pid": os.getpid(), "host": os.uname().nodename}
-    (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
+    run.write_heartbeat({})
     assert run.status() == "running", "there is no lock to ask"
-    (tmp_path / FILE).write_text(json.dumps({**beat, "since": time.time()}))
+    (tmp_path / LOCK).touch()
     assert run.status() == "dead"
     run.refuse_if_trained()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x", "host": 3, "since": 1e99}', "\0" * 9000])
-def test_a_lock_that_says_nothing_holds_all_the_same(tmp_path, content):
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x", "host": 3, "time": 1e99}', "\0" * 9000])
+def test_a_lock_holds_also_where_its_holder_is_not_known(tmp_path, content):
     """A full disk, or a kill just after it was taken."""
     process, _ = holding(tmp_path)
     try:
-        (tmp_path / FILE).write_text(content)
-        holder, taken = look(tmp_path)
-        assert taken and "process" in str(holder)
-        with pytest.raises(RequestError, match="is being trained by another process"):
+        (tmp_path / "heartbeat.json").write_text(content)
+        with pytest.raises(RequestError, match="is being trained by another process: wait for its end, or stop it, and"):
             Run(tmp_path).hold()
     finally:
         end(process)
@@ -182,26 +190,18 @@ def test_where_there_are_no_locks_the_heartbeat_tells(tmp_path, monkeypatch):
     def missing(*arguments):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(run_lock.fcntl, "lockf", missing)
-    monkeypatch.setattr(run_lock.fcntl, "fcntl", missing)
-    with pytest.raises(LocksMissing):
-        run_lock.hold(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", missing)
     run = Run(tmp_path)
     run.hold()
     run.describe(status="running", entered=time.time())
     beat = {"time": time.time(), "pid": os.getppid(), "host": os.uname().nodename}
     (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
-    assert run.status() == "running"
+    assert run.is_locked() is None and run.status() == "running"
     with pytest.raises(RequestError, match=f"is being trained by process {os.getppid()} on "):
         run.hold()
     (tmp_path / "heartbeat.json").write_text(json.dumps({**beat, "pid": 2**22 + 1}))
     assert run.status() == "dead"
     run.hold()
-
-
-def test_a_holder_in_words():
-    assert str(Holder(7, "here", 0.0)) == "process 7 on here since 1970-01-01 00:00:00Z"
-    assert str(Holder(None, None, None)) == "another process"
 
 
 def test_a_run_that_another_has_trained_since_it_was_looked_at_is_not_gone_on_with(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lm.errors import RequestError, RunError
-from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, samples_of, step_of, write_folder
+from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, read_progress, write_folder
 from lm.runs.resume import find_checkpoint, newest_whole, repair_links
 from lm.runs.run import Run
 from lm.system.files import dump_checksummed, load_checksummed, remove, restore_interrupted, stated_digest
@@ -26,6 +26,7 @@ def content(step=3):
         "optimizer": {"w/exp_avg": torch.randn(2, 3), "w/step": torch.tensor(3.0)},
         "files": {"config.json": "{}\n"},
         "global_step": step,
+        "cursor": {"consumed": 4 * step},
         "ranks": [{"rng": torch.get_rng_state()}],
         "loops": {"a": (1, 2), "b": {0: "zero", 1: float("inf")}, "c": None},
     }
@@ -39,14 +40,14 @@ def test_what_is_read_is_what_was_written(tmp_path):
         assert all(torch.equal(read[key][name], tensor) for name, tensor in written[key].items())
     assert torch.equal(read["ranks"][0]["rng"], written["ranks"][0]["rng"])
     assert read["loops"] == written["loops"] and read["files"] == written["files"]
-    assert step_of(tmp_path / "step-00000003") == 3
+    assert read_progress(tmp_path / "step-00000003").step == 3
     assert "optimizer" not in read_folder(tmp_path / "step-00000003", optimizer=False)
 
 
 def test_a_folder_that_is_there_is_replaced_as_a_whole(tmp_path):
     write_folder(tmp_path / "c", content(1))
     write_folder(tmp_path / "c", content(2))
-    assert step_of(tmp_path / "c") == 2 and [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert read_progress(tmp_path / "c").step == 2 and [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 FILES = ["model.safetensors", "optimizer.safetensors", "config.json", "trainer.json"]
@@ -96,7 +97,7 @@ def test_a_checkpoint_of_another_version_is_told_from_a_damaged_one(tmp_path):
     file.write_bytes(dump_checksummed({"format": 5, "digests": {}}))
     assert find_damage(tmp_path / "c") == "format 5, and this version of lm reads format 4"
     with pytest.raises(RequestError, match="format 5"):
-        step_of(tmp_path / "c")
+        read_progress(tmp_path / "c")
 
 
 def rewrite(folder, **changes):
@@ -138,13 +139,13 @@ def test_values_that_nobody_wrote_are_refused(tmp_path, value):
         read_folder(tmp_path / "c")
 
 
-def test_a_document_without_its_numbers_is_refused(tmp_path):
-    write_folder(tmp_path / "c", content())
-    with pytest.raises(RequestError, match="has no cursor.consumed"):
-        samples_of(tmp_path / "c")
-    rewrite(tmp_path / "c", global_step="many")
-    with pytest.raises(RequestError, match="has no global_step"):
-        step_of(tmp_path / "c")
+def test_a_document_tells_where_the_training_stood(tmp_path):
+    write_folder(tmp_path / "c", content() | {"callbacks": {"Checkpoints": {"best_name": "step-1"}, "of a user": 3}})
+    assert read_progress(tmp_path / "c") == (3, 12, "step-1", False) and read_progress(None) == (0, 0, None, False)
+    for changes in ({"global_step": "many"}, {"cursor": {}}, {"cursor": None}):
+        rewrite(tmp_path / "c", **{"global_step": 3, "cursor": {"consumed": 12}} | changes)
+        with pytest.raises(RequestError, match="was not written by lm"):
+            read_progress(tmp_path / "c")
 
 
 def test_nothing_but_plain_values_goes_in():
@@ -268,7 +269,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_one_before_or_the_new_one(run
         killed = killed_at(operation, save)
         arrived = (copy.path / STEPS[step]).exists()
         path, _ = find_checkpoint("auto", "run", str(tmp_path / "at"), named=False, command="fit")
-        assert path.name == STEPS[step if arrived else 1] and step_of(path) in (1, step)
+        assert path.name == STEPS[step if arrived else 1] and read_progress(path).step in (1, step)
         assert find_damage(copy.checkpoint("last")) is None and find_damage(copy.checkpoint("best")) is None
         assert all(find_damage(each) is None for each in copy.steps().values())
         repair_links(copy, path)

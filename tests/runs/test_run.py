@@ -8,7 +8,7 @@ import pytest
 from lm.errors import RequestError
 from lm.inspection.data import samples_at
 from lm.runs.checkpoint import point, write_folder
-from lm.runs.resume import compare, find_checkpoint, with_digest
+from lm.runs.resume import compare, find_checkpoint
 from lm.runs.run import Run
 from lm.system.files import stated_digest
 
@@ -144,7 +144,7 @@ def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path)
     run = make(tmp_path, "a")
     model = {"decoder": {"hidden_size": 8}, "optimizer": {"lr": 0.1}}
     config = {"seed_everything": 1, "model": model, "data": {"path": "x"}}
-    run.config.write_text(with_digest(json.dumps(config) + "\n"))
+    run.config.write_text(json.dumps(config) + "\n")
     harmless = json.loads(json.dumps(config))
     harmless["model"]["optimizer"]["lr"] = 0.2
     harmless["data"]["micro_batch_size"] = 4
@@ -162,11 +162,10 @@ def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path)
 
 
 def test_a_config_of_a_run_that_is_damaged_is_named_and_not_compared(tmp_path):
-    """Cut at the end of a line it is YAML all the same, and would look like another config."""
     run = make(tmp_path, "a")
-    text = with_digest("model: {decoder: {hidden_size: 8}}\ndata: {path: x}\n")
+    text = "model: {decoder: {hidden_size: 8}}\ndata: {path: x}\n"
     config = {"model": {"decoder": {"hidden_size": 8}}, "data": {"path": "x"}}
-    for damaged in (text.partition("\n")[0] + "\n", text.replace("8", "9", 1), text[:-9], "", "\0" * 50, None):
+    for damaged in (text[:20], "", "\0" * 50, None):
         run.config.write_text(text)
         assert compare(run, config, force=False) == []
         run.config.unlink() if damaged is None else run.config.write_text(damaged)

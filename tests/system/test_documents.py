@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lm.system.files import fits, parse_json, parse_yaml
+from lm.system.files import parse_json, parse_yaml
 
 LAUGHS = "a0: &a0 [1, 2]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
 
@@ -30,13 +30,3 @@ def test_a_wrong_json_is_a_value_error(text):
 def test_sound_texts_are_what_they_say():
     assert parse_yaml("a: &b {c: [1, 2.5, x]}\nd: *b\n") == {"a": {"c": [1, 2.5, "x"]}, "d": {"c": [1, 2.5, "x"]}}
     assert parse_json(f'{{"a": [{2**64 - 1}, -1, NaN]}}')["a"][:2] == [2**64 - 1, -1]
-
-
-@pytest.mark.parametrize("value, shape, answer", [
-    (1, float, True), (1.5, float, True), (float("nan"), float, False), (True, float, False), (True, int, False),
-    (None, (float, None), True), ("1", (float, None), False), ([1, 2], [int], True), ([1, "2"], [int], False),
-    ({"a": 1, "b": "x"}, {"a": int}, True), ({"b": 1}, {"a": int}, False), ({"b": 1}, {...: int}, True),
-    ({"b": "x"}, {...: int}, False), ([], {}, False), (3, lambda value: value > 2, True),
-])  # fmt: skip
-def test_a_shape_fits_or_not(value, shape, answer):
-    assert fits(value, shape) == answer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lm.system.units import format_count, parse_count
+from lm.system.units import format_count, format_duration, parse_count
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,11 @@ def test_refused(text):
 
 def test_formatted_for_people():
     assert [format_count(n) for n in (12, 12_345_678, 1.5e9, 999.4)] == ["12", "12.3M", "1.5B", "999"]
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(-1, "0 s"), (59.4, "59 s"), (60, "1 min"), (185, "3 min 5 s"), (7800, "2 h 10 min"), (356400, "4 d 3 h")],
+)
+def test_durations_are_two_units(seconds, text):
+    assert format_duration(seconds) == text

@@ -18,7 +18,7 @@ from lm.errors import LmError, RequestError, RunError
 from lm.evaluation.benchmark import check, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
 from lm.inference.generation import Sampling, generate
-from lm.runs.run import Evaluation, metrics, record
+from lm.runs.evaluations import Evaluation, evaluation_metrics, evaluation_record
 from lm.system.files import append_line
 from lm.system.units import Count
 from lm.training.callback import Callback
@@ -257,7 +257,7 @@ class Evaluations(Callback):
             return
         if trainer.is_global_zero:
             _keep(trainer, found)
-        run_log.tell(trainer, pl_module, metrics(found))
+        run_log.tell(trainer, pl_module, evaluation_metrics(found))
 
     def _found(self, trainer: Trainer, pl_module: LightningModule) -> Evaluation | None:
         """What was found; None where it failed, which is logged."""
@@ -275,7 +275,7 @@ class Evaluations(Callback):
             log.warning("no evaluation at step %d: %s", trainer.global_step, error)
             return None
         tasks = {result.label: result.as_dict() for result in results}
-        return record(trainer.global_step, None, tasks, core(results), {}, asdict(config))
+        return evaluation_record(trainer.global_step, None, tasks, core(results), {}, asdict(config))
 
 
 def _keep(trainer: Trainer, found: Evaluation) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 
 from lm.data.loader import Batch
 from lm.errors import GuardStop
-from lm.runs.checkpoint import find_damage, step_of
+from lm.runs.checkpoint import find_damage, read_progress
 from lm.system.process import steady_time
 from lm.training import checkpointing
 from lm.training.alerts import AlertEvaluator
@@ -252,7 +252,7 @@ class Rollback(Callback):
         self.done += 1
         trainer.checkpoint_callback.request()  # or a kill would bring the bad stretch back
         if trainer.is_global_zero:
-            returned = {"step": trainer.global_step, "to": step_of(folder)}
+            returned = {"step": trainer.global_step, "to": read_progress(folder).step}
             trainer.run.describe(rollbacks=[*trainer.run.read("run.json").get("rollbacks", []), returned])
             log.warning(
                 "rollback %d of %d: weights and optimizer are those of step %d again; training goes on with step %d, "

@@ -27,8 +27,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from lm.errors import GuardStop
 from lm.model.huggingface import to_huggingface
-from lm.runs.checkpoint import step_of
-from lm.runs.history import METRICS
+from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.files import append, flatten
 from lm.system.process import steady_time
@@ -364,7 +363,7 @@ class Curves(Callback):
         logger = EventFile(run)
         trainer.loggers = [logger]
         logger.experiment.add_custom_scalars(LAYOUT)
-        logger.go_on_after(step_of(trainer.ckpt_path))
+        logger.go_on_after(trainer.start.step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close(trainer, finished=True)

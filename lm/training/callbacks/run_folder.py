@@ -3,7 +3,6 @@
 import getpass
 import json
 import logging
-import os
 import shutil
 import socket
 import statistics
@@ -18,10 +17,8 @@ from lightning.pytorch import LightningModule
 
 from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
-from lm.runs.checkpoint import samples_of, step_of
 from lm.runs.registry import record_run
-from lm.runs.resume import with_digest
-from lm.runs.run import Run, release
+from lm.runs.run import Run
 from lm.system.files import write_atomically
 from lm.system.hardware import Telemetry, device_name
 from lm.system.process import run_facts
@@ -106,20 +103,20 @@ class RunFolder(Callback):
             )
 
     def _describe(self, trainer: Trainer, run: Run, shards: dict[str, Any]) -> None:
-        write_atomically(run.config, with_digest(self._config))
+        write_atomically(run.config, self._config)
         write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
         facts, before, name = run_facts(), {}, self._name
         if self._resumed is not None:
             before = run.read("run.json")
             facts["started"] = before.get("started", facts["started"])
             name = before.get("name") or name  # `small` also of `small-2`: what `auto` looks for
-            run.mark_resume(step_of(trainer.ckpt_path))
+            run.mark_resume(trainer.start.step)
         elif trainer.ckpt_path:  # a new run that does not begin from scratch
             facts["began_from"] = str(trainer.ckpt_path)
         # Which samples a step saw: from each `step` on, a global batch of so many samples, the first one `sample`.
-        step, sample = (step_of(trainer.ckpt_path), samples_of(trainer.ckpt_path))
-        stretches = [stretch for stretch in before.get("stretches", []) if stretch["step"] < step]
-        stretches.append({"step": step, "sample": sample, "global_batch": trainer.steps.global_batch})
+        start = trainer.start
+        stretches = [stretch for stretch in before.get("stretches", []) if stretch["step"] < start.step]
+        stretches.append({"step": start.step, "sample": start.samples, "global_batch": trainer.steps.global_batch})
         device = device_name(trainer.strategy.root_device)
         run.describe(
             id=run.name, name=name, status="running", reason=None, device=device, world_size=trainer.world_size,
@@ -159,7 +156,7 @@ class RunFolder(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Nothing is written after this. A fit that fails keeps the lock until its process ends, and its writers."""
         if trainer.run is not None:
-            release(trainer.run.path)
+            trainer.run.release()
 
     def _end(self, trainer: Trainer, status: str, reason: str) -> None:
         if not trainer.is_global_zero:
@@ -318,8 +315,5 @@ def _gpus(trainer: Trainer) -> list[str] | None:
 
 
 def _write(run: Run, machine: dict[str, Any]) -> None:
-    beat = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname(), "machine": machine}
-    try:
-        write_atomically(run.path / "heartbeat.json", json.dumps(beat) + "\n", durable=False)
-    except OSError:  # a full disk, or a folder that is gone: what is vital will say so
-        pass
+    with suppress(OSError):  # a full disk, or a folder that is gone: a checkpoint will say so
+        run.write_heartbeat(machine)

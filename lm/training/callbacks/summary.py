@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lm.errors import RunError
-from lm.runs.checkpoint import step_of
-from lm.runs.history import METRICS, read_samples
+from lm.runs.checkpoint import read_progress
+from lm.runs.history import read_samples
+from lm.runs.metrics import METRICS
 from lm.system.hardware import device_name
 from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback
@@ -44,7 +45,7 @@ class Summary(Callback):
         best = trainer.run.link("best")
         if best is not None:
             log.info("best %s %.4f, at step %d", METRICS["val/loss"].label, trainer.checkpoint_callback.best_loss,
-                     step_of(best))  # fmt: skip
+                     read_progress(best).step)  # fmt: skip
         model = trainer.run.path / ("last" if best is None else "best")
         log.info("model: %s, which Hugging Face transformers loads as it is", model)
         if sample := _sample(trainer, pl_module):
