@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lm.errors import RequestError, RunError
-from lm.inference.export import Card, reload, write_card
+from lm.inference.model_card import Card, model_card
 from lm.inference.pretrained import INDEX, Pretrained, load_pretrained, read_weights
+from lm.inference.reload_check import check_reload
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import sync, write_folder
@@ -78,7 +79,7 @@ def export(
     try:
         temporary.mkdir(parents=True)
         write(model, card, temporary)
-        found = reload(temporary, model, str(model.dtype).removeprefix("torch."))
+        found = check_reload(temporary, model)
         for path in (*temporary.iterdir(), temporary):
             sync(path)
         os.rename(temporary, target)
@@ -118,7 +119,7 @@ def write(model: Pretrained, card: Card, folder: Path) -> None:
     special = {name: token for name, token in about.items() if name in SPECIAL}
     for file, document in {"tokenizer_config.json": about, "special_tokens_map.json": special}.items():
         files[file] = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    files["README.md"] = write_card(model, card)
+    files["README.md"] = model_card(model, card)
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
     write_weights(weights, folder)
