@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lm.errors import RequestError, RunError
-from lm.inference.export import Card, reload, write_card
+from lm.inference.model_card import Card, model_card
 from lm.inference.pretrained import INDEX, Pretrained, load_pretrained, read_weights
+from lm.inference.reload_check import check_reload
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
@@ -75,7 +76,7 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(target) as folder:
             write(model, card, folder)
-            found = reload(folder, model, str(model.dtype).removeprefix("torch."))
+            found = check_reload(folder, model)
     except (OSError, SafetensorError) as error:
         raise RunError(f"could not write {target}: {getattr(error, 'strerror', None) or error}") from error
     log.info(
@@ -109,7 +110,7 @@ def write(model: Pretrained, card: Card, folder: Path) -> None:
     special = {name: token for name, token in about.items() if name in SPECIAL}
     for file, document in {"tokenizer_config.json": about, "special_tokens_map.json": special}.items():
         files[file] = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    files["README.md"] = write_card(model, card)
+    files["README.md"] = model_card(model, card)
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
     write_weights(weights, folder)

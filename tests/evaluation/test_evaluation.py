@@ -17,6 +17,7 @@ import torch
 import torch.multiprocessing
 import torch.nn.functional as F
 from decoders import SHAPES, SMALL, trained_like, write_huggingface
+from make_sotu_tasks import CORPUS, write_tasks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
@@ -29,7 +30,6 @@ from lm.data.shards import Shards
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer, train_bpe, train_char
 from lm.errors import RequestError, RunError
-from lm.evaluation import tasks as sotu
 from lm.evaluation.benchmark import TaskResult, core, evaluate
 from lm.evaluation.bits_per_byte import shards_bits_per_byte, texts_bits_per_byte
 from lm.evaluation.scoring import chosen_items, prompts
@@ -474,7 +474,7 @@ def test_shards_of_another_tokenizer_are_refused(corpus):
 
 
 def test_the_shipped_tasks_are_made_again_to_the_byte(tmp_path):
-    sotu.write_tasks(tmp_path)
+    write_tasks(tmp_path)
     made = sorted(file.name for file in tmp_path.iterdir())
     assert made == sorted(file.name for file in SHIPPED.iterdir() if file.suffix != ".md")
     for name in made:
@@ -483,7 +483,7 @@ def test_the_shipped_tasks_are_made_again_to_the_byte(tmp_path):
 
 def test_the_shipped_tasks_are_of_validation_documents_only():
     """What tiny.yaml trains on holds no right answer with what is before it."""
-    trained = "\n".join(text for _, text in read_documents([sotu.CORPUS]) if split_hash(text) >= 0.05)
+    trained = "\n".join(text for _, text in read_documents([CORPUS]) if split_hash(text) >= 0.05)
     for task in read_tasks(["embedded:sotu"]):
         assert 100 <= len(task.items) <= 200
         for item in task.items:
@@ -498,7 +498,7 @@ def test_the_shipped_tasks_are_of_validation_documents_only():
 def test_a_model_that_learned_a_little_beats_chance():
     """Seconds of training are enough for the easiest of the shipped tasks."""
     torch.manual_seed(0)
-    texts = [text for _, text in read_documents([sotu.CORPUS]) if split_hash(text) >= 0.05]
+    texts = [text for _, text in read_documents([CORPUS]) if split_hash(text) >= 0.05]
     tokenizer = train_bpe(texts[::8], 1024)
     ids = torch.tensor([i for text in texts[::8] for i in (*tokenizer.encode(text), tokenizer.eos_id)])
     decoder = Decoder(

@@ -1,0 +1,312 @@
+"""The model card of an export: what the model is, what it was trained on and how, how good it is, how to use it.
+
+The front matter is what the Hugging Face Hub reads (https://huggingface.co/docs/hub/model-cards). Everything else is
+tables of a name and a text, from the folder of the model's run. Unknown values are left out, and no text names folders
+of the machine or secrets of a URL, so that the card may be published.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lm import __version__
+from lm.inference.pretrained import Pretrained
+from lm.model.estimates import flops_per_token, parameters
+from lm.model.huggingface import config_json
+from lm.runs.checkpoint import read_progress
+from lm.runs.evaluations import merge_evaluations
+from lm.runs.metrics import METRICS
+from lm.runs.run import Run
+from lm.system.units import format_bytes, format_count, format_duration
+
+Rows = dict[str, Any]  # name -> value of a table; None where it is not known
+SHOWN_SOURCES = 12
+
+# Identifiers that the Hub knows, of https://huggingface.co/docs/hub/repositories-licenses; it takes others by name.
+LICENSES = set(
+    "apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigcode-openrail-m afl-3.0 artistic-2.0 "
+    "bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 "
+    "cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 "
+    "cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0 cdla-permissive-1.0 cdla-permissive-2.0 wtfpl "
+    "ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 lgpl lgpl-2.1 lgpl-3.0 isc "
+    "lppl-1.3c ms-pl mpl-2.0 odc-by odbl osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl unknown other".split()
+)
+
+USE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "{name}"  # this folder, or its name on the Hub
+model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(folder)
+prompt = tokenizer("The", return_tensors="pt", add_special_tokens=False)
+tokens = model.generate(**prompt, max_new_tokens=50, do_sample=True, temperature=0.8)
+print(tokenizer.decode(tokens[0]))
+```"""
+BEGINNING = (
+    "`{eos}` ends every document that the model was trained on, and so begins the next: put it before a prompt that is "
+    "to be the beginning of a text."
+)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a person says of a model.
+
+    Args:
+        name: what the card calls it.
+        license: an SPDX identifier, or "unknown".
+        language: ISO 639 codes.
+    """
+
+    name: str
+    license: str = "unknown"
+    language: tuple[str, ...] = ()
+
+
+def model_card(model: Pretrained, card: Card) -> str:
+    """The text of the `README.md`.
+
+    Args:
+        model: in the number format of the export; the run that its folder is in, if any, tells how it was trained.
+        card: what a person says of it.
+    """
+    run = Run.of(model.path)
+    parts = [f"# {card.name}", _opening(model, run), "## Shape", _table(_shape(model))]
+    if run is not None:
+        parts += ["## Data", _table(data_rows(model, run)), "## Training", _table(training_rows(model, run))]
+        if results := result_rows(model, run):
+            parts += ["## Results", _table(results)]
+    parts += ["## Use", USE.format(name=card.name)]
+    if run is not None:
+        parts.append(BEGINNING.format(eos=model.tokenizer.eos_token))
+    parts += ["## Limits", _limits(model, card), "## Versions", _table(_versions(run))]
+    front = yaml.safe_dump(_front_matter(model, card, run), sort_keys=False, allow_unicode=True)
+    return f"---\n{front}---\n\n" + "\n\n".join(parts) + "\n"
+
+
+def _front_matter(model: Pretrained, card: Card, run: Run | None) -> dict[str, Any]:
+    known = card.license.lower() in LICENSES
+    found = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", name) for name in (sources(run) if run else [])]
+    return {
+        **({"language": list(card.language)} if card.language else {}),
+        **({"license": card.license.lower()} if known else {"license": "other", "license_name": card.license}),
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["causal-lm", _architecture(model)["model_type"]],
+        **({"datasets": sorted({match[1] for match in found if match})} if any(found) else {}),
+    }
+
+
+def _opening(model: Pretrained, run: Run | None) -> str:
+    count = format_count(parameters(model.config)["total"])
+    text = f"A language model of {count} parameters, a decoder that continues a text token by token."
+    if run is None:
+        return text
+    began = "from the weights of another model" if run.read("run.json").get("began_from") else "from scratch"
+    return f"{text} It was trained {began} on plain text; it was not tuned to follow instructions or to chat."
+
+
+def _architecture(model: Pretrained) -> dict[str, Any]:
+    return config_json(model.config, model.tokenizer.eos_id, str(model.dtype).removeprefix("torch."))
+
+
+def _shape(model: Pretrained) -> Rows:
+    config, counts = model.config, parameters(model.config)
+    windows = [window for window in config.windows if window]
+    normed = ", queries and keys normalised" if config.qk_norm else ""
+    return {
+        "architecture": _architecture(model)["architectures"][0],
+        "parameters": f"{counts['total']:,}, of which {counts['non_embedding']:,} are not embedding or output",
+        "layers": config.num_hidden_layers,
+        "width": f"{config.hidden_size:,}; {config.intermediate_size:,} inside the MLP",
+        "attention": f"{config.num_attention_heads} heads of {config.head_dim}, {config.num_key_value_heads} for keys "
+        f"and values{normed}",
+        "windows": f"{len(windows)} of the layers see {windows[0]:,} tokens" if windows else None,
+        "context": f"{config.max_position_embeddings:,} tokens",
+        "vocabulary": f"{config.vocab_size:,} tokens; the output matrix is "
+        + ("the embedding" if config.tie_word_embeddings else "its own"),
+        "weights": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _limits(model: Pretrained, card: Card) -> str:
+    sentences = [
+        "The model repeats what its texts were like, their errors and prejudices included, and states falsehoods as "
+        "fluently as facts. Check what it writes before you rely on it.",
+        f"It sees at most {model.config.max_position_embeddings:,} tokens.",
+    ]
+    if card.license.lower() == "unknown":
+        sentences.append(
+            "No licence was chosen yet: whoever publishes the model has to, and the licences of the texts may say "
+            "which ones are possible."
+        )
+    return " ".join(sentences)
+
+
+def _versions(run: Run | None) -> Rows:
+    described = run.read("run.json") if run else {}
+    packages = ", ".join(f"{name} {version}" for name, version in described.get("versions", {}).items())
+    return {
+        "trained with": f"python {described['python']}, {packages}" if described.get("python") else None,
+        "revision": described.get("git"),
+        "started": described.get("started"),
+        "exported with": f"lm {__version__}",
+    }
+
+
+def _table(rows: Rows) -> str:
+    """Rows of two columns; those without a value are left out."""
+    known = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items() if value is not None]
+    return "\n".join(["| | |", "|---|---|", *known])
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("\n", " ").replace("|", "\\|")
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def data_rows(model: Pretrained, run: Run) -> Rows:
+    """What the model was trained and validated on, and the tokenizer."""
+    shards, sizes = run.read("data.json"), _manifest(run).get("splits", {})
+    names = list(dict.fromkeys(public_name(name) for name in sources(run)))
+    more = f" and {len(names) - SHOWN_SOURCES:,} more" if len(names) > SHOWN_SOURCES else ""
+    kind = model.tokenizer.description["model"].get("type", "")
+    rows: Rows = {
+        "sources": ", ".join(names[:SHOWN_SOURCES]) + more or None,
+        "tokenizer": f"{'byte-level ' if model.tokenizer.byte_level else ''}{kind}, "
+        f"{len(model.tokenizer.vocabulary):,} tokens",
+    }
+    for split, label in (("train", "training data"), ("val", "validation data")):
+        if tokens := sum(shard[2] for shard in shards.get(split, [])):
+            rows[label] = f"{tokens:,} tokens"
+        if tokens and (size := sizes.get(split)):
+            rows[label] += (
+                f" of {size['documents']:,} documents, {format_bytes(size['bytes'])} of text, "
+                f"{size['bytes'] / size['tokens']:.2f} bytes a token"
+            )
+    return rows
+
+
+def sources(run: Run) -> list[str]:
+    """The files or URLs that the data was made of; its shards where that is not known."""
+    if manifest := _manifest(run):
+        return [source["name"] for source in manifest.get("sources", [])]
+    data = run.settings().get("data") or {}
+    given = data.get("train") or (data.get("prepare") or {}).get("input") or []
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _manifest(run: Run) -> dict[str, Any]:
+    """The manifest of `lm data prepare`; {} where it is gone, or the data was prepared anew since."""
+    try:
+        folder = run.started_in() / run.settings()["data"]["path"]
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        made = {Path(shard["file"]).name: shard["size"] for shard in manifest["splits"]["train"]["shards"]}
+        used = {Path(name).name: size for name, size, *_ in run.read("data.json")["train"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return manifest if made == used else {}
+
+
+def public_name(name: str) -> str:
+    """A source without what is of this machine or secret: the folders of a file, the user and the query of a URL."""
+    if "://" in name and not name.startswith("file://"):
+        return re.sub(r"//[^/]*@", "//", re.split(r"[?#]", name)[0])
+    return name if name.startswith("embedded:") else Path(name).name
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def training_rows(model: Pretrained, run: Run) -> Rows:
+    """How the model was trained: steps, batch, optimizer, hardware, operations, time, cost."""
+    described, step, config = run.read("run.json"), model.step, run.settings()
+    data, trainer, module = (config.get(name) or {} for name in ("data", "trainer", "model"))
+    seq_len = data.get("seq_len") or model.config.max_position_embeddings
+    tokens = read_progress(model.path).samples * seq_len
+    whole = sum(shard[2] for shard in run.read("data.json").get("train", []))
+    planned = run.read("state.json").get("max_steps")
+    batches = [stretch["global_batch"] for stretch in described.get("stretches", []) if stretch["step"] < step]
+    seconds = _seconds(run.metrics(), step)
+    began_from = described.get("began_from")
+    return {
+        "began from": f"the weights of {Path(began_from).name}" if began_from else None,
+        "steps": f"{step:,}" + (f" of {planned:,}" if planned else ""),
+        "tokens": f"{tokens:,}" + (f", {tokens / whole:.2f} times the data" if whole else ""),
+        "batch": f"{batches[-1] * seq_len:,} tokens: {batches[-1]:,} sequences of {seq_len:,}" if batches else None,
+        **_optimizer_rows(module),
+        "precision": trainer.get("precision"),
+        "hardware": f"{described.get('world_size') or 1} x {described['device']}" if described.get("device") else None,
+        "compute": f"{flops_per_token(model.config, seq_len) * tokens:.2e} floating-point operations: 6 a parameter "
+        "and token, and those of attention",
+        "time": f"{format_duration(seconds)} of optimizer steps" if seconds else None,
+        "cost": _cost(run.read("budget.json")),
+        "seed": config.get("seed_everything"),
+    }
+
+
+def _optimizer_rows(module: dict[str, Any]) -> Rows:
+    optimizer, schedule = module.get("optimizer") or {}, module.get("schedule") or {}
+    betas = " and ".join(map(str, optimizer.get("betas", [])))
+    rows: Rows = {"dropout": (module.get("decoder") or {}).get("dropout") or None}
+    if optimizer:
+        rows["optimizer"] = (
+            f"{optimizer.get('name')}, learning rate {optimizer.get('lr')}, betas {betas}, weight decay "
+            f"{optimizer.get('weight_decay')}"
+        )
+    if schedule:
+        warmup = schedule.get("warmup_steps")
+        rows["schedule"] = f"{schedule.get('name')}" + (f" after {warmup:,} steps of warm-up" if warmup else "")
+    return rows
+
+
+def _seconds(metrics: list[dict[str, Any]], step: int) -> float:
+    """The time of the optimizer steps by the log lines, tokens over tokens a second: without validations."""
+    seconds, before = 0.0, 0
+    for line in metrics:
+        if (rate := line.get("perf/tokens_per_second")) and line["step"] <= step:
+            seconds += (line["tokens"] - before) / rate
+            before = line["tokens"]
+    return seconds
+
+
+def _cost(budget: dict[str, Any]) -> str | None:
+    spent, hours = budget.get("spent_usd"), budget.get("hours_elapsed")
+    if spent is None:
+        return None
+    return f"{spent:.2f} USD" + ("" if hours is None else f" in {hours:.1f} hours") + ", for the whole run"
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def result_rows(model: Pretrained, run: Run) -> Rows:
+    """The validation at this very step, and what evaluations found of it."""
+    rows: Rows = {}
+    for line in run.metrics():
+        if line["step"] == model.step:
+            rows |= {
+                f"{metric.label}, {metric.unit}".removesuffix(", "): metric.shown(line[name])
+                for name, metric in METRICS.items() if name.startswith("val/") and name in line
+            }  # fmt: skip
+    found = merge_evaluations(run.evaluations(), model.step)
+    if found is None:
+        return rows
+    for name, texts in found["texts"].items():
+        if texts["bits_per_byte"] is not None:
+            rows[f"bits per byte of {public_name(name)}"] = f"{texts['bits_per_byte']:.4f}"
+    for name, task in found["tasks"].items():
+        low, high = task["interval"]
+        rows[f"{name}, {task['num_fewshot']} shots"] = (
+            f"{task['accuracy']:.1%} right (95 % interval {low:.1%} to {high:.1%}) of {task['items']:,}; guessing "
+            f"gives {task['baseline']:.1%}"
+        )
+    if found["core"] is not None:
+        rows["mean of the accuracies, each centred on guessing"] = f"{found['core']:.4f}"
+    return rows
