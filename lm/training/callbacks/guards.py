@@ -95,8 +95,8 @@ class Alerts(Callback):
     """
 
     def __init__(self, alerts: Mapping[str, Action]) -> None:
-        self.watch = AlertEvaluator(alerts)
-        self.actions = {expression: alerts[text] for text, expression in zip(alerts, self.watch.expressions)}
+        self.evaluator = AlertEvaluator(alerts)
+        self.actions = {expression: alerts[text] for text, expression in zip(alerts, self.evaluator.expressions)}
         self._said: set[str] = set()
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
@@ -112,15 +112,15 @@ class Alerts(Callback):
     ) -> None:
         """What led to a rollback is no measure for what comes after it."""
         if action == "rollback":
-            self.watch.history.drop_newest()
+            self.evaluator.history.drop_newest()
 
     def _found(self, line: dict[str, float]) -> list[tuple[Action, str]]:
         """What is to be done, and what was found: `loss > 10: loss is 12.31 at step 130`."""
         found = []
-        for expression, holds in self.watch.look(line).items():
+        for expression, holds in self.evaluator.evaluate(line).items():
             action = self.actions[expression]
             if holds and not (action in ONCE and expression.text in self._said):
-                figures = expression.explain(self.watch.history, but=("step",))
+                figures = expression.explain(self.evaluator.history, omit=("step",))
                 found.append((action, f"{expression.text}: {figures}{' ' if figures else ''}at step {line['step']}"))
             if holds:
                 self._said.add(expression.text)
@@ -129,10 +129,10 @@ class Alerts(Callback):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.watch.history.state_dict(), "said": sorted(self._said)}
+        return {**self.evaluator.history.state_dict(), "said": sorted(self._said)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.watch.history.load_state_dict(state_dict)
+        self.evaluator.history.load_state_dict(state_dict)
         self._said = set(state_dict["said"])
 
 

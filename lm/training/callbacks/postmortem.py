@@ -57,7 +57,7 @@ class PostMortem(Callback):
     """
 
     def __init__(self, spike: str | None = None) -> None:
-        self._watch = AlertEvaluator([] if spike is None else [spike])
+        self._evaluator = AlertEvaluator([] if spike is None else [spike])
         self._spiking = False  # said already, and still true
         self._taken: deque[StepRef] = deque(maxlen=STEPS_KEPT)
         self._newest: list[Step] | None = None  # of `recent_steps`, what was taken note of last
@@ -117,18 +117,18 @@ class PostMortem(Callback):
             self._end(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._watch.history.state_dict(), "spiking": self._spiking}
+        return {**self._evaluator.history.state_dict(), "spiking": self._spiking}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._watch.history.load_state_dict(state_dict)
+        self._evaluator.history.load_state_dict(state_dict)
         self._spiking = state_dict["spiking"]
 
     def _spike_in(self, line: dict[str, float]) -> str | None:
         """What there is to say of a spike that has just begun."""
-        for expression, holds in self._watch.look(line).items():
+        for expression, holds in self._evaluator.evaluate(line).items():
             began, self._spiking = holds and not self._spiking, bool(holds)
             if began:
-                return f"{expression.text}: {expression.explain(self._watch.history)} at step {line['step']}"
+                return f"{expression.text}: {expression.explain(self._evaluator.history)} at step {line['step']}"
         return None
 
     def _take_note(self, trainer: Trainer, module: LightningModule) -> bool:
