@@ -241,7 +241,7 @@ def _compare(left: float, op: ast.cmpop, right: float) -> bool | None:
 
 
 def _combine(values: list[bool | None], decisive: bool) -> bool | None:
-    """`and` where False is decisive, `or` where True is: one decisive value decides, else an undecided one leaves it so."""
+    """`and` where False is decisive, `or` where True is: one such value decides, else an undecided one leaves it so."""
     return decisive if decisive in values else None if None in values else not decisive
 
 

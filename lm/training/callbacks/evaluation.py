@@ -248,7 +248,7 @@ class Evaluations(Callback):
     def _evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()  # what is still queued is training
-        run_log = next(callback for callback in trainer.callbacks if isinstance(callback, RunLog))
+        run_log = RunLog.of(trainer)
         run_log.write_state(trainer, "running", phase="evaluating")
         with not_training(trainer):
             found = self._found(trainer, pl_module)
@@ -257,7 +257,7 @@ class Evaluations(Callback):
             return
         if trainer.is_global_zero:
             _keep(trainer, found)
-        run_log.tell(trainer, pl_module, metrics(found))
+        run_log.log_metrics(trainer, pl_module, metrics(found))
 
     def _found(self, trainer: Trainer, pl_module: LightningModule) -> Evaluation | None:
         """What was found; None where it failed, which is logged."""

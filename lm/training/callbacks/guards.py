@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 Action = Literal["warn", "checkpoint", "stop", "rollback"]
 
 
-def agree(trainer: Trainer, value: Any) -> Any:
-    """What rank zero says, on every rank."""
+def from_rank_zero(trainer: Trainer, value: Any) -> Any:
+    """The value of rank zero, on every rank."""
     return trainer.strategy.broadcast(value) if trainer.world_size > 1 else value
 
 
@@ -66,12 +66,12 @@ def act(
 
 @contextmanager
 def not_training(trainer: Trainer) -> Iterator[None]:
-    """What is done meanwhile is no training: callbacks with `on_pause` are told afterwards how many seconds it took."""
+    """Call `on_pause` of every callback with the seconds that the block took."""
     began = time.monotonic()
     try:
         yield
     finally:
-        call_hook(trainer, "on_pause", time.monotonic() - began)
+        call_hook(trainer, "on_pause", time.monotonic() - began, "other")
 
 
 # ---- alerts ----------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Alerts(Callback):
         if not self.actions:
             return
         line = {**metrics, "step": trainer.global_step, "data/tokens": trainer.tokens_seen}
-        for action, message in agree(trainer, self._found(line)):
+        for action, message in from_rank_zero(trainer, self._found(line)):
             act(trainer, pl_module, "alert", action, message)
 
     def on_guard(
@@ -228,7 +228,7 @@ class Rollback(Callback):
         if self.done >= self.most:
             trainer.stop = GuardStop(f"{guard}: {message}; guards.max_rollbacks {self.most} are used up")
             return
-        folder = agree(trainer, self._last_good(trainer) if trainer.is_global_zero else None)
+        folder = from_rank_zero(trainer, self._last_good(trainer) if trainer.is_global_zero else None)
         if folder is None:
             trainer.stop = GuardStop(
                 f"{guard}: {message}; there is no checkpoint of step {self._good} or before to return to"

@@ -24,7 +24,7 @@ from lm.runs.postmortem import Evidence, Incident
 from lm.system.process import steady_time
 from lm.training.alerts import AlertEvaluator
 from lm.training.callback import Callback
-from lm.training.callbacks.guards import Action, act, agree, not_training
+from lm.training.callbacks.guards import Action, act, from_rank_zero, not_training
 from lm.training.probe import StepRef, gather, injected, is_sharded
 from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
@@ -74,7 +74,7 @@ class PostMortem(Callback):
         if trainer.is_global_zero:
             losses = [(line["step"], line["train/loss"]) for line in trainer.run.metrics() if "train/loss" in line]
             known = (postmortem.steps_of(trainer.run), postmortem.still_open(trainer.run), losses[-WINDOW - 1 :])
-        self._known, moment, losses = agree(trainer, known)
+        self._known, moment, losses = from_rank_zero(trainer, known)
         self._losses.extend(losses)
         if moment is not None and moment.step <= trainer.global_step:  # else it comes again
             self._open = moment
@@ -88,7 +88,7 @@ class PostMortem(Callback):
         if self._open is not None and loss is not None and new_steps:
             self._follow(trainer, loss)
         line = {**metrics, "step": trainer.global_step, "data/tokens": trainer.tokens_seen}
-        message = agree(trainer, self._spike_in(line))
+        message = from_rank_zero(trainer, self._spike_in(line))
         if message is not None:
             act(trainer, pl_module, "spike", "warn", message)
 
@@ -271,7 +271,7 @@ class SpikeInjection(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         noted = trainer.run.read("run.json").get("injected", {}).get("steps", []) if trainer.is_global_zero else None
-        noted = agree(trainer, noted)
+        noted = from_rank_zero(trainer, noted)
         self._done = [step for step in noted if step <= trainer.global_step]
         self._logged = trainer.global_step
         if self._done != noted:

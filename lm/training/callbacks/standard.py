@@ -17,7 +17,7 @@ from lm.training.callbacks.logging import Curves, Histograms, ProgressBar, RunLo
 from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
-from lm.training.callbacks.throughput import DataWait, Throughput, ThroughputConfig, ThroughputFloor
+from lm.training.callbacks.throughput import Throughput, ThroughputConfig, ThroughputFloor
 
 # ---- guards ----------------------------------------------------------------------------------------------------------
 # The guards of a run: what they are told in the config, and who they are.
@@ -125,7 +125,6 @@ def standard_callbacks(
         SkippedData(),
         RunLog(trainer["log_interval"]),
         Throughput(),
-        DataWait(),
         *guard_callbacks(guards),
         ProgressBar(),
         *asked_for,
