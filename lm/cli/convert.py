@@ -28,7 +28,7 @@ from lm.runs.checkpoint import sync, write_folder
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT
 from lm.system.files import remove_stale
-from lm.training.checkpointing import model_files
+from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats
 
 # ---- export ----------------------------------------------------------------------------------------------------------

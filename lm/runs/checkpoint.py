@@ -5,7 +5,7 @@ are the rest of the resume. `trainer.json` carries a digest of every other file 
 Everything goes to a temporary folder beside the final one, is synced, verified and renamed; links move afterwards.
 Nothing is pickled.
 
-`training/checkpointing` writes them in the background of a training.
+`training/checkpoint_state` writes them in the background of a training.
 """
 
 import base64
@@ -78,7 +78,7 @@ def decode(value: Any) -> Any:
 
 # ---- checkpoint ------------------------------------------------------------------------------------------------------
 
-FORMAT = 4  # 3: trainer.json has a digest of itself; 4: Lightning counts optimizer steps, not micro-batches
+FORMAT = 5  # 4: Lightning counts optimizer steps, not micro-batches; 5: names in the states of guards
 NO_SPACE, NO_QUOTA = os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)
 TENSORS = {"state_dict": "model.safetensors", "optimizer": "optimizer.safetensors"}
 # What parsing a document raises that nobody wrote like this: digests hold, and yet it makes no sense.
