@@ -27,7 +27,7 @@ from lm.runs.checkpoint import write_files
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT
 from lm.system.files import atomic_folder
-from lm.training.checkpointing import model_files
+from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats
 
 # ---- export ----------------------------------------------------------------------------------------------------------

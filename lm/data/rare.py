@@ -4,7 +4,7 @@ import numpy as np
 
 from lm.data.shards import Shards
 
-SHARE = 0.01  # of the text, what the rarest tokens make up together
+RARE_FRACTION = 0.01  # of the text, what the rarest tokens make up together
 COUNTED = 4 * 2**20  # tokens of the text that are counted
 
 
@@ -31,7 +31,7 @@ def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
             break
     rarest = np.argsort(counts, kind="stable")
     rarest = rarest[counts[rarest] > 0]
-    within = np.cumsum(counts[rarest]) <= SHARE * counts.sum()
+    within = np.cumsum(counts[rarest]) <= RARE_FRACTION * counts.sum()
     return rarest[: max(1, int(within.sum()))]
 
 

@@ -5,7 +5,7 @@ are the rest of the resume. `trainer.json` has a digest of every other file and 
 files go to a temporary folder, which is synced and renamed; the links `last` and `best` move afterwards. Nothing is
 pickled.
 
-`training/checkpointing` writes checkpoints in the background of a training.
+`training/checkpoint_state` writes them in the background of a training.
 """
 
 import base64
@@ -26,7 +26,7 @@ from lm.errors import RequestError, RunError
 from lm.system.files import DAMAGE, atomic_folder, digest, dump_checksummed, load_checksummed
 from lm.system.units import format_bytes
 
-FORMAT = 4  # 3: trainer.json has a digest of itself; 4: Lightning counts optimizer steps, not micro-batches
+FORMAT = 5  # 4: Lightning counts optimizer steps, not micro-batches; 5: names in the states of guards
 TENSORS = {"state_dict": "model.safetensors", "optimizer": "optimizer.safetensors"}  # key of the content -> file
 NO_SPACE, NO_QUOTA = os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)
 

@@ -1,34 +1,33 @@
-"""Alerts: conditions of `lm/training/alerts` over what the run log writes, such as `loss > 10` or `val_loss > 4`."""
+"""Conditions of alerts over logged metrics, such as `loss > 1.5 * median(loss, 100)`, and their evaluation.
+
+Python's parser reads an expression and nothing of Python runs it: `Expression` refuses every node that is not in the
+tables below. An unknown number is NaN and an undecided condition is None: until a metric has a value and a window is
+full, and after a division by zero. An undecided condition does not fire.
+"""
 
 import ast
 import math
 import operator
 import statistics
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from lm.errors import RequestError
 from lm.runs.metrics import METRICS
 
-# ---- expressions -----------------------------------------------------------------------------------------------------
-# Conditions over named values and their past, such as `loss > 1.5 * median(loss, 100)`: read once, looked at often.
-#
-# Python's grammar reads an expression and nothing of Python runs it: what is allowed is in the tables below, and every
-# node becomes one of the small functions here. An unknown number is NaN and an undecided condition is None: so it is
-# until a metric has a value and a window is full, and after a division by zero. What is undecided does not fire.
-
-LONGEST_TEXT = 500  # characters
-DEEPEST = 50  # parts inside parts
-LONGEST_WINDOW = 10_000  # values
-LARGEST = 1e300
+MAX_CHARACTERS = 500
+MAX_DEPTH = 50  # of nested parts
+MAX_WINDOW = 10_000  # values
+MAX_NUMBER = 1e300
 
 ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
               ast.Div: lambda a, b: a / b if b else math.nan}  # fmt: skip
 COMPARISONS = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
                ast.Eq: operator.eq, ast.NotEq: operator.ne}  # fmt: skip
+LOGIC = (ast.And, ast.Or, ast.Not)
+OPERATORS = {*ARITHMETIC, *COMPARISONS, *LOGIC, ast.USub, type(None)}
 
 
 def mean(values: list[float]) -> float:
@@ -36,22 +35,25 @@ def mean(values: list[float]) -> float:
 
 
 def std(values: list[float]) -> float:
-    """The standard deviation of all of the values, not the estimate from a sample."""
-    middle = mean(values)
-    return math.sqrt(mean([(value - middle) * (value - middle) for value in values]))
+    """The standard deviation of the values themselves (divided by their number)."""
+    center = mean(values)
+    return math.sqrt(mean([(value - center) * (value - center) for value in values]))
 
 
 WINDOWS = {"mean": mean, "median": statistics.median, "min": min, "max": max, "std": std}
-FORMS = {"abs": "abs(lr - 1e-3)", "previous": "previous(loss)"} | {name: f"{name}(loss, 100)" for name in WINDOWS}
-ALLOWED = f"allowed are numbers, metrics, + - * /, comparisons, and, or, not and {', '.join(FORMS)}"
-NOT_HERE = f"this may not stand here; {ALLOWED}"
+EXAMPLES = {"abs": "abs(lr - 1e-3)", "previous": "previous(loss)"} | {name: f"{name}(loss, 100)" for name in WINDOWS}
+ALLOWED = f"allowed are numbers, metrics, + - * /, comparisons, and, or, not and {', '.join(EXAMPLES)}"
+
+# Name of a metric in an expression -> its name in the log.
+NAMES = {metric.alert: name for name, metric in METRICS.items() if metric.alert} | {"step": "step"}
+CLOCKS = {"step", "tokens"}  # in every log line: a new value of theirs alone does not evaluate an expression
 
 
 class History:
-    """The newest value of each name, and the finite ones before it.
+    """The newest value of each metric, and the finite ones before it.
 
     Args:
-        depths: names, and how many values before the newest each keeps.
+        depths: metric -> how many values before the newest are kept.
     """
 
     def __init__(self, depths: Mapping[str, int]) -> None:
@@ -59,76 +61,135 @@ class History:
         self.before = {name: deque[float](maxlen=depth) for name, depth in depths.items()}
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Take the values of a log line; other names than those that are kept are passed over."""
+        """Take the values of a log line; metrics that are not kept here are ignored."""
         for name in self.before.keys() & values.keys():
             if math.isfinite(self.newest.get(name, math.nan)):
                 self.before[name].append(self.newest[name])
             self.newest[name] = float(values[name])
 
     def drop_newest(self) -> None:
-        """Forget the newest values, so that no window will have them."""
+        """Forget the newest values, so that they enter no window."""
         self.newest.clear()
 
-    def last(self, name: str, count: int) -> list[float] | None:
-        """`count` values before the newest; None while there are fewer."""
-        values = self.before[name]
-        return list(values)[-count:] if len(values) >= count else None
-
     def state_dict(self) -> dict[str, Any]:
-        """What goes on with the run, in finite numbers."""
         newest = {name: value for name, value in self.newest.items() if math.isfinite(value)}
         return {"newest": newest, "before": {name: list(values) for name, values in self.before.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what a checkpoint holds of the names that are kept here."""
+        """Restore the metrics that are kept here; others of the checkpoint are ignored."""
         self.newest = {name: value for name, value in state["newest"].items() if name in self.before}
         for name, values in self.before.items():
             values.clear()
             values.extend(state["before"].get(name, []))
 
 
-Number = Callable[[History], float]  # NaN: not known
-Truth = Callable[[History], bool | None]  # None: not decided
-
-
-@dataclass(frozen=True, eq=False)
 class Expression:
-    """A condition over metrics. `parse` makes one.
+    """One condition over metrics.
 
     Attributes:
-        text: as it was written.
-        depths: the metrics in it, and how many values before the newest are needed of each.
-        figures: what a message shows of it: metrics and windows, as they were written.
-        holds: whether it is true; None while that is not decided.
-    """
-
-    text: str
-    depths: dict[str, int]
-    figures: dict[str, Number]
-    holds: Truth
-
-    def explain(self, history: History, but: Collection[str] = ()) -> str:
-        """Its figures, but for some: `loss is 12.31, median(loss, 100) is 3.2`."""
-        shown = {text: value(history) for text, value in self.figures.items() if text not in but}
-        return ", ".join(f"{text} is {_readable(value)}" for text, value in shown.items())
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-def parse(text: str, names: Collection[str]) -> Expression:
-    """Read an expression.
-
-    Args:
-        text: the expression.
-        names: what may be named in it.
+        depths: metrics that it names -> how many values before the newest it needs.
 
     Raises:
-        RequestError: it is not one that may stand here; the message says where, and what may.
+        RequestError: it is not an allowed expression; the message says which part, and what to write.
     """
-    text = str(text).strip()
-    if len(text) > LONGEST_TEXT:
-        raise RequestError(f"expression `{text[:40]}...` has {len(text)} characters; at most {LONGEST_TEXT}")
+
+    def __init__(self, text: str) -> None:
+        self.text = str(text).strip()
+        self.depths: dict[str, int] = {}
+        self._figures: dict[str, ast.expr] = {}  # metrics and windows, for `explain`
+        self._tree = _parse(self.text)
+        self._check(self._tree, condition=True)
+        if not self.depths:
+            self._refuse(self._tree, f"it has no metric in it, so it never changes; there are {', '.join(NAMES)}")
+
+    def holds(self, history: History) -> bool | None:
+        """Whether it is true; None where that is not decided."""
+        return _evaluate(self._tree, history)
+
+    def explain(self, history: History, omit: Collection[str] = ()) -> str:
+        """The values of its metrics and windows: `loss is 12.31, median(loss, 100) is 3.2`."""
+        shown = {text: _evaluate(node, history) for text, node in self._figures.items() if text not in omit}
+        return ", ".join(f"{text} is {_readable(value)}" for text, value in shown.items())
+
+    def _refuse(self, node: ast.AST, reason: str) -> NoReturn:
+        part = ast.get_source_segment(self.text, node)
+        where = "" if part == self.text else f" at `{part}`"
+        raise RequestError(f"expression `{self.text}`{where}: {reason}")
+
+    def _check(self, node: ast.expr, condition: bool) -> None:
+        """Refuse a node, or a part of it, that is not allowed, or is a number where a condition is needed."""
+        operators = [getattr(node, "op", None), *getattr(node, "ops", [])]
+        parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+        match node:
+            case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+                if not abs(value) < MAX_NUMBER:
+                    self._refuse(node, "larger than any number here can be")
+            case ast.Name(id=name):
+                self._add_metric(node, name)
+            case ast.Call(func=ast.Name(id=name), keywords=[]):
+                parts = self._check_call(node, name)
+            case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.BoolOp() if {*map(type, operators)} <= OPERATORS:
+                pass
+            case _:
+                self._refuse(node, f"this may not stand here; {ALLOWED}")
+        for part in parts:
+            self._check(part, condition=isinstance(operators[0], LOGIC))
+        if condition and not _is_condition(node):
+            self._refuse(node, "a number, where something true or false is needed: compare it, such as `loss > 10`")
+        if not condition and _is_condition(node):
+            self._refuse(node, "true or false, where a number is needed; write `and` between two comparisons")
+
+    def _check_call(self, node: ast.Call, name: str) -> list[ast.expr]:
+        """The arguments of a call that are numbers of their own: none of a window over a metric."""
+        match name, node.args:
+            case "abs", [argument]:
+                return [argument]
+            case "previous", [ast.Name(id=metric)]:
+                count = 1
+            case _, [ast.Name(id=metric), ast.Constant(value=int() as count)] if (
+                name in WINDOWS and 1 <= count <= MAX_WINDOW and count is not True
+            ):
+                pass
+            case _ if name in EXAMPLES:
+                self._refuse(node, f"write it such as {EXAMPLES[name]}; a window has 1 to {MAX_WINDOW:,} values")
+            case _:
+                self._refuse(node, f"no such function{_nearest(name, EXAMPLES)}; there are {', '.join(EXAMPLES)}")
+        self._add_metric(node.args[0], metric, count)
+        self._figures[ast.unparse(node)] = node
+        return []
+
+    def _add_metric(self, node: ast.expr, name: str, depth: int = 0) -> None:
+        if name not in NAMES:
+            if name in EXAMPLES:
+                self._refuse(node, f"a function, written such as {EXAMPLES[name]}")
+            self._refuse(node, f"no such metric{_nearest(name, NAMES)}; there are {', '.join(NAMES)}")
+        self.depths[name] = max(depth, self.depths.get(name, 0))
+        self._figures.setdefault(name, node)
+
+
+class AlertEvaluator:
+    """Several expressions over one history.
+
+    Raises:
+        RequestError: one of them cannot be read.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.expressions = [Expression(text) for text in texts]
+        names = sorted({name for expression in self.expressions for name in expression.depths})
+        self.history = History({name: max(each.depths.get(name, 0) for each in self.expressions) for name in names})
+
+    def evaluate(self, metrics: Mapping[str, float]) -> dict[Expression, bool | None]:
+        """Take the metrics of a log line, and say which expressions hold, of those whose metrics are in the line."""
+        values = {name: metrics[tag] for name, tag in NAMES.items() if tag in metrics}
+        self.history.add(values)
+        measured = {each: each.depths.keys() - CLOCKS or each.depths.keys() for each in self.expressions}
+        return {each: each.holds(self.history) for each, names in measured.items() if names & values.keys()}
+
+
+def _parse(text: str) -> ast.expr:
+    if len(text) > MAX_CHARACTERS:
+        raise RequestError(f"expression `{text[:40]}...` has {len(text)} characters; at most {MAX_CHARACTERS}")
     if not (text and text.isprintable()):
         raise RequestError(f"expression {text!r}: one line of text is needed, such as `loss > 10`")
     try:
@@ -137,106 +198,51 @@ def parse(text: str, names: Collection[str]) -> Expression:
         raise RequestError(f"expression `{text}`, character {error.offset}: {error.msg}; {ALLOWED}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise RequestError(f"expression `{text}` is nested too deep to be read") from error
-    reader = _Reader(text, names)
-    holds = reader.truth(tree, 1)
-    if not reader.depths:
-        reader.refuse(tree, f"it has no metric in it, so it never changes; there are {', '.join(names)}")
-    return Expression(text, reader.depths, reader.figures, holds)
+    level: list[ast.AST] = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise RequestError(f"expression `{text}` has more than {MAX_DEPTH} parts inside one another")
+    return tree
 
 
-class _Reader:
-    """Turns the nodes of one expression into functions."""
+def _evaluate(node: ast.expr, history: History) -> float | bool | None:
+    """The value of a number (NaN: unknown) or of a condition (None: undecided)."""
+    match node:
+        case ast.Constant(value=value):
+            return float(value)
+        case ast.Name(id=name):
+            return history.newest.get(name, math.nan)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand, history)
+        case ast.UnaryOp(operand=operand):
+            value = _evaluate(operand, history)
+            return None if value is None else not value
+        case ast.BinOp(left=left, op=op, right=right):
+            return ARITHMETIC[type(op)](_evaluate(left, history), _evaluate(right, history))
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            sides = [_evaluate(side, history) for side in (left, *others)]
+            return _combine([_compare(*each) for each in zip(sides, ops, sides[1:])], decisive=False)
+        case ast.BoolOp(op=op, values=parts):
+            return _combine([_evaluate(part, history) for part in parts], decisive=isinstance(op, ast.Or))
+        case ast.Call(func=ast.Name(id="abs"), args=[argument]):
+            return abs(_evaluate(argument, history))
+        case ast.Call(func=ast.Name(id=function), args=[ast.Name(id=name), *rest]):
+            values, count = list(history.before[name]), rest[0].value if rest else 1
+            return WINDOWS.get(function, max)(values[-count:]) if len(values) >= count else math.nan
 
-    def __init__(self, text: str, names: Collection[str]) -> None:
-        self.text, self.names = text, names
-        self.depths: dict[str, int] = {}
-        self.figures: dict[str, Number] = {}
 
-    def refuse(self, node: ast.AST, reason: str) -> NoReturn:
-        piece = ast.get_source_segment(self.text, node)
-        where = "" if piece == self.text else f" at `{piece}`"
-        raise RequestError(f"expression `{self.text}`{where}: {reason}")
+def _is_condition(node: ast.expr) -> bool:
+    return isinstance(node, ast.Compare | ast.BoolOp) or isinstance(getattr(node, "op", None), ast.Not)
 
-    def truth(self, node: ast.expr, depth: int) -> Truth:
-        """A part that is true or false."""
-        self._refuse_depth(node, depth)
-        if isinstance(node, ast.Compare):
-            return self._comparison(node, depth)
-        if isinstance(node, ast.BoolOp):
-            parts = [self.truth(value, depth + 1) for value in node.values]
-            return _all(parts) if isinstance(node.op, ast.And) else _negate(_all([_negate(part) for part in parts]))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return _negate(self.truth(node.operand, depth + 1))
-        self.number(node, depth)
-        self.refuse(node, "a number, where something true or false is needed: compare it, such as `loss > 10`")
 
-    def number(self, node: ast.expr, depth: int) -> Number:
-        """A part that is a number."""
-        self._refuse_depth(node, depth)
-        match node:
-            case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-                if not abs(value) < LARGEST:
-                    self.refuse(node, "larger than any number here can be")
-                return lambda history: float(value)
-            case ast.Name(id=name):
-                self._metric(node, name)
-                return lambda history: history.newest.get(name, math.nan)
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                inner = self.number(operand, depth + 1)
-                return lambda history: -inner(history)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
-                combine = ARITHMETIC[type(op)]
-                a, b = self.number(left, depth + 1), self.number(right, depth + 1)
-                return lambda history: combine(a(history), b(history))
-            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-                return self._call(node, name, arguments, depth)
-            case ast.Compare() | ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
-                self.refuse(node, "true or false, where a number is needed; write `and` between two comparisons")
-        self.refuse(node, NOT_HERE)
+def _compare(left: float, op: ast.cmpop, right: float) -> bool | None:
+    return None if math.isnan(left) or math.isnan(right) else COMPARISONS[type(op)](left, right)
 
-    def _refuse_depth(self, node: ast.expr, depth: int) -> None:
-        if depth > DEEPEST:
-            self.refuse(node, f"more than {DEEPEST} parts inside one another")
 
-    def _metric(self, node: ast.expr, name: str, depth: int = 0) -> None:
-        if name not in self.names:
-            if name in FORMS:
-                self.refuse(node, f"a function, written such as {FORMS[name]}")
-            self.refuse(node, f"no such metric{_nearest(name, self.names)}; there are {', '.join(self.names)}")
-        self.depths[name] = max(depth, self.depths.get(name, 0))
-        self.figures.setdefault(name, lambda history: history.newest.get(name, math.nan))
-
-    def _comparison(self, node: ast.Compare, depth: int) -> Truth:
-        compare = [COMPARISONS.get(type(op)) or self.refuse(node, NOT_HERE) for op in node.ops]
-        numbers = [self.number(each, depth + 1) for each in (node.left, *node.comparators)]
-        return _all([_compared(*each) for each in zip(numbers, compare, numbers[1:])])
-
-    def _call(self, node: ast.Call, name: str, arguments: list[ast.expr], depth: int) -> Number:
-        if name not in FORMS:
-            self.refuse(node, f"no such function{_nearest(name, FORMS)}; there are {', '.join(FORMS)}")
-        match name, arguments:
-            case "abs", [argument]:
-                inner = self.number(argument, depth + 1)
-                return lambda history: abs(inner(history))
-            case "previous", [ast.Name(id=metric)]:
-                return self._window(arguments[0], metric, 1, max, f"previous({metric})")
-            case _, [ast.Name(id=metric), ast.Constant(value=int() as count)] if (
-                name in WINDOWS and 1 <= count <= LONGEST_WINDOW and count is not True
-            ):
-                return self._window(arguments[0], metric, count, WINDOWS[name], f"{name}({metric}, {count})")
-        self.refuse(node, f"write it such as {FORMS[name]}; a window has 1 to {LONGEST_WINDOW:,} values")
-
-    def _window(
-        self, node: ast.expr, metric: str, count: int, function: Callable[[list[float]], float], label: str
-    ) -> Number:
-        self._metric(node, metric, count)
-
-        def value(history: History) -> float:
-            values = history.last(metric, count)
-            return math.nan if values is None else function(values)
-
-        self.figures[label] = value
-        return value
+def _combine(values: list[bool | None], decisive: bool) -> bool | None:
+    """`and` where False is decisive, `or` where True is: one such value decides, else an undecided one leaves it so."""
+    return decisive if decisive in values else None if None in values else not decisive
 
 
 def _readable(value: float) -> str:
@@ -248,65 +254,3 @@ def _readable(value: float) -> str:
 def _nearest(name: str, names: Iterable[str]) -> str:
     close = get_close_matches(name, list(names), 1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _compared(left: Number, compare: Callable[[float, float], bool], right: Number) -> Truth:
-    def holds(history: History) -> bool | None:
-        a, b = left(history), right(history)
-        return None if math.isnan(a) or math.isnan(b) else compare(a, b)
-
-    return holds
-
-
-def _all(parts: list[Truth]) -> Truth:
-    """False where any is false, else undecided where any is."""
-
-    def holds(history: History) -> bool | None:
-        values = [part(history) for part in parts]
-        return False if False in values else None if None in values else True
-
-    return holds
-
-
-def _negate(part: Truth) -> Truth:
-    def holds(history: History) -> bool | None:
-        value = part(history)
-        return None if value is None else not value
-
-    return holds
-
-
-# ---- alerts ----------------------------------------------------------------------------------------------------------
-
-# As an expression says it -> as the run log does.
-NAMES = {metric.alert: name for name, metric in METRICS.items() if metric.alert} | {"step": "step"}
-CLOCKS = {"step", "tokens"}  # known at every line, so that they are no reason to look at an expression again
-
-
-class AlertEvaluator:
-    """Expressions over one history.
-
-    Args:
-        texts: the expressions.
-
-    Raises:
-        RequestError: one of them cannot be read.
-    """
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.expressions = [parse(text, NAMES) for text in texts]
-        names = {name for expression in self.expressions for name in expression.depths}
-        self.history = History(
-            {name: max(expression.depths.get(name, 0) for expression in self.expressions) for name in sorted(names)}
-        )
-
-    def look(self, metrics: Mapping[str, float]) -> dict[Expression, bool | None]:
-        """Take the metrics of a log line, by the log's names, and say which of the expressions they touch hold."""
-        values = {name: metrics[tag] for name, tag in NAMES.items() if tag in metrics}
-        self.history.add(values)
-        return {each: each.holds(self.history) for each in self.expressions if _measured(each) & values.keys()}
-
-
-def _measured(expression: Expression) -> set[str]:
-    """The names whose new values are a reason to look at it."""
-    return expression.depths.keys() - CLOCKS or set(expression.depths)

@@ -24,8 +24,8 @@ class Callback(LightningCallback):
     def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: str, message: str) -> None:
         """A guard has found something; called before its action changes anything. See `callbacks/guards.act`."""
 
-    def on_pause(self, trainer: Trainer, seconds: float) -> None:
-        """Training has stood still for so long, for an evaluation or for samples."""
+    def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
+        """Training has stood still for so long, for a `validation` or for something `other`, such as samples."""
 
     def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
         """The global batch `(N, T + 1)` that this callback put in the place of the data's own; None: it did not."""

@@ -1,8 +1,8 @@
-"""Many devices, a process each: whole models (DDP) or shards of one (FSDP2).
+"""Training on many devices, a process each: whole models (DDP) or shards of one (FSDP2).
 
-Nothing on a batch's way changes: a rank takes its share of the samples, gradients are averaged over the ranks, and
-checkpoints are the same folders as everywhere else, full tensors that rank zero writes and every rank reads. So a run
-may stop under one strategy and go on under another.
+A rank takes its rows of every global batch, and gradients are averaged over the ranks. Checkpoints are the same folders
+under every strategy: full tensors that rank zero writes and every rank reads. So a run may stop under one strategy and
+resume under another.
 """
 
 import os
@@ -35,39 +35,50 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from lm.errors import GuardStop, Interrupted, LmError, RunError
+from lm.training.optim import parameter_names
+
+EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
+LAUNCHER_PID = "LM_LAUNCHER_PID"  # environment variable: the process that started this one
+RESUME = "the same command with `--ckpt_path auto` resumes from the newest checkpoint"
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """`value` of every rank, in the order of the ranks; to be called on all of them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
 
 # ---- launcher --------------------------------------------------------------------------------------------------------
-# How the processes of a training on many devices start, and how all of them end together and with one voice.
-
-PATIENCE = 5.0  # seconds that one process gives another to end by itself
-LAUNCHER = "LM_LAUNCHER_PID"  # tells a process which one started it
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Starts the other processes of a node, and sees to it that all of them end together and with one voice.
+    """Starts the other processes of a node; all of them end together and report one error.
 
-    Lightning's own kills the whole group, without a word, five seconds after any process ended with a code that is
-    not 0: also while rank zero still writes the checkpoint of a run that was interrupted. Here rank zero speaks for
-    all, a rank that fails alone is named, and nobody outlives the process that the user started.
+    Lightning's own kills the whole group, without a message, five seconds after any process ended with a code that is
+    not 0: also while rank zero still writes the checkpoint of a run that was interrupted. Here rank zero reports for
+    all, a rank that fails alone is named, and no process outlives the one that the user started.
     """
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Run `function` in this process; where nobody else has started the others of this node, start them first.
+        """Run `function` in this process, after starting the others of this node unless torchrun or SLURM has.
 
         Raises:
-            RunError: another rank failed; it has said why.
+            RunError: another rank failed; it has printed why.
         """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if self.cluster_environment.creates_processes_externally:
-            _end_with_launcher()
+            _exit_with_launcher()
             return self._follow(function, *args, **kwargs)
-        os.environ[LAUNCHER] = str(os.getpid())
+        os.environ[LAUNCHER_PID] = str(os.getpid())
         self._call_children_scripts()
         return self._lead(trainer, function, *args, **kwargs)
 
     def _follow(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Where another process started this one: rank zero tells what all ranks know."""
+        """Run `function` in a process that another one started; only rank zero reports what all ranks agreed on."""
         if self.cluster_environment.global_rank() == 0:
             return function(*args, **kwargs)
         try:
@@ -75,43 +86,41 @@ class Launcher(_SubprocessScriptLauncher):
         except (Interrupted, GuardStop) as stop:  # all ranks agreed on it
             raise SystemExit(stop.exit_code) from stop
         except Exception:
-            # If rank zero has the same error, it ends this process while this one waits; else this one speaks.
+            # If rank zero has the same error, it kills this process while it waits; else this one reports it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(PATIENCE)
+            time.sleep(EXIT_WAIT)
             raise
 
     def _lead(self, trainer: Trainer | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Where this process started the others: wait for them at the end, and end them where it fails."""
-        left = threading.Event()
-        threading.Thread(target=self._watch, args=(trainer, left), daemon=True, name="ranks").start()
-        patience = 0.0
+        """Run `function` in the process that started the others: wait for them at the end, kill them if it fails."""
+        done = threading.Event()
+        threading.Thread(target=self._watch, args=(trainer, done), daemon=True, name="ranks").start()
+        wait = 0.0
         try:
             result = function(*args, **kwargs)
-            patience = PATIENCE
+            wait = EXIT_WAIT
             return result
-        except (Interrupted, GuardStop):
-            patience = PATIENCE
+        except LmError as error:
+            wait = EXIT_WAIT if isinstance(error, Interrupted | GuardStop) else 0.0
             raise
-        except LmError:
-            raise
-        except Exception as error:  # perhaps no more than the echo of another rank's end
-            left.set()
-            late = isinstance(error, RuntimeError) and re.search("timed ?out|timeout", str(error), re.IGNORECASE)
-            failure = self._silence(error) if late else self._failure(within=1.0)
+        except Exception as error:  # perhaps caused by another rank's exit
+            done.set()
+            timed_out = isinstance(error, RuntimeError) and re.search("timed ?out|timeout", str(error), re.IGNORECASE)
+            failure = self._name_hung_rank(error) if timed_out else self._failure(within=1.0)
             if failure is None:
                 raise
             raise failure from error
         finally:
-            left.set()
-            self._end(patience)
+            done.set()
+            self._end(wait)
 
-    def _watch(self, trainer: Trainer | None, left: threading.Event) -> None:
-        """End a training that waits for a rank which is gone: a collective on a GPU waits for many minutes."""
-        while not left.wait(1.0):
+    def _watch(self, trainer: Trainer | None, done: threading.Event) -> None:
+        """End a training soon after a rank has failed: a collective on a GPU would wait for it for many minutes."""
+        while not done.wait(1.0):
             failure = self._failure()
             if failure is None:
                 continue
-            if left.wait(PATIENCE):
+            if done.wait(EXIT_WAIT):
                 return
             for callback in trainer.callbacks if trainer else ():
                 callback.on_exception(trainer, trainer.lightning_module, failure)
@@ -120,37 +129,36 @@ class Launcher(_SubprocessScriptLauncher):
             os._exit(failure.exit_code)
 
     def _failure(self, within: float = 0.0) -> RunError | None:
-        """The end of another rank as an error, unless it ended well or stopped as all agreed."""
+        """An error that names a rank which failed or was killed; None where none has."""
         until = time.monotonic() + within
         while True:
             for rank, process in enumerate(self.procs, start=1):
                 code = process.poll()
                 if code not in (None, 0, Interrupted.exit_code, GuardStop.exit_code):
                     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-                    return RunError(f"local rank {rank} {how}; `--ckpt_path auto` goes on from the newest checkpoint")
+                    return RunError(f"local rank {rank} {how}; {RESUME}")
             if time.monotonic() >= until:
                 return None
             time.sleep(0.05)
 
-    def _silence(self, error: Exception) -> RunError:
-        """Who did not answer. Those that waited like this process end by themselves; who stays is what they waited for.
-        """
-        until = time.monotonic() + 2 * PATIENCE  # they wait for this one first, and then take a moment to end
+    def _name_hung_rank(self, error: Exception) -> RunError:
+        """Which rank did not answer: ranks that waited for it, as this one did, end by themselves; it does not."""
+        until = time.monotonic() + 2 * EXIT_WAIT  # they wait for this one first, and then take a moment to end
         while time.monotonic() < until and any(process.poll() is None for process in self.procs):
             time.sleep(0.05)
-        silent = [f"{rank} (pid {process.pid})" for rank, process in enumerate(self.procs, start=1)
+        hung = [f"{rank} (pid {process.pid})" for rank, process in enumerate(self.procs, start=1)
                   if process.poll() is None]  # fmt: skip
-        if not silent and (failure := self._failure()) is not None and "was killed" in str(failure):
+        if not hung and (failure := self._failure()) is not None and "was killed" in str(failure):
             return failure
-        who = f"local rank {', '.join(silent)}" if silent else "a rank of another node"
+        who = f"local rank {', '.join(hung)}" if hung else "a rank of another node"
         return RunError(
-            f"{who} did not answer in time, so it hangs (see trainer.rank_timeout); `--ckpt_path auto` goes on from "
-            f"the newest checkpoint; what the wait ended with: {str(error).strip().splitlines()[0]}"
+            f"{who} did not answer in time, so it hangs (see trainer.rank_timeout); {RESUME}; the wait ended with: "
+            f"{str(error).strip().splitlines()[0]}"
         )
 
-    def _end(self, patience: float) -> None:
+    def _end(self, wait: float) -> None:
         """Wait for the other processes of this node, kill those that stay, and reap all."""
-        until = time.monotonic() + patience
+        until = time.monotonic() + wait
         for process in self.procs:
             try:
                 process.wait(timeout=max(0.0, until - time.monotonic()))
@@ -159,9 +167,9 @@ class Launcher(_SubprocessScriptLauncher):
                 process.wait()
 
 
-def _end_with_launcher() -> None:
-    """End this process when the one that started it is gone, however that was killed: no orphan keeps a GPU."""
-    launcher = int(os.environ.get(LAUNCHER, 0))
+def _exit_with_launcher() -> None:
+    """End this process when the one that started it is gone, however it was killed: no orphan keeps a GPU."""
+    launcher = int(os.environ.get(LAUNCHER_PID, 0))
 
     def watch() -> NoReturn:
         while os.getppid() == launcher:
@@ -172,10 +180,10 @@ def _end_with_launcher() -> None:
         threading.Thread(target=watch, daemon=True, name="launcher").start()
 
 
-# ---- sharding --------------------------------------------------------------------------------------------------------
+# ---- strategies ------------------------------------------------------------------------------------------------------
 
-STARTING = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
-NCCL_LATER = 60.0  # seconds
+START_TIMEOUT = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
+NCCL_MARGIN = 60.0  # seconds
 
 
 class ReplicatedStrategy(DDPStrategy):
@@ -187,11 +195,11 @@ class ReplicatedStrategy(DDPStrategy):
 
     def __init__(self, rank_timeout: float) -> None:
         # Nothing in the model is a buffer that ranks could disagree on, and the gradients need no second copy.
-        super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True, timeout=STARTING)
+        super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True, timeout=START_TIMEOUT)
         self.rank_timeout = rank_timeout
 
     def on_train_start(self) -> None:
-        _wait_no_longer(self.rank_timeout)
+        _set_rank_timeout(self.rank_timeout)
 
     def _configure_launcher(self) -> None:
         self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -210,12 +218,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def __init__(self, world_size: int, rank_timeout: float) -> None:
         super().__init__(
             data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=False,
-            timeout=STARTING,
+            timeout=START_TIMEOUT,
         )  # fmt: skip
         self.rank_timeout = rank_timeout
 
     def on_train_start(self) -> None:
-        _wait_no_longer(self.rank_timeout)
+        _set_rank_timeout(self.rank_timeout)
 
     def _configure_launcher(self) -> None:
         self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -241,9 +249,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self.checkpoint_io.teardown()  # Lightning's leaves it out here: writes end, and what failed is told
-
-    # ---- checkpoints: full tensors, through the same CheckpointIO as every other strategy -----------------------
+        self.checkpoint_io.teardown()  # which Lightning's strategy leaves out
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -278,27 +284,26 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Each rank takes its shard of the full optimizer state that it read."""
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        options = StateDictOptions(full_state_dict=True)
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if not saved["state"]:  # of an imported model: the optimizer begins anew, and torch would begin at step 1
+            if not saved["state"]:  # an imported model has none, and torch would begin at step 1
                 continue
-            order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+            names = parameter_names(self.lightning_module, optimizer)
             state = {
-                "state": {order[index]: slots for index, slots in saved["state"].items()},
+                "state": {names[index]: slots for index, slots in saved["state"].items()},
                 "param_groups": [
-                    {**group, "params": [order[index] for index in group["params"]]} for group in saved["param_groups"]
+                    {**group, "params": [names[index] for index in group["params"]]} for group in saved["param_groups"]
                 ],
             }
-            options = StateDictOptions(full_state_dict=True)
             set_optimizer_state_dict(self.model, optimizer, state, options=options)
 
 
-def _wait_no_longer(seconds: float) -> None:
-    """How long ranks wait for one another from now on; torch has no public name for changing it.
+def _set_rank_timeout(seconds: float) -> None:
+    """Set how long ranks wait for one another from now on; torch has no public name for changing it.
 
-    NCCL ends its process without a word when its time is over. The ranks also ask one another on the CPU, after every
-    step (`training/callbacks/stopping`): who hears nothing there says so and ends in order, so NCCL waits longer.
+    NCCL ends its process without a message at its timeout. The ranks also exchange a flag on the CPU after every step
+    (`callbacks/stopping`); a timeout there is reported and ends the run in order, so NCCL waits longer.
     """
     if dist.get_backend() == "nccl":
-        seconds += NCCL_LATER
+        seconds += NCCL_MARGIN
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)

@@ -25,7 +25,7 @@ from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.model.fused import fuse
 from lm.system.stop_signals import STOP
-from lm.training import checkpointing
+from lm.training import checkpoint_state
 from lm.training.distributed import FullyShardedStrategy
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.schedule import ScheduleConfig, lr_fraction
@@ -148,7 +148,7 @@ class LanguageModule(LightningModule):
             The mean loss of this rank's targets in nats, a scalar.
         """
         trainer, optimizer = self.trainer, self.optimizers()
-        generators = checkpointing.rng_state()  # for a step that is dropped: dropout has drawn from them
+        generators = checkpoint_state.rng_state()  # for a step that is dropped: dropout has drawn from them
         micro_batches = batch.split(trainer.steps.micro_batch_size)
         loss_sum = torch.zeros((), device=self.device)
 
@@ -204,7 +204,7 @@ class LanguageModule(LightningModule):
     def _drop_step(self, generators: dict[str, Tensor]) -> None:
         """Undo the micro-batches of this step."""
         self._zero_grad()
-        checkpointing.restore_generators(generators)
+        checkpoint_state.restore_generators(generators)
 
     def _zero_grad(self) -> None:
         (self.graphed or self.optimizers()).zero_grad()
@@ -275,10 +275,10 @@ class LanguageModule(LightningModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpointing.to_checkpoint(self, checkpoint)
+        checkpoint_state.to_checkpoint(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._rank_state = checkpointing.from_checkpoint(self, checkpoint)
+        self._rank_state = checkpoint_state.from_checkpoint(self, checkpoint)
 
     def on_train_start(self) -> None:
         """Put the sums on the device and this rank's generators where the checkpoint left them."""
@@ -286,7 +286,7 @@ class LanguageModule(LightningModule):
         self.trainer.precision_plugin.train_step_context = nullcontext
         self.stats = StepStats(self.device, self._rank_state.get("step_stats"))
         if "rng" in self._rank_state:
-            checkpointing.restore_generators(self._rank_state["rng"])
+            checkpoint_state.restore_generators(self._rank_state["rng"])
         elif self.global_rank:  # all ranks drew the same initial weights; from here on each drops out its own
             torch.manual_seed(torch.initial_seed() + self.global_rank)
         self._rank_state = {}

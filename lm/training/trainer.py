@@ -21,7 +21,7 @@ from lm.system.hardware import keep_freed_memory
 from lm.system.stop_signals import STOP
 from lm.system.units import Count
 from lm.training.callback import call_hook
-from lm.training.checkpointing import FolderCheckpointIO
+from lm.training.checkpoint_state import FolderCheckpointIO
 from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
 from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error, process_bytes
 from lm.training.precision import Float8Precision, Precision, choose

@@ -16,7 +16,7 @@ from lm.inference.pretrained import load_pretrained
 from lm.runs.evaluations import evaluation_metrics
 from lm.runs.run import Run
 from lm.training.callbacks.evaluation import EvaluationConfig
-from lm.training.callbacks.logging import line
+from lm.training.callbacks.logging import format_line
 
 WORDS = ("letter", "answer", "garden", "weight", "captain", "village", "engine", "river", "senate")
 OPTIONS = {"tasks": ["words.jsonl"], "max_items": 7, "batch_tokens": 100}
@@ -169,5 +169,5 @@ def test_every_field_explains_itself_in_help():
 
 
 def test_a_line_for_people_has_core_or_else_each_accuracy():
-    assert line(4, 8, {"eval/a/accuracy": 0.25, "eval/core": 0.0512}) == "step 4/8  mean centred accuracy 0.0512"
-    assert line(4, 8, {"eval/a/accuracy": 0.25, "eval/b/accuracy": 0.5}) == "step 4/8  a 25.0%  b 50.0%"
+    assert format_line(4, 8, {"eval/a/accuracy": 0.25, "eval/core": 0.0512}) == "step 4/8  mean centred accuracy 0.0512"
+    assert format_line(4, 8, {"eval/a/accuracy": 0.25, "eval/b/accuracy": 0.5}) == "step 4/8  a 25.0%  b 50.0%"

@@ -17,7 +17,7 @@ from lm.runs.resume import find_checkpoint, newest_whole, repair_links
 from lm.runs.run import Run
 from lm.system.files import dump_checksummed, load_checksummed, remove, restore_interrupted, stated_digest
 from lm.training.callbacks.checkpoints import Checkpoints, clear
-from lm.training.checkpointing import FolderCheckpointIO
+from lm.training.checkpoint_state import FolderCheckpointIO
 
 
 def content(step=3):
@@ -93,9 +93,9 @@ def test_a_checkpoint_of_another_version_is_told_from_a_damaged_one(tmp_path):
     write_folder(tmp_path / "c", content())
     file = tmp_path / "c" / "trainer.json"
     file.write_text('{"format": 2, "digests": {}}')
-    assert find_damage(tmp_path / "c") == "format 2, and this version of lm reads format 4"
-    file.write_bytes(dump_checksummed({"format": 5, "digests": {}}))
-    assert find_damage(tmp_path / "c") == "format 5, and this version of lm reads format 4"
+    assert find_damage(tmp_path / "c") == "format 2, and this version of lm reads format 5"
+    file.write_bytes(dump_checksummed({"format": 6, "digests": {}}))
+    assert find_damage(tmp_path / "c") == "format 6, and this version of lm reads format 5"
     with pytest.raises(RequestError, match="format 5"):
         read_progress(tmp_path / "c")
 

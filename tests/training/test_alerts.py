@@ -12,7 +12,7 @@ from trainings import lm, make_workplace, write_config
 
 from lm.errors import RequestError
 from lm.runs.run import Run
-from lm.training.alerts import LONGEST_WINDOW, AlertEvaluator, parse
+from lm.training.alerts import MAX_WINDOW, AlertEvaluator, Expression
 from lm.training.alerts import NAMES as METRICS
 
 NAMES = ("loss", "grad_norm", "val_loss")
@@ -22,7 +22,7 @@ def holds(text, *lines):
     """What an expression says after these log lines, each a dict by short names; None: not looked at, or undecided."""
     watch, said = AlertEvaluator([text]), {}
     for line in lines:
-        said = watch.look({METRICS[name]: value for name, value in line.items()})
+        said = watch.evaluate({METRICS[name]: value for name, value in line.items()})
     return next(iter(said.values()), None)
 
 
@@ -175,9 +175,9 @@ def test_nothing_fires_until_a_window_is_full():
 
 def test_it_is_looked_at_when_one_of_its_metrics_is_logged():
     watch = AlertEvaluator(["loss > 1", "val_loss > 1 and step > 3", "step > 1"])
-    seen = {each.text for each in watch.look({"train/loss": 2.0, "step": 4})}
+    seen = {each.text for each in watch.evaluate({"train/loss": 2.0, "step": 4})}
     assert seen == {"loss > 1", "step > 1"}
-    assert {each.text for each in watch.look({"val/loss": 2.0, "step": 4})} == {"val_loss > 1 and step > 3", "step > 1"}
+    assert {each.text for each in watch.evaluate({"val/loss": 2.0, "step": 4})} == {"val_loss > 1 and step > 3", "step > 1"}
 
 
 # ---- what it refuses -------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_what_is_not_in_the_language_is_refused(text):
     """One line, at once, and nothing has run; never another exception."""
     began = time.process_time()
     with pytest.raises(RequestError) as error:
-        parse(text, METRICS)
+        Expression(text)
     assert time.process_time() - began < 0.5
     assert str(error.value).isprintable() and len(str(error.value)) < 1500
 
@@ -218,7 +218,7 @@ def test_what_is_not_in_the_language_is_refused(text):
 @pytest.mark.parametrize(("text", "cure"), WRONG.items())
 def test_a_wrong_expression_is_told_what_is_wrong_and_what_to_write(text, cure):
     with pytest.raises(RequestError) as error:
-        parse(text, METRICS)
+        Expression(text)
     assert text in str(error.value) and cure in str(error.value) and str(error.value).isprintable()
 
 
@@ -226,7 +226,7 @@ def test_a_wrong_expression_is_told_what_is_wrong_and_what_to_write(text, cure):
 @given(st.text(st.sampled_from("loss>< =()[]+-*/.,:'\"\\_19e\n@#{}"), max_size=40) | st.text(max_size=40))
 def test_any_text_is_an_expression_or_a_request_error(text):
     try:
-        parse(text, METRICS)
+        Expression(text)
     except RequestError as error:
         assert "\n" not in str(error)
 
@@ -239,20 +239,20 @@ def test_windows_go_on_after_a_resume():
     texts = ["loss > 2 * median(loss, 4)", "val_loss > previous(val_loss)"]
     lines = [{"train/loss": loss, "val/loss": loss} for loss in (1, 2, math.inf, 1, 3, math.nan, 9, 1, 2, 30)]
     whole, first = AlertEvaluator(texts), AlertEvaluator(texts)
-    said = [list(whole.look(line).values()) for line in lines]
+    said = [list(whole.evaluate(line).values()) for line in lines]
     for cut in range(len(lines)):
         second = AlertEvaluator(texts)
         second.history.load_state_dict(json.loads(json.dumps(first.history.state_dict(), allow_nan=False)))
-        assert [list(second.look(line).values()) for line in lines[cut:]] == said[cut:]
-        first.look(lines[cut])
+        assert [list(second.evaluate(line).values()) for line in lines[cut:]] == said[cut:]
+        first.evaluate(lines[cut])
 
 
 def test_memory_is_bounded():
     """A window keeps its values and no more, whatever the length of a run."""
-    watch = AlertEvaluator(["loss > mean(loss, 10)", f"lr > max(lr, {LONGEST_WINDOW})"])
-    for step in range(2 * LONGEST_WINDOW):
-        watch.look({"train/loss": 1.0, "optim/lr": float(step)})
-    assert {name: len(values) for name, values in watch.history.before.items()} == {"loss": 10, "lr": LONGEST_WINDOW}
+    watch = AlertEvaluator(["loss > mean(loss, 10)", f"lr > max(lr, {MAX_WINDOW})"])
+    for step in range(2 * MAX_WINDOW):
+        watch.evaluate({"train/loss": 1.0, "optim/lr": float(step)})
+    assert {name: len(values) for name, values in watch.history.before.items()} == {"loss": 10, "lr": MAX_WINDOW}
 
 
 def test_a_look_costs_next_to_nothing():
@@ -260,11 +260,11 @@ def test_a_look_costs_next_to_nothing():
     which last 1.7 s on two cores."""
     watch = AlertEvaluator([f"loss > {k} * median(loss, 100)" for k in range(1, 11)])
     for step in range(200):
-        watch.look({"train/loss": float(step)})
+        watch.evaluate({"train/loss": float(step)})
     times = []
     for step in range(100):
         began = time.process_time()
-        watch.look({"train/loss": float(step)})
+        watch.evaluate({"train/loss": float(step)})
         times.append(time.process_time() - began)
     assert statistics.median(times) < 1.7e-3
 

@@ -159,9 +159,8 @@ class Simulation:
             self.clock.now += 10 * (seconds() if callable(seconds) else seconds)
             self.budget.on_metrics(self.trainer, None, {})
             if validation and self.trainer.global_step % self.trainer.val_interval == 0:
-                self.budget.on_validation_start(self.trainer, None)
                 self.clock.now += validation
-                self.budget.on_validation_end(self.trainer, None)
+                self.budget.on_pause(self.trainer, validation, "validation")
                 self.budget.on_metrics(self.trainer, None, {})
 
     @property

@@ -20,7 +20,7 @@ from lm.runs.run import Run
 from lm.system.files import nonnegative, write_atomically
 from lm.system.process import seconds_since_process_start
 from lm.training.callback import Callback
-from lm.training.callbacks.guards import act, agree
+from lm.training.callbacks.guards import act, from_rank_zero
 from lm.training.trainer import Trainer
 
 # ---- spending --------------------------------------------------------------------------------------------------------
@@ -231,7 +231,6 @@ class Budget(Callback):
         self._line: tuple[float, int] | None = None  # when the newest log line was, and after which step
         self._told: tuple[float, int] | None = None  # when the newest log line was written, and after which step
         self._since: tuple[float, int] | None = None  # all seconds and steps between it and the one before
-        self._validation_began = 0.0
         self._written = -math.inf
         self._end_by_sidecar: float | None = None  # US dollars, where it says so
         self._over = 0  # projections over the cap in a row
@@ -244,23 +243,17 @@ class Budget(Callback):
             cost = _spent_before(trainer.run)
             self.meter = Meter(self.config.rate_usd_per_hr, cost, seconds_since_process_start(), self._clock)
             self._sidecar = Sidecar(Path(self.config.file), self._clock) if self.config.file else None
-        verdict = agree(trainer, self._look(trainer))
+        verdict = from_rank_zero(trainer, self._look(trainer))
         if verdict and verdict.kind == "spent" and not self.config.dry_run:  # gone on with after its end
             self._act(trainer, pl_module, verdict)
             raise trainer.stop
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validation_began = self._clock()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        seconds = self._clock() - self._validation_began
-        self._pace.validations.append(seconds)
-        if self._line:
-            self._line = (self._line[0] + seconds, self._line[1])  # the time of a line is that of its steps
-
-    def on_pause(self, trainer: Trainer, seconds: float) -> None:
-        """So many seconds were not training; they are likely to come again."""
-        self._pace.pauses.append((trainer.global_step, seconds))
+    def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
+        """Leave a pause out of the time of the steps, and count it as one that will come again."""
+        if kind == "validation":
+            self._pace.validations.append(seconds)
+        else:
+            self._pace.pauses.append((trainer.global_step, seconds))
         if self._line:
             self._line = (self._line[0] + seconds, self._line[1])
 
@@ -275,7 +268,7 @@ class Budget(Callback):
         self._line = (now, step)
         self._since = (now - self._told[0], step - self._told[1]) if self._told else None
         self._told = (now, step)
-        verdict = agree(trainer, self._look(trainer))
+        verdict = from_rank_zero(trainer, self._look(trainer))
         if verdict and verdict.kind not in self._said and (verdict.kind == "near" or step < trainer.max_steps):
             self._act(trainer, pl_module, verdict)
 

@@ -1,18 +1,13 @@
-"""What is done with the model between training steps: samples of text, benchmark tasks, and `lm predict`."""
+"""The model's samples of text and its results on benchmark tasks, between training steps."""
 
 import logging
 import textwrap
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
-from lm.data.loader import Batch
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError
 from lm.evaluation.benchmark import check, core, evaluate
@@ -248,7 +243,7 @@ class Evaluations(Callback):
     def _evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()  # what is still queued is training
-        run_log = next(callback for callback in trainer.callbacks if isinstance(callback, RunLog))
+        run_log = RunLog.of(trainer)
         run_log.write_state(trainer, "running", phase="evaluating")
         with not_training(trainer):
             found = self._found(trainer, pl_module)
@@ -257,7 +252,7 @@ class Evaluations(Callback):
             return
         if trainer.is_global_zero:
             _keep(trainer, found)
-        run_log.tell(trainer, pl_module, evaluation_metrics(found))
+        run_log.log_metrics(trainer, pl_module, evaluation_metrics(found))
 
     def _found(self, trainer: Trainer, pl_module: LightningModule) -> Evaluation | None:
         """What was found; None where it failed, which is logged."""
@@ -283,53 +278,3 @@ def _keep(trainer: Trainer, found: Evaluation) -> None:
         trainer.run.append_evaluation(found)
     except OSError as error:
         log.warning("the evaluation of step %d is in the metrics alone: %s", trainer.global_step, error)
-
-
-# ---- predictions -----------------------------------------------------------------------------------------------------
-# `lm predict`: per-token log-probabilities to a Parquet file in the run folder.
-
-SCHEMA = pa.schema([
-    ("document", pa.string()),  # where the text came from
-    ("start", pa.int64()),  # index of the row's first token in its document
-    ("token_ids", pa.list_(pa.int32())),
-    ("tokens", pa.list_(pa.string())),
-    ("log_probs", pa.list_(pa.float32())),  # natural logarithm, given the row's tokens before it
-])
-
-
-class Predictions(Callback):
-    """Writes a row a window of each document, in order."""
-
-    def __init__(self) -> None:
-        self._writer: pq.ParquetWriter | None = None
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.run is None:
-            raise RequestError("predict needs a run to write to; name one with --run or --ckpt_path")
-        self.path: Path = trainer.run.path / "predictions.parquet"
-        self._writer = pq.ParquetWriter(self.path, SCHEMA, compression="zstd")
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Tensor, batch: Batch, batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        datamodule = trainer.datamodule
-        rows = []
-        for log_probs, labels in zip(outputs.float().cpu(), batch.labels.cpu(), strict=True):
-            counts = labels != -100
-            if not counts.any():  # a row that fills up the last batch
-                continue
-            document, start = datamodule.predicted.popleft()
-            ids = labels[counts].tolist()
-            rows.append({
-                "document": document,
-                "start": start,
-                "token_ids": ids,
-                "tokens": [datamodule.tokenizer.decode([token]) for token in ids],
-                "log_probs": log_probs[counts].tolist(),
-            })
-        self._writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._writer.close()
-        print(self.path)

@@ -8,51 +8,48 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
 from lm.data.loader import Batch
 from lm.errors import GuardStop
 from lm.runs.checkpoint import find_damage, read_progress
 from lm.system.process import steady_time
-from lm.training import checkpointing
+from lm.training import checkpoint_state
 from lm.training.alerts import AlertEvaluator
 from lm.training.callback import Callback, call_hook
+from lm.training.distributed import gather_from_ranks
 from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
-
-# ---- actions ---------------------------------------------------------------------------------------------------------
-# What a guard may do to a run when it finds something, in one place for all of them.
 
 log = logging.getLogger(__name__)
 
 Action = Literal["warn", "checkpoint", "stop", "rollback"]
 
 
-def agree(trainer: Trainer, value: Any) -> Any:
-    """What rank zero says, on every rank."""
+def from_rank_zero(trainer: Trainer, value: Any) -> Any:
+    """The value of rank zero, on every rank."""
     return trainer.strategy.broadcast(value) if trainer.world_size > 1 else value
 
 
 def act(
     trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str, save: bool = False
 ) -> None:
-    """Say what was found and do what was asked for; on every rank, with the same arguments.
+    """Report a finding and do what the config asks for; call it on every rank, with the same arguments.
 
-    Callbacks with `on_guard` are told before anything changes, in their order.
+    `on_guard` of every callback is called before anything changes.
 
     Args:
-        guard: who found it: `alert`, `not-finite`, `budget`, `throughput`, `spike`.
-        action: `warn` is to say it and no more; `checkpoint` saves after this step; `stop` ends the run with exit code
-            3; `rollback` returns to the weights of the last good checkpoint.
-        message: what was found, in a line.
+        guard: `alert`, `not-finite`, `budget`, `throughput`, `spike` or `data`.
+        action: `warn` reports and no more; `checkpoint` saves after this step; `stop` ends the run with exit code 3;
+            `rollback` returns to the weights of the last good checkpoint.
+        message: the finding, in a line.
         save: `stop` with a checkpoint of this step, because nothing is wrong with the weights. Otherwise `last` stays
-            what it was: a state that may be broken must not become the one that `auto` goes on from.
+            what it was: `auto` must not resume from a state that may be broken.
     """
     if trainer.is_global_zero:
         log.warning("%s: %s%s", guard, message, "" if action == "warn" else f": {action}")
-        said = {"guard": guard, "action": action, "message": message}
-        trainer.run.append_alert({"step": trainer.global_step, "time": steady_time(), **said})
+        finding = {"guard": guard, "action": action, "message": message}
+        trainer.run.append_alert({"step": trainer.global_step, "time": steady_time(), **finding})
     call_hook(trainer, "on_guard", pl_module, guard, action, message)
     if action == "checkpoint" or save:
         trainer.checkpoint_callback.request()
@@ -60,94 +57,83 @@ def act(
         trainer.stop = GuardStop(f"{guard}: {message}")
 
 
-# ---- pauses ----------------------------------------------------------------------------------------------------------
-# Time in which a training does something else, which those who measure it are told of.
-
-
 @contextmanager
 def not_training(trainer: Trainer) -> Iterator[None]:
-    """What is done meanwhile is no training: callbacks with `on_pause` are told afterwards how many seconds it took."""
+    """Call `on_pause` of every callback with the seconds that the block took."""
     began = time.monotonic()
     try:
         yield
     finally:
-        call_hook(trainer, "on_pause", time.monotonic() - began)
+        call_hook(trainer, "on_pause", time.monotonic() - began, "other")
 
 
 # ---- alerts ----------------------------------------------------------------------------------------------------------
-# The alerts of a config: what is done when a condition over the metrics becomes true.
 
-ONCE = ("warn", "checkpoint")  # not said again until it was false; after the others nothing is as it was
+ONCE = ("warn", "checkpoint")  # actions that come once, until the condition was false
 
 
 class Alerts(Callback):
-    """Looks at every condition when one of its metrics is logged.
+    """Evaluates every condition when one of its metrics is logged.
 
-    `warn` and `checkpoint` come once, when a condition becomes true, and not again until it was false. `stop` and
-    `rollback` come whenever it is true: a run that was stopped and is gone on with, or that went back, is on other
-    weights, and what still holds there is a new finding. Rank zero decides, since tokens a second differ among ranks.
+    `warn` and `checkpoint` come once, when a condition becomes true, and again only after it was false. `stop` and
+    `rollback` come whenever it is true: the weights have changed since, so the finding is a new one. Rank zero decides,
+    since tokens a second differ among ranks.
 
     Args:
-        alerts: expressions, and what is done when they hold.
-
-    Raises:
-        RequestError: an expression cannot be read.
+        alerts: expressions, and the action of each.
     """
 
     def __init__(self, alerts: Mapping[str, Action]) -> None:
-        self.watch = AlertEvaluator(alerts)
-        self.actions = {expression: alerts[text] for text, expression in zip(alerts, self.watch.expressions)}
-        self._said: set[str] = set()
+        self.evaluator = AlertEvaluator(alerts)
+        self.actions = {expression: alerts[text] for text, expression in zip(alerts, self.evaluator.expressions)}
+        self._reported: set[str] = set()
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
-        """Take the metrics of a log line; called on every rank."""
         if not self.actions:
             return
         line = {**metrics, "step": trainer.global_step, "data/tokens": trainer.tokens_seen}
-        for action, message in agree(trainer, self._found(line)):
+        for action, message in from_rank_zero(trainer, self._found(line)):
             act(trainer, pl_module, "alert", action, message)
 
     def on_guard(
         self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str
     ) -> None:
-        """What led to a rollback is no measure for what comes after it."""
         if action == "rollback":
-            self.watch.history.drop_newest()
+            self.evaluator.history.drop_newest()  # values of a bad state are no measure for later ones
 
     def _found(self, line: dict[str, float]) -> list[tuple[Action, str]]:
-        """What is to be done, and what was found: `loss > 10: loss is 12.31 at step 130`."""
+        """Actions that are due, each with its finding: `loss > 10: loss is 12.31 at step 130`."""
         found = []
-        for expression, holds in self.watch.look(line).items():
+        for expression, holds in self.evaluator.evaluate(line).items():
             action = self.actions[expression]
-            if holds and not (action in ONCE and expression.text in self._said):
-                figures = expression.explain(self.watch.history, but=("step",))
+            if holds and not (action in ONCE and expression.text in self._reported):
+                figures = expression.explain(self.evaluator.history, omit=("step",))
                 found.append((action, f"{expression.text}: {figures}{' ' if figures else ''}at step {line['step']}"))
             if holds:
-                self._said.add(expression.text)
+                self._reported.add(expression.text)
             elif holds is False:
-                self._said.discard(expression.text)
+                self._reported.discard(expression.text)
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.watch.history.state_dict(), "said": sorted(self._said)}
+        return {**self.evaluator.history.state_dict(), "reported": sorted(self._reported)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.watch.history.load_state_dict(state_dict)
-        self._said = set(state_dict["said"])
+        self.evaluator.history.load_state_dict(state_dict)
+        self._reported = set(state_dict["reported"])
 
 
-# ---- not finite ------------------------------------------------------------------------------------------------------
-# NaN and Inf: such a step changes no weight, and what to do about it is decided here.
-#
-# That it changes nothing is settled on the device, before the optimizer's step and on all ranks alike
-# (`lm/training/step_stats`), and costs nothing. At the next log line this callback learns which steps they were.
+# ---- NaN and Inf -----------------------------------------------------------------------------------------------------
 
 
 class NotFinite(Callback):
-    """Reports steps that were left out, and stops a run that has nothing else.
+    """Reports optimizer steps whose loss or gradient was not finite, and stops a run that has no others.
+
+    Such a step changes no weight: the device decides that before the optimizer's step, alike on all ranks (see
+    `training/step_stats`). This callback learns of them at the next log line.
 
     Args:
-        policy: `skip` goes on; `stop` ends the run at the first such step.
+        policy: `skip` continues with the next step; `stop` ends the run at the first such step.
         max_skipped: as many in a row end the run in any case.
     """
 
@@ -157,13 +143,12 @@ class NotFinite(Callback):
         self._in_a_row = 0
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
-        """Take the metrics of a log line; called on every rank with the same."""
         if "train/loss" in metrics:
-            self._after_steps(trainer, pl_module)
+            self._report_steps(trainer, pl_module)
         elif not math.isfinite(metrics.get("val/loss", 0.0)):
             act(trainer, pl_module, "not-finite", "warn", f"validation loss {metrics['val/loss']}")
 
-    def _after_steps(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _report_steps(self, trainer: Trainer, pl_module: LightningModule) -> None:
         overflows = getattr(trainer.precision_plugin, "scaler", None) is not None  # then they are the scaler's
         skipped: list[Step] = []
         for step in pl_module.recent_steps:
@@ -187,34 +172,32 @@ class NotFinite(Callback):
 
 
 # ---- rollback --------------------------------------------------------------------------------------------------------
-# Rollback: back to the weights of the last good checkpoint, past the samples that were trained on since.
-#
-# The steps go on counting. So the order of samples, the schedule and the curves are those of any other run, the samples
-# since that checkpoint are not seen again, and what they had done to weights and optimizer is gone. (Chowdhery et al.,
-# 2022, arXiv:2204.02311, section 5.1, restart about 100 steps before a spike and skip 200 to 500 batches.)
 
 
 class Rollback(Callback):
-    """Goes back when a guard asks for it.
+    """Returns to the weights of the last good checkpoint when a guard asks for it.
+
+    The steps count on. So the order of samples, the schedule and the curves are those of any other run, and the samples
+    since that checkpoint are not seen again. (Chowdhery et al., 2022, arXiv:2204.02311, section 5.1, restart about 100
+    steps before a spike and skip 200 to 500 batches.)
 
     The last good checkpoint is the newest whole one that is not younger than the last log line at which no guard
     asked for a rollback.
 
     Args:
-        most: how often, in the whole run; the next time ends it.
+        max_rollbacks: in the whole run; the next one ends it.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_rollbacks: int) -> None:
+        self.max_rollbacks = max_rollbacks
         self.done = 0
-        self._good = 0  # the last step of which nothing bad was found
+        self._good = 0  # the last step without a finding
         self._asked = False  # at this log line
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._good = trainer.global_step
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
-        """After all guards have seen the line."""
         if not self._asked and "train/loss" in metrics:  # other lines say nothing of the steps before them
             self._good = trainer.global_step
         self._asked = False
@@ -225,10 +208,10 @@ class Rollback(Callback):
         if action != "rollback" or self._asked:
             return
         self._asked = True
-        if self.done >= self.most:
-            trainer.stop = GuardStop(f"{guard}: {message}; guards.max_rollbacks {self.most} are used up")
+        if self.done >= self.max_rollbacks:
+            trainer.stop = GuardStop(f"{guard}: {message}; guards.max_rollbacks {self.max_rollbacks} are used up")
             return
-        folder = agree(trainer, self._last_good(trainer) if trainer.is_global_zero else None)
+        folder = from_rank_zero(trainer, self._last_good(trainer) if trainer.is_global_zero else None)
         if folder is None:
             trainer.stop = GuardStop(
                 f"{guard}: {message}; there is no checkpoint of step {self._good} or before to return to"
@@ -238,7 +221,7 @@ class Rollback(Callback):
 
     def _last_good(self, trainer: Trainer) -> Path | None:
         trainer.checkpoint_io.drain()
-        left_behind = trainer.checkpoint_callback.left_behind  # they are of another stretch of training
+        left_behind = trainer.checkpoint_callback.left_behind  # a resume began before them
         folders = [
             path for step, path in trainer.run.steps().items() if step <= self._good and path.name not in left_behind
         ]
@@ -246,17 +229,17 @@ class Rollback(Callback):
 
     def _return_to(self, trainer: Trainer, pl_module: LightningModule, folder: Path) -> None:
         checkpoint = trainer.strategy.load_checkpoint(folder)
-        checkpointing.restore_weights(pl_module, checkpoint)
+        checkpoint_state.restore_weights(pl_module, checkpoint)
         trainer.strategy.load_model_state_dict(checkpoint)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
         self.done += 1
-        trainer.checkpoint_callback.request()  # or a kill would bring the bad stretch back
+        trainer.checkpoint_callback.request()  # or a resume after a kill would repeat the bad steps
         if trainer.is_global_zero:
             returned = {"step": trainer.global_step, "to": read_progress(folder).step}
             trainer.run.describe(rollbacks=[*trainer.run.read("run.json").get("rollbacks", []), returned])
             log.warning(
-                "rollback %d of %d: weights and optimizer are those of step %d again; training goes on with step %d, "
-                "past the samples in between", self.done, self.most, returned["to"], trainer.global_step + 1,
+                "rollback %d of %d: weights and optimizer are those of step %d; training continues with step %d and "
+                "skips the samples in between", self.done, self.max_rollbacks, returned["to"], trainer.global_step + 1,
             )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
@@ -267,30 +250,29 @@ class Rollback(Callback):
 
 
 # ---- skipped data ----------------------------------------------------------------------------------------------------
-# Samples that were left out because their shard is damaged: told once a block, and counted.
 
 
 class SkippedData(Callback):
-    """Counts what `data.on_bad_shard: skip` leaves out, over all ranks and since the beginning of the run.
+    """Counts the samples that `data.on_bad_shard: skip` leaves out, over all ranks and since the beginning of the run.
 
-    Without it nothing is left out, and there is nothing to exchange.
+    A damaged block is reported once. With `on_bad_shard: raise` the ranks exchange nothing.
     """
 
     def __init__(self) -> None:
-        self._asked_for = False
-        self._samples = 0  # that were not trained on, on all ranks
-        self._told: list[str] = []  # what is wrong with which block
-        self._new: list[str] = []  # of these, what was not told yet
-        self._here: list[str] = []  # an entry a row, on this rank since the ranks spoke of it
-        self._validated: set[str] = set()  # blocks of validations, likewise
+        self._wanted = False
+        self._samples = 0  # on all ranks
+        self._blocks: list[str] = []  # damaged ones, and what is wrong with them
+        self._unreported: list[str] = []  # of these
+        self._rows: list[str] = []  # the damaged block of each skipped row, on this rank since the last exchange
+        self._validated: set[str] = set()  # damaged blocks of validations, likewise
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._asked_for = trainer.datamodule.on_bad_shard == "skip"
+        self._wanted = trainer.datamodule.on_bad_shard == "skip"
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        self._here += batch.bad
+        self._rows += batch.bad
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int,
@@ -299,36 +281,29 @@ class SkippedData(Callback):
         self._validated |= set(batch.bad)
 
     def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """How many samples were left out; called on every rank."""
-        if not self._asked_for:
-            return {}
         self._exchange()
-        return {"data/skipped_samples": self._samples}
+        return {"data/skipped_samples": self._samples} if self._wanted else {}
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
-        """Tell of blocks that were met for the first time; called on every rank."""
-        new, self._new = self._new, []
-        for text in new:
-            act(trainer, pl_module, "data", "warn", f"its samples are skipped: {text}")
+        blocks, self._unreported = self._unreported, []
+        for block in blocks:
+            act(trainer, pl_module, "data", "warn", f"its samples are skipped: {block}")
 
     def state_dict(self) -> dict[str, Any]:
-        if self._asked_for:
-            self._exchange()
-        return {"samples": self._samples, "told": [text for text in self._told if text not in self._new]}
+        self._exchange()
+        return {"samples": self._samples, "blocks": [block for block in self._blocks if block not in self._unreported]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._samples, self._told = state_dict["samples"], list(state_dict["told"])
+        self._samples, self._blocks = state_dict["samples"], list(state_dict["blocks"])
 
     def _exchange(self) -> None:
-        """Add up what all ranks met."""
-        mine = (len(self._here), sorted({*self._here, *self._validated}))
-        everyone = [mine]
-        if dist.is_available() and dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
-        self._here, self._validated = [], set()
-        for samples, texts in everyone:
+        """Add up what all ranks have skipped."""
+        if not self._wanted:
+            return
+        found = gather_from_ranks((len(self._rows), sorted({*self._rows, *self._validated})))
+        self._rows, self._validated = [], set()
+        for samples, blocks in found:
             self._samples += samples
-            fresh = [text for text in texts if text not in self._told]
-            self._told += fresh
-            self._new += fresh
+            new = [block for block in blocks if block not in self._blocks]
+            self._blocks += new
+            self._unreported += new

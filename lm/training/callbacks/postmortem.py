@@ -1,4 +1,4 @@
-"""Post-mortems of loss spikes and NaNs, written while training; and a drill that provokes a spike.
+"""Post-mortems of loss spikes and NaNs, written while training.
 
 Nothing is kept for it but a few numbers a step, which are on the host anyway: the samples of a step are a function of
 the step, so they are read again when they are needed.
@@ -12,28 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import LightningModule
 
-from lm.data.loader import Batch
-from lm.data.rare import SHARE, rare_rows, rare_tokens
-from lm.errors import Interrupted, RequestError
+from lm.errors import Interrupted
 from lm.runs import postmortem
 from lm.runs.postmortem import Evidence, Incident
 from lm.system.process import steady_time
 from lm.training.alerts import AlertEvaluator
 from lm.training.callback import Callback
-from lm.training.callbacks.guards import Action, act, agree, not_training
+from lm.training.callbacks.guards import Action, act, from_rank_zero, not_training
 from lm.training.probe import StepRef, gather, injected, is_sharded
 from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
-
-# ---- post mortem -----------------------------------------------------------------------------------------------------
-# A post-mortem that writes itself: when something goes wrong, what it was and how it went on is left in a folder.
-#
-# Nothing is kept for it but a few numbers a step, which are on the host anyway: the samples of a step are a function of
-# the step, so they are read again when they are needed.
 
 log = logging.getLogger(__name__)
 LIMIT = 5  # post-mortems of a run
@@ -57,7 +47,7 @@ class PostMortem(Callback):
     """
 
     def __init__(self, spike: str | None = None) -> None:
-        self._watch = AlertEvaluator([] if spike is None else [spike])
+        self._evaluator = AlertEvaluator([] if spike is None else [spike])
         self._spiking = False  # said already, and still true
         self._taken: deque[StepRef] = deque(maxlen=STEPS_KEPT)
         self._newest: list[Step] | None = None  # of `recent_steps`, what was taken note of last
@@ -74,7 +64,7 @@ class PostMortem(Callback):
         if trainer.is_global_zero:
             losses = [(line["step"], line["train/loss"]) for line in trainer.run.metrics() if "train/loss" in line]
             known = (postmortem.steps_of(trainer.run), postmortem.still_open(trainer.run), losses[-WINDOW - 1 :])
-        self._known, moment, losses = agree(trainer, known)
+        self._known, moment, losses = from_rank_zero(trainer, known)
         self._losses.extend(losses)
         if moment is not None and moment.step <= trainer.global_step:  # else it comes again
             self._open = moment
@@ -88,7 +78,7 @@ class PostMortem(Callback):
         if self._open is not None and loss is not None and new_steps:
             self._follow(trainer, loss)
         line = {**metrics, "step": trainer.global_step, "data/tokens": trainer.tokens_seen}
-        message = agree(trainer, self._spike_in(line))
+        message = from_rank_zero(trainer, self._spike_in(line))
         if message is not None:
             act(trainer, pl_module, "spike", "warn", message)
 
@@ -117,18 +107,18 @@ class PostMortem(Callback):
             self._end(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._watch.history.state_dict(), "spiking": self._spiking}
+        return {**self._evaluator.history.state_dict(), "spiking": self._spiking}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._watch.history.load_state_dict(state_dict)
+        self._evaluator.history.load_state_dict(state_dict)
         self._spiking = state_dict["spiking"]
 
     def _spike_in(self, line: dict[str, float]) -> str | None:
         """What there is to say of a spike that has just begun."""
-        for expression, holds in self._watch.look(line).items():
+        for expression, holds in self._evaluator.evaluate(line).items():
             began, self._spiking = holds and not self._spiking, bool(holds)
             if began:
-                return f"{expression.text}: {expression.explain(self._watch.history)} at step {line['step']}"
+                return f"{expression.text}: {expression.explain(self._evaluator.history)} at step {line['step']}"
         return None
 
     def _take_note(self, trainer: Trainer, module: LightningModule) -> bool:
@@ -239,89 +229,3 @@ def _no_harm(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         log.warning("the post-mortem could not be %s: %s: %s", what, type(error).__name__, error)
-
-
-# ---- spike -----------------------------------------------------------------------------------------------------------
-# A drill: five optimizer steps of rare tokens, to see that a spike of the loss is noticed, written up and survived.
-
-STEPS = 5
-
-
-class SpikeInjection(Callback):
-    """Replaces the samples of steps `first` to `first + 4` by sequences of rare tokens.
-
-    Which steps were injected stands in `run.json` under `injected`. A resume from before them strikes them out, and
-    they come again as in a run that was never stopped; a rollback brings no step back, so none comes twice.
-
-    Args:
-        first: the first of the optimizer steps; 1 is the first of the run.
-    """
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-        self._rare: np.ndarray | None = None  # ids, once they are needed
-        self._step = 0  # whose rows are these
-        self._rows: np.ndarray | None = None  # (G, T + 1)
-        self._done: list[int] = []  # the steps that were injected
-        self._logged = 0  # the step of the newest log line
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self.first > trainer.max_steps:
-            raise RequestError(f"guards.inject_step {self.first}: the run ends with step {trainer.max_steps}")
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        noted = trainer.run.read("run.json").get("injected", {}).get("steps", []) if trainer.is_global_zero else None
-        noted = agree(trainer, noted)
-        self._done = [step for step in noted if step <= trainer.global_step]
-        self._logged = trainer.global_step
-        if self._done != noted:
-            self._note(trainer)
-        if not self._done and self.first <= trainer.global_step:
-            log.warning("guards.inject_step %d is behind: steps to %d are taken", self.first, trainer.global_step)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
-        step = trainer.global_step + 1
-        rows = self.rows_of_step(trainer, step)
-        if rows is None:
-            return
-        batch.tokens.copy_(torch.from_numpy(rows[trainer.global_rank :: trainer.world_size]))  # (G / ranks, T + 1)
-        if step not in self._done:
-            self._done.append(step)
-            self._note(trainer)
-            self._say(step)
-
-    def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
-        """What the global batch of a step was replaced by, `(G, T + 1)` in the order of its samples; None: it was not.
-
-        A function of the seed and the step alone, so a post-mortem asks for it again.
-        """
-        if not self.first <= step < self.first + STEPS:
-            return None
-        if self._step != step:
-            data = trainer.datamodule
-            train = data.shards["train"]
-            if self._rare is None:
-                dtype = np.uint16 if train.column.dtype == np.uint16 else np.int32  # as batches have it
-                self._rare = rare_tokens(train, data.tokenizer.vocab_size).astype(dtype)
-            self._rows = rare_rows(self._rare, data.seed, step, trainer.steps.global_batch, data.seq_len + 1)
-            self._step = step
-        return self._rows
-
-    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """`data/injected` in the log lines of injected steps, and in no other."""
-        since, self._logged = self._logged, trainer.global_step
-        return {"data/injected": 1.0} if any(since < step <= trainer.global_step for step in self._done) else {}
-
-    def _note(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero:
-            trainer.run.describe(injected={"steps": self._done})
-
-    def _say(self, step: int) -> None:
-        last = self.first + STEPS - 1
-        if step == self.first:
-            log.warning(
-                "step %d: the samples of steps %d to %d are replaced by rare tokens (guards.inject_step), drawn from "
-                "%d tokens, the bottom %.0f %% of the text", step, step, last, len(self._rare), 100 * SHARE,
-            )  # fmt: skip
-        elif step == last:
-            log.warning("step %d: the last of the injected steps; what follows is the text again", step)

@@ -1,4 +1,4 @@
-"""The callbacks of every training in their order, and the guards that a config asks for."""
+"""The config of the guards, and the callbacks of every training in their order."""
 
 import sys
 from collections.abc import Mapping
@@ -11,36 +11,35 @@ from lm.errors import RequestError
 from lm.training.alerts import AlertEvaluator
 from lm.training.callbacks.budget import Budget, BudgetConfig
 from lm.training.callbacks.checkpoints import Checkpoints
-from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Predictions, Samples, SamplesConfig
+from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Samples, SamplesConfig
 from lm.training.callbacks.guards import Action, Alerts, NotFinite, Rollback, SkippedData
 from lm.training.callbacks.logging import Curves, Histograms, ProgressBar, RunLog
-from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
+from lm.training.callbacks.postmortem import PostMortem
+from lm.training.callbacks.predictions import Predictions
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
+from lm.training.callbacks.spike_drill import SpikeInjection
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
-from lm.training.callbacks.throughput import DataWait, Throughput, ThroughputConfig, ThroughputFloor
-
-# ---- guards ----------------------------------------------------------------------------------------------------------
-# The guards of a run: what they are told in the config, and who they are.
+from lm.training.callbacks.throughput import Throughput, ThroughputConfig, ThroughputFloor
 
 
 @dataclass
 class GuardsConfig:
-    """What is watched while a run trains, and what is done about it.
+    """Guards that watch a run while it trains.
 
-    A guard that stops a run ends it with exit code 3, and says why in `run.json`, `state.json` and `alerts.jsonl`.
+    A guard that stops a run ends it with exit code 3; its reason is in `run.json`, `state.json` and `alerts.jsonl`.
 
     Args:
-        alerts: Conditions over the logged metrics, and what to do when one becomes true, such as `loss > 10: stop` or
-            `loss > 1.5 * median(loss, 100): rollback`. `warn` says so; `checkpoint` saves; `stop` ends the run;
-            `rollback` returns to the weights of the last good checkpoint and goes on with the samples that come next.
+        alerts: Conditions over the logged metrics, and the action when one becomes true, such as `loss > 10: stop` or
+            `loss > 1.5 * median(loss, 100): rollback`. `warn` reports it; `checkpoint` saves; `stop` ends the run;
+            `rollback` returns to the weights of the last good checkpoint and continues with the next samples.
             Windows count log lines before the newest.
-        not_finite: When a loss or gradient is NaN or Inf, no weight is changed; then `skip` goes on with the next
+        not_finite: When a loss or gradient is NaN or Inf, no weight is changed; then `skip` continues with the next
             step, and `stop` ends the run with a checkpoint.
-        max_skipped: So many such steps in a row end the run.
-        max_rollbacks: How often a run may roll back; the next time ends it.
+        max_skipped: This many such steps in a row end the run.
+        max_rollbacks: How often a run may roll back; the next rollback ends it.
         budget: What the run may cost.
         throughput: Tokens a second that it must reach.
-        spike: The condition of a loss spike, which is written up in a post-mortem; none: no spike is looked for.
+        spike: The condition of a loss spike, for which a post-mortem is written; none: no spike is looked for.
         inject_step: A drill: five steps of rare tokens from this step on.
 
     Raises:
@@ -57,14 +56,14 @@ class GuardsConfig:
     inject_step: int | None = None
 
     def __post_init__(self) -> None:
-        AlertEvaluator([*self.alerts, *([self.spike] if self.spike else [])])  # a typo costs no GPU time
+        AlertEvaluator([*self.alerts, *([self.spike] if self.spike else [])])  # refuses a typo
         for name, least in {"max_skipped": 1, "max_rollbacks": 0, "inject_step": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise RequestError(f"guards.{name} {value} must be at least {least}")
 
     def harmless(self) -> "GuardsConfig":
-        """The same guards, which look and change nothing: for a few steps that are not the run that they are for."""
+        """The same guards without their effects on a run, for a few steps that are only timed."""
         return replace(
             self, alerts=dict.fromkeys(self.alerts, "warn"), not_finite="skip", max_skipped=sys.maxsize,
             budget=BudgetConfig(), throughput=ThroughputConfig(), inject_step=None,
@@ -72,10 +71,7 @@ class GuardsConfig:
 
 
 def guard_callbacks(config: GuardsConfig) -> list[Callback]:
-    """The guards, in the order in which they look at a log line.
-
-    Those that find something come first, then who writes it up, then who undoes it.
-    """
+    """The guards in their order: those that find something, then the post-mortem of it, then the rollback."""
     injection = [] if config.inject_step is None else [SpikeInjection(config.inject_step)]
     return [
         *injection,
@@ -88,10 +84,6 @@ def guard_callbacks(config: GuardsConfig) -> list[Callback]:
     ]
 
 
-# ---- standard --------------------------------------------------------------------------------------------------------
-# The callbacks of every training, in their order: the run's folder first, so that those after it may write.
-
-
 def standard_callbacks(
     trainer: Mapping[str, Any],
     run_folder: RunFolder,
@@ -99,25 +91,22 @@ def standard_callbacks(
     samples: SamplesConfig,
     evaluation: EvaluationConfig,
 ) -> list[Callback]:
-    """What `lm fit` hangs on its Trainer.
+    """The callbacks of `lm fit` in their order: the run's folder first, so that those after it may write.
 
     Args:
-        trainer: what the config says under `trainer:`.
+        trainer: the config under `trainer:`; the others are those under `guards:`, `samples:` and `evaluation:`.
         run_folder: claims the folder that the others write to.
-        guards: what it says under `guards:`.
-        samples: under `samples:`.
-        evaluation: under `evaluation:`.
     """
     early, every = trainer["early_stopping"], trainer["histogram_interval"]
-    stopping, asked_for = [], []
+    stopping, optional = [], []
     if early.patience is not None:
         stopping.append(EarlyStopping(early.patience, early.min_delta))
     if every is not None:
-        asked_for.append(Histograms(every))
+        optional.append(Histograms(every))
     if samples.prompts:
-        asked_for.append(Samples(samples))
+        optional.append(Samples(samples))
     if evaluation.tasks:
-        asked_for.append(Evaluations(evaluation))
+        optional.append(Evaluations(evaluation))
     return [
         run_folder,
         Curves(),
@@ -125,10 +114,9 @@ def standard_callbacks(
         SkippedData(),
         RunLog(trainer["log_interval"]),
         Throughput(),
-        DataWait(),
         *guard_callbacks(guards),
         ProgressBar(),
-        *asked_for,
+        *optional,
         *stopping,
         Checkpoints(trainer["checkpoint_interval"], early.min_delta, trainer["keep_checkpoints"]),
         Interrupt(),

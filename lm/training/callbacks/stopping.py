@@ -39,7 +39,7 @@ class Interrupt(Callback, Checkpoint):
     """
 
     def __init__(self) -> None:
-        self._ranks: dist.ProcessGroup | None = None  # to agree on the CPU, where no GPU is waited for
+        self._ranks: dist.ProcessGroup | None = None  # to from_rank_zero on the CPU, where no GPU is waited for
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":

@@ -1,4 +1,4 @@
-"""Tokens a second and model FLOPs utilisation, time spent waiting for data, and why training is too slow."""
+"""Tokens a second, model FLOPs utilisation, time spent waiting for data, and why training is too slow."""
 
 import os
 import sys
@@ -10,122 +10,79 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lm.errors import RequestError
+from lm.model.attention import kernel_for
 from lm.system.hardware import device_name, peak_flops
 from lm.system.units import Count, format_count
 from lm.training.callback import Callback
-from lm.training.callbacks.guards import act, agree
+from lm.training.callbacks.guards import act, from_rank_zero
 from lm.training.callbacks.run_folder import Heartbeat
 from lm.training.trainer import Trainer
 
-# ---- throughput ------------------------------------------------------------------------------------------------------
-# Tokens a second and model FLOPs utilisation, over the time that was spent training.
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 class Throughput(Callback):
-    """Measures from one log line to the next; validations and other pauses are not counted as training."""
+    """Measures from one log line to the next; pauses such as validations do not count as training.
 
-    def __init__(self) -> None:
-        self._since = 0.0
-        self._paused = 0.0
-        self._validation_began = 0.0
-        self._step = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._since, self._paused, self._step = time.monotonic(), 0.0, trainer.global_step
-        peak = peak_flops(device_name(pl_module.device), str(trainer.precision))
-        self._peak = peak * trainer.world_size if peak else None
-
-    def on_pause(self, trainer: Trainer, seconds: float) -> None:
-        """So many seconds were not training."""
-        self._paused += seconds
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validation_began = time.monotonic()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._paused += time.monotonic() - self._validation_began
-
-    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Over the steps since it was last asked. The loss was read before, so the device has caught up."""
-        now = time.monotonic()
-        seconds = now - self._since - self._paused
-        tokens = (trainer.global_step - self._step) * trainer.steps.tokens_per_step
-        self._since, self._paused, self._step = now, 0.0, trainer.global_step
-        rate = tokens / seconds
-        metrics = {"perf/tokens_per_second": rate}
-        if self._peak:
-            metrics["perf/mfu"] = rate * pl_module.flops_per_token / self._peak
-        return metrics
-
-
-# ---- data wait -------------------------------------------------------------------------------------------------------
-# How much of the time a training waits for its data.
-
-
-class DataWait(Callback):
-    """Times every fetch of a batch, from one log line to the next; validations and other pauses are not counted.
-
-    On a CUDA device it is the device that counts: a fetch that takes place while it still computes costs nothing. Two
-    events around a fetch tell how long it had nothing to do, and they are read at the log line, so nothing waits.
+    Every fetch of a batch is timed. On a CUDA device a fetch costs nothing while the device still computes: two events
+    around the fetch give the time in which the device had no work, and they are read at the log line.
     """
 
     def __init__(self) -> None:
-        self._since = self._paused = self._validation_began = 0.0
+        self._since = self._paused = 0.0
+        self._step = 0
         self._on_gpu = False
-        self._began: Any = None  # the fetch that is under way: seconds, or a CUDA event
+        self._fetch_began: Any = None  # seconds, or a CUDA event
         self._fetches: list[tuple[Any, Any]] = []  # when each began and ended
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        peak = peak_flops(device_name(pl_module.device), str(trainer.precision))
+        self._peak = peak * trainer.world_size if peak else None
         # Lightning's loop calls these two just before and just after it asks the loader, for its profilers.
         loop = trainer.fit_loop.epoch_loop
         before, after = loop._on_before_fetch, loop._on_after_fetch
 
         def begin() -> None:
             before()
-            self._began = self._mark()
+            self._fetch_began = self._now()
 
         def end() -> None:
-            self._fetches.append((self._began, self._mark()))
+            self._fetches.append((self._fetch_began, self._now()))
             after()
 
         loop._on_before_fetch, loop._on_after_fetch = begin, end
         self._on_gpu = pl_module.device.type == "cuda"
-        self._since, self._paused = time.monotonic(), 0.0
+        self._since, self._paused, self._step = time.monotonic(), 0.0, trainer.global_step
 
-    def _mark(self) -> Any:
+    def _now(self) -> Any:
         if not self._on_gpu:
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def on_pause(self, trainer: Trainer, seconds: float) -> None:
-        """So many seconds were not training."""
+    def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         self._paused += seconds
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validation_began = time.monotonic()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._paused += time.monotonic() - self._validation_began
-
-    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """The share of the time since it was last asked. The loss was read before, so the device has caught up."""
+    def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Of the steps since the last call. The loss was read before this, so the device has caught up."""
         now = time.monotonic()
         seconds = now - self._since - self._paused
+        tokens = (trainer.global_step - self._step) * trainer.steps.tokens_per_step
         waited = sum(a.elapsed_time(b) / 1000 if self._on_gpu else b - a for a, b in self._fetches)
-        self._since, self._paused = now, 0.0
+        self._since, self._paused, self._step = now, 0.0, trainer.global_step
         self._fetches.clear()
-        return {"perf/data_wait": min(waited / seconds, 1.0)}
+        rate = tokens / seconds
+        metrics = {"perf/tokens_per_second": rate, "perf/data_wait": min(waited / seconds, 1.0)}
+        if self._peak:
+            metrics["perf/mfu"] = rate * pl_module.flops_per_token / self._peak
+        return metrics
 
 
-# ---- throughput floor ------------------------------------------------------------------------------------------------
-# Training is slower than it should be: not only said, but why.
-#
-# Each cause is a function from what is known to a clause, or to None where it is not the cause.
+# ---- diagnosis -------------------------------------------------------------------------------------------------------
 
-WAITING = 0.1  # share of the time without data that is worth a word
-BUSY = 0.25  # share of the cores that others may take
+DATA_WAIT = 0.1  # part of the time without data from which on data is named as a cause
+OTHERS_LOAD = 0.25  # part of the cores that other processes use, likewise
 
 
 @dataclass
@@ -133,9 +90,9 @@ class ThroughputConfig:
     """How fast training must be.
 
     Args:
-        floor: Tokens a second over all devices; none: not looked at.
+        floor: Tokens a second over all devices; none: no floor.
         patience: Log lines in a row below the floor before something is done.
-        action: What is done beside saying why: `warn` is nothing.
+        action: What is done beside naming the cause: `warn` is nothing.
     """
 
     floor: Count | None = None
@@ -151,106 +108,72 @@ class ThroughputConfig:
 
 @dataclass
 class Facts:
-    """What is known of a slow stretch, on rank zero.
+    """What is known of a slow training, on rank zero."""
 
-    Args:
-        rate: tokens a second over all devices, in the newest log line.
-        floor: what it should be.
-        lines: log lines in a row below that.
-        data_wait: share of the time spent waiting for data, of the newest log line; None: not measured.
-        compilations: graphs that torch.compile made in these lines,
-        reason: and why it made the newest of them, in its words.
-        on_gpu: whether it is a CUDA device.
-        attention: the kernels that do the attention, in words.
-        kernels: what the other operations run on, in words.
-        limits: what limits the clocks of the GPUs, in words.
-        load: processes that wanted a core in the last minute, on average.
-        own_load: how many of them were this training's.
-        cores: that there are.
-    """
-
-    rate: float
+    rate: float  # tokens a second over all devices, in the newest log line
     floor: float
-    lines: int
-    data_wait: float | None = None
-    compilations: int = 0
-    reason: str = ""
+    lines: int  # log lines in a row below the floor
+    data_wait: float | None = None  # part of the time, in the newest log line
+    compilations: int = 0  # graphs that torch.compile made in these lines
+    reason: str = ""  # torch's, for making the newest of them
     on_gpu: bool = False
-    attention: str = ""
-    kernels: str = ""
-    limits: list[str] = field(default_factory=list)
-    load: float = 0.0
-    own_load: float = 0.0
+    attention: str = ""  # its kernels, in words
+    masked: bool = False  # attention of some layer takes a dense mask
+    full_precision: bool = False  # 32-true
+    kernels: str = ""  # of the other operations, in words
+    plain: bool = False  # these are PyTorch's
+    limits: list[str] = field(default_factory=list)  # of the GPUs' clocks, in words
+    load: float = 0.0  # processes that wanted a core in the last minute, on average
+    own_load: float = 0.0  # this training's part of them
     cores: int = 1
 
 
-def waiting_for_data(facts: Facts) -> str | None:
-    if facts.data_wait is None or facts.data_wait < WAITING:
-        return None
-    return f"waiting for data {facts.data_wait:.0%} of the time; is the storage of the shards slow?"
-
-
-def recompiling(facts: Facts) -> str | None:
-    if not facts.compilations:
-        return None
-    why = f", the last time because {facts.reason}" if facts.reason else ""
-    return f"torch.compile made {facts.compilations} new graphs in {_lines(facts)}{why}"
-
-
-def slow_attention(facts: Facts) -> str | None:
-    if not facts.on_gpu:
-        return None
-    if "masked" in facts.attention:
-        return f"attention is by a mask, not by flash ({facts.attention}): flash needs bf16 or fp16 and no dropout"
-    if facts.attention.startswith("efficient"):
-        return f"attention is not by flash ({facts.attention}): precision 32-true rules it out"
-    return None
-
-
-def plain_kernels(facts: Facts) -> str | None:
-    if not (facts.on_gpu and facts.kernels.startswith("plain")):
-        return None
-    return f"kernels are {facts.kernels}"
-
-
-def limited_clocks(facts: Facts) -> str | None:
-    return f"clocks are limited: {'; '.join(facts.limits)}" if facts.limits else None
-
-
-def shared_machine(facts: Facts) -> str | None:
-    others = facts.load - facts.own_load
-    if facts.load <= facts.cores or others < BUSY * facts.cores:
-        return None
-    return f"others use this machine: load {facts.load:.1f} on {facts.cores} cores, {facts.own_load:.1f} of it ours"
-
-
-def _lines(facts: Facts) -> str:
-    return "a log line" if facts.lines == 1 else f"{facts.lines} log lines"
-
-
-CAUSES = (waiting_for_data, recompiling, slow_attention, plain_kernels, limited_clocks, shared_machine)
+def causes(facts: Facts) -> list[str]:
+    """A clause for every known cause of a low throughput."""
+    found = []
+    if facts.data_wait is not None and facts.data_wait >= DATA_WAIT:
+        found.append(f"waiting for data {facts.data_wait:.0%} of the time; is the storage of the shards slow?")
+    if facts.compilations:
+        why = f", the last time because {facts.reason}" if facts.reason else ""
+        found.append(f"torch.compile made {facts.compilations} new graphs in {_log_lines(facts)}{why}")
+    if facts.on_gpu and facts.masked:
+        found.append(f"attention is by a mask, not by flash ({facts.attention}): windows and documents need bf16 or "
+                     "fp16, heads of at most 256, and no dropout")  # fmt: skip
+    elif facts.on_gpu and facts.full_precision:
+        found.append(f"attention is not by flash ({facts.attention}): precision 32-true rules it out")
+    if facts.on_gpu and facts.plain:
+        found.append(f"kernels are {facts.kernels}")
+    if facts.limits:
+        found.append(f"clocks are limited: {'; '.join(facts.limits)}")
+    if facts.load > facts.cores and facts.load - facts.own_load >= OTHERS_LOAD * facts.cores:
+        found.append(f"others use this machine: {_load(facts)}")
+    return found
 
 
 def diagnose(facts: Facts) -> str:
-    """One line: how slow, since when, and why."""
-    found = [clause for cause in CAUSES if (clause := cause(facts))]
-    slow = f"{format_count(facts.rate)} tokens/s, below {format_count(facts.floor)} for {_lines(facts)}: "
-    if found:
+    """One line: how slow, for how long, and why."""
+    slow = f"{format_count(facts.rate)} tokens/s, below {format_count(facts.floor)} for {_log_lines(facts)}: "
+    if found := causes(facts):
         return slow + "; ".join(found)
     wait = "not measured" if facts.data_wait is None else f"{facts.data_wait:.1%}"
     return slow + (
         f"no cause found (data wait {wait}, no new graphs, attention {facts.attention}, kernels {facts.kernels}, "
-        f"no limit of clocks seen, load {facts.load:.1f} on {facts.cores} cores, {facts.own_load:.1f} of it ours)"
+        f"no limit of clocks seen, {_load(facts)})"
     )
 
 
+def _log_lines(facts: Facts) -> str:
+    return "a log line" if facts.lines == 1 else f"{facts.lines} log lines"
+
+
+def _load(facts: Facts) -> str:
+    return f"load {facts.load:.1f} on {facts.cores} cores, {facts.own_load:.1f} of it ours"
+
+
 class ThroughputFloor(Callback):
-    """Says why when training is below its floor for some log lines, and again only after it was above it.
+    """Names the cause when training is below its floor for some log lines, and again only after it was above it.
 
     The first log line of a session is not judged: in it kernels are compiled and caches are cold.
-
-    Args:
-        config: the floor, and what is done.
     """
 
     def __init__(self, config: ThroughputConfig) -> None:
@@ -264,38 +187,38 @@ class ThroughputFloor(Callback):
         self._first, self._below = True, 0
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
-        """Look at a log line; called on every rank."""
-        rate = metrics.get("perf/tokens_per_second")
-        if self.config.floor is None or rate is None:
+        if self.config.floor is None or "perf/tokens_per_second" not in metrics:
             return
         line = self._diagnosis(trainer, pl_module, metrics) if trainer.is_global_zero else None
-        line = agree(trainer, line)
+        line = from_rank_zero(trainer, line)
         if line is not None:
             act(trainer, pl_module, "throughput", self.config.action, line, save=self.config.action == "stop")
 
-    def _diagnosis(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> str | None:
-        """What there is to say of this log line."""
+    def _diagnosis(self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> str | None:
+        """The diagnosis of this log line, if one is due."""
         rate = metrics["perf/tokens_per_second"]
+        graphs, reason = compiled_graphs()
         if self._first or rate >= self.config.floor:
-            self._first, self._below = False, 0
-            self._graphs = graphs_compiled()[0]
+            self._first, self._below, self._graphs = False, 0, graphs
             self._clock = (time.monotonic(), time.process_time())
             return None
         self._below += 1
         if self._below != self.config.patience:
             return None
         seconds, busy = time.monotonic() - self._clock[0], time.process_time() - self._clock[1]
-        graphs, reason = graphs_compiled()
         return diagnose(Facts(
             rate=rate, floor=self.config.floor, lines=self._below, data_wait=metrics.get("perf/data_wait"),
-            compilations=graphs - self._graphs, reason=reason, on_gpu=pl_module.device.type == "cuda",
-            attention=pl_module.attention_kernels, kernels=pl_module.kernels_taken, limits=_limits(trainer),
-            load=_load(), own_load=busy / seconds * trainer.num_devices, cores=os.cpu_count() or 1,
+            compilations=graphs - self._graphs, reason=reason, on_gpu=module.device.type == "cuda",
+            attention=module.attention_kernels, masked=_masks_attention(module),
+            full_precision=trainer.precision == "32-true", kernels=module.kernels_taken,
+            plain=module.decoder.fused is None, limits=_clock_limits(trainer),
+            load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
+            own_load=busy / seconds * trainer.num_devices, cores=os.cpu_count() or 1,
         ))  # fmt: skip
 
 
-def graphs_compiled() -> tuple[int, str]:
-    """How many graphs torch.compile has made in this process, and why it made the newest again, in its words."""
+def compiled_graphs() -> tuple[int, str]:
+    """How many graphs torch.compile has made in this process, and torch's reason for making the newest."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # there only where something is compiled
     if dynamo is None:
         return 0, ""
@@ -304,16 +227,20 @@ def graphs_compiled() -> tuple[int, str]:
     return dynamo.counters["stats"]["unique_graphs"], newest.partition(": ")[2] or newest  # without graphs' numbers
 
 
-def _limits(trainer: Trainer) -> list[str]:
+def _masks_attention(module: LightningModule) -> bool:
+    """Whether attention of some layer takes a dense mask in place of flash."""
+    if module.device.type != "cuda":
+        return False
+    config, capability = module.config, torch.cuda.get_device_capability(module.device)
+    dtype = torch.float32 if module.trainer.precision == "32-true" else torch.bfloat16
+    return any(
+        kernel_for("cuda", capability, dtype, window, module.document_mask, config.head_dim, config.dropout) == "masked"
+        for window in config.windows
+    )
+
+
+def _clock_limits(trainer: Trainer) -> list[str]:
     """What limits the clocks of the GPUs, by the newest heartbeat: `GPU 0: thermal`."""
     beats = [callback.latest for callback in trainer.callbacks if isinstance(callback, Heartbeat)]
     gpus = [gpu for beat in beats for gpu in beat.get("gpus") or []]
     return [f"GPU {gpu['index']}: {', '.join(gpu['clocks_limited_by'])}" for gpu in gpus if gpu["clocks_limited_by"]]
-
-
-def _load() -> float:
-    """Processes that wanted a core in the last minute, on average; 0 where the system does not tell."""
-    try:
-        return os.getloadavg()[0]
-    except (AttributeError, OSError):
-        return 0.0

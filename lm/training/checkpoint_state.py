@@ -1,6 +1,6 @@
-"""Checkpoints from Lightning's side: what a checkpoint holds of a training, and folders written in the background.
+"""What a checkpoint holds of a training, and the thread that writes it while the training continues.
 
-`runs/checkpoint` writes and reads the folder.
+`runs/checkpoint` is the folder on the disk; `callbacks/checkpoints` decides when one is taken.
 """
 
 import json
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
@@ -26,19 +25,14 @@ from lm.model.decoder import Decoder
 from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
 from lm.runs.checkpoint import TENSORS, read_folder, write_folder
 from lm.system.files import remove
+from lm.training.distributed import gather_from_ranks
 from lm.training.optim import index_state, name_state, parameter_names
-
-# ---- checkpoint io ---------------------------------------------------------------------------------------------------
-# Lightning's side of checkpoints: folders that are written in the background.
-#
-# A snapshot is taken while the training waits, so the training does not wait for the disk. Links and removals go
-# through the same thread, in order.
 
 log = logging.getLogger(__name__)
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """Saves and loads folders for Lightning's Trainer.
+    """Saves and loads folders for Lightning's Trainer; one thread writes, links and removes them in order.
 
     Attributes:
         load_optimizer: set False where only weights are wanted (validate, test, predict).
@@ -57,31 +51,35 @@ class FolderCheckpointIO(CheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Callable[[], None] | None = None,
     ) -> None:
-        """Snapshot now, write behind; `storage_options` is called after the write (links, pruning).
+        """Copy the tensors now and write them in the background.
 
-        There is one snapshot at a time: where checkpoints are due faster than the disk takes them, this waits.
+        One copy at a time is held: where checkpoints are due faster than the disk takes them, this waits.
+
+        Args:
+            storage_options: Lightning's name for what is ours to use: called after the write, for links and pruning.
 
         Raises:
             RunError: an earlier write failed.
         """
+        after_write = storage_options
         self.drain()
         snapshot = {key: deepcopy(value) for key, value in checkpoint.items() if key not in TENSORS}
         for key in TENSORS:
             if key in checkpoint:
                 snapshot[key] = {name: _snapshot(tensor) for name, tensor in checkpoint[key].items()}
 
-        def work() -> None:
+        def write() -> None:
             write_folder(Path(path), snapshot)
             try:
-                if storage_options is not None:
-                    storage_options()
+                if after_write is not None:
+                    after_write()
             except OSError as error:
                 raise RunError(
                     f"the checkpoint {path} is whole, but the links and older ones beside it cannot be changed: "
-                    f"{error.strerror or error}; `--ckpt_path auto` goes on from there"
+                    f"{error.strerror or error}; the same command with `--ckpt_path auto` resumes from it"
                 ) from error
 
-        self._pending.append(self._writer.submit(work))
+        self._pending.append(self._writer.submit(write))
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -111,7 +109,7 @@ class FolderCheckpointIO(CheckpointIO):
             future.result()
 
     def teardown(self) -> None:
-        """Let the writes end; a failure that nobody waits for any more, because the run ends otherwise, is told."""
+        """Wait for the writes; log failures, since the run ends anyway."""
         for future in self._pending:
             if error := future.exception():
                 log.error("%s", error)
@@ -125,15 +123,11 @@ def _snapshot(tensor: Tensor) -> Tensor:
     return copy.contiguous()
 
 
-# ---- snapshot --------------------------------------------------------------------------------------------------------
-# What a checkpoint holds of a training: put together from the module when saving, taken apart when going on.
-#
-# Lightning gathers weights, optimizer state and loops; here they become a Hugging Face model, named optimizer state,
-# and the rest of an exact resume. `checkpoint` writes and reads the folder.
+# ---- content ---------------------------------------------------------------------------------------------------------
 
 
 def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Turn what Lightning gathered into what the folder is to hold, in place.
+    """Turn what Lightning gathered into the content of the folder, in place: a Hugging Face model, named optimizer state.
 
     Args:
         module: the LanguageModule that is saved.
@@ -148,7 +142,7 @@ def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["optimizer"] = name_state(states[0], names)
     checkpoint["lr_schedulers"] = []
     checkpoint["cursor"] = {"consumed": module.cursor.end if module.cursor else 0}
-    checkpoint["ranks"] = _gather({"rng": rng_state()})
+    checkpoint["ranks"] = gather_from_ranks({"rng": rng_state()})
     checkpoint["pending_validation"] = module.trainer.pending_validation
     checkpoint["step_stats"] = module.stats.state_dict()
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
@@ -177,8 +171,8 @@ def from_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> dict
     """The inverse of `to_checkpoint`. Hyper-parameters are the config's, so a changed learning rate is what is used.
 
     Returns:
-        What is this rank's: `step_stats`, which were not logged yet; and `rng`, its generators, where the checkpoint is
-        of so many ranks.
+        This rank's state: `step_stats`, which were not logged yet; and `rng`, its generators, where the checkpoint has
+        this rank.
 
     Raises:
         RequestError: the weights are of another architecture, the state is of another optimizer, or the token ids are
@@ -195,7 +189,7 @@ def from_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> dict
 
 
 def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """The part of `from_checkpoint` that is weights and optimizer: as Lightning's strategies load them, in place.
+    """Turn weights and optimizer into what Lightning's strategies load, in place: a part of `from_checkpoint`.
 
     Raises:
         RequestError: as for `from_checkpoint`.
@@ -247,12 +241,3 @@ def restore_generators(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _gather(value: Any) -> list[Any]:
-    """`value` of every rank, in the order of the ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
