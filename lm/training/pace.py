@@ -18,7 +18,6 @@ class Pace:
         self._before: tuple[int, float] | None = None  # step and time of the line before
         self._between = 0  # steps between two log lines
 
-
     def add(self, step: int, at: float, validation: bool) -> None:
         """A log line, written at a time, after its step or, if it is a validation's, after that."""
         if validation:
