@@ -1,9 +1,9 @@
-"""The work of `lm data prepare` that is shared out to processes: encode a unit of text, write a shard of tokens.
+"""The work of `lm data prepare` that runs in processes: encode a unit of text, write a shard of tokens.
 
 Between `data/text_files` and `data/parquet`. The text is cut into *units* of similar size, whose borders depend on the
-files alone. A unit becomes *parts*: files of plain ids, and a record beside them that is written last, so a unit with
-a record is done. It is called by what it was made of and how, so a record that is there is one to use. Shards are then
-copied together from parts. Nothing here depends on who does it when.
+files alone. A unit becomes *parts*: files of plain ids, and a JSON record that is written last, so that a unit with a
+record is done. The record's name is a hash of what the unit was made of and how. Shards are then copied together from
+parts. The result does not depend on which process does what, nor when.
 """
 
 import json
@@ -13,15 +13,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -33,12 +32,21 @@ from lm.data.tokenizer import Encoder, Tokenizer, id_type
 from lm.errors import RunError
 from lm.system.files import write_atomically
 
-# ---- parts -----------------------------------------------------------------------------------------------------------
-
 UNIT_BYTES = 64 * 2**20  # of text, about; smaller for a small corpus, so that all processes have something to do
 SMALLEST_UNIT = 4 * 2**20
 UNITS = 32
 BATCH = 2**20  # characters encoded at once
+SMALL_WORK = 32 * 2**20  # bytes of text; starting processes takes longer than this much work
+
+# ---- units and their parts -------------------------------------------------------------------------------------------
+
+
+class Slice(NamedTuple):
+    """Tokens of a part, from `start` up to `stop`."""
+
+    part: str
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -56,13 +64,13 @@ class Unit:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every unit is encoded with.
+    """How every unit is encoded.
 
     Args:
         folder: for the parts; has the tokenizer too.
-        tokenizer: what the tokenizer is known by.
+        tokenizer: its digest and the token that ends a document.
         text_key: key or column of the text.
-        val_fraction: share of the documents that are for validation.
+        val_fraction: fraction of the documents that are for validation.
         shard_tokens: a part is closed after the document that makes it as long as this.
     """
 
@@ -97,16 +105,16 @@ def unit_pieces(unit: Unit, text_key: str, tokenizer: Tokenizer | None) -> Itera
 
 
 def split_hash(content: str | np.ndarray) -> float:
-    """In [0, 1), from the content alone: documents below the fraction are for validation, whatever lies beside them.
+    """A number in [0, 1) from a document's content: below the fraction it is for validation, whatever files come.
 
-    Of a document in pieces, its first piece decides.
+    Of a document in pieces, the first piece decides.
     """
     data = content.encode() if isinstance(content, str) else content.astype("<u2").tobytes()
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big") / 2**64
 
 
 def record_path(unit: Unit, recipe: Recipe) -> Path:
-    """Where the record of a unit is, once the unit is done: called by the files and all that was done with them."""
+    """Where the record of a unit is, once the unit is done; its name is a hash of everything that decides the parts."""
     made_of = (unit.slices, recipe.tokenizer, recipe.text_key, recipe.val_fraction, recipe.shard_tokens)
     return recipe.folder / f"{blake2b(repr(made_of).encode(), digest_size=16).hexdigest()}.json"
 
@@ -226,29 +234,21 @@ def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
     return np.memmap(folder / file, dtype, mode="r")
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A shard to write.
+def write_shard(path: Path, slices: Sequence[Slice], folder: Path) -> dict[str, Any]:
+    """Copy slices of parts together.
 
     Args:
-        path: where to.
-        slices: (part, first token, token after the last), one after the other.
-    """
-
-    path: Path
-    slices: tuple[tuple[str, int, int], ...]
-
-
-def write_shard(shard: Shard, folder: Path) -> dict[str, Any]:
-    """Copy slices of parts together.
+        path: of the shard.
+        slices: one after the other.
+        folder: of the parts and the tokenizer.
 
     Returns:
         The shard's entry of the manifest.
     """
     tokenizer = Tokenizer.load(folder)
     dtype = id_type(tokenizer.vocab_size)
-    writer = ShardWriter(shard.path, dtype, tokenizer.sha256)
-    for file, start, stop in shard.slices:
+    writer = ShardWriter(path, dtype, tokenizer.sha256)
+    for file, start, stop in slices:
         rows = np.load(_rows_path(folder / file))
         edges = np.unique(np.clip(np.concatenate([[0], np.cumsum(rows)]), start, stop))  # where rows begin, and stop
         first = 0
@@ -258,83 +258,60 @@ def write_shard(shard: Shard, folder: Path) -> dict[str, Any]:
             writer.write(np.fromfile(folder / file, dtype, count, offset=before), np.diff(edges[first : last + 1]))
             first = last
     size = writer.close()
-    name = f"{shard.path.parent.name}/{shard.path.name}"
-    return {"file": name, "size": size, "row_groups": writer.row_groups, "digest": writer.digest}
+    return {"file": f"{path.parent.name}/{path.name}", "size": size, "row_groups": writer.row_groups, "digest": writer.digest}
 
 
-# ---- workforce -------------------------------------------------------------------------------------------------------
-# Processes that share out work, end with their parent, and leave Ctrl-C to it.
-#
-# Under `data/prepare`. Tasks are functions of their arguments that write files; results come back in the order of the
-# tasks, whoever did them.
-
-SMALL_WORK = 32 * 2**20  # bytes of text; starting processes takes longer than this much work
+# ---- processes -------------------------------------------------------------------------------------------------------
 
 
-class Workforce:
-    """Runs tasks in processes, or in this one where the work is small.
+def run_tasks(
+    function: Callable[..., Any], tasks: Sequence[tuple], sizes: Sequence[int], doing: str, workers: int | None
+) -> list[Any]:
+    """Call a function for every task, in processes where there is much to do.
 
     Args:
+        function: importable by name; it writes files.
+        tasks: arguments of each call.
+        sizes: work of each, in bytes of text or tokens.
+        doing: label of the progress bar.
         workers: processes; one a core if None.
-        work: bytes of text that there are to do.
+
+    Returns:
+        The results, in the order of the tasks.
+
+    Raises:
+        RunError: a process died.
     """
-
-    def __init__(self, workers: int | None, work: int) -> None:
-        self.workers = _cores() if workers is None else workers
-        self._pool: ProcessPoolExecutor | None = None
-        if self.workers > 1 and work > SMALL_WORK:
-            self._pool = ProcessPoolExecutor(
-                self.workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
-            )
-
-    def __enter__(self) -> "Workforce":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._pool is not None:
-            processes = list((self._pool._processes or {}).values())
-            self._pool.shutdown(wait=kind is None, cancel_futures=True)
-            for process in processes if kind is not None else ():
+    columns = (TextColumn(doing), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task(doing, total=sum(sizes))
+        workers = _cores() if workers is None else workers
+        if workers == 1 or sum(sizes) <= SMALL_WORK:
+            results = []
+            for task, size in zip(tasks, sizes, strict=True):
+                results.append(function(*task))
+                progress.advance(bar, size)
+            return results
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+        try:
+            futures = {pool.submit(function, *task): size for task, size in zip(tasks, sizes, strict=True)}
+            for future in as_completed(futures):
+                future.result()
+                progress.advance(bar, futures[future])
+            pool.shutdown()
+            return [future.result() for future in futures]
+        except BaseException as error:
+            processes = list((pool._processes or {}).values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
                 process.terminate()
-
-    def run(self, function: Callable[..., Any], tasks: Sequence[tuple], sizes: Sequence[int], doing: str) -> list[Any]:
-        """Do all tasks.
-
-        Args:
-            function: importable by name; called with the arguments of each task.
-            tasks: arguments.
-            sizes: work of each, for the progress bar.
-            doing: what the bar says.
-
-        Returns:
-            The results, in the order of the tasks.
-
-        Raises:
-            RunError: a process died.
-        """
-        columns = (TextColumn(doing), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-            bar = progress.add_task(doing, total=sum(sizes))
-            if self._pool is None:
-                results = []
-                for task, size in zip(tasks, sizes, strict=True):
-                    results.append(function(*task))
-                    progress.advance(bar, size)
-                return results
-            try:
-                size_of = {self._pool.submit(function, *task): size for task, size in zip(tasks, sizes, strict=True)}
-                left = set(size_of)
-                while left:
-                    done, left = wait(left, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-                        progress.advance(bar, size_of[future])
-                return [future.result() for future in size_of]
-            except BrokenProcessPool as error:
-                raise RunError(
-                    "a worker process died, perhaps for want of memory; the same command goes on from here, "
-                    "and fewer --workers need less"
-                ) from error
+            if not isinstance(error, BrokenProcessPool):
+                raise
+            raise RunError(
+                "a worker process died, perhaps because memory ran out; the same command continues from here, and "
+                "fewer --workers need less memory"
+            ) from error
 
 
 def _cores() -> int:
@@ -344,10 +321,10 @@ def _cores() -> int:
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def end_with_parent() -> None:
-    """A parent that was killed cannot tell its workers to stop."""
+def _end_with_parent() -> None:
+    """End this process when its parent was killed and could not."""
     multiprocessing.parent_process().join()
     os._exit(1)

@@ -1,11 +1,10 @@
 """From text to shards: what `lm data prepare` does, step by step.
 
-Before a batch's way begins. Files are found (`data/text_files`), a tokenizer is read or learned (`data/tokenizer`),
-units of text are encoded by processes and copied together to shards (`data/encode`, `data/parquet`), which
-`data/shards` reads.
+Files are found (`data/text_files`), a tokenizer is read or learned (`data/tokenizer`), units of text are encoded by
+processes and copied together to shards (`data/encode`, `data/parquet`), which `data/shards` reads.
 
-The result depends on the options and the files alone, not on the number of processes nor on being killed. Until
-`manifest.json` is there, written last, nothing looks finished; done units are kept in `.parts` to go on from.
+The result depends on the options and the files alone, not on the number of processes nor on being killed. A folder is
+finished when it has a `manifest.json`, which is written last; until then `.parts` keeps what is done.
 """
 
 import json
@@ -19,13 +18,13 @@ from typing import Any
 
 from lm.data.encode import (
     Recipe,
-    Shard,
+    Slice,
     Unit,
-    Workforce,
     encode_unit,
     part_ids,
     plan_units,
     record_path,
+    run_tasks,
     split_hash,
     unit_pieces,
     write_shard,
@@ -37,111 +36,11 @@ from lm.errors import Interrupted, RequestError
 from lm.system.files import parse_json, write_atomically
 from lm.system.units import Count
 
-# ---- splits ----------------------------------------------------------------------------------------------------------
-# Which tokens are for training and which for validation, once all are encoded.
-#
-# A step of `data/prepare`. The hash of a document's text decides; what is left to do here is to see that a small corpus
-# has both: of several documents one is moved, an only one is cut near its end.
-
 log = logging.getLogger(__name__)
-
-CUT_SEARCH = 4096  # tokens that are looked at for the end of a line
-
-
-@dataclass
-class Split:
-    """Args:
-    name: "train" or "val".
-    documents: how many.
-    tokens: with the one that ends each document.
-    bytes: UTF-8 bytes of the documents.
-    slices: (part, first token, token after the last).
-    """
-
-    name: str
-    documents: int
-    tokens: int
-    bytes: int
-    slices: list[tuple[str, int, int]]
-
-
-def divide(records: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """The splits of a preparation.
-
-    Args:
-        records: of all units, in order.
-        val_fraction: share of the documents for validation; 0 for one split only.
-        tokenizer: that the parts were encoded with.
-        folder: of the parts.
-
-    Returns:
-        "train", and "val" unless no validation was asked for.
-
-    Raises:
-        RequestError: there is no text.
-    """
-    parts = [part for record in records for part in record["parts"]]
-    train, val = (_gather(name, [part for part in parts if part["split"] == name]) for name in ("train", "val"))
-    documents = train.documents + val.documents
-    if documents == 0:
-        raise RequestError("the input holds no text: every document is empty")
-    if documents == 1 and val_fraction > 0:
-        return _cut(train if train.documents else val, val_fraction, tokenizer, folder)
-    if val.documents == 0 and val_fraction > 0:
-        log.info("no document fell to validation by its hash: the one that was nearest to it is taken")
-        _move(min((record["lowest"] for record in records if record["lowest"]), key=_by_hash), train, val)
-    elif train.documents == 0:
-        log.info("every document fell to validation by its hash: the one that was farthest from it is for training")
-        _move(max((record["highest"] for record in records if record["highest"]), key=_by_hash), val, train)
-    return [train, val] if val.documents else [train]
-
-
-def _by_hash(document: dict[str, Any]) -> float:
-    return document["hash"]
-
-
-def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
-    documents, tokens, size = (sum(part[key] for part in parts) for key in ("documents", "tokens", "bytes"))
-    return Split(name, documents, tokens, size, [(part["file"], 0, part["tokens"]) for part in parts])
-
-
-def _move(document: dict[str, Any], source: Split, target: Split) -> None:
-    """Take one document out of a split and into the other, which is empty."""
-    file, start, stop = document["part"], document["start"], document["stop"]
-    for split, sign in ((source, -1), (target, 1)):
-        split.documents += sign
-        split.tokens += sign * (stop - start)
-        split.bytes += sign * document["bytes"]
-    target.slices = [(file, start, stop)]
-    around = []
-    for part, first, end in source.slices:
-        around += [(part, first, start), (part, stop, end)] if part == file else [(part, first, end)]
-    source.slices = [piece for piece in around if piece[1] < piece[2]]
-
-
-def _cut(only: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """Cut the only document near its end, at the end of a line if there is one."""
-    [(file, _, stop)] = only.slices
-    if stop < 2:
-        raise RequestError("the input is a single token: there is nothing to train on")
-    ids = part_ids(folder, file, id_type(tokenizer.vocab_size))
-    edge = min(stop - 1, max(1, round(stop * (1 - val_fraction))))
-    for place in range(edge, min(edge + CUT_SEARCH, stop - 1)):
-        if tokenizer.decode(ids[place - 1 : place]).endswith("\n"):
-            edge = place
-            break
-    log.info("there is one document: its last %s of %s tokens are for validation", f"{stop - edge:,}", f"{stop:,}")
-    size = int(tokenizer.token_bytes()[ids[edge:]].sum())
-    return [
-        Split("train", 1, edge, only.bytes - size, [(file, 0, edge)]),
-        Split("val", 1, stop - edge, size, [(file, edge, stop)]),
-    ]
-
-
-# ---- prepare ---------------------------------------------------------------------------------------------------------
 
 LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
 MANIFEST, PLAN = "manifest.json", "plan.json"
+CUT_SEARCH = 4096  # tokens in which the end of a line is looked for
 
 
 @dataclass
@@ -191,6 +90,23 @@ class PrepareOptions:
             raise RequestError("--shard_tokens and --sample_bytes are at least 1")
 
 
+@dataclass
+class Split:
+    """Args:
+    name: "train" or "val".
+    documents: how many.
+    tokens: with the one that ends each document.
+    bytes: UTF-8 bytes of the documents.
+    slices: its tokens.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    bytes: int
+    slices: list[Slice]
+
+
 def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Make shards, or go on making them; a folder that is finished and fits the options is left as it is.
 
@@ -235,15 +151,15 @@ def _make(
     left = [unit for unit in units if not record_path(unit, recipe).exists()]
     if len(left) < len(units):
         log.info("going on: %d of %d units are done", len(units) - len(left), len(units))
-    with Workforce(options.workers, work=sum(unit.text_bytes for unit in left)) as workforce:
-        workforce.run(encode_unit, [(unit, recipe) for unit in left], [unit.text_bytes for unit in left], "encoding")
-        records = [json.loads(record_path(unit, recipe).read_text()) for unit in units]
-        splits = divide(records, options.val_fraction, tokenizer, parts)
-        for name in ("train", "val"):
-            shutil.rmtree(output / name, ignore_errors=True)  # of a killed attempt
-        shards = [shard for split in splits for shard in _shards(output, split, options.shard_tokens)]
-        tokens = [sum(stop - start for _, start, stop in shard.slices) for shard in shards]
-        entries = workforce.run(write_shard, [(shard, parts) for shard in shards], tokens, "writing")
+    tasks = [(unit, recipe) for unit in left]
+    run_tasks(encode_unit, tasks, [unit.text_bytes for unit in left], "encoding", options.workers)
+    records = [json.loads(record_path(unit, recipe).read_text()) for unit in units]
+    splits = divide(records, options.val_fraction, tokenizer, parts)
+    for name in ("train", "val"):
+        shutil.rmtree(output / name, ignore_errors=True)  # of a killed attempt
+    shards = [shard for split in splits for shard in _shards(output, split, options.shard_tokens)]
+    sizes = [sum(stop - start for _, start, stop in slices) for _, slices in shards]
+    entries = run_tasks(write_shard, [(*shard, parts) for shard in shards], sizes, "writing", options.workers)
     for name, text in tokenizer.files().items():
         write_atomically(output / name, text)
     return {
@@ -280,59 +196,53 @@ def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | Non
 
 def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest of a finished folder, if there is one."""
-    try:
-        manifest = parse_json((output / MANIFEST).read_bytes())
-        made = {name: manifest[name] for name in plan}
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise RequestError(f"{output / MANIFEST} is damaged; remove {output} or give another --output") from error
-    if difference := _difference(made, plan):
+    manifest, *differences = _compare(output / MANIFEST, plan)
+    if any(differences):
+        difference = ", ".join(filter(None, differences))
         raise RequestError(f"{output} was made otherwise: {difference}; remove it or give another --output")
     return manifest
 
 
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
     """Take an empty folder, or one where the same preparation was stopped."""
-    if not (parts / PLAN).exists():
+    begun, options, files = _compare(parts / PLAN, plan)
+    if begun is None:
         if output.is_dir() and any(entry.name != ".parts" for entry in output.iterdir()):
-            raise RequestError(
-                f"{output} is not empty and not a preparation to go on with; give another --output"
-            )
+            raise RequestError(f"{output} is not empty, and no preparation that can continue; give another --output")
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
-        write_atomically(parts / PLAN, json.dumps(plan))
-    try:
-        begun = parse_json((parts / PLAN).read_bytes())
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{parts / PLAN} is damaged ({error}); remove {output} or give another --output") from error
-    if not (isinstance(begun, dict) and isinstance(begun.get("sources"), list) and isinstance(begun.get("options"), dict)):
-        raise RequestError(f"{parts / PLAN} is damaged; remove {output} or give another --output")
-    if difference := _difference(begun | {"sources": plan["sources"]}, plan):
+    if options:
         raise RequestError(
-            f"{output} holds an unfinished preparation that was begun otherwise: {difference}; "
+            f"{output} holds an unfinished preparation that was begun otherwise: {options}; "
             "remove it or give another --output"
         )
-    if difference := _difference(begun, plan):
-        log.info("other files than when it was begun (%s): what they change is done again", difference)
+    if files:
+        log.info("other files than when it was begun (%s): what they change is done again", files)
         for name in ("tokenizer_config.json", "tokenizer.json"):
             (parts / name).unlink(missing_ok=True)
+    if begun is None or files:
         write_atomically(parts / PLAN, json.dumps(plan))
 
 
-def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """What is not the same between two plans, in words; empty if nothing is."""
-    words = []
-    for name in {**old["options"], **new["options"]}:
-        before, after = old["options"].get(name), new["options"].get(name)
-        if before != after:
-            words.append(f"--{name} was {before}, is {after}")
-    before, after = ({entry["name"]: entry for entry in plan["sources"]} for plan in (old, new))
-    for name in sorted({**before, **after}):
-        if before.get(name) != after.get(name):
-            happened = "is new" if name not in before else "is missing" if name not in after else "has changed"
-            words.append(f"{name} {happened}")
-    return ", ".join(words[:4]) + (f" and {len(words) - 4} more differences" if len(words) > 4 else "")
+def _compare(file: Path, plan: dict[str, Any]) -> tuple[dict[str, Any] | None, str, str]:
+    """A manifest or plan, and how its options and its files differ from a plan, in words; None where there is none."""
+    try:
+        made = parse_json(file.read_bytes())
+        old, new = made["options"], plan["options"]
+        options = [f"--{name} was {old.get(name)}, is {new.get(name)}" for name in {**old, **new}
+                   if old.get(name) != new.get(name)]  # fmt: skip
+        before, after = ({entry["name"]: entry for entry in one["sources"]} for one in (made, plan))
+    except FileNotFoundError:
+        return None, "", ""
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"{file} is damaged ({error}); remove its folder or give another --output") from error
+    files = [
+        f"{name} {'is new' if name not in before else 'is missing' if name not in after else 'has changed'}"
+        for name in sorted({**before, **after})
+        if before.get(name) != after.get(name)
+    ]
+    more = f" and {len(files) - 4} more" if len(files) > 4 else ""
+    return made, ", ".join(options), ", ".join(files[:4]) + more
 
 
 def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], given: Tokenizer | None) -> Tokenizer:
@@ -381,16 +291,92 @@ def _scattered(unit: Unit) -> bytes:
     return blake2b(repr(names).encode()).digest()
 
 
-def _shards(output: Path, split: Split, shard_tokens: int) -> list[Shard]:
-    """Gather the slices of a split until a shard is full; makes its folder."""
+def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, tuple[Slice, ...]]]:
+    """The shards of a split: the path and slices of each, gathered until it is full; makes their folder."""
     (output / split.name).mkdir()
-    groups: list[list[tuple[str, int, int]]] = []
+    groups: list[list[Slice]] = []
     held = 0
     for piece in split.slices:
-        length = piece[2] - piece[1]
+        length = piece.stop - piece.start
         if not groups or held + length > shard_tokens:
             groups.append([])
             held = 0
         groups[-1].append(piece)
         held += length
-    return [Shard(output / split.name / f"{i:05d}.parquet", tuple(group)) for i, group in enumerate(groups)]
+    return [(output / split.name / f"{i:05d}.parquet", tuple(group)) for i, group in enumerate(groups)]
+
+
+# ---- training and validation -----------------------------------------------------------------------------------------
+
+
+def divide(records: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
+    """The splits of a preparation.
+
+    Args:
+        records: of all units, in order.
+        val_fraction: share of the documents for validation; 0 for one split only.
+        tokenizer: that the parts were encoded with.
+        folder: of the parts.
+
+    Returns:
+        "train", and "val" unless no validation was asked for.
+
+    Raises:
+        RequestError: there is no text.
+    """
+    parts = [part for record in records for part in record["parts"]]
+    train, val = (_gather(name, [part for part in parts if part["split"] == name]) for name in ("train", "val"))
+    documents = train.documents + val.documents
+    if documents == 0:
+        raise RequestError("the input holds no text: every document is empty")
+    if documents == 1 and val_fraction > 0:
+        return _cut(train if train.documents else val, val_fraction, tokenizer, folder)
+    if val.documents == 0 and val_fraction > 0:
+        log.info("no document fell to validation by its hash: the one that was nearest to it is taken")
+        _move(min((record["lowest"] for record in records if record["lowest"]), key=_by_hash), train, val)
+    elif train.documents == 0:
+        log.info("every document fell to validation by its hash: the one that was farthest from it is for training")
+        _move(max((record["highest"] for record in records if record["highest"]), key=_by_hash), val, train)
+    return [train, val] if val.documents else [train]
+
+
+def _by_hash(document: dict[str, Any]) -> float:
+    return document["hash"]
+
+
+def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
+    documents, tokens, size = (sum(part[key] for part in parts) for key in ("documents", "tokens", "bytes"))
+    return Split(name, documents, tokens, size, [Slice(part["file"], 0, part["tokens"]) for part in parts])
+
+
+def _move(document: dict[str, Any], source: Split, target: Split) -> None:
+    """Take one document out of a split and into the other, which is empty."""
+    file, start, stop = document["part"], document["start"], document["stop"]
+    for split, sign in ((source, -1), (target, 1)):
+        split.documents += sign
+        split.tokens += sign * (stop - start)
+        split.bytes += sign * document["bytes"]
+    target.slices = [Slice(file, start, stop)]
+    around = []
+    for part, first, end in source.slices:
+        around += [Slice(part, first, start), Slice(part, stop, end)] if part == file else [Slice(part, first, end)]
+    source.slices = [piece for piece in around if piece.start < piece.stop]
+
+
+def _cut(only: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
+    """Cut the only document near its end, at the end of a line if there is one."""
+    [(file, _, stop)] = only.slices
+    if stop < 2:
+        raise RequestError("the input is a single token: there is nothing to train on")
+    ids = part_ids(folder, file, id_type(tokenizer.vocab_size))
+    edge = min(stop - 1, max(1, round(stop * (1 - val_fraction))))
+    for place in range(edge, min(edge + CUT_SEARCH, stop - 1)):
+        if tokenizer.decode(ids[place - 1 : place]).endswith("\n"):
+            edge = place
+            break
+    log.info("there is one document: its last %s of %s tokens are for validation", f"{stop - edge:,}", f"{stop:,}")
+    size = int(tokenizer.token_bytes()[ids[edge:]].sum())
+    return [
+        Split("train", 1, edge, only.bytes - size, [Slice(file, 0, edge)]),
+        Split("val", 1, stop - edge, size, [Slice(file, edge, stop)]),
+    ]
