@@ -163,7 +163,7 @@ def read_samples(run: Run) -> list[dict[str, Any]]:
     """
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for sample in read_lines(run.path / "samples.jsonl"):
-        if isinstance(sample.get("step"), int) and all(isinstance(sample.get(name), str) for name in ("prompt", "text")):
+        if isinstance(sample.get("step"), int) and {"prompt", "text"} <= sample.keys():
             found[sample["step"], sample["prompt"]] = sample
     return sorted(found.values(), key=lambda sample: sample["step"])
 
