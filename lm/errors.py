@@ -1,17 +1,17 @@
-"""How a command ends: every failure that is foreseen is one of these, one clear line and an exit code.
+"""The errors of commands: each is one clear line and an exit code.
 
 0 finished; 1 failed; 2 the request is wrong; 3 stopped by a guard; 75 interrupted with a checkpoint.
 """
 
 
 class LmError(Exception):
-    """A foreseen failure. Its message says what was wrong, where, and what to do; no traceback is shown."""
+    """A failure with a message that says what was wrong, where, and what to do; no traceback is shown."""
 
     exit_code = 1
 
 
 class RunError(LmError):
-    """Something failed while the work was under way (a corrupt shard, a full disk)."""
+    """A failure while the command was at work, such as a corrupt shard or a full disk."""
 
     exit_code = 1
 
@@ -21,7 +21,7 @@ class DataError(RunError):
 
 
 class RequestError(LmError):
-    """What was asked for is wrong (a config, a path, a flag); nothing was done."""
+    """The request is wrong (a config, a path, a flag); nothing was done."""
 
     exit_code = 2
 
@@ -33,6 +33,6 @@ class GuardStop(LmError):
 
 
 class Interrupted(LmError):
-    """A signal stopped the run after a checkpoint; run again with `--ckpt_path auto` to go on."""
+    """A signal stopped the run after a checkpoint; `--ckpt_path auto` resumes it."""
 
     exit_code = 75

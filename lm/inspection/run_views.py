@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from lm.inspection.drawing import BLUE, GREEN, ORANGE, PURPLE, VERMILION, Html, figure, finish, table, wrapped
 from lm.runs import registry
 from lm.runs.history import (
-    Agreement,
     Interval,
     Series,
     curve,
@@ -152,19 +151,6 @@ def time_table(found: Sequence[Interval]) -> Html:
         [(name, round(seconds, 1), f"{seconds / total:.1%}") for name, seconds in spent.items()],
         ("spent on", "seconds", "share"),
     )
-
-
-def agreement_table(found: Sequence[Agreement]) -> Html:
-    """Every metric's log lines beside its points in TensorBoard."""
-    return table(
-        [
-            (one.metric, one.points, one.only_in_lines, one.only_in_events, f"{one.largest_difference:.1e}",
-             "yes" if one.agrees else "NO")
-            for one in found
-        ],
-        ("metric", "points in both", "only in metrics.jsonl", "only in TensorBoard", "largest relative difference",
-         "agrees"),
-    )  # fmt: skip
 
 
 def settings_table(runs: Sequence[Run]) -> Html:

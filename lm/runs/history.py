@@ -3,7 +3,6 @@
 `lm runs`, `lm monitor` and the notebooks use it. Nothing here imports torch or writes into the run.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,64 +64,6 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
     return smoothed
 
 
-# ---- TensorBoard -----------------------------------------------------------------------------------------------------
-
-
-class Agreement(NamedTuple):
-    """How a metric's log lines and its points in TensorBoard compare.
-
-    Args:
-        metric: its name in both.
-        points: steps that are in both.
-        only_in_lines: steps that `metrics.jsonl` alone has.
-        only_in_events: steps that the event files alone have.
-        largest_difference: of two values of a step, relative to the larger; event files hold single precision, which
-            is 6e-8 at most.
-    """
-
-    metric: str
-    points: int
-    only_in_lines: int
-    only_in_events: int
-    largest_difference: float
-
-    @property
-    def agrees(self) -> bool:
-        """Whether both have the same steps, and the same values but for rounding."""
-        return not self.only_in_lines and not self.only_in_events and self.largest_difference < 1e-6
-
-
-def event_curves(run: Run) -> dict[str, Series]:
-    """Every scalar of a run's TensorBoard files over steps, by tag, as TensorBoard itself would show it."""
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-
-    events = EventAccumulator(str(run.path), size_guidance={SCALARS: 0})  # 0: all of them
-    logger = logging.getLogger("tensorboard")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of every resume
-    try:
-        events.Reload()
-    finally:
-        logger.setLevel(level)
-    points = {tag: events.Scalars(tag) for tag in events.Tags()[SCALARS]}
-    return {tag: Series(tag, [one.step for one in ones], [one.value for one in ones]) for tag, ones in points.items()}
-
-
-def compare_with_events(run: Run) -> list[Agreement]:
-    """Every metric of `metrics.jsonl` beside its points in TensorBoard, by name."""
-    lines, events = run.metrics(), event_curves(run)
-    metrics = sorted({name for line in lines for name in line if "/" in name})
-    return [_agreement(metric, curve(metric, lines, metric), events.get(metric)) for metric in metrics]
-
-
-def _agreement(metric: str, logged: Series, shown: Series | None) -> Agreement:
-    ours = dict(zip(logged.x, logged.y, strict=True))
-    theirs = {} if shown is None else dict(zip(shown.x, shown.y, strict=True))
-    both = ours.keys() & theirs.keys()
-    apart = [abs(ours[step] - theirs[step]) / max(abs(ours[step]), abs(theirs[step]), 1e-30) for step in both]
-    return Agreement(metric, len(both), len(ours) - len(both), len(theirs) - len(both), max(apart, default=0.0))
-
-
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +104,7 @@ def read_samples(run: Run) -> list[dict[str, Any]]:
     """
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for sample in read_lines(run.path / "samples.jsonl"):
-        if isinstance(sample.get("step"), int) and all(isinstance(sample.get(name), str) for name in ("prompt", "text")):
+        if isinstance(sample.get("step"), int) and {"prompt", "text"} <= sample.keys():
             found[sample["step"], sample["prompt"]] = sample
     return sorted(found.values(), key=lambda sample: sample["step"])
 

@@ -1,6 +1,16 @@
-"""Post-mortems: the records of an incident in a training, the page that describes it, and the folder it is kept in.
+"""Post-mortems: the folder `postmortem-<step>/` of a run, about an incident in its training such as a loss spike.
 
-`training/callbacks/postmortem` notices the incident, and `training/probe` gathers the evidence.
+| file | content |
+|---|---|
+| `postmortem.md` | the page, with two sections for a person to finish |
+| `postmortem.json` | the incident, with which a later process closes the page after a resume |
+| `samples.txt` | every sample of the step as text, the worst first |
+| `tokens.json` | the loss of each token of the worst samples |
+| `norms.json` | norms inside the network, of the worst micro-batch and of an ordinary one |
+| `loss.png`, `grad_norm.png` | the curves before, and when the page is closed, after |
+
+`training/callbacks/postmortem` notices the incident, and `training/probe` gathers the evidence. Nothing here imports
+torch.
 """
 
 import json
@@ -16,12 +26,21 @@ from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, write_atomically
 
-# ---- incident --------------------------------------------------------------------------------------------------------
+PICTURES = {"loss.png": ("train/loss", 1), "grad_norm.png": ("optim/grad_norm", 2)}  # metric, and index in a step
+OPEN = "Open: to be filled in when the loss is back where it was before, or when the run has ended without that."
+LINES = 10  # log lines in a table
+STEPS = 12  # optimizer steps in a table
+SAMPLES = 5  # samples in a table
+TOKENS = 10  # tokens in a table
+BEFORE, AFTER = 12, 4  # tokens of context of a token
+BEGINNING = 60  # characters of a sample
+
+# ---- the records -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Sample:
-    """A sample of the step, with its losses by the weights of now."""
+    """A sample of the step, with its losses under the weights when the post-mortem is written."""
 
     index: int  # in the stream of samples
     shard: str | None  # None: injected
@@ -37,7 +56,7 @@ class Sample:
 
 @dataclass
 class Incident:
-    """What happened, in what can be written as JSON."""
+    """What happened; it can be written as JSON."""
 
     run: str
     step: int  # of the log line at which the guard acted
@@ -61,10 +80,10 @@ class Incident:
             for step, loss, norm, applied in self.steps
         ]
         if self.highest is None:
-            self.rise(self.steps)
+            self.update_highest(self.steps)
 
-    def rise(self, steps: Iterable[tuple]) -> None:
-        """Take note of more steps, which begin with their number and loss."""
+    def update_highest(self, steps: Iterable[tuple]) -> None:
+        """Update `highest` with more steps, tuples that begin with their number and loss."""
         for step, loss, *_ in steps:
             if math.isfinite(loss) and (self.highest is None or loss > self.highest[1]):
                 self.highest = (step, loss)
@@ -72,45 +91,37 @@ class Incident:
 
 @dataclass
 class Evidence:
-    """What the step saw and what that does in the network; empty where it could not be looked at."""
+    """The samples of the step and their effect in the network; empty where they could not be read again."""
 
     samples: list[Sample] = field(default_factory=list)  # the worst first
     texts: list[str] = field(default_factory=list)  # of each sample
     pieces: list[list[str]] = field(default_factory=list)  # of the worst samples, the text of each token
     worst: dict[str, Any] | None = None  # the micro-batch: `what`, `activations`, `gradients`
-    ordinary: dict[str, Any] | None = None  # alike
-    without_gradients: str | None = None  # why there are none
+    ordinary: dict[str, Any] | None = None  # the same of an ordinary micro-batch
+    without_gradients: str | None = None  # why gradients are missing
 
 
-# ---- post mortem page ------------------------------------------------------------------------------------------------
-# The page of a post-mortem, in Markdown: made of an `incident`, put into a folder by `post_mortem`.
-
-LINES = 10  # log lines in a table
-STEPS = 12  # optimizer steps in a table
-SAMPLES = 5  # samples in a table
-TOKENS = 10  # tokens in a table
-BEFORE, AFTER = 12, 4  # tokens around one
-BEGINNING = 60  # characters of a sample
+# ---- the page, in Markdown -------------------------------------------------------------------------------------------
 
 
-def page(moment: Incident, evidence: Evidence, recovery: str) -> str:
+def markdown_page(incident: Incident, evidence: Evidence, recovery: str) -> str:
     """The whole page as Markdown.
 
     Args:
-        moment: what happened.
-        evidence: what was found.
+        incident: the incident.
+        evidence: its samples and norms.
         recovery: content of the section on the recovery.
     """
-    acted = f"- {utc(moment.time)}, step {moment.step}: `{moment.guard}`, {moment.action}: {moment.message}"
+    acted = f"- {utc(incident.time)}, step {incident.step}: `{incident.guard}`, {incident.action}: {incident.message}"
     return "\n".join([
-        f"# Post-mortem: run {moment.run}, step {moment.step}\n",
-        _summary(moment, evidence),
+        f"# Post-mortem: run {incident.run}, step {incident.step}\n",
+        _summary(incident, evidence),
         "\n## What happened\n",
-        *_happened(moment),
+        *_happened(incident),
         "\n## What the step saw\n",
-        *_saw(moment, evidence),
+        *_saw(incident, evidence),
         "\n## Where in the network\n",
-        *_where(moment, evidence),
+        *_where(evidence),
         "\n## What was done\n",
         acted,
         f"\n## Recovery\n\n{recovery}\n",
@@ -127,7 +138,7 @@ _For a person to finish._ Questions that help:
 - Is it a few samples or all of them? A few point to the data, all of them to the weights or the learning rate.
 - Did the gradient norm rise before the loss did? Then the cause is before this step.
 - Is one layer out of line, or the whole network? Is it the embedding or the output?
-- Was the learning rate at its peak, the warm-up just over, or the run just gone on with (`run.json`, `log.txt`)?
+- Was the learning rate at its peak, the warm-up just over, or the run just resumed (`run.json`, `log.txt`)?
 - Does it come again from the checkpoint before? If so it is the data or the settings; if not, the machine.
 
 ## What will change
@@ -136,38 +147,39 @@ _For a person to finish: the data, the settings, the guards, or nothing and why.
 """
 
 
-def _summary(moment: Incident, evidence: Evidence) -> str:
-    step, loss, norm, applied = next(each for each in moment.steps if each[0] == moment.worst)
+def _summary(incident: Incident, evidence: Evidence) -> str:
+    step, loss, norm, applied = next(step for step in incident.steps if step[0] == incident.worst)
     text = f"Step {step} stands out: loss {_number(loss)}"
-    if moment.baseline is not None:
-        text += f", where it was {_number(moment.baseline)} before"
+    if incident.baseline is not None:
+        text += f", where it was {_number(incident.baseline)} before"
     text += f"; gradient norm {_number(norm)}."
     if not applied:
         text += " It was not applied, so it changed no weight."
-    if moment.injected:
+    if incident.injected:
         text += " **This was a drill**: its samples were replaced by rare tokens (`guards.inject_step`)."
-    elif evidence.samples and moment.baseline is not None and math.isfinite(loss):
+    elif evidence.samples and incident.baseline is not None and math.isfinite(loss):
         now = fmean(sample.loss for sample in evidence.samples)
-        text += f" By the weights of now the same samples cost {_number(now)}."
+        text += f" Under the weights of now the loss of the same samples is {_number(now)}."
     return text
 
 
-def _happened(moment: Incident) -> list[str]:
-    text = f"At {utc(moment.time)}, in the log line of step {moment.step}, guard `{moment.guard}`: {moment.message}"
-    if moment.baseline is not None:
-        text += f"\n\nThe loss before is the median of the last log lines before: {_number(moment.baseline)}."
-    index = [step for step, *_ in moment.steps].index(moment.worst)
-    first = max(0, min(index - STEPS // 2, len(moment.steps) - STEPS))
-    shown = moment.steps[first : first + STEPS]
+def _happened(incident: Incident) -> list[str]:
+    text = f"At {utc(incident.time)}, in the log line of step {incident.step}, guard `{incident.guard}`: "
+    text += incident.message
+    if incident.baseline is not None:
+        text += f"\n\nThe loss before is the median of the last log lines before: {_number(incident.baseline)}."
+    index = [step for step, *_ in incident.steps].index(incident.worst)
+    first = max(0, min(index - STEPS // 2, len(incident.steps) - STEPS))
+    shown = incident.steps[first : first + STEPS]
     steps = [
-        [f"**{step}**" if step == moment.worst else str(step), _number(loss), _number(norm), "yes" if applied else "no"]
+        [f"**{step}**" if step == incident.worst else f"{step}", _number(loss), _number(norm), ("no", "yes")[applied]]
         for step, loss, norm, applied in shown
     ]
     names = ("train/loss", "optim/grad_norm", "optim/lr", "perf/tokens_per_second", "val/loss")
     columns = {METRICS[name].label: name for name in names}
     lines = [
         [str(line["step"]), *(_number(line[metric]) if metric in line else "" for metric in columns.values())]
-        for line in moment.lines[-LINES - 1 :]
+        for line in incident.lines[-LINES - 1 :]
     ]
     title = f"Steps {shown[0][0]} to {shown[-1][0]}, one by one:"
     return [
@@ -179,22 +191,22 @@ def _happened(moment: Incident) -> list[str]:
     ]  # fmt: skip
 
 
-def _saw(moment: Incident, evidence: Evidence) -> list[str]:
+def _saw(incident: Incident, evidence: Evidence) -> list[str]:
     samples = evidence.samples
     if not samples:
-        return ["The samples of the step could not be looked at; the log of the run says why."]
+        return ["The samples of the step could not be read again; the log of the run says why."]
     losses = [sample.loss for sample in samples]  # the worst first
     first = min(sample.index for sample in samples)
     source = (
-        "sequences of rare tokens that were put in place of the text" if moment.injected
-        else f"`lm data show --run {moment.run} --step {moment.worst}` prints them"
+        "sequences of rare tokens that were put in place of the text" if incident.injected
+        else f"`lm data show --run {incident.run} --step {incident.worst}` prints them"
     )  # fmt: skip
     last = first + len(samples) - 1
     text = (
-        f"Step {moment.worst} had {len(samples)} samples, {first} to {last} of the stream: {source}.\n\n"
-        "All losses in this section and all norms in the next are **by the weights as they were when this was "
-        f"written**, after step {moment.step}, and without dropout. They tell what is hard for the model now, not what "
-        "it was for the step itself.\n\n"
+        f"Step {incident.worst} had {len(samples)} samples, {first} to {last} of the stream: {source}.\n\n"
+        "All losses in this section and all norms in the next are **under the weights at the time of writing**, after "
+        f"step {incident.step}, and without dropout. They show what is hard for the model now, not what was hard in "
+        "the step itself.\n\n"
         f"Mean loss {_number(fmean(losses))}; the best sample {_number(losses[-1])}, the middle one "
         f"{_number(losses[len(losses) // 2])}, the worst {_number(losses[0])}. The worst {min(SAMPLES, len(samples))}:"
     )
@@ -217,7 +229,7 @@ def _worst_tokens(evidence: Evidence) -> list[list[str]]:
         for sample, pieces in zip(evidence.samples, evidence.pieces)
         for position, loss in enumerate(sample.losses, start=1)
     ]
-    found.sort(key=lambda each: math.inf if math.isnan(each[0]) else each[0], reverse=True)
+    found.sort(key=lambda token: math.inf if math.isnan(token[0]) else token[0], reverse=True)
     return [
         [_number(loss), str(sample.index), str(position), _code("".join(pieces[max(0, position - BEFORE) : position])),
          f"**{_code(pieces[position])}**", _code("".join(pieces[position + 1 : position + 1 + AFTER]))]
@@ -225,13 +237,13 @@ def _worst_tokens(evidence: Evidence) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def _where(moment: Incident, evidence: Evidence) -> list[str]:
+def _where(evidence: Evidence) -> list[str]:
     worst, ordinary = evidence.worst, evidence.ordinary
     if worst is None:
-        return ["The norms could not be taken."]
-    text = f"{worst['what'].capitalize()}, the one with the highest loss."
+        return ["The norms could not be measured."]
+    text = f"{worst['what'].capitalize()}, the micro-batch with the highest loss."
     if ordinary:
-        text += f" In brackets: how many times what {ordinary['what']} gives, an ordinary one."
+        text += f" In brackets: the ratio to {ordinary['what']}, an ordinary micro-batch."
     reasons = [f"Gradients were left out: {evidence.without_gradients}."] if evidence.without_gradients else []
     heads = ["part", "gradient norm", "stream RMS", "stream max", "attention adds, RMS", "MLP adds, RMS"]
     rows = []
@@ -246,7 +258,7 @@ def _where(moment: Incident, evidence: Evidence) -> list[str]:
 
 
 NORMS = (
-    "The stream is what runs through all blocks; attention and MLP add to it. The gradient is that of the mean loss, "
+    "The stream is the residual stream, which attention and MLP add to. The gradient is that of the mean loss, "
     "before clipping. Every parameter is in [norms.json](norms.json)."
 )
 
@@ -267,7 +279,7 @@ def _gradient(side: dict[str, Any], part: str) -> float | None:
 
 
 def _most_out_of_line(worst: dict[str, Any], ordinary: dict[str, Any] | None) -> list[str]:
-    """The parameters whose gradient has grown most."""
+    """The parameters whose gradients are most out of line, in a sentence."""
     if ordinary is None or not (worst["gradients"] and ordinary["gradients"]):
         return []
     times = {
@@ -279,7 +291,7 @@ def _most_out_of_line(worst: dict[str, Any], ordinary: dict[str, Any] | None) ->
     return [f"The gradients that are most out of line: {named}.", ""]
 
 
-# ---- small things ----------------------------------------------------------------------------------------------------
+# ---- numbers, code and tables in Markdown ----------------------------------------------------------------------------
 
 
 def utc(seconds: float) -> str:
@@ -288,22 +300,22 @@ def utc(seconds: float) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Four digits that count; large whole numbers in full."""
+    """A number with four significant digits; large whole numbers in full."""
     if value is None:
         return "not finite"
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def _beside(value: float | None, ordinary: float | None) -> str:
-    """A number, and how many times the ordinary one it is."""
+    """A number, and its ratio to the ordinary one."""
     if value is None:
         return ""
     return _number(value) + (f" ({value / ordinary:.1f}x)" if ordinary else "")
 
 
 def _code(text: str) -> str:
-    """A piece of text for a table: in one line, and with nothing that means something to Markdown."""
-    shown = "".join("↵" if sign == "\n" else sign if sign.isprintable() else "·" for sign in text)
+    """A piece of text as code in a table: on one line, without characters that mean something to Markdown."""
+    shown = "".join("↵" if char == "\n" else char if char.isprintable() else "·" for char in text)
     shown = shown.replace("|", "¦").replace("`", "'")
     return f"`{shown}`" if shown else ""
 
@@ -313,31 +325,16 @@ def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-# ---- post mortem -----------------------------------------------------------------------------------------------------
-# The folder `postmortem-<step>/` of a run: what is known of a moment when something went wrong.
-#
-# | file | what |
-# |---|---|
-# | `postmortem.md` | the page, with two sections for a person to finish |
-# | `postmortem.json` | what is needed to close it, also by another process after a resume |
-# | `samples.txt` | every sample of the step as text, the worst first |
-# | `tokens.json` | the loss of each token of the worst samples |
-# | `norms.json` | norms inside the network, of the worst micro-batch and of an ordinary one |
-# | `loss.png`, `grad_norm.png` | the curves before, and when it is closed, after |
-#
-# Neither page nor folder needs torch.
-
-PICTURES = {"loss.png": ("train/loss", 1), "grad_norm.png": ("optim/grad_norm", 2)}  # metric, and index in a step
-OPEN = "Open: to be filled in when the loss is back where it was before, or when the run has ended without that."
+# ---- the folder ------------------------------------------------------------------------------------------------------
 
 
 def folder_of(run: Run, step: int) -> Path:
-    """Where the post-mortem of a step is."""
+    """The folder of a step's post-mortem."""
     return run.path / f"postmortem-{step:08d}"
 
 
 def all_of(run: Run) -> list[Path]:
-    """The post-mortems of a run, by step."""
+    """The folders of a run's post-mortems, by step."""
     return sorted(run.path.glob("postmortem-*"))
 
 
@@ -347,84 +344,85 @@ def steps_of(run: Run) -> list[int]:
 
 
 def still_open(run: Run) -> Incident | None:
-    """The newest moment that was not closed."""
-    moments = [facts for path in all_of(run) if (facts := Run(path).read("postmortem.json"))]
-    return next((Incident(**facts) for facts in reversed(moments) if facts["closed"] is None), None)
+    """The newest incident that was not closed."""
+    incidents = [facts for path in all_of(run) if (facts := Run(path).read("postmortem.json"))]
+    return next((Incident(**facts) for facts in reversed(incidents) if facts["closed"] is None), None)
 
 
-def write(run: Run, moment: Incident, evidence: Evidence) -> Path:
-    """Make the folder."""
-    folder = folder_of(run, moment.step)
+def write_postmortem(run: Run, incident: Incident, evidence: Evidence) -> Path:
+    """Make the folder of a post-mortem."""
+    folder = folder_of(run, incident.step)
     folder.mkdir(exist_ok=True)
-    _write_json(folder / "postmortem.json", asdict(moment))
+    _write_json(folder / "postmortem.json", asdict(incident))
     if evidence.samples:
         write_atomically(folder / "samples.txt", _as_text(evidence), durable=False)
         _write_json(folder / "tokens.json", _by_token(evidence))
     if evidence.worst:
         parts = {"worst": evidence.worst, "ordinary": evidence.ordinary}
         _write_json(folder / "norms.json", {**parts, "without_gradients": evidence.without_gradients})
-    write_atomically(folder / "postmortem.md", page(moment, evidence, OPEN), durable=False)
-    draw(folder, moment, [])
+    write_atomically(folder / "postmortem.md", markdown_page(incident, evidence, OPEN), durable=False)
+    draw_curves(folder, incident, [])
     return folder
 
 
-def add_action(run: Run, moment: Incident, step: int, guard: str, action: str, message: str) -> None:
-    """Add what a guard did later about the same trouble."""
-    file = folder_of(run, moment.step) / "postmortem.md"
+def add_action(run: Run, incident: Incident, step: int, guard: str, action: str, message: str) -> None:
+    """Add a later action of a guard about the same incident to the page."""
+    file = folder_of(run, incident.step) / "postmortem.md"
     before, heading, after = file.read_text(encoding="utf-8").partition("\n## Recovery\n")
     entry = f"- {utc(time.time())}, step {step}: `{guard}`, {action}: {message}\n"
     if heading:
         write_atomically(file, f"{before.rstrip()}\n{entry}{heading}{after}", durable=False)
 
 
-def close(run: Run, moment: Incident, how: str, recovery: str) -> None:
-    """Say how it went on. Only the section on the recovery is replaced: the rest may have been edited.
+def close_postmortem(run: Run, incident: Incident, how: str, recovery: str) -> None:
+    """Write how the incident ended. Only the section on the recovery is replaced: people may have edited the rest.
 
     Args:
-        run: whose folder it is.
-        moment: what happened.
-        how: in a word.
-        recovery: in sentences.
+        run: the run.
+        incident: the incident.
+        how: the end in a word.
+        recovery: the end in sentences.
     """
-    folder = folder_of(run, moment.step)
-    moment.closed = how
-    _write_json(folder / "postmortem.json", asdict(moment))
+    folder = folder_of(run, incident.step)
+    incident.closed = how
+    _write_json(folder / "postmortem.json", asdict(incident))
     file = folder / "postmortem.md"
     before, heading, after = file.read_text(encoding="utf-8").partition("\n## Recovery\n")
     if heading:
         _, following, rest = after.partition("\n## ")
         write_atomically(file, f"{before}{heading}\n{recovery}\n{following}{rest}", durable=False)
-    draw(folder, moment, [line for line in run.metrics() if line.get("time", 0) > moment.time])
+    draw_curves(folder, incident, [line for line in run.metrics() if line.get("time", 0) > incident.time])
 
 
-def draw(folder: Path, moment: Incident, after: list[dict[str, Any]]) -> None:
-    """The curves, with the moment marked.
+def draw_curves(folder: Path, incident: Incident, after: list[dict[str, Any]]) -> None:
+    """Draw `PICTURES`, with the worst step marked.
 
     Args:
-        folder: where they go.
-        moment: its log lines are the curve before.
-        after: log lines since.
+        folder: of the post-mortem.
+        incident: the incident; its log lines are the curve before.
+        after: the log lines after it.
     """
     from matplotlib.figure import Figure  # takes half a second
 
     for name, (metric, column) in PICTURES.items():
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        for lines, style in ((moment.lines, {"color": "tab:blue", "label": "log lines before"}),
-                             ([*moment.lines[-1:], *after], {"color": "tab:green", "label": "log lines after"})):
+        for lines, style in ((incident.lines, {"color": "tab:blue", "label": "log lines before"}),
+                             ([*incident.lines[-1:], *after], {"color": "tab:green", "label": "log lines after"})):
             points = [(line["step"], line[metric]) for line in lines if math.isfinite(line.get(metric) or math.nan)]
             if len(lines) > 1 and points:
                 axes.plot(*zip(*points, strict=True), marker=".", zorder=1, **style)
-        steps = [(step[0], step[column]) for step in moment.steps if math.isfinite(step[column])]
+        steps = [(step[0], step[column]) for step in incident.steps if math.isfinite(step[column])]
         if steps:
             axes.plot(*zip(*steps, strict=True), ".", color="tab:orange", label="steps since the log line before")
-        axes.axvline(moment.worst, color="tab:red", linestyle="--", label=f"step {moment.worst}, the worst")
-        if metric == "train/loss" and moment.baseline is not None:
-            axes.axhline(moment.baseline, color="tab:gray", linestyle=":", label=f"{moment.baseline:.3f}, as before")
+        axes.axvline(incident.worst, color="tab:red", linestyle="--", label=f"step {incident.worst}, the worst")
+        if metric == "train/loss" and incident.baseline is not None:
+            label = f"{incident.baseline:.3f}, as before"
+            axes.axhline(incident.baseline, color="tab:gray", linestyle=":", label=label)
         if metric == "optim/grad_norm":
             axes.set_yscale("log")
         axes.set(xlabel="optimizer step", ylabel=METRICS[metric].label)
-        axes.set_title(f"{moment.run}, step {moment.step}: {moment.guard}")
+        axes.set_title(f"{incident.run}, step {incident.step}: {incident.guard}")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
         figure.savefig(folder / name, dpi=110)
@@ -439,7 +437,7 @@ def _as_text(evidence: Evidence) -> str:
 
 
 def _by_token(evidence: Evidence) -> list[dict[str, Any]]:
-    """Each entry's lists are of one length: `losses` begins with None, since nothing predicts the first token."""
+    """The worst samples for `tokens.json`; `losses` begins with None, since nothing predicts the first token."""
     return [
         {"sample": sample.index, "shard": sample.shard, "window": sample.window, "loss": sample.loss,
          "token_ids": sample.tokens, "tokens": pieces, "losses": [None, *sample.losses]}

@@ -1,4 +1,4 @@
-"""Command lines from typed functions and classes: the types, lists and flags as people type them, one-line errors."""
+"""Command lines from typed functions and classes: lists and flags as people type them, errors of one line."""
 
 import json
 import re
@@ -21,10 +21,10 @@ register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda
 
 
 class OneLineErrors:
-    """For parsers: a wrong command line is one line with the nearest name, not fifty lines of usage.
+    """For parsers: the error of a wrong command line is one line with the nearest name, without fifty lines of usage.
 
     Attributes:
-        other_names: options that people may expect and that have another name here -> what to use instead.
+        other_names: options that people may expect, which have another name here -> the option to use.
     """
 
     other_names: dict[str, str] = {}
@@ -41,10 +41,10 @@ class Parser(OneLineErrors, ArgumentParser):
 
 
 def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
-    """Call a typed function with what a command line says; parameters without a default are positional.
+    """Call a typed function with the values of a command line; parameters without a default are positional.
 
     Returns:
-        What the function returns.
+        The function's result.
 
     Raises:
         RequestError: the command line does not fit the function.
@@ -61,13 +61,13 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
 
 
 def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[str] = ()) -> list[str]:
-    """What people type as what jsonargparse reads: `--json` as `--json=true`, `--input a b` as `--input=["a", "b"]`.
+    """Translate what people type for jsonargparse: `--json` to `--json=true`, `--input a b` to `--input=["a", "b"]`.
 
-    A list may also come one by one, `--input a --input b`, as JSON, `--input '["a", "b"]'`, or with the sign of
-    equality as YAML, `--input=[a, b]`.
+    A list may also be repeated options, `--input a --input b`, JSON, `--input '["a", "b"]'`, or YAML after an equals
+    sign, `--input=[a, b]`.
     """
     spelled: list[str] = []
-    values: dict[str, list[str]] = {}  # option -> what was given for it; it stands where it came first
+    values: dict[str, list[str]] = {}  # option -> its values; it stays where it came first
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -84,25 +84,25 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
             values.setdefault(option, []).extend(_listed(given[0], bool(equals)) if len(given) == 1 else given)
         else:
             spelled.append(argument)
-    return [f"{each}={as_list(values[each])}" if each in values else each for each in spelled]
+    return [f"{argument}={as_list(values[argument])}" if argument in values else argument for argument in spelled]
 
 
 def _listed(text: str, as_yaml: bool) -> list[str]:
-    """The texts of a JSON list of them, or of a YAML one; any other text is one by itself, also one in brackets."""
+    """The texts of a JSON or YAML list; of any other text, also one in brackets, the text itself."""
     try:
         found = yaml.safe_load(text) if as_yaml else json.loads(text)
     except (ValueError, yaml.YAMLError):
         return [text]
-    return found if isinstance(found, list) and all(isinstance(each, str) for each in found) else [text]
+    return found if isinstance(found, list) and all(isinstance(item, str) for item in found) else [text]
 
 
 def as_list(values: list[str]) -> str:
-    """Texts as the YAML of a list, on one line, with everything beyond ASCII spelled out."""
+    """Texts as a YAML list on one line, with everything beyond ASCII escaped."""
     return yaml.safe_dump(values, default_style='"', default_flow_style=True, width=float("inf")).strip()
 
 
 def gather(arguments: list[str]) -> list[str]:
-    """What stands outside of options, as one list, which may be empty: `a b --x 1 c` as `["a", "b", "c"] --x 1`."""
+    """Put the positional arguments into one list, which may be empty: `a b --x 1 c` becomes `["a", "b", "c"] --x 1`."""
     values: list[str] = []
     options: list[str] = []
     rest = list(arguments)
@@ -118,13 +118,13 @@ def gather(arguments: list[str]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, short whatever it is."""
+    """A value for a message, cut to `LONGEST_SHOWN` characters."""
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def known_names(parser: Any) -> list[str]:
-    """Every option that a parser and its subcommands take, without the dashes."""
+    """Every option of a parser and its subcommands, without the dashes."""
     names = {option.lstrip("-") for action in parser._actions for option in action.option_strings}
     for action in parser._actions:
         if isinstance(action.choices, dict):
@@ -133,15 +133,15 @@ def known_names(parser: Any) -> list[str]:
 
 
 def shorten(message: str, known: list[str], other_names: dict[str, str]) -> str:
-    """jsonargparse's message in one line; for an unknown option the one to use instead, or the nearest name."""
+    """jsonargparse's message in one line; for an unknown option with the option to use, or the nearest name."""
     text = re.sub(r"\s*\n\s*", " ", message).strip()
     text = re.sub(r'^Parser key "([^"]+)": (?:Not of type Count: )?', r"\1: ", text)
     union = re.search(r"any of the Union subtypes .*? Errors: - (.*) Given value type: .*? Given value: (.*)$", text)
-    if union:  # it may also be null, and nobody asks why it is not
-        wrong = [re.sub(r"^Not of type \w+: ", "", each) for each in union[1].split(" - ") if "NoneType" not in each]
-        told = ", or ".join(wrong)
-        told += f", got {union[2]}" if " got " not in told.replace("Got", "got") else ""
-        text = f"{text.split(': ')[0]}: {told}"
+    if union:  # of a value that may also be null, which is no help
+        parts = [re.sub(r"^Not of type \w+: ", "", part) for part in union[1].split(" - ") if "NoneType" not in part]
+        reason = ", or ".join(parts)
+        reason += f", got {union[2]}" if " got " not in reason.replace("Got", "got") else ""
+        text = f"{text.split(': ')[0]}: {reason}"
     text = re.sub(r"^(\S+): Unable to load config .*", r"\1 is a group of options: give each with its name", text)
     text = re.sub(r"Not a valid subclass of (\w+)", r"expected the options of a \1", text)
     text = re.sub(r" Subclass types expect .*", "", text)

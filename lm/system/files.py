@@ -72,7 +72,7 @@ def parse_yaml(text: str | bytes) -> Any:
         value = values.pop()
         size += 1 + (len(value) if isinstance(value, str) else 0)
         if size > LARGEST_YAML:
-            raise ValueError(f"it has more than {LARGEST_YAML:,} values and characters when its aliases are written out")
+            raise ValueError(f"it has more than {LARGEST_YAML:,} values and characters, counted with its aliases")
         values.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
     return document
 

@@ -9,7 +9,6 @@ import ctypes
 import os
 import platform
 import re
-import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,17 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.errors import RequestError
 
-# ---- hardware --------------------------------------------------------------------------------------------------------
-# What the machine is and can do: peaks, memory, fast precisions. Unknown is None, never a guess.
-#
-# Importing this imports no torch; functions that need it import it themselves.
-
 if TYPE_CHECKING:
     import torch
 
+# ---- devices: peaks, memory, fast precisions -------------------------------------------------------------------------
+
 # Dense peaks in TFLOP/s, accumulating in fp32: (bf16, fp16, tf32, fp32, fp8). Vendors print the sparse figures, twice
 # these. None: the device has no such unit. Names are torch's device names without vendor and brand (see `_model`),
-# matched whole, so that a laptop's or a sliced GPU is unknown rather than taken for its big sister.
+# matched whole, so that a laptop's or a sliced GPU is unknown rather than taken for the full one.
 PEAKS: dict[str, tuple[float | None, float, float | None, float, float | None]] = {
     # NVIDIA Blackwell data sheets (HGX B200: an eighth of the board; GB200: half of the superchip)
     r"B200": (2250, 2250, 1125, 75, 4500),
@@ -68,15 +64,14 @@ FAMILIES = {"bf16": 0, "fp16": 1, "16": 1, "tf32": 2, "fp32": 3, "32": 3, "fp8":
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The dense peak of a device, what MFU is divided by.
+    """The dense peak of a device, the denominator of MFU.
 
     Args:
         device_name: as torch names the GPU, such as "NVIDIA H100 80GB HBM3".
         precision: of the matrix multiplications: "bf16", "fp16", "tf32" or "fp32", or a trainer's ("bf16-mixed",
             "bf16-true", "16-mixed", "32-true", "fp8-tensorwise", "fp8-rowwise"). "32-true" is fp32; a program that
-            allows TF32 asks for "tf32". FP8 is divided by the device's FP8 peak, though attention and the output
-            matrix compute in bf16: a smaller peak would flatter it. So its MFU is no measure against one of bf16;
-            tokens a second are.
+            allows TF32 passes "tf32". For FP8 it is the FP8 peak, although attention and the output matrix compute in
+            bf16. So compare FP8 with bf16 by tokens a second, not by MFU.
 
     Returns:
         Floating-point operations a second; None for a CPU, and for a device or a precision that is not in the table.
@@ -111,31 +106,27 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
     """The memory of a device: all of a GPU's; for a CPU the machine's, or a container's limit where that is less.
 
     Returns:
-        Bytes; None where it cannot be told.
+        Bytes; None where the system does not say.
     """
     import torch
 
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    if device.type != "cpu" or "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return None
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = (_read(f"/sys/fs/cgroup/{name}").strip() for name in ("memory.max", "memory/memory.limit_in_bytes"))
-    return min([installed, *(int(limit) for limit in limits if limit.isdigit())])
+    return memory()["total_bytes"] if device.type == "cpu" else None
 
 
 def cpu_half_precision(cpuinfo: str | None = None) -> str | None:
     """The half precision that this CPU multiplies faster than fp32.
 
-    Only hardware counts: AMX-BF16 or AVX512-BF16 on x86, BF16 with SVE on Arm. Elsewhere torch emulates it, several
-    times slower than fp32.
+    These have it in hardware: AMX-BF16 or AVX512-BF16 on x86, BF16 with SVE on Arm. On others torch emulates it,
+    several times slower than fp32.
 
     Args:
         cpuinfo: the text of `/proc/cpuinfo`; read from this machine if not given.
 
     Returns:
-        "bf16", or None where there is none or it cannot be told.
+        "bf16", or None where there is none or the system does not say.
     """
     lines = re.findall(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo,
                        re.MULTILINE)
@@ -155,7 +146,7 @@ def keep_freed_memory() -> None:
     """Let glibc's allocator keep what is freed, for training on a CPU.
 
     By default it returns large blocks to the system at once and gets them back page by page: every micro-batch's
-    logits cost tens of thousands of page faults. Elsewhere than on glibc this does nothing.
+    logits cost tens of thousands of page faults. Without glibc this does nothing.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -172,10 +163,7 @@ def _read(path: str) -> str:
         return ""
 
 
-# ---- devices ---------------------------------------------------------------------------------------------------------
-# GPUs by the names that people type, with their memory, so that a training can be planned for one that is elsewhere.
-#
-# Peaks are in `hardware`, by torch's names. Importing this imports no torch.
+# ---- devices by the names that people type ---------------------------------------------------------------------------
 
 MIB = 2**20
 
@@ -188,7 +176,7 @@ class Device(NamedTuple):
     capability: tuple[int, int] | None  # CUDA compute capability; None: no CUDA device
 
 
-# Memory is what `nvidia-smi` calls memory.total, in MiB: less than the number on the box where it is printed in GB.
+# Memory is what `nvidia-smi` calls memory.total, in MiB: less than the GB of the product's name.
 DEVICES = {
     "b200": Device("NVIDIA B200", 183_359 * MIB, (10, 0)),
     "h200": Device("NVIDIA H200", 143_771 * MIB, (9, 0)),
@@ -209,16 +197,16 @@ DEVICES = {
 
 
 def find_device(name: str) -> tuple[Device, int]:
-    """A device by name, or with `auto` the one that this machine would train on.
+    """A device by its name, so that a training can be planned for another machine.
 
     Args:
-        name: such as "h200"; "cpu"; "auto".
+        name: such as "h200"; "cpu"; "auto" for the device that this machine would train on.
 
     Returns:
-        The device, and how many of it there are here (1 for one that is elsewhere).
+        The device, and how many of them this machine has; 1 for a device by name.
 
     Raises:
-        RequestError: no such name.
+        RequestError: the name is not known.
     """
     if name.lower() in DEVICES:
         return DEVICES[name.lower()], 1
@@ -232,13 +220,10 @@ def find_device(name: str) -> tuple[Device, int]:
     return Device(device_name("cpu"), memory_bytes("cpu"), None), 1
 
 
-# ---- telemetry -------------------------------------------------------------------------------------------------------
-# How the machine is doing: CPU, memory, this process and its GPUs. Unknown is None, never a guess and never an error.
-#
-# Nothing here imports torch. GPUs are asked through NVML by nvidia-ml-py, and only those that this process may use.
+# ---- telemetry: load, memory, temperature and power -----------------------------------------------------------------
 
-# What holds a GPU's clocks below what they could be: bits of nvml.h (nvmlClocksEventReason...) and words for them. The
-# first is set beside that of its cause. Being idle and clocks that somebody set are no limits.
+# Reasons for reduced clocks of a GPU: bits of nvml.h (nvmlClocksEventReason...) and their names. The first is set
+# together with the bit of its cause. An idle GPU and clocks that a person has set are no limits.
 CLOCK_LIMITS = {
     0x08: "hardware slowdown",  # HwSlowdown
     0x40: "thermal",  # HwThermalSlowdown
@@ -246,7 +231,7 @@ CLOCK_LIMITS = {
     0x04: "power cap",  # SwPowerCap
     0x80: "power brake",  # HwPowerBrakeSlowdown
 }
-# Files of a container's memory, cgroup v2 and v1: in use, limit, parts, and the part that is given back on demand.
+# Files of a container's memory, cgroup v2 and v1: used, limit, parts, and the part that the system can reclaim.
 CGROUPS = (
     ("memory.current", "memory.max", "memory.stat", "inactive_file"),
     ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -255,12 +240,12 @@ TICKS_BUSY = (0, 1, 2, 5, 6, 7)  # of /proc/stat: user, nice, system, irq, softi
 
 
 class Telemetry:
-    """Reads this machine; loads are means since the reading before.
+    """Reads CPU, memory, this process and its GPUs. Loads are means since the reading before; None is not known.
 
     Args:
-        gpus: UUIDs of the GPUs to look at, or their indices as NVML counts; what CUDA_VISIBLE_DEVICES names if not
-            given, all of them where it is not set.
-        nvml: the module `pynvml` or one like it; imported at the first reading if not given.
+        gpus: UUIDs of the GPUs to read, or their indices in NVML; those of CUDA_VISIBLE_DEVICES if not given, all GPUs
+            where it is not set.
+        nvml: the module `pynvml` or a replacement; imported at the first reading if not given.
     """
 
     def __init__(self, gpus: Sequence[str] | None = None, nvml: Any = None) -> None:
@@ -268,44 +253,28 @@ class Telemetry:
         self._nvml = nvml
         self._handles: list[tuple[int | None, Any]] | None = None  # of GPUs; None: NVML does not answer
         self._opened = False
-        self._before = (time.monotonic(), time.process_time())
         self._ticks = _ticks()
 
     def read(self) -> dict[str, Any]:
         """One reading.
 
         Returns:
-            `cpu`: `load_percent` of all cores (None at once after the first call, since it is a difference),
-            `load_average` over a minute, `cores`; `memory`: `used_bytes` and `total_bytes` of the machine, or of the
-            container where it has a limit; `process`: `memory_bytes` resident, `cpu_percent` of one core; `gpus`: None
-            where NVML does not answer, else for each `index`, `name`, `load_percent`, `memory_used_bytes`,
-            `memory_total_bytes`, `temperature_celsius`, `power_watts`, `power_limit_watts`, `clocks_limited_by` (words,
-            empty where nothing limits them).
+            `cpu`: `load_percent` of all cores, `cores`; `memory`: `used_bytes` and `total_bytes` of the machine, or of
+            the container where it has a limit; `process`: `memory_bytes` resident; `gpus`: None where NVML does not
+            answer, else for each `index`, `name`, `load_percent`, `memory_used_bytes`, `memory_total_bytes`,
+            `temperature_celsius`, `power_watts`, `power_limit_watts`, `clocks_limited_by` (reasons, empty where
+            nothing limits them).
         """
         return {"cpu": self._cpu(), "memory": memory(), "process": self._process(), "gpus": self._gpus()}
-
-    # ---- the machine and this process -------------------------------------------------------------------------------
 
     def _cpu(self) -> dict[str, Any]:
         before, self._ticks = self._ticks, _ticks()
         busy, total = (now - then for now, then in zip(self._ticks, before, strict=True))
-        try:
-            average = os.getloadavg()[0]
-        except (AttributeError, OSError):  # not on Windows
-            average = None
-        load = 100 * busy / total if total > 0 else None
-        return {"load_percent": load, "load_average": average, "cores": os.cpu_count()}
+        return {"load_percent": 100 * busy / total if total > 0 else None, "cores": os.cpu_count()}
 
     def _process(self) -> dict[str, Any]:
-        (then, used_then), self._before = self._before, (time.monotonic(), time.process_time())
-        now, used = self._before
         resident = _read("/proc/self/statm").split()[1:2]  # pages
-        return {
-            "memory_bytes": int(resident[0]) * os.sysconf("SC_PAGE_SIZE") if resident else None,
-            "cpu_percent": 100 * (used - used_then) / (now - then) if now > then else None,
-        }
-
-    # ---- GPUs -------------------------------------------------------------------------------------------------------
+        return {"memory_bytes": int(resident[0]) * os.sysconf("SC_PAGE_SIZE") if resident else None}
 
     def _gpus(self) -> list[dict[str, Any]] | None:
         if not self._opened:
@@ -325,14 +294,14 @@ class Telemetry:
             count = nvml.nvmlDeviceGetCount()
         except nvml.NVMLError:
             return None
-        every = [self._ask("nvmlDeviceGetHandleByIndex", index) for index in range(count)]  # None: it is lost
+        every = [self._ask("nvmlDeviceGetHandleByIndex", index) for index in range(count)]  # None: the driver lost it
         wanted = self._wanted if self._wanted is not None else visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
         if wanted is None:
             return list(enumerate(every))
         found: list[tuple[int | None, Any]] = []
         for name in wanted:
             device = self._find(name, every)
-            if device is None:  # CUDA too takes the ones before a name that is wrong
+            if device is None:  # CUDA too uses the devices before a wrong name
                 break
             found.append(device)
         return found
@@ -350,7 +319,7 @@ class Telemetry:
     def _gpu(self, index: int | None, handle: Any) -> dict[str, Any]:
         ask, nvml = self._ask, self._nvml
         sliced = ask("nvmlDeviceGetMigMode", handle, then=lambda modes: modes[0] == nvml.NVML_DEVICE_MIG_ENABLE)
-        used = None if sliced else ask("nvmlDeviceGetMemoryInfo", handle)  # a sliced GPU's is that of all its users
+        used = None if sliced else ask("nvmlDeviceGetMemoryInfo", handle)  # of a sliced GPU it is that of all its users
         return {
             "index": index,
             "name": ask("nvmlDeviceGetName", handle),
@@ -364,12 +333,12 @@ class Telemetry:
         }
 
     def _reasons(self, handle: Any) -> int | None:
-        """Bits of what limits the clocks; drivers before R535 know the question by its old name alone."""
+        """Bits of the reasons for reduced clocks; drivers before R535 have them under another name."""
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         return self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) if reasons is None else reasons
 
     def _ask(self, function: str, *arguments: Any, then: Callable[[Any], Any] = lambda value: value) -> Any:
-        """What NVML answers; None where this GPU or driver has no answer, or lost it."""
+        """The answer of NVML; None where this GPU or driver has none, or lost the device."""
         try:
             return then(getattr(self._nvml, function)(*arguments))
         except self._nvml.NVMLError:
@@ -377,7 +346,7 @@ class Telemetry:
 
 
 def clock_limits(reasons: int | None) -> list[str] | None:
-    """NVML's bits of what limits a GPU's clocks, in words."""
+    """The names of the reasons for reduced clocks in NVML's bits."""
     if reasons is None:
         return None
     words = dict.fromkeys(word for bit, word in CLOCK_LIMITS.items() if reasons & bit)
@@ -394,7 +363,7 @@ def visible(variable: str | None) -> list[str] | None:
 
 
 def memory() -> dict[str, int | None]:
-    """Memory in use and in all: the machine's, or the container's where its limit is less. Page cache is not in use."""
+    """Used and total memory of the machine, or of the container where its limit is less. Page cache is not used."""
     lines = (line.split() for line in _read("/proc/meminfo").splitlines())
     kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
     if "MemTotal" not in kib:
@@ -411,7 +380,7 @@ def memory() -> dict[str, int | None]:
 
 
 def _ticks() -> tuple[int, int]:
-    """Busy and all clock ticks of all cores since the machine was started; zeros where it does not tell."""
-    first = _read("/proc/stat").partition("\n")[0].split()[1:9]  # guests' time stands behind and is in user's
+    """Busy and total clock ticks of all cores since the machine was started; zeros where the system does not say."""
+    first = _read("/proc/stat").partition("\n")[0].split()[1:9]  # user's includes guests'
     ticks = [int(count) for count in first]
     return sum(ticks[index] for index in TICKS_BUSY) if len(ticks) == 8 else 0, sum(ticks)

@@ -104,7 +104,7 @@ SYMBOLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 
 
 def harmless(text: str) -> str:
-    """The text with a visible symbol for each control character, so it cannot move a terminal's cursor or set its title."""
+    """The text with visible symbols for control characters, so that it cannot move a terminal's cursor."""
     return text.translate(SYMBOLS)
 
 

@@ -118,7 +118,7 @@ def test_ls_shows_every_run_newest_last_within_80_columns(place):
     order = [text.index(name) for name in ("elsewhere", "finished", "stopped", "a-name-that", "killed", "alive")]
     assert order == sorted(order) and str(place.parent / "other" / "checkpoints") in lines
     row = {line.split()[0]: line for line in lines if line.startswith("  ")}
-    assert re.search(r"alive +running +40/50 +2\.1 +0\.325 +10K +50m", row["alive"])
+    assert re.search(r"alive +running +40/50 +2\.1 +0\.325 +10K +50 min", row["alive"])
     assert " dead " in row["killed"] and re.search(r"a-name-that-is-long\S+…  finished .* 2h\n", text)
     assert any(line.startswith("    loss > 10 for") and line.endswith("…") for line in lines)
 

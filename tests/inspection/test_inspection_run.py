@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 from shard_files import write_folder
+from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 from trainings import lm, make_workplace, trace, write_config
 
 import lm as package
@@ -31,10 +32,8 @@ from lm.inspection.data import (
 )
 from lm.runs.history import (
     beside,
-    compare_with_events,
     curve,
     differences,
-    event_curves,
     intervals,
     labels,
     read_samples,
@@ -68,26 +67,14 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_tensorboard_and_the_log_lines_agree_also_after_a_resume(run):
-    found = {one.metric: one for one in compare_with_events(run)}
-    assert {"train/loss", "val/bpb", "optim/lr", "perf/tokens_per_second"} <= found.keys()
-    assert all(one.agrees for one in found.values()) and found["train/loss"].points == 12
-    assert event_curves(run)["train/loss"].y == pytest.approx(curve("", run.metrics(), "train/loss").y, rel=1e-6)
-
-
-def test_a_value_or_a_step_that_differs_is_told(run, tmp_path):
-    copy = Run(tmp_path / "copy")
-    copy.path.mkdir()
-    for file in [*run.path.glob("events.*")]:
-        (copy.path / file.name).write_bytes(file.read_bytes())
-    for line in run.metrics():
-        if line["step"] == 7:
-            line["train/loss"] *= 1.001
-        if line["step"] != 8:
-            copy.append_metrics(line)
-    found = {one.metric: one for one in compare_with_events(copy)}
-    assert found["train/loss"].largest_difference == pytest.approx(0.001, rel=0.01) and not found["train/loss"].agrees
-    assert found["optim/lr"].only_in_events == 1 and not found["optim/lr"].agrees
-    assert found["val/loss"].only_in_events == 1  # the validation after step 8
+    events = EventAccumulator(str(run.path), size_guidance={SCALARS: 0})  # 0: all of them
+    events.Reload()
+    lines = run.metrics()
+    metrics = {name for line in lines for name in line if "/" in name}
+    assert {"train/loss", "val/bpb", "optim/lr", "perf/tokens_per_second"} <= metrics
+    for name in metrics:
+        logged, shown = curve(name, lines, name), events.Scalars(name)
+        assert [one.step for one in shown] == logged.x and [one.value for one in shown] == pytest.approx(logged.y, rel=1e-6)
 
 
 def lines_of(*parts):
@@ -304,7 +291,7 @@ def test_pictures_and_tables_are_made_of_any_run(run, tmp_path):
             assert picture._repr_png_().startswith(b"\x89PNG")
         tables = [
             view.summary_table(each), view.time_table(found), view.alerts_table(each), view.samples_table(each),
-            view.settings_table([each, run]), view.agreement_table(compare_with_events(each)),
+            view.settings_table([each, run]),
         ]  # fmt: skip
         assert all(one._repr_html_().startswith("<table>") for one in tables)
     assert "&lt;spike&gt;" in view.alerts_table(run).source

@@ -217,7 +217,6 @@ def test_work_shows_as_load_of_the_process_and_the_machine():
         sum(range(1000))
     share = 100 * 0.3 / (time.monotonic() - began)  # of one core, of which others may have had some
     found = telemetry.read()
-    assert share / 2 < found["process"]["cpu_percent"] < 150
     assert found["cpu"]["cores"] == os.cpu_count()
     if sys.platform == "linux":
         assert share / os.cpu_count() / 2 < found["cpu"]["load_percent"] <= 100
@@ -253,7 +252,7 @@ def test_elsewhere_than_on_linux_what_cannot_be_told_is_none(monkeypatch):
     monkeypatch.setattr("lm.system.hardware._read", lambda path: "")
     found = Telemetry(nvml=Driver()).read()
     assert found["cpu"]["load_percent"] is found["memory"]["used_bytes"] is found["process"]["memory_bytes"] is None
-    assert found["process"]["cpu_percent"] is not None and found["gpus"] == []
+    assert found["gpus"] == []
     json.dumps(found)
 
 

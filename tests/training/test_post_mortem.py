@@ -240,7 +240,7 @@ def a_moment(**changes):
 def test_only_the_recovery_is_replaced(tmp_path):
     """A person's edits before and after survive that it is closed."""
     run = Run(tmp_path)
-    folder = postmortem.write(run, a_moment(), Evidence())
+    folder = postmortem.write_postmortem(run, a_moment(), Evidence())
     before = (folder / "loss.png").read_bytes()
     file = folder / "postmortem.md"
     edited = file.read_text().replace("## Cause", "## Cause\n\nRow 7 of shard 3.").replace("# Post", "# My post")
@@ -248,7 +248,7 @@ def test_only_the_recovery_is_replaced(tmp_path):
     moment = postmortem.still_open(run)
     assert moment.step == 7 and math.isnan(moment.steps[1][2]) and tuple(moment.highest) == (6, 9.0)
     run.append_metrics({"step": 9, "time": 2e9, "train/loss": 2.9, "optim/grad_norm": 1.0})
-    postmortem.close(run, moment, "recovered", "It is back.")
+    postmortem.close_postmortem(run, moment, "recovered", "It is back.")
     page = file.read_text()
     assert page == edited.replace(postmortem.OPEN, "It is back.") != edited
     assert (folder / "loss.png").read_bytes() != before and postmortem.still_open(run) is None
@@ -257,13 +257,13 @@ def test_only_the_recovery_is_replaced(tmp_path):
 def test_a_page_is_written_where_little_is_known(tmp_path):
     """The first log line, nothing read, nothing finite; and text that means something to Markdown."""
     nothing = a_moment(step=1, worst=1, baseline=None, lines=[], steps=[(1, math.nan, math.nan, False)])
-    folder = postmortem.write(Run(tmp_path), nothing, Evidence())
+    folder = postmortem.write_postmortem(Run(tmp_path), nothing, Evidence())
     assert {path.name for path in folder.iterdir()} == {"postmortem.md", "postmortem.json", "loss.png", "grad_norm.png"}
     sample = Sample(3, "a.parquet", 2, [1, 2, 3], [math.nan, 0.5])
     side = {"what": "micro-batch 1 of step 6", "activations": {"embedding": {"rms": math.nan, "max": 1.0}},
             "gradients": {"embed_tokens.weight": math.inf}}  # fmt: skip
     evidence = Evidence([sample], ["a|b`\n\x00"], [["a|", "b`", "\n\x00"]], side, side, None)
-    page = (postmortem.write(Run(tmp_path), a_moment(), evidence) / "postmortem.md").read_text()
+    page = (postmortem.write_postmortem(Run(tmp_path), a_moment(), evidence) / "postmortem.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert all(line.count("|") in {5, 6, 7} for line in rows) and "`a¦b'↵·`" in page
     for name in ("postmortem.json", "norms.json", "tokens.json"):

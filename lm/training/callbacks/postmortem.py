@@ -89,7 +89,7 @@ class PostMortem(Callback):
         new_steps = self._take_note(trainer, pl_module)
         if self._open is not None:
             if new_steps:
-                self._open.rise(pl_module.recent_steps)
+                self._open.update_highest(pl_module.recent_steps)
             with _no_harm("gone on with"):
                 if trainer.is_global_zero:
                     postmortem.add_action(trainer.run, self._open, trainer.global_step, guard, action, message)
@@ -138,7 +138,7 @@ class PostMortem(Callback):
         """Close what is open when the loss is back, or does not come back."""
         moment, step = self._open, trainer.global_step
         self._lines += 1
-        moment.rise(self._newest)
+        moment.update_highest(self._newest)
         if moment.baseline is not None and loss <= moment.baseline:
             after = step - moment.worst
             text = (
@@ -171,7 +171,7 @@ class PostMortem(Callback):
             text += f"\n\nAt its highest it was {moment.highest[1]:.4f}, in step {moment.highest[0]}."
         with _no_harm("closed"), not_training(trainer):
             if trainer.is_global_zero:
-                postmortem.close(trainer.run, moment, how, text)
+                postmortem.close_postmortem(trainer.run, moment, how, text)
                 log.info("post-mortem %s: %s", postmortem.folder_of(trainer.run, moment.step), text.partition("\n")[0])
 
     # ---- what is gathered ----------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class PostMortem(Callback):
                 evidence = gather(trainer, module, worst, self._ordinary(trainer, moment.worst))
         if trainer.is_global_zero:
             with _no_harm("written"):
-                folder = postmortem.write(trainer.run, moment, evidence)
+                folder = postmortem.write_postmortem(trainer.run, moment, evidence)
                 log.warning("post-mortem: %s", folder / "postmortem.md")
 
     def _ordinary(self, trainer: Trainer, worst: int) -> StepRef | None:
