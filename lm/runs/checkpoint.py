@@ -10,7 +10,6 @@ Nothing is pickled.
 
 import base64
 import errno
-import hashlib
 import math
 import os
 import re
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lm.errors import RequestError, RunError
-from lm.system.files import dump_checksummed, load_checksummed, remove_stale, restore_interrupted
+from lm.system.files import digest, dump_checksummed, load_checksummed, remove_stale, restore_interrupted, sync
 from lm.system.units import format_bytes
 
 # ---- plain -----------------------------------------------------------------------------------------------------------
@@ -86,12 +85,6 @@ MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, Runtim
 
 
 # ---- one folder ------------------------------------------------------------------------------------------------------
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_folder(folder: Path, content: dict[str, Any]) -> None:
@@ -294,15 +287,6 @@ def _verify(path: Path, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if not torch.equal(file.get_tensor(name).view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
                 raise OSError(f"{path.name}: tensor {name} read back differently than it was written")
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or a folder would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def link_to(folder: Path, best: str | None) -> None:

@@ -11,12 +11,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from lm.errors import RequestError, RunError
 from lm.system.units import format_bytes
 
 # ---- leftovers -------------------------------------------------------------------------------------------------------
@@ -66,6 +67,47 @@ def _left_beside(folder: Path) -> list[tuple[Path, str, str]]:
     paths = list(folder.parent.iterdir()) if folder.parent.is_dir() else []
     found = [(path, left) for path in paths if (left := LEFT.fullmatch(path.name))]
     return [(path, left["kind"], left["name"]) for path, left in found if fnmatch(left["name"], folder.name)]
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Make a folder, complete or not at all: the yielded one lies beside it, and takes its name at the end.
+
+    Raises:
+        RequestError: there is something under this name that is not an empty folder.
+        RunError: it cannot be written.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
+    target = target.resolve()
+    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    remove_stale(target)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
+        os.rename(temporary, target)
+        sync(target.parent)
+    except OSError as error:
+        raise RunError(f"could not write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
