@@ -27,8 +27,8 @@ ROOMS = {
     "__main__": (7, "errors system cli"),
 }
 WITHOUT_TORCH = [
-    "lm", "lm.errors", "lm.system", "lm.runs", "lm.cli.main", "lm.cli.runs", "lm.cli.runs_compare", "lm.cli.monitor",
-    "lm.cli.charts", "lm.cli.scale", "lm.model.config", "lm.model.estimates",
+    "lm", "lm.errors", "lm.system", "lm.runs", "lm.cli.main", "lm.cli.runs", "lm.cli.runs_compare",
+    "lm.cli.runs_export", "lm.cli.monitor", "lm.cli.charts", "lm.cli.scale", "lm.model.config", "lm.model.estimates",
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
-"""`lm export`: a model for others, a Hugging Face folder with a model card, which another process has reloaded.
+"""`lm export`: a model for others, as a Hugging Face folder with a model card. `lm import`: the way back.
 
-The folder is complete or absent: it is made beside its place and renamed at the end.
+An export is reloaded in another process and compared with its source. An import is a checkpoint of step 0, with fp32
+weights and without optimizer state, so that a new run can start from its weights.
 """
 
 import json
@@ -13,24 +14,21 @@ from typing import Literal
 import lightning.pytorch as lightning
 import torch
 import yaml
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError
 from lm.inference.model_card import Card, model_card
-from lm.inference.pretrained import INDEX, Pretrained, load_pretrained, read_weights
+from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.inference.reload_check import check_reload
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT
-from lm.system.files import atomic_folder
+from lm.system.files import new_folder
 from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats
-
-# ---- export ----------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
@@ -62,23 +60,14 @@ def export(
     """
     if not output:
         raise RequestError("give the folder to make with --output")
-    target = Path(output).resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RequestError(f"--output {output} is there already and not an empty folder; choose another")
     for code in language or []:
         if not re.fullmatch(r"[a-z]{2,3}", code):
             raise RequestError(f"--language {code}: give ISO 639 codes, such as en")
-    source = chosen_model(run, ckpt_path, root)
-    model = load_pretrained(source, device="cpu", dtype=dtype and getattr(torch, dtype))
-    model.decoder.to(model.dtype)
-    card = Card(name or target.name, license, tuple(language or []))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(target) as folder:
-            write(model, card, folder)
-            found = check_reload(folder, model)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"could not write {target}: {getattr(error, 'strerror', None) or error}") from error
+    with new_folder(Path(output)) as folder:
+        model = load_pretrained(chosen_model(run, ckpt_path, root), device="cpu", dtype=dtype and getattr(torch, dtype))
+        model.decoder.to(model.dtype)
+        write_model(model, Card(name or Path(output).resolve().name, license, tuple(language or [])), folder)
+        found = check_reload(folder, model)
     log.info(
         "a new process loaded it with %s: logits in fp32 differ by %.1e of the largest, %d greedy tokens are the same",
         found.loader, found.difference, found.tokens,
@@ -88,8 +77,8 @@ def export(
     print(output)
 
 
-def write(model: Pretrained, card: Card, folder: Path) -> None:
-    """Fill a folder with everything, and compare the weights with those they were made of, bit by bit.
+def write_model(model: Pretrained, card: Card, folder: Path) -> None:
+    """Fill a folder with weights, tokenizer and model card.
 
     Args:
         model: in the number format to write.
@@ -98,7 +87,6 @@ def write(model: Pretrained, card: Card, folder: Path) -> None:
 
     Raises:
         RequestError: a weight has no finite value in this number format.
-        RunError: what was read back is not what the source holds.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     weights = to_huggingface(model.decoder.state_dict(), model.config)
@@ -113,60 +101,16 @@ def write(model: Pretrained, card: Card, folder: Path) -> None:
     files["README.md"] = model_card(model, card)
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
-    write_weights(weights, folder)
+    try:
+        whole = {name: weight.clone() for name, weight in weights.items()}  # some are parts of a fused matrix
+        save_torch_state_dict(whole, folder, max_shard_size=SHARD_BYTES, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     for path in folder.iterdir():  # safetensors makes files that only their owner may read
         path.chmod((folder / "README.md").stat().st_mode)
-    verify(folder, model.path, model.dtype)
 
 
-def write_weights(weights: dict[str, Tensor], folder: Path, most: int = SHARD_BYTES) -> None:
-    """Weights as `model.safetensors`; as several files and their index where they are larger than `most` bytes."""
-    shards: list[dict[str, Tensor]] = [{}]
-    room = most
-    for name, weight in weights.items():
-        if shards[-1] and weight.nbytes > room:
-            shards.append({})
-            room = most
-        shards[-1][name] = weight.contiguous()
-        room -= weight.nbytes
-    count = len(shards)
-    names = ["model.safetensors"] if count == 1 else [
-        f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)
-    ]  # fmt: skip
-    for file, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / file, metadata={"format": "pt"})
-    if count > 1:
-        index = {
-            "metadata": {"total_size": sum(weight.nbytes for weight in weights.values())},
-            "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def verify(folder: Path, source: Path, dtype: torch.dtype) -> None:
-    """Compare every weight of a folder, bit by bit, with that of the source in this number format.
-
-    Raises:
-        RunError: one is not the same.
-    """
-    written, origin = read_weights(folder), read_weights(source)
-    known_without = {name for name in origin if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
-    if missing := origin.keys() - written.keys() - known_without:
-        raise RunError(f"{min(missing)} of {source} was not written")
-    for name, weight in written.items():
-        if name not in origin or not torch.equal(_bits(weight), _bits(origin[name].to(dtype))):
-            raise RunError(f"{name} read back differently than it is in {source}; is the disk failing?")
-
-
-def _bits(weight: Tensor) -> Tensor:
-    return weight.reshape(-1).view(torch.uint8)
-
-
-# ---- import model ----------------------------------------------------------------------------------------------------
-# `lm import`: a model of Hugging Face's as a checkpoint of ours, so that a new run can go on from its weights.
-#
-# The folder is a checkpoint of step 0: weights in fp32, a tokenizer, no optimizer state and nothing seen yet. `lm fit`
-# takes the decoder's shape from the `model.yaml` in it.
+# ---- import ----------------------------------------------------------------------------------------------------------
 
 
 def import_model(input: str = "", output: str = "", eos_token: str | None = None) -> None:
@@ -180,24 +124,20 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     """
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
-    source, shown, target = Path(input), Path(output), Path(output).resolve()
-    _refuse(source, target)
+    source, target = Path(input), Path(output)
+    _refuse_places(source, target)
     model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(target) as folder:
-            write_files(folder, content(model))
-            # Not under a digest, so that it may be changed: a person's dropout or context is no damage.
-            (folder / "model.yaml").write_text(describe(model.config, source, shown), encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"could not write {target}: {getattr(error, 'strerror', None) or error}") from error
-    log.info("data for it: lm data prepare --input TEXTS --output DATA --tokenizer %s", shown)
+    with new_folder(target) as folder:
+        write_files(folder, checkpoint_content(model))
+        # Without a digest in the checkpoint, so that a person may change it: another dropout or context is no damage.
+        (folder / "model.yaml").write_text(describe_shape(model.config, source, target), encoding="utf-8")
+    log.info("data for it: lm data prepare --input TEXTS --output DATA --tokenizer %s", target)
     log.info("train on:    lm fit --config YOURS.yaml --config %s --ckpt_path %s --run NAME",
-             shown / "model.yaml", shown)  # fmt: skip
-    print(shown)
+             target / "model.yaml", target)  # fmt: skip
+    print(target)
 
 
-def content(model: Pretrained) -> dict[str, object]:
+def checkpoint_content(model: Pretrained) -> dict[str, object]:
     """What `write_folder` is given: a checkpoint before the first step.
 
     Lightning counts from the beginning where there are no `loops`, and an optimizer without state begins anew.
@@ -217,7 +157,7 @@ def content(model: Pretrained) -> dict[str, object]:
     }
 
 
-def describe(config: DecoderConfig, source: Path, target: Path) -> str:
+def describe_shape(config: DecoderConfig, source: Path, target: Path) -> str:
     """The decoder's shape as the YAML that `lm fit` takes beside a config of one's own.
 
     Dropout is left to that: it belongs to the training and not to the model.
@@ -230,7 +170,7 @@ def describe(config: DecoderConfig, source: Path, target: Path) -> str:
     return head + yaml.safe_dump({"model": {"decoder": shape}}, sort_keys=False)
 
 
-def _refuse(source: Path, target: Path) -> None:
+def _refuse_places(source: Path, target: Path) -> None:
     if not source.is_dir():
         raise RequestError(f"--input {source} is no folder; give one with a config.json and safetensors in it")
     if not any((source / name).exists() for name in ("config.json", "run.json")):

@@ -30,7 +30,7 @@ COMMANDS = {
     "runs ls": ("lm.cli.runs:ls", "every run: how it stands, its step, losses, tokens a second and age"),
     "runs show": ("lm.cli.runs:show", "all that matters of one run, on a page"),
     "runs compare": ("lm.cli.runs_compare:compare", "curves of runs in one chart, and the settings they differ in"),
-    "runs export": ("lm.cli.runs_compare:export", "a run for others: metrics, pictures, weights, and a manifest"),
+    "runs export": ("lm.cli.runs_export:export", "a run for others: metrics, pictures, weights, and a manifest"),
     "runs rm": ("lm.cli.runs:rm", "remove a run and its checkpoints, after a question"),
     "runs rebuild": ("lm.cli.runs:rebuild", "make the registry of runs anew from the run folders"),
     "monitor": ("lm.cli.monitor:monitor", "watch runs live in the terminal, or print how they stand as JSON"),

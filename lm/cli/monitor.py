@@ -1,6 +1,7 @@
 """`lm monitor`: runs that are training, live in a terminal, or once as JSON for programs. It only reads their files.
 
-`runs/history` reads them, and `page` makes a page of what they say.
+`runs/history` reads them. Functions that end in `_facts` give labels and values, and `page` arranges them in lines,
+never more or wider than the terminal.
 """
 
 import math
@@ -34,38 +35,35 @@ from lm.runs.run import ROOT, Run
 from lm.system.files import DAMAGE
 from lm.system.units import format_bytes, format_count, format_duration
 
-# ---- dashboard figures -----------------------------------------------------------------------------------------------
-# The figures of a run in words, for `dashboard` to place: a title, a bar, and sections of labels and values.
-
 FIGURES = ("train/loss", "val/loss", "val/bpb", "optim/lr", "optim/grad_norm", "perf/tokens_per_second", "perf/mfu")
 
 Fact = tuple[str, str, str]  # label, value, style
 
 
-def plain(text: str) -> str:
-    """What somebody else wrote, as one line that does nothing to a terminal."""
+def one_line(text: str) -> str:
+    """Text of others as one line without control characters."""
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
-def title(state: dict[str, Any], width: int) -> Text:
-    """What the run is and how it does; on the right, where there is room, what it runs on."""
+def title_line(state: dict[str, Any], width: int) -> Text:
+    """The name and status of the run; on the right, if it fits, its device and host."""
     status = state["status"]
-    line = Text().append(plain(state["run"]), "bold").append("  ").append(status, f"bold {STYLES.get(status, '')}")
+    line = Text().append(one_line(state["run"]), "bold").append("  ").append(status, f"bold {STYLES.get(status, '')}")
     if status == "running" and state.get("phase") not in (None, "training"):
         line.append(f", {state['phase']}")
     if status == "dead" and state.get("heartbeat_age_seconds") is not None:
         line.append(f", last sign of life {format_duration(state['heartbeat_age_seconds'])} ago")
     if status == "gone":
         line.append(f": {state['path']} is not there any more")
-    where = "  ".join(plain(str(state[name])) for name in ("device", "host") if state.get(name))
+    where = "  ".join(one_line(str(state[name])) for name in ("device", "host") if state.get(name))
     if (state.get("world_size") or 1) > 1:
         where = f"{state['world_size']} x {where}"
     room = width - line.cell_len - len(where)
     return line.append(" " * room + where, "dim") if room > 1 else line
 
 
-def progress(state: dict[str, Any], width: int) -> Text:
-    """A bar, steps, tokens, and the time that is left."""
+def progress_line(state: dict[str, Any], width: int) -> Text:
+    """A progress bar, steps, tokens, and the time that is left."""
     step, last = state.get("step"), state.get("max_steps")
     if not last:
         return Text("no step yet", "dim")
@@ -82,8 +80,8 @@ def progress(state: dict[str, Any], width: int) -> Text:
     return Text().append("━" * done, "cyan").append("─" * (room - done), "dim").append(text)
 
 
-def training(state: dict[str, Any]) -> list[Fact]:
-    """The newest metrics, and the best validation; what is no number stands out."""
+def training_facts(state: dict[str, Any]) -> list[Fact]:
+    """The newest metrics and the best validation; NaN and Inf are red."""
     facts = []
     for name in FIGURES:
         metric, value = METRICS[name], state.get("metrics", {}).get(name)
@@ -95,8 +93,8 @@ def training(state: dict[str, Any]) -> list[Fact]:
     return facts
 
 
-def machine(state: dict[str, Any], most: int) -> list[Fact]:
-    """The newest reading, more GPUs than `most` in one line; of a run that is over there is none."""
+def machine_facts(state: dict[str, Any], most: int) -> list[Fact]:
+    """The newest reading of the hardware, empty for a run that is over; more GPUs than `most` are combined."""
     if not state.get("machine") or state["status"] not in ("running", "dead"):
         return []
     try:
@@ -108,7 +106,7 @@ def machine(state: dict[str, Any], most: int) -> list[Fact]:
 def _machine(reading: dict[str, Any], most: int) -> list[Fact]:
     gpus = reading["gpus"] or []
     if len(gpus) > most:
-        facts = [(f"{len(gpus)} GPUs", *_gpu(together(gpus)))]
+        facts = [(f"{len(gpus)} GPUs", *_gpu(combine_gpus(gpus)))]
     else:
         facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
     cpu, memory, process = reading["cpu"], reading["memory"], reading["process"]
@@ -121,7 +119,7 @@ def _machine(reading: dict[str, Any], most: int) -> list[Fact]:
     return facts
 
 
-def together(gpus: list[dict[str, Any]]) -> dict[str, Any]:
+def combine_gpus(gpus: list[dict[str, Any]]) -> dict[str, Any]:
     """Several GPUs as one: mean load, the fullest memory, the highest temperature, the power of all."""
 
     def over(name: str, summary: Any) -> Any:
@@ -140,7 +138,7 @@ def together(gpus: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _gpu(gpu: dict[str, Any]) -> tuple[str, str]:
-    """A GPU's figures in a line, and its style: what limits its clocks is worth a look."""
+    """A GPU's figures in a line, and its style: yellow where something limits its clocks."""
     parts = []
     if gpu["load_percent"] is not None:
         parts.append(f"{gpu['load_percent']:.0f}%")
@@ -162,31 +160,27 @@ def _of(used: int, total: int | None) -> str:
     return f"{used / 2**30:,.{decimals}f}/{total / 2**30:,.{decimals}f} GiB"
 
 
-def checkpoints(state: dict[str, Any]) -> list[Fact]:
-    """The last and the best one with their ages."""
+def checkpoint_facts(state: dict[str, Any]) -> list[Fact]:
+    """The last and the best checkpoint with their ages."""
     found = [(label, state.get(name)) for label, name in (("last", "checkpoint"), ("best", "best_checkpoint"))]
     facts = [(label, f"{one['name']}, {format_duration(one['age_seconds'])} ago", "") for label, one in found if one]
     return facts or [("checkpoint", "none yet", "")]
 
 
-def alerts(state: dict[str, Any], most: int, width: int | None = None) -> list[Text]:
-    """The newest, newest first; folded to a width where one is given."""
+def alert_lines(state: dict[str, Any], most: int, width: int | None = None) -> list[Text]:
+    """The newest alerts, newest first; folded to a width where one is given."""
     lines: list[Text] = []
     for alert in reversed(state.get("alerts", [])[-most:]):
         at = time.strftime("%H:%M", time.localtime(alert.get("time", 0.0)))
-        head = f"{at} {plain(str(alert.get('guard', '')))}"
-        text = f"{head} {plain(str(alert.get('message', '')))} -> {plain(str(alert.get('action', '')))}"
+        head = f"{at} {one_line(str(alert.get('guard', '')))}"
+        text = f"{head} {one_line(str(alert.get('message', '')))} -> {one_line(str(alert.get('action', '')))}"
         first, *more = textwrap.wrap(text, width, subsequent_indent="      ") if width else [text]
         lines.append(Text().append(first[: len(head)], "bold yellow").append(first[len(head) :]))
         lines += map(Text, more)
     return lines
 
 
-# ---- dashboard -------------------------------------------------------------------------------------------------------
-# The page that `lm monitor` shows: runs as lines of text, never more or wider than there is room for.
-#
-# `runs/history` finds what is shown, the functions above put it into words and `cli/charts` draws the curves. Nothing
-# here reads a file or knows of a terminal.
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 LEAST = 76  # columns of a run beside another one
 WIDE = 110  # columns from which on the figures stand beside the chart
@@ -204,32 +198,32 @@ def page(watches: Sequence[LiveRun], width: int, height: int) -> list[Text]:
     """
     if len(watches) > max(1, height):
         rest = Text(f"and {len(watches) - height + 1} more")
-        return [*page(watches[: height - 1], width, height - 1), *fit([rest], width, 1)]
+        return [*page(watches[: height - 1], width, height - 1), *fit_lines([rest], width, 1)]
     across = max(1, min(width // LEAST, math.ceil(len(watches) / 2)))
     down = math.ceil(len(watches) / across)
     lines: list[Text] = []
     for row in range(down):
         room = (height - len(lines)) // (down - row)
         wide, apart = (width + 1) // across - 1, int(room > 5 and row < down - 1)
-        blocks = [block(watch, wide, room - apart) for watch in watches[row * across : (row + 1) * across]]
-        lines += [*beside(blocks, width, [wide] * len(blocks)), *[Text()] * apart]
+        blocks = [run_block(watch, wide, room - apart) for watch in watches[row * across : (row + 1) * across]]
+        lines += [*join_blocks(blocks, width, [wide] * len(blocks)), *[Text()] * apart]
     return lines
 
 
-def block(watch: LiveRun, width: int, height: int) -> list[Text]:
-    """One run in `height` lines of `width` cells: what matters most stands at the top, the chart takes what is left."""
+def run_block(watch: LiveRun, width: int, height: int) -> list[Text]:
+    """One run in `height` lines of `width` cells: progress and metrics at the top, the chart in the rest."""
     state = watch.state
-    head = [title(state, width), progress(state, width)]
+    head = [title_line(state, width), progress_line(state, width)]
     if state.get("reason") and state["status"] not in ("running", "dead"):
-        head.append(Text(f"{state['status']}: {plain(state['reason'])}"))
+        head.append(Text(f"{state['status']}: {one_line(state['reason'])}"))
     if width >= WIDE and height >= 14 and watch.curves["train/loss"].points()[0]:
-        return fit([*head, *_wide(watch, width, height - len(head))], width, height)
-    numbers, said = row(training(state), width), alerts(state, 3)
-    below = [*row(machine(state, 2), width), *row(checkpoints(state), width)]
+        return fit_lines([*head, *_wide(watch, width, height - len(head))], width, height)
+    numbers, said = facts_in_row(training_facts(state), width), alert_lines(state, 3)
+    below = [*facts_in_row(machine_facts(state, 2), width), *facts_in_row(checkpoint_facts(state), width)]
     room = height - sum(map(len, (head, numbers, said, below)))
     if room >= LOSS[0]:
         numbers += _loss(watch, width, room)
-    return fit([*head, *numbers, *said, *below], width, height)
+    return fit_lines([*head, *numbers, *said, *below], width, height)
 
 
 def _wide(watch: LiveRun, width: int, height: int) -> list[Text]:
@@ -242,15 +236,15 @@ def _wide(watch: LiveRun, width: int, height: int) -> list[Text]:
         curves = _loss(watch, left, height)
     else:
         curves = [*_loss(watch, left, height - small), *_small(watch, left, small)]
-    return beside([curves, side], width, [left, right])
+    return join_blocks([curves, side], width, [left, right])
 
 
 def _side(state: dict[str, Any], width: int, gpus: int, airy: bool) -> list[Text]:
-    """All figures below each other, with headings where there is room for them."""
+    """All figures below each other, with headings if `airy`."""
     lines: list[Text] = []
     for heading, facts in (
-        ("training", column(training(state))), ("machine", column(machine(state, gpus))),
-        ("checkpoints", column(checkpoints(state))), ("alerts", alerts(state, 5, width)),
+        ("training", facts_in_column(training_facts(state))), ("machine", facts_in_column(machine_facts(state, gpus))),
+        ("checkpoints", facts_in_column(checkpoint_facts(state))), ("alerts", alert_lines(state, 5, width)),
     ):  # fmt: skip
         if facts:
             lines += [*[Text(), Text(heading, "bold")] * airy, *facts]
@@ -267,11 +261,12 @@ def _loss(watch: LiveRun, width: int, height: int) -> list[Text]:
     validation = watch.curves["val/loss"].points()
     curves = [Series("loss", steps, losses), Series("smoothed", steps, smoothed), Series("validation", *validation)]
     shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(steps) > 30)]
-    return draw(shown, width, height, "" if len(shown) > 1 else "loss", later(losses + validation[1], losses))
+    y_range = range_after_start(losses + validation[1], losses)
+    return chart_lines(shown, width, height, "" if len(shown) > 1 else "loss", y_range)
 
 
-def later(values: list[float], losses: list[float]) -> tuple[float, float] | None:
-    """The range of a curve without its first tenth, which falls so far that the rest would look flat."""
+def range_after_start(values: list[float], losses: list[float]) -> tuple[float, float] | None:
+    """The range of the y axis without the first tenth of the losses, whose fall would make the rest look flat."""
     known = [value for value in values if math.isfinite(value)]
     rest = [value for value in losses[len(losses) // 10 :] if math.isfinite(value)]
     if len(rest) < 20:
@@ -284,14 +279,14 @@ def _small(watch: LiveRun, width: int, height: int) -> list[Text]:
     wide = (width - 2 * (len(SMALL) - 1)) // len(SMALL)
     labels = {name: METRICS[name].label for name in SMALL}
     curves = [(Series(label, *watch.curves[name].points(most=wide)), label) for name, label in labels.items()]
-    blocks = [draw([curve], wide, height, label) for curve, label in curves]
-    return beside(blocks, width, [wide] * len(SMALL))
+    blocks = [chart_lines([curve], wide, height, label) for curve, label in curves]
+    return join_blocks(blocks, width, [wide] * len(SMALL))
 
 
-def draw(
+def chart_lines(
     curves: list[Series], width: int, height: int, heading: str = "", y_range: tuple[float, float] | None = None
 ) -> list[Text]:
-    """A chart as lines; none before there are points."""
+    """A chart as lines; no lines before there are points."""
     if not any(curve.x for curve in curves):
         return []
     text = chart(curves, width, height, color=True, x_label="step", title=heading, y_range=y_range)
@@ -301,7 +296,7 @@ def draw(
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
 
-def fit(lines: Sequence[Text], width: int, height: int) -> list[Text]:
+def fit_lines(lines: Sequence[Text], width: int, height: int) -> list[Text]:
     """The first `height` lines, filled up or cut to `width` cells."""
     lines = [line.copy() for line in lines[:height]]
     for line in lines:
@@ -309,16 +304,16 @@ def fit(lines: Sequence[Text], width: int, height: int) -> list[Text]:
     return [*lines, *(Text(" " * width) for _ in range(height - len(lines)))]
 
 
-def beside(blocks: list[list[Text]], width: int, widths: list[int]) -> list[Text]:
-    """Blocks of lines next to each other, what is over of the width between them."""
+def join_blocks(blocks: list[list[Text]], width: int, widths: list[int]) -> list[Text]:
+    """Blocks of lines next to each other, with the rest of the width between them."""
     height = max(map(len, blocks))
-    columns = [fit(lines, wide, height) for lines, wide in zip(blocks, widths, strict=True)]
+    columns = [fit_lines(lines, wide, height) for lines, wide in zip(blocks, widths, strict=True)]
     gap = Text(" " * ((width - sum(widths)) // (len(blocks) - 1))) if len(blocks) > 1 else Text()
     return [gap.join(cells) for cells in zip(*columns, strict=True)]
 
 
-def row(facts: list[Fact], width: int) -> list[Text]:
-    """Facts one after the other, in as many lines as it takes."""
+def facts_in_row(facts: list[Fact], width: int) -> list[Text]:
+    """Facts one after the other, in as many lines as they need."""
     lines: list[Text] = []
     for label, value, style in facts:
         text = Text().append(label + " ", "dim").append(value, style)
@@ -329,13 +324,13 @@ def row(facts: list[Fact], width: int) -> list[Text]:
     return lines
 
 
-def column(facts: list[Fact]) -> list[Text]:
-    """Facts below each other, their values in line."""
+def facts_in_column(facts: list[Fact]) -> list[Text]:
+    """Facts below each other, with their values aligned."""
     wide = max((len(label) for label, _, _ in facts), default=0) + 2
     return [Text().append(label.ljust(wide), "dim").append(value, style) for label, value, style in facts]
 
 
-# ---- monitor ---------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 PLAIN = 100, 30  # columns and rows of a page that is not for a terminal
 
@@ -347,10 +342,10 @@ def monitor(
 
     Args:
         runs: Names or paths; the active runs if not given.
-        json: Print how they stand as one JSON object and end; as a list of them if there are several.
+        json: Print the state as one JSON object and end; a list if there are several runs.
         root: Folder of the runs.
-        interval: Seconds between two looks.
-        once: Print one page and end, which is also what is done where there is no terminal.
+        interval: Seconds between two updates.
+        once: Print one page and end, as without a terminal.
     """
     if not 0.05 <= interval <= 3600:
         raise RequestError(f"--interval {interval:g} must lie between 0.05 and 3600 seconds")
@@ -358,10 +353,10 @@ def monitor(
         sys.stdout.reconfigure(errors="replace")  # where there are no braille dots
     console = Console()
     live = sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once
-    chosen = [find_run(name, root) for name in runs] or choose(root, ask=live and sys.stdin.isatty())
+    chosen = [find_run(name, root) for name in runs] or default_runs(root)
     watches = [LiveRun(run) for run in chosen]
     if live:
-        follow(watches, console, interval)
+        follow_runs(watches, console, interval)
         return
     for watch in watches:
         watch.refresh()
@@ -375,9 +370,8 @@ def monitor(
     console.print(text, soft_wrap=True)
 
 
-def choose(root: str, ask: bool) -> list[Run]:
-    """The runs to watch where none is named: the active one; of several those that are asked for, or all; of none the
-    newest.
+def default_runs(root: str) -> list[Run]:
+    """The runs to watch where none is named: those that are running, else the newest.
 
     Raises:
         RequestError: there is no run at all.
@@ -388,27 +382,11 @@ def choose(root: str, ask: bool) -> list[Run]:
     active = [run for run, status in every if status == "running"]
     if not active:
         print(f"nothing is running under {root}; this is the newest run", file=sys.stderr)
-        return [every[0][0]]
-    if len(active) == 1 or not ask:
-        return active
-    listed = [(run, status) for run, status in every if status in ("running", "dead")]
-    console = Console(stderr=True, highlight=False)
-    wide = max(len(run.name) for run, _ in listed)
-    for number, (run, status) in enumerate(listed, 1):
-        state, entered = run.read("state.json"), run.read("run.json").get("entered", time.time())
-        line = Text(f"{number:3}  {run.name:<{wide}}  ").append(f"{status:<7}", STYLES.get(status, ""))
-        steps = f"step {state['step']}/{state['max_steps']}" if "max_steps" in state else "no step yet"
-        console.print(line.append(f"  {steps}, started {format_duration(time.time() - entered)} ago"))
-    while True:
-        answer = console.input("which? (numbers; Enter for all that are running) ").replace(",", " ").split()
-        if not answer:
-            return active
-        if all(word.isdigit() and 1 <= int(word) <= len(listed) for word in answer):
-            return [listed[int(word) - 1][0] for word in answer]
+    return active or [every[0][0]]
 
 
-def follow(watches: list[LiveRun], console: Console, interval: float) -> None:
-    """Show a page until q or Ctrl-C, anew at every look and when the terminal's size changes."""
+def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> None:
+    """Show a page until q or Ctrl-C, updated at every interval and when the terminal's size changes."""
     try:
         with _keys() as pressed, _leave_when_terminated(), Live(
             console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
@@ -435,14 +413,14 @@ def follow(watches: list[LiveRun], console: Console, interval: float) -> None:
 
 def _foot(width: int) -> Text:
     now = time.strftime("%Y-%m-%d %H:%M:%S")
-    line = Text("q leaves; the runs go on", "dim", no_wrap=True)
+    line = Text("q leaves; the runs continue", "dim", no_wrap=True)
     line.truncate(width)
     return line.append(" " * max(0, width - line.cell_len - len(now)) + now if line.cell_len + len(now) < width else "")
 
 
 @contextmanager
 def _keys() -> Iterator:
-    """A function that waits so many seconds for keys, which are not shown; where nobody can press any it only waits."""
+    """A function that waits some seconds for keys, without echo; without a terminal it only waits."""
     if not sys.stdin.isatty():
         yield lambda seconds: time.sleep(seconds) or b""
         return
@@ -462,7 +440,7 @@ def _keys() -> Iterator:
 
 @contextmanager
 def _leave_when_terminated() -> Iterator[None]:
-    """A SIGTERM too gives the screen back."""
+    """Restore the screen after a SIGTERM too."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

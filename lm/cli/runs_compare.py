@@ -1,10 +1,6 @@
 """`lm runs compare`: curves of several runs in one chart, where they ended, and the settings in which they differ."""
 
-import csv
-import json as jsonlib
 import math
-import shutil
-import time
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,17 +12,14 @@ from rich.text import Text
 
 from lm.cli.charts import MARKERS, chart
 from lm.cli.runs import summarize, to_json
-from lm.errors import LmError, RequestError, RunError
+from lm.errors import RequestError
 from lm.runs import registry
 from lm.runs.history import Series, curve, differences, labels
-from lm.runs.metrics import METRICS
-from lm.runs.run import ROOT, Run
-from lm.system.files import atomic_folder, digest, load_checksummed
-
-# ---- run compare -----------------------------------------------------------------------------------------------------
+from lm.runs.run import ROOT
 
 CHART_HEIGHT = 20
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
+DASHES = ("-", "--", "-.", ":")  # so that curves are told apart without colour
 
 
 def compare(
@@ -69,7 +62,10 @@ def compare(
     ]  # fmt: skip
     differing = differences([folder.settings() for folder in folders])
     if png is not None:
-        _write_picture(Path(png), series, X_LABELS[x], metric)
+        try:
+            draw_curves(Path(png), series, X_LABELS[x], metric)
+        except OSError as error:
+            raise RequestError(f"--png {png} cannot be written: {error.strerror}") from error
     if json:
         curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}
         settings_by_run = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}
@@ -90,12 +86,29 @@ def _no_metric(metric: str, metrics: list[list[dict[str, Any]]]) -> str:
     return f"none of the runs has a metric {metric!r}; {hint}"
 
 
-def _write_picture(path: Path, series: list[Series], x_label: str, y_label: str) -> None:
+def draw_curves(path: Path, series: Sequence[Series], x_label: str, y_label: str, title: str = "") -> None:
+    """Write a picture of curves over one pair of axes; a legend tells several apart.
 
-    try:
-        draw(path, series, x_label, y_label)
-    except OSError as error:
-        raise RequestError(f"--png {path}: {error.strerror}") from error
+    Args:
+        path: the PNG file; one that is there is replaced.
+        series: the curves. Values that are not finite leave a gap.
+        x_label, y_label, title: the texts.
+    """
+    from lm.inspection.drawing import figure  # matplotlib takes half a second
+
+    drawn, axes = figure()
+    for index, one in enumerate(series):
+        sparse = len(one.x) <= 30  # a curve of few points, such as validations, shows them
+        axes.plot(
+            list(one.x), list(one.y), DASHES[index % len(DASHES)], label=one.name, linewidth=1.4,
+            marker="o" if sparse else None, markersize=3,
+        )  # fmt: skip
+    axes.set(xlabel=x_label, ylabel=y_label, title=title)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(series) > 1:
+        axes.legend(frameon=False)
+    drawn.savefig(path, format="png")
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
@@ -135,185 +148,3 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) or not math.isfinite(value) else f"{value:.5g}"
-
-
-# ---- run export ------------------------------------------------------------------------------------------------------
-# `lm runs export`: a run for others: what it was made of, its curves as tables and pictures, and its weights.
-#
-# The folder is complete or absent: it is made beside its place and renamed at the end. No torch is needed to read it.
-
-FORMAT = 1
-PICTURES = {  # file -> the metrics that it shows
-    "loss.png": ("train/loss", "val/loss"),
-    "grad_norm.png": ("optim/grad_norm",),
-    "throughput.png": ("perf/tokens_per_second",),
-}
-
-
-def export(
-    run: str, output: str | None = None, checkpoint: Literal["last", "best", "none"] = "last", root: str = str(ROOT)
-) -> None:
-    """Write a run to a folder for others: manifest, metrics, pictures, config, TensorBoard files and weights.
-
-    Args:
-        run: Name under the root or in the registry, or a path.
-        output: The folder to make, which must be empty or not there; `exports/RUN` if not given.
-        checkpoint: Whose weights to take; none leaves them out.
-        root: Folder of the runs.
-    """
-    folder = registry.find_run(run, root)
-    target = Path("exports") / folder.name if output is None else Path(output)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
-    source = None if checkpoint == "none" else folder.checkpoint(checkpoint)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(target) as temporary:
-            write(folder, source, temporary)
-    except OSError as error:
-        raise RunError(f"could not write {target}: {error.strerror or error}") from error
-    print(target)
-
-
-def write(run: Run, checkpoint: Path | None, folder: Path) -> None:
-    """Fill a folder with everything; the manifest, which has a digest of every other file, comes last.
-
-    Raises:
-        RunError: the weights are not those that the checkpoint was written with.
-    """
-    metrics = run.metrics()
-    write_metrics(metrics, folder)
-    draw_pictures(metrics, folder, run.name)
-    if run.config.exists():
-        shutil.copyfile(run.config, folder / "config.yaml")
-    for events in run.path.glob("events.out.tfevents.*"):
-        shutil.copy2(events, folder / events.name)
-    if checkpoint is not None:
-        copy_weights(checkpoint, folder / "final.safetensors")
-    manifest = describe(run, metrics, checkpoint)
-    manifest["files"] = {path.name: digest(path) for path in sorted(folder.iterdir())}
-    text = jsonlib.dumps(jsonlib.loads(to_json(manifest)), indent=2, ensure_ascii=False)
-    (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
-
-
-def describe(run: Run, metrics: list[dict[str, Any]], checkpoint: Path | None) -> dict[str, Any]:
-    """The manifest without its files: how the run was made, on what, at what cost, and where it ended."""
-    described, facts = run.read("run.json"), registry.facts(run)
-    finals = {name: summarize(metrics, name) for name in ("train/loss", "val/loss", "val/bpb")}
-    return {
-        "format": FORMAT,
-        "run": run.name,
-        "status": facts["status"], "reason": facts["reason"],
-        "seed": run.settings().get("seed_everything"),
-        "config_sha256": facts["config_sha256"],
-        "versions": {"python": described.get("python"), **described.get("versions", {})},
-        "git": described.get("git"),
-        "command": described.get("command"),
-        "machine": {name: described.get(name) for name in ("host", "device", "world_size")},
-        "cost": run.read("budget.json") or None,
-        "started": facts["started"],
-        "last_logged": _utc(metrics[-1]["time"]) if metrics else None,
-        "exported": _utc(time.time()),
-        "steps": facts["step"],
-        "tokens": facts["tokens"],
-        "final": {
-            name: {"last": curve["last"], "lowest": curve["lowest"], "lowest_step": curve["lowest_step"]}
-            for name, curve in finals.items() if curve
-        },
-        "checkpoint": None if checkpoint is None else {
-            "step": int(checkpoint.name.removeprefix("step-")), "sha256": weights_digest(checkpoint)
-        },
-    }  # fmt: skip
-
-
-# ---- the files -------------------------------------------------------------------------------------------------------
-
-
-def write_metrics(metrics: list[dict[str, Any]], folder: Path) -> None:
-    """`metrics.csv` and `metrics.parquet`: one row a step and name, by step; numbers are exact in both."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    values: dict[tuple[int, str], float] = {}
-    for line in metrics:
-        for name, value in line.items():
-            if name != "step":
-                values[line["step"], {"tokens": "data/tokens"}.get(name, name)] = float(value)
-    rows = sorted((step, name, value) for (step, name), value in values.items())
-    with open(folder / "metrics.csv", "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("step", "name", "value"))
-        writer.writerows((step, name, repr(value)) for step, name, value in rows)
-    columns = list(zip(*rows, strict=True)) or [(), (), ()]
-    schema = pa.schema({"step": pa.int64(), "name": pa.string(), "value": pa.float64()})
-    pq.write_table(pa.table([list(column) for column in columns], schema=schema), folder / "metrics.parquet")
-
-
-def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> None:
-    """`PICTURES`, those of them that there are values for."""
-
-    for file, names in PICTURES.items():
-        series: list[Series] = [curve(METRICS[name].label, metrics, name, "step") for name in names]
-        series = [one for one in series if one.x]
-        if series:
-            draw(folder / file, series, "optimizer step", METRICS[names[0]].unit, title)
-
-
-def copy_weights(checkpoint: Path, target: Path) -> None:
-    """The checkpoint's weights, byte for byte.
-
-    Raises:
-        RunError: they are damaged, or the copy is.
-    """
-    shutil.copyfile(checkpoint / "model.safetensors", target)
-    if digest(target) != weights_digest(checkpoint):
-        raise RunError(f"{checkpoint / 'model.safetensors'} is damaged: its digest is not the one that was written")
-
-
-def weights_digest(checkpoint: Path) -> str:
-    """The digest that a checkpoint was written with.
-
-    Raises:
-        LmError: it says none.
-    """
-    try:
-        return load_checksummed((checkpoint / "trainer.json").read_bytes())["digests"]["model.safetensors"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise LmError(f"{checkpoint / 'trainer.json'} is damaged; choose another with --checkpoint") from error
-
-
-def _utc(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
-# ---- pictures --------------------------------------------------------------------------------------------------------
-# Curves as PNG files, drawn without a screen; matplotlib is imported when the first one is wanted.
-
-DASHES = ("-", "--", "-.", ":")  # so that curves are told apart without colour
-
-
-def draw(path: Path, series: Sequence[Series], x_label: str, y_label: str, title: str = "") -> None:
-    """Write a picture of curves over one pair of axes.
-
-    Args:
-        path: the PNG file; one that is there is replaced.
-        series: the curves; a legend tells them apart where there are several. Values that are not finite leave a gap.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for index, one in enumerate(series):
-        sparse = len(one.x) <= 30  # a curve of few points, such as validations, shows them
-        axes.plot(
-            list(one.x), list(one.y), DASHES[index % len(DASHES)], label=one.name, linewidth=1.4,
-            marker="o" if sparse else None, markersize=3,
-        )  # fmt: skip
-    axes.set(xlabel=x_label, ylabel=y_label, title=title)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(series) > 1:
-        axes.legend(frameon=False)
-    figure.savefig(path, format="png")

@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lm.errors import RequestError, RunError
 from lm.system.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -302,6 +303,25 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         restore_interrupted(folder)
         raise
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """An `atomic_folder` for the `--output` of a command.
+
+    Raises:
+        RequestError: there is something under this name that is not an empty folder.
+        RunError: it cannot be written.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
+    target = target.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(target) as folder:
+            yield folder
+    except OSError as error:
+        raise RunError(f"could not write {target}: {error.strerror or error}") from error
 
 
 def remove_stale(folder: Path) -> None:

@@ -426,19 +426,12 @@ def test_a_dumb_terminal_gets_one_page(workplace):
     assert b"a  running" in terminal.output and b"\x1b" not in terminal.output
 
 
-def test_of_several_active_runs_it_asks_for_one_and_marks_the_dead(workplace):
+def test_all_active_runs_are_shown_where_none_is_named(workplace):
     make_run(workplace / "checkpoints", "b", lines=7)
-    make_run(workplace / "checkpoints", "c", age=60)
     make_run(workplace / "checkpoints", "d", status="finished")
     terminal = Terminal(workplace)
-    asked = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.wait_for("which?"))
-    numbers = {name: number for number, name in re.findall(r"(\d)  (\w) +(?:running|dead)", asked)}
-    assert set(numbers) == {"a", "b", "c"} and re.search(r"c +dead +step 2000/4000", asked)
-    terminal.type("9\n")
-    terminal.wait_for("which?")
-    terminal.type(f"{numbers['b']}\n")
     shown = terminal.wait_for("q leaves")
-    assert "step 70/4,000" in shown and "step 2,000/4,000" not in shown
+    assert "step 70/4,000" in shown and "step 2,000/4,000" in shown and "finished" not in shown
     terminal.type("q")
     assert terminal.end() == 0
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from trainings import CONFIG, lm, make_workplace, write_config
 
 from lm.cli.charts import MARKERS, chart
-from lm.cli.runs_compare import export
+from lm.cli.runs_export import export
 from lm.errors import RequestError, RunError
 from lm.runs import registry
 from lm.runs.history import Series, smooth
@@ -119,7 +119,7 @@ def test_ls_shows_every_run_newest_last_within_80_columns(place):
     assert order == sorted(order) and str(place.parent / "other" / "checkpoints") in lines
     row = {line.split()[0]: line for line in lines if line.startswith("  ")}
     assert re.search(r"alive +running +40/50 +2\.1 +0\.325 +10K +50 min", row["alive"])
-    assert " dead " in row["killed"] and re.search(r"a-name-that-is-long\S+…  finished .* 2h\n", text)
+    assert " dead " in row["killed"] and re.search(r"a-name-that-is-long\S+…  finished .* 2 h\n", text)
     assert any(line.startswith("    loss > 10 for") and line.endswith("…") for line in lines)
 
 
@@ -264,7 +264,7 @@ def test_compare_takes_another_metric_another_axis_and_smoothing(place):
 @pytest.mark.parametrize("arguments, message", [
     (["a"], "two runs or more"), ([], "two runs or more"), (["a", "a"], "with itself"), (["a", "c"], "no run 'c'"),
     (["a", "b", "--metric", "train/los"], "did you mean 'train/loss'"), (["a", "b", "--smooth", "1"], "[0, 1)"),
-    (["a", "b", "--png", "nowhere/x.png"], "--png nowhere/x.png: No such file"), (["a", "b", "--x", "epoch"], "x: "),
+    (["a", "b", "--png", "nowhere/x.png"], "--png nowhere/x.png cannot be written: No such file"), (["a", "b", "--x", "epoch"], "x: "),
 ])  # fmt: skip
 def test_compare_refuses_in_one_line(place, arguments, message):
     make("a"), make("b")
