@@ -1,6 +1,6 @@
 """`lm monitor`: runs that are training, live in a terminal, or once as JSON for programs. It only reads their files.
 
-`runs/history` reads them, and `page` makes a page of what they say.
+`runs/live` reads them, and `page` makes a page of what they say.
 """
 
 import math
@@ -185,7 +185,7 @@ def alerts(state: dict[str, Any], most: int, width: int | None = None) -> list[T
 # ---- dashboard -------------------------------------------------------------------------------------------------------
 # The page that `lm monitor` shows: runs as lines of text, never more or wider than there is room for.
 #
-# `runs/history` finds what is shown, the functions above put it into words and `cli/charts` draws the curves. Nothing
+# `runs/live` finds what is shown, the functions above put it into words and `cli/charts` draws the curves. Nothing
 # here reads a file or knows of a terminal.
 
 LEAST = 76  # columns of a run beside another one
