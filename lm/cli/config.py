@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.runs.registry import record_run
-from lm.runs.resume import compare, find_checkpoint, repair_links
+from lm.runs.resume import find_checkpoint, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run
 from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
 from lm.system.files import parse_yaml
@@ -239,7 +239,7 @@ class TrainingCLI(LightningCLI):
         self.config_text = self._resolved_config(config)
         self.stays_stopped = False
         if self.subcommand == "fit" and self.resumed_run and self.checkpoint:
-            changed = compare(self.resumed_run, yaml.safe_load(self.config_text), force=config.force)
+            changed = refuse_changed_config(self.resumed_run, yaml.safe_load(self.config_text), force=config.force)
             early = self.resumed_run.read("run.json").get("reason") == "early stopping"
             self.stays_stopped = early and not any(key.startswith("trainer.early_stopping") for key in changed)
 
@@ -291,7 +291,8 @@ class TrainingCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         self.datamodule.seed = self.config[subcommand].seed_everything
         self.trainer.checkpoint_io.load_optimizer = subcommand == "fit"
-        self.trainer.checkpoint_io.verified = self.checkpoint if subcommand == "fit" else None
+        verified = subcommand == "fit" or self.config[subcommand].ckpt_path not in (None, "best", "last")
+        self.trainer.checkpoint_io.verified = self.checkpoint if verified else None
         if subcommand != "fit":
             self.trainer.run = self.resumed_run
         path = str(self.checkpoint) if self.checkpoint else None

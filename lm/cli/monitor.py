@@ -1,6 +1,6 @@
 """`lm monitor`: runs that are training, live in a terminal, or once as JSON for programs. It only reads their files.
 
-`runs/history` reads them. Functions that end in `_facts` give labels and values, and `page` arranges them in lines,
+`runs/live` reads them. Functions that end in `_facts` give labels and values, and `page` arranges them in lines,
 never more or wider than the terminal.
 """
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a command means, and whether a changed config may go on from it."""
+"""The checkpoint that a command means, and whether a run may be resumed with a changed config."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from lm.system.files import flatten, restore_interrupted, stated_digest
 
 log = logging.getLogger(__name__)
 
-# Changing these after the start would make the run's curves a lie: another model, other data, another order.
+# With other values of these a run would be another one: another model, other data, another order of the samples.
 FIXED = ("seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
          "data.prepare", "data.column", "data.seq_len", "data.shuffle_buffer")
 
@@ -27,16 +27,17 @@ def find_checkpoint(
 
     Args:
         reference: a folder, `best`, `last`, `auto` or None.
-        name: of the run: `--run`, or the config's.
+        name: the run's name: `--run`, or that of the config.
         root: folder of the runs.
         named: the name was given with `--run`, so it is exactly that run and not the newest of `name`, `name-2` ...
-        command: `fit`, which starts fresh without a reference; the others take the best checkpoint then.
+        command: without a reference, `fit` starts fresh and the other commands take the best checkpoint.
 
     Returns:
-        The checkpoint folder or None, and the run that it belongs to or that is gone on with.
+        The checkpoint folder or None, and the run that it belongs to. Its files have been compared with their digests
+        for a `fit`, and where the reference is a folder or `auto`.
 
     Raises:
-        RequestError: what was asked for is not there, or not whole.
+        RequestError: the checkpoint is not there, or not whole.
     """
     if reference is None and command == "fit":
         return None, None
@@ -56,7 +57,7 @@ def find_checkpoint(
     else:
         run = Run.newest(root, name)
     if reference == "auto" and command == "fit":
-        _refuse_nameless(root, name, run)
+        _refuse_lost_name(root, name, run)
     if run is None and reference == "auto" and command == "fit":
         log.info("no run %r under %s yet: it starts", name, root)
         return None, None
@@ -65,7 +66,7 @@ def find_checkpoint(
         raise RequestError(f"no run {name!r} under {root}, so no checkpoint {wanted!r}; start one with `lm fit`")
     if command == "fit":
         run.refuse_if_trained()
-    _put_back(run)
+    _restore_names(run)
     if reference != "auto":
         path = run.checkpoint(reference)
         if command == "fit" and (damage := find_damage(path)):  # the others find it when they read it
@@ -77,18 +78,18 @@ def find_checkpoint(
     return path, run
 
 
-def _put_back(run: Run) -> None:
-    """A kill may have come when a checkpoint was being replaced, and its folder had another name for a moment."""
+def _restore_names(run: Run) -> None:
+    """Give checkpoints their names back that a kill left aside while they were being replaced."""
     if run.status() != "running":
-        with suppress(OSError):  # of a disk that cannot be written to
+        with suppress(OSError):  # a read-only disk
             restore_interrupted(run.path / "step-*")
 
 
-def _refuse_nameless(root: str, name: str, found: Run | None) -> None:
-    """A run whose `run.json` is lost is not found by its name; to start another one beside it would be silent loss.
+def _refuse_lost_name(root: str, name: str, found: Run | None) -> None:
+    """Refuse to start a new run beside one with checkpoints whose `run.json`, and so its name, is lost.
 
     Raises:
-        RequestError: there is such a one, and it has checkpoints.
+        RequestError: there is such a run.
     """
     for folder in sorted(Path(root).glob(f"{name}*")):
         of_this_name = re.fullmatch(re.escape(name) + r"(-\d+)?", folder.name)
@@ -96,19 +97,19 @@ def _refuse_nameless(root: str, name: str, found: Run | None) -> None:
             if steps := list(Run(folder).steps().values()):
                 raise RequestError(
                     f"{folder} has checkpoints, and its run.json is damaged or gone, so it is not clear what `auto` "
-                    f"is to go on with; give --ckpt_path {steps[-1]}, or another --run"
+                    f"is to resume; give --ckpt_path {steps[-1]}, or another --run"
                 )
 
 
 def _beginning(run: Run) -> Path | None:
-    """The checkpoint that a run began from, of a model that was imported or of another run; None: from scratch.
+    """The checkpoint that a run began from, of an imported model or of another run; None where it began from scratch.
 
     Raises:
-        RequestError: it is gone or damaged, so that the run would begin anew as something else.
+        RequestError: that checkpoint is gone or damaged.
     """
     began_from = run.read("run.json").get("began_from")
     if began_from is None:
-        log.info("run %s was stopped before its first checkpoint: it starts again with its first step", run.path)
+        log.info("run %s was stopped before its first checkpoint: it starts again at its first step", run.path)
         return None
     if damage := find_damage(Path(str(began_from))):
         raise RequestError(
@@ -119,7 +120,7 @@ def _beginning(run: Run) -> Path | None:
 
 
 def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT) -> Path:
-    """The folder that `--run` and `--ckpt_path` mean, for a command that uses a model and says which one it took.
+    """The model folder that `--run` and `--ckpt_path` mean; it is logged.
 
     Args:
         run: a name under the root or in the registry, or a path; the newest run if not given.
@@ -142,7 +143,7 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
         found = registry.find_run(run, root) if run else Run.newest(root)
         if found is None:
             raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or name a folder")
-        _put_back(found)
+        _restore_names(found)
         path = newest_whole(found) if ckpt_path == "auto" else found.checkpoint(ckpt_path)
         if path is None:
             raise RequestError(f"run {found.path} has no checkpoint yet")
@@ -151,13 +152,13 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
 
 
 def newest_whole(run: Run) -> Path | None:
-    """The newest checkpoint of a run that is not damaged; says which ones it passed over. None where there was none.
+    """The newest checkpoint of a run that is not damaged; None where there is no checkpoint. Damaged ones are logged.
 
-    Steps that were left behind when the run was gone on with from an earlier one come after all others, newer or not:
-    `run.json` has their digests.
+    When a run is resumed from an earlier step, its later checkpoints are left behind: `run.json` has their digests.
+    They come after all others, however new they are.
 
     Raises:
-        RequestError: there are checkpoints, and all are damaged: to start anew would be a loss that nobody asked for.
+        RequestError: there are checkpoints, and all are damaged; to start from scratch would be a silent loss.
     """
     last, left_behind = run.link("last"), run.read("run.json").get("left_behind", [])
     found = {path.name: path for path in run.path.glob("step-*") if STEP.fullmatch(path.name)}
@@ -186,20 +187,19 @@ def newest_whole(run: Run) -> Path | None:
 
 
 def repair_links(run: Run, checkpoint: Path) -> None:
-    """Have the links of a run that needs no more training say what they would say, had no kill come between its last
-    checkpoint and them."""
+    """Point the links of a finished run to its last and best checkpoints, if a kill came before they were moved."""
     if checkpoint.resolve().parent == run.path.resolve():
         link_to(run.path / checkpoint.name, read_progress(checkpoint).best_name)
 
 
-def compare(run: Run, config: dict[str, Any], force: bool) -> list[str]:
-    """Show what a config changes against the one a run was started with.
+def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> list[str]:
+    """Compare a config with that of a run, and log the differences.
 
     Returns:
         The changed keys.
 
     Raises:
-        RequestError: it changes what the run is, and that was not forced.
+        RequestError: a key of `FIXED` has changed, without `force`.
     """
     settings = run.settings()
     if not force and not settings:
@@ -215,7 +215,7 @@ def compare(run: Run, config: dict[str, Any], force: bool) -> list[str]:
     refused = [key for key in changed if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED)]
     if refused and not force:
         raise RequestError(
-            f"run {run.path} cannot go on with another {', '.join(refused)}: "
+            f"run {run.path} cannot be resumed with another {', '.join(refused)}: "
             + "; ".join(f"{key} was {before.get(key)}, now {after.get(key)}" for key in refused)
             + "; start a new run, or give --force"
         )

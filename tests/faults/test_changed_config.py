@@ -60,7 +60,7 @@ def test_every_fixed_key_is_refused_by_name_and_nothing_is_written(copied, monke
     for key, change in LIES.items():
         with contextlib.redirect_stderr(io.StringIO()) as err:
             assert main(["fit", "--config", config, "--ckpt_path", "auto", *change]) == 2, key
-        assert f"cannot go on with another {key}" in err.getvalue() or f", {key}" in err.getvalue(), err.getvalue()
+        assert f"cannot be resumed with another {key}" in err.getvalue() or f", {key}" in err.getvalue(), err.getvalue()
         assert "start a new run, or give --force" in err.getvalue().splitlines()[-1]
     assert {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*")} == before
 

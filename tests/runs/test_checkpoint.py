@@ -15,7 +15,7 @@ from lm.errors import RequestError, RunError
 from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, read_progress, write_folder
 from lm.runs.resume import find_checkpoint, newest_whole, repair_links
 from lm.runs.run import Run
-from lm.system.files import dump_checksummed, load_checksummed, remove, restore_interrupted, stated_digest
+from lm.system.files import digest, dump_checksummed, load_checksummed, remove, restore_interrupted, stated_digest
 from lm.training.callbacks.checkpoints import Checkpoints, clear
 from lm.training.checkpoint_state import FolderCheckpointIO
 
@@ -180,6 +180,18 @@ def test_writing_behind_keeps_what_was_there_at_the_time_of_saving(tmp_path):
     io.drain()
     assert read_folder(tmp_path / "c")["state_dict"]["w"].sum() == 15
     assert os.readlink(tmp_path / "last") == "c"
+
+
+def test_the_files_of_a_checkpoint_are_hashed_once(tmp_path, monkeypatch):
+    write_folder(tmp_path / "c", content())
+    hashed = []
+    monkeypatch.setattr("lm.runs.checkpoint.digest", lambda path: hashed.append(path.name) or digest(path))
+    io = FolderCheckpointIO()
+    io.load_checkpoint(tmp_path / "c")
+    assert sorted(hashed) == ["config.json", "model.safetensors", "optimizer.safetensors"]
+    io.verified = tmp_path / "c"  # `find_checkpoint` has compared them
+    io.load_checkpoint(str(tmp_path / "c"))
+    assert len(hashed) == 3
 
 
 def test_a_failure_behind_is_raised_by_the_next_save(tmp_path):

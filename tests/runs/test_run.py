@@ -8,7 +8,7 @@ import pytest
 from lm.errors import RequestError
 from lm.inspection.data import samples_at
 from lm.runs.checkpoint import point, write_folder
-from lm.runs.resume import compare, find_checkpoint
+from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
 from lm.system.files import stated_digest
 
@@ -148,7 +148,7 @@ def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path)
     harmless = json.loads(json.dumps(config))
     harmless["model"]["optimizer"]["lr"] = 0.2
     harmless["data"]["micro_batch_size"] = 4
-    compare(run, harmless, force=False)
+    refuse_changed_config(run, harmless, force=False)
     changes = ((("model", "decoder"), {"hidden_size": 16}), (("seed_everything",), 2), (("data", "path"), "y"))
     for path, value in changes:
         changed = json.loads(json.dumps(config))
@@ -156,9 +156,9 @@ def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path)
         for key in path[:-1]:
             place = place[key]
         place[path[-1]] = value
-        with pytest.raises(RequestError, match="cannot go on with another " + ".".join(path)):
-            compare(run, changed, force=False)
-        compare(run, changed, force=True)
+        with pytest.raises(RequestError, match="cannot be resumed with another " + ".".join(path)):
+            refuse_changed_config(run, changed, force=False)
+        refuse_changed_config(run, changed, force=True)
 
 
 def test_a_config_of_a_run_that_is_damaged_is_named_and_not_compared(tmp_path):
@@ -167,8 +167,8 @@ def test_a_config_of_a_run_that_is_damaged_is_named_and_not_compared(tmp_path):
     config = {"model": {"decoder": {"hidden_size": 8}}, "data": {"path": "x"}}
     for damaged in (text[:20], "", "\0" * 50, None):
         run.config.write_text(text)
-        assert compare(run, config, force=False) == []
+        assert refuse_changed_config(run, config, force=False) == []
         run.config.unlink() if damaged is None else run.config.write_text(damaged)
         with pytest.raises(RequestError, match="config.yaml is damaged, .* put it back, or give --force"):
-            compare(run, config, force=False)
-        compare(run, config, force=True)
+            refuse_changed_config(run, config, force=False)
+        refuse_changed_config(run, config, force=True)
