@@ -132,7 +132,7 @@ class BudgetConfig:
         cap_usd: US dollars that the run may cost over all its sessions.
         rate_usd_per_hr: What the machine costs, in US dollars an hour.
         max_hours: Hours that the run may take over all its sessions.
-        file: A `budget.json` that another program keeps: its figures count, and this process's clock where it has none.
+        file: A `budget.json` that another program keeps: its figures count; where it has none, the own clock does.
         warn_at: Part of the cap, or of the hours, at which a warning is due.
         dry_run: Only report what would be done.
     """
