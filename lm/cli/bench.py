@@ -144,7 +144,7 @@ def fit_briefly(
             "max_steps": steps, "max_tokens": None, "devices": 1, "num_nodes": 1,
             "default_root_dir": str(Path(folder) / "runs"), **options,
         }  # fmt: skip
-        run_folder = RunFolder(None, "bench", "")
+        run_folder = RunFolder(None, "bench", "", register=False)
         standard = standard_callbacks(request, run_folder, config.guards.harmless(), samples, evaluation)
         trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *standard, *callbacks]})
         watch(trainer, module)

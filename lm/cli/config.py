@@ -22,7 +22,7 @@ from lm.runs.run import ROOT, Run
 from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
 from lm.system.files import parse_yaml
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
-from lm.training.callbacks.run_folder import Registration, RunFolder
+from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
 from lm.training.callbacks.summary import Summary
 from lm.training.module import LanguageModule
@@ -257,7 +257,7 @@ class TrainingCLI(LightningCLI):
         beside = {name: self._get(self.config_init, name) for name in OTHER_GROUPS}
         callbacks = [*standard_callbacks(trainer_config, run_folder, **beside), Summary()]
         try:
-            return self._instantiate_trainer(trainer_config, [*callbacks, Registration()])
+            return self._instantiate_trainer(trainer_config, callbacks)
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise RequestError(f"trainer: {' '.join(str(error).split())}") from error
 

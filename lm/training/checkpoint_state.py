@@ -127,7 +127,7 @@ def _snapshot(tensor: Tensor) -> Tensor:
 
 
 def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Turn what Lightning gathered into the content of the folder, in place: a Hugging Face model, named optimizer state.
+    """Turn what Lightning gathered into a Hugging Face model, named optimizer state and the rest of a resume, in place.
 
     Args:
         module: the LanguageModule that is saved.

@@ -212,5 +212,5 @@ def test_a_run_that_another_has_trained_since_it_was_looked_at_is_not_gone_on_wi
     folder = RunFolder(run, "small", "")
     folder._refuse_moved_on(run)
     Run(run.path).describe(entered=2.0, turn=2)
-    with pytest.raises(RequestError, match="another process has gone on with run .* the same command goes on"):
+    with pytest.raises(RequestError, match="another process has resumed run .* the same command resumes"):
         folder._refuse_moved_on(run)

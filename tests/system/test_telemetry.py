@@ -17,7 +17,7 @@ from trainings import lm, make_workplace, write_config
 
 from lm.runs.run import Run
 from lm.system.hardware import CLOCK_LIMITS, Telemetry, clock_limits, memory, visible
-from lm.training.callbacks.run_folder import Heartbeat, figures
+from lm.training.callbacks.run_folder import Heartbeat, machine_metrics
 
 GIB = 2**30
 
@@ -352,10 +352,10 @@ def test_several_gpus_are_one_line_of_tensorboard():
     machine = Telemetry(nvml=Driver(gpu(0, UtilizationRates=SimpleNamespace(gpu=57)), gpu(1), gpu(2))).read()
     del machine["gpus"][2]["power_limit_watts"]
     machine["gpus"][2]["load_percent"] = None
-    found = figures(machine)
+    found = machine_metrics(machine)
     assert found["perf/gpu_load"] == 77 and found["perf/gpu_temperature"] == 63
     assert found["perf/gpu_power"] == 3 * 640.5 and found["mem/gpu_gib"] == 71
-    assert figures({}) == {}
+    assert machine_metrics({}) == {}
 
 
 def test_a_fit_leaves_its_heartbeat_and_its_memory_among_the_metrics(tmp_path):

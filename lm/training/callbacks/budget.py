@@ -1,4 +1,4 @@
-"""What a run costs, and its end before it costs too much."""
+"""What a run costs over all its sessions, and its end before it costs too much."""
 
 import json
 import logging
@@ -23,27 +23,27 @@ from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
 from lm.training.trainer import Trainer
 
-# ---- spending --------------------------------------------------------------------------------------------------------
-# What a run costs while it runs: a meter that goes on over its sessions, another program's count, the time to come.
+log = logging.getLogger(__name__)
 
-STALE = 600.0  # seconds without news after which another program's count is no longer taken for the present
-SETTLED = 10  # log lines that a pace is taken from before it says anything
-RECENT = 100  # and at most
-
+STALE = 600.0  # seconds after which a sidecar's file that has not changed is ignored
+WRITE_INTERVAL = 10.0  # seconds between writes of budget.json
+SETTLED_LINES = 10  # log lines that a pace is measured over before a projection counts
+KEPT_LINES = 100  # of the newest, that a pace is the median of
+PROJECTIONS = 3  # over the cap, in a row, end the run
 
 class Cost(NamedTuple):
-    """Hours and US dollars; dollars are None where nobody knows the rate."""
+    """Hours and US dollars; dollars are None where no rate is known."""
 
     hours: float
     usd: float | None
 
 
 class Meter:
-    """Counts what a run costs, from what it had cost before.
+    """Counts what a run costs.
 
     Args:
         rate: US dollars an hour; None: not known.
-        before: what its earlier sessions cost.
+        before: the cost of its earlier sessions.
         age: seconds that this session has been running for.
         clock: seconds; must not jump.
     """
@@ -53,26 +53,22 @@ class Meter:
         self._since = clock() - age
 
     def read(self, ahead: float = 0.0) -> Cost:
-        """What it is now, or will be some seconds ahead."""
+        """The cost now, or some seconds ahead."""
         hours = (self._clock() + ahead - self._since) / 3600
         usd = self._base.usd if self.rate is None else (self._base.usd or 0.0) + hours * self.rate
         return Cost(self._base.hours + hours, usd)
 
     def set(self, cost: Cost, rate: float | None) -> None:
-        """Go on from what somebody else has counted, who may know the rate, too."""
+        """Count on from this cost, and at this rate if it is known."""
         self._base, self._since = cost, self._clock()
         self.rate = self.rate if rate is None else rate
 
 
 class Sidecar:
-    """A `budget.json` that another program keeps.
+    """A `budget.json` that another program keeps, beside the training.
 
-    How old it is on first sight is told by its own date. From then on it is old when it has not changed for a while
-    on a clock that does not jump, whatever the dates say.
-
-    Args:
-        path: the file.
-        clock: seconds; must not jump.
+    At first sight its own date says how old it is. From then on it is stale when it has not changed for `STALE` seconds
+    of a clock that does not jump.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,7 +77,7 @@ class Sidecar:
         self._seen = 0.0
 
     def read(self) -> tuple[dict[str, Any] | None, str | None]:
-        """What is new in it, if anything; and what is wrong with it, if anything."""
+        """Its content if that is new, and what is wrong with it."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             update = str(content["last_update_utc"])
@@ -103,43 +99,29 @@ class Sidecar:
 
 
 class Pace:
-    """How long the rest of a run takes, from how long its steps, validations and other pauses took.
+    """How long the rest of a run takes.
 
-    A step counts as the median over the newest log lines, a validation as the median of all, so that one slow stretch
-    does not count: a compilation, a full disk's minute. The line in which a session starts is left out altogether.
-    Pauses, such as evaluations, count by the step: those after the first over the steps since then, so a single one
-    says nothing.
+    A step counts as the median over log lines, a validation as the median of all, so that one slow stretch does not
+    count. Other pauses, such as evaluations, count by the step: those after the first over the steps since then.
     """
 
     def __init__(self) -> None:
-        self.steps: deque[float] = deque(maxlen=RECENT)  # seconds a step, a line each
-        self.validations: deque[float] = deque(maxlen=RECENT)  # seconds
-        self.pauses: deque[tuple[int, float]] = deque(maxlen=RECENT)  # after which step, and seconds
+        self.steps: deque[float] = deque(maxlen=KEPT_LINES)  # seconds a step, a line each
+        self.validations: deque[float] = deque(maxlen=KEPT_LINES)  # seconds
+        self.pauses: deque[tuple[int, float]] = deque(maxlen=KEPT_LINES)  # after which step, and seconds
 
     def rest(self, steps: int, validations: int) -> float | None:
-        """Seconds that so many steps and validations will take; None while nothing is known."""
+        """Seconds that so many steps and validations will take; None before two log lines."""
         if not self.steps:
             return None
-        validating = validations * (median(self.validations) if self.validations else 0.0)
-        return steps * (median(self.steps) + self._paused_a_step()) + validating
-
-    def _paused_a_step(self) -> float:
-        if not self.pauses:
-            return 0.0
-        (first, _), (last, _) = self.pauses[0], self.pauses[-1]
-        return sum(seconds for step, seconds in self.pauses if step > first) / (last - first) if last > first else 0.0
+        seconds = steps * median(self.steps) + validations * median(self.validations or [0.0])
+        if self.pauses and (since := self.pauses[-1][0] - self.pauses[0][0]):
+            seconds += steps * sum(pause for step, pause in self.pauses if step > self.pauses[0][0]) / since
+        return seconds
 
     @property
     def settled(self) -> bool:
-        return len(self.steps) >= SETTLED
-
-
-# ---- budget ----------------------------------------------------------------------------------------------------------
-
-log = logging.getLogger(__name__)
-
-WRITE_EVERY = 10.0  # seconds between writes of budget.json
-IN_A_ROW = 3  # projections over the cap before it does
+        return len(self.steps) >= SETTLED_LINES
 
 
 @dataclass
@@ -150,9 +132,9 @@ class BudgetConfig:
         cap_usd: US dollars that the run may cost over all its sessions.
         rate_usd_per_hr: What the machine costs, in US dollars an hour.
         max_hours: Hours that the run may take over all its sessions.
-        file: A `budget.json` that another program keeps; what it says counts, and the own clock where it says nothing.
-        warn_at: Share of the cap, or of the hours, at which a warning is due.
-        dry_run: Only say what would be done.
+        file: A `budget.json` that another program keeps: its figures count; where it has none, the own clock does.
+        warn_at: Part of the cap, or of the hours, at which a warning is due.
+        dry_run: Only report what would be done.
     """
 
     cap_usd: float | None = None
@@ -168,7 +150,7 @@ class BudgetConfig:
             if value is not None and not 0 < value < math.inf:
                 raise RequestError(f"guards.budget.{name} {value} must be more than 0")
         if not 0 < self.warn_at <= 1:
-            raise RequestError(f"guards.budget.warn_at {self.warn_at} is a share of the cap: more than 0, at most 1")
+            raise RequestError(f"guards.budget.warn_at {self.warn_at} is a part of the cap: more than 0, at most 1")
         if self.cap_usd is not None and self.rate_usd_per_hr is None and self.file is None:
             raise RequestError("guards.budget.cap_usd needs guards.budget.rate_usd_per_hr, or a guards.budget.file")
         if self.dry_run and self.cap_usd is None and self.max_hours is None:
@@ -176,7 +158,7 @@ class BudgetConfig:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to count."""
+        """Whether a cost is to be counted."""
         return any(value is not None for value in (self.cap_usd, self.rate_usd_per_hr, self.max_hours, self.file))
 
 
@@ -186,11 +168,7 @@ class Verdict(NamedTuple):
 
 
 def judge(config: BudgetConfig, cost: Cost, projected: Cost | None) -> Verdict | None:
-    """What a cost and its projection to the end of the run mean.
-
-    Returns:
-        The worst that can be said: the cap is spent, it will be, or most of it is; None where all is well.
-    """
+    """The worst that is true of a cost and its projection to the end of the run; None where all is well."""
     for kind in ("spent", "projected", "near"):
         for cap, form, index in ((config.cap_usd, "${:,.2f}", 1), (config.max_hours, "{:,.2f} hours", 0)):
             now, end = cost[index], projected[index] if projected else None
@@ -209,13 +187,13 @@ def judge(config: BudgetConfig, cost: Cost, projected: Cost | None) -> Verdict |
 class Budget(Callback):
     """Counts the cost, writes `budget.json`, and ends the run in time.
 
-    The clock runs from the start of the process, for the machine is paid for from then on, and goes on from what
-    earlier sessions wrote. At log lines: most of the cap is spent, a warning; it will not suffice for the rest of the
-    run, a checkpoint and the end; it is spent, the end at once, without a checkpoint.
+    The clock runs from the start of the process, since the machine is paid for from then on, and continues from the
+    cost of earlier sessions. At log lines: near the cap, a warning; a projection to the end of the run over the cap, a
+    checkpoint and the end; the cap spent, the end at once, without a checkpoint.
 
-    The first steps are slow and say little. So a projection (see `Pace`) stops a run only once it is measured over 10
-    log lines of this session and is over the cap for the third time in a row. Before that, and where steps become
-    slower all of a sudden, the last log line that leaves time for one more and a checkpoint is the one that stops it.
+    The first steps are slow and say little. So a projection (see `Pace`) ends a run only once it is measured over
+    `SETTLED_LINES` and is over the cap for the `PROJECTIONS`th time in a row. Before that, and where steps become slow
+    all of a sudden, the last log line that leaves time for one more and a checkpoint ends the run.
 
     Args:
         config: the cap and the rate.
@@ -229,12 +207,12 @@ class Budget(Callback):
         self._sidecar: Sidecar | None = None
         self._pace = Pace()
         self._line: tuple[float, int] | None = None  # when the newest log line was, and after which step
-        self._told: tuple[float, int] | None = None  # when the newest log line was written, and after which step
-        self._since: tuple[float, int] | None = None  # all seconds and steps between it and the one before
+        self._paused = 0.0  # seconds since then
+        self._interval: tuple[float, int] | None = None  # seconds and steps between it and the one before
         self._written = -math.inf
-        self._end_by_sidecar: float | None = None  # US dollars, where it says so
+        self._sidecar_end: float | None = None  # US dollars that the sidecar projects
         self._over = 0  # projections over the cap in a row
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.config.wanted:
@@ -244,36 +222,33 @@ class Budget(Callback):
             self.meter = Meter(self.config.rate_usd_per_hr, cost, seconds_since_process_start(), self._clock)
             self._sidecar = Sidecar(Path(self.config.file), self._clock) if self.config.file else None
         verdict = from_rank_zero(trainer, self._look(trainer))
-        if verdict and verdict.kind == "spent" and not self.config.dry_run:  # gone on with after its end
+        if verdict and verdict.kind == "spent" and not self.config.dry_run:  # resumed after its end
             self._act(trainer, pl_module, verdict)
             raise trainer.stop
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
-        """Leave a pause out of the time of the steps, and count it as one that will come again."""
         if kind == "validation":
             self._pace.validations.append(seconds)
         else:
             self._pace.pauses.append((trainer.global_step, seconds))
-        if self._line:
-            self._line = (self._line[0] + seconds, self._line[1])
+        self._paused += seconds
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
-        """Look at the cost, once a log line of the training; called on every rank."""
-        step = trainer.global_step
+        """Look at the cost, once an optimizer step."""
+        step, now = trainer.global_step, self._clock()
         if not self.config.wanted or (self._line and step == self._line[1]):
             return
-        now = self._clock()
-        if self._line and step > self._line[1]:
-            self._pace.steps.append((now - self._line[0]) / (step - self._line[1]))
-        self._line = (now, step)
-        self._since = (now - self._told[0], step - self._told[1]) if self._told else None
-        self._told = (now, step)
+        if self._line:
+            seconds, steps = now - self._line[0], step - self._line[1]
+            self._pace.steps.append((seconds - self._paused) / steps)
+            self._interval = (seconds, steps)
+        self._line, self._paused = (now, step), 0.0
         verdict = from_rank_zero(trainer, self._look(trainer))
-        if verdict and verdict.kind not in self._said and (verdict.kind == "near" or step < trainer.max_steps):
+        if verdict and verdict.kind not in self._reported and (verdict.kind == "near" or step < trainer.max_steps):
             self._act(trainer, pl_module, verdict)
 
     def _act(self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict) -> None:
-        self._said.add(verdict.kind)
+        self._reported.add(verdict.kind)
         end = {"near": "", "projected": "a checkpoint and the end", "spent": "the end, without a checkpoint"}
         if verdict.kind == "near":
             act(trainer, pl_module, "budget", "warn", verdict.reason)
@@ -284,23 +259,23 @@ class Budget(Callback):
             act(trainer, pl_module, "budget", "stop", reason, save=verdict.kind == "projected")
 
     def _look(self, trainer: Trainer) -> Verdict | None:
-        """What there is to say, on rank zero; the file is written on the way."""
+        """The verdict on the cost as it is now, on rank zero; reads the sidecar and writes the file."""
         if self.meter is None:
             return None
-        self._listen()
+        self._read_sidecar()
         cost, end = self.meter.read(), self._end(trainer)
-        if self._clock() - self._written >= WRITE_EVERY:
+        if self._clock() - self._written >= WRITE_INTERVAL:
             self._write(trainer)
         verdict = judge(self.config, cost, end if self._pace.settled else None)
         self._over = self._over + 1 if verdict and verdict.kind == "projected" else 0
-        verdict = judge(self.config, cost, None) if 0 < self._over < IN_A_ROW else verdict
+        verdict = judge(self.config, cost, None) if 0 < self._over < PROJECTIONS else verdict
         return verdict if verdict and verdict.kind != "near" else self._last_moment(trainer, cost) or verdict
 
     def _last_moment(self, trainer: Trainer, cost: Cost) -> Verdict | None:
         """Whether the cap would be spent by the time of the next log line and, as long again, a checkpoint."""
-        if self._since is None or self._since[1] < 1:
+        if self._interval is None:
             return None
-        seconds, steps = self._since
+        seconds, steps = self._interval
         left = (trainer.max_steps - trainer.global_step) / steps
         coming = self.meter.read(ahead=(1 - 1e-9) * seconds * min(2.0, left))
         verdict = judge(self.config, coming, None)
@@ -310,15 +285,14 @@ class Budget(Callback):
         return Verdict("projected", f"{have} so far, and before the next log line is written {verdict.reason}")
 
     def _end(self, trainer: Trainer) -> Cost | None:
-        """What the whole run will have cost."""
+        """What the whole run will cost."""
         seconds = self._pace.rest(*_left(trainer))
         if seconds is None:
             return None
         end = self.meter.read(ahead=seconds)
-        return end if self._end_by_sidecar is None else end._replace(usd=self._end_by_sidecar)
+        return end if self._sidecar_end is None else end._replace(usd=self._sidecar_end)
 
-    def _listen(self) -> None:
-        """Take over what the sidecar has counted."""
+    def _read_sidecar(self) -> None:
         if self._sidecar is None:
             return
         content, problem = self._sidecar.read()
@@ -326,26 +300,26 @@ class Budget(Callback):
             hours = nonnegative(content.get("hours_elapsed"))
             cost = Cost(self.meter.read().hours if hours is None else hours, nonnegative(content["spent_usd"]))
             self.meter.set(cost, nonnegative(content.get("rate_usd_per_hr")))
-            self._end_by_sidecar = nonnegative(content.get("projected_total_usd"))
+            self._sidecar_end = nonnegative(content.get("projected_total_usd"))
         if problem is not None:
-            self._end_by_sidecar = None
-            if problem not in self._said:
-                self._said.add(problem)
-                instead = "the own clock counts on" if self.meter.rate else "nothing counts: no rate is known"
+            self._sidecar_end = None
+            if problem not in self._reported:
+                self._reported.add(problem)
+                instead = "its own clock counts on" if self.meter.rate else "nothing is counted: no rate is known"
                 log.warning("guards.budget.file %s %s; %s", self._sidecar.path, problem, instead)
 
     def _write(self, trainer: Trainer) -> None:
         self._written = self._clock()
         path = trainer.run.path / "budget.json"
         if self._sidecar and self._sidecar.path.resolve() == path.resolve():
-            return  # it is the other's
+            return  # the sidecar's own
         cost, end = self.meter.read(), self._end(trainer)
         content = {
             "spent_usd": cost.usd, "rate_usd_per_hr": self.meter.rate, "hours_elapsed": cost.hours,
             "projected_total_usd": end and end.usd, "cap_usd": self.config.cap_usd,
             "last_update_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }  # fmt: skip
-        with suppress(OSError):  # a full disk: what is vital will say so
+        with suppress(OSError):  # a full disk; a checkpoint that cannot be written is an error
             write_atomically(path, json.dumps(content) + "\n", durable=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -358,10 +332,10 @@ class Budget(Callback):
 
 
 def _spent_before(run: Run) -> Cost:
-    """What the run's earlier sessions cost.
+    """The cost of the run's earlier sessions.
 
     Raises:
-        RequestError: the file that has it is damaged; to count from 0 would be to spend the cap twice.
+        RequestError: `budget.json` is damaged; to count from 0 would be to spend the cap twice.
     """
     before = run.read("budget.json")
     hours, usd = nonnegative(before.get("hours_elapsed")), nonnegative(before.get("spent_usd"))

@@ -1,7 +1,6 @@
 """Post-mortems of loss spikes and NaNs, written while training.
 
-Nothing is kept for it but a few numbers a step, which are on the host anyway: the samples of a step are a function of
-the step, so they are read again when they are needed.
+Only a few numbers a step are kept for it: the samples of a step follow from the step, so they are read again.
 """
 
 import logging
@@ -26,9 +25,9 @@ from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-LIMIT = 5  # post-mortems of a run
-WINDOW = 5  # log lines whose median is the loss before
-PATIENCE = 50  # log lines until it is clear that the loss does not come back
+MAX_POSTMORTEMS = 5  # of a run
+BASELINE_LINES = 5  # log lines whose median is the loss before a spike
+RECOVERY_LINES = 50  # log lines in which the loss must come back
 STEPS_KEPT = 1000
 LINES_KEPT = 200  # log lines in the curves before
 
@@ -36,42 +35,37 @@ LINES_KEPT = 200  # log lines in the curves before
 class PostMortem(Callback):
     """Writes a post-mortem when a guard acts, and closes it when the loss is back.
 
-    It is written for the guards `spike` and `not-finite`, and for any guard that does more than warn. What guards do
-    while one is open belongs to it. It must stand before what a guard's action changes the weights with.
+    It is written for the guards `spike` and `not-finite`, and for any guard that does more than warn. Actions of guards
+    while one is open are added to it. This callback must stand before those that change weights.
 
     Args:
         spike: the condition of a spike, as in an alert; None: there is none.
-
-    Raises:
-        RequestError: the condition cannot be read.
     """
 
     def __init__(self, spike: str | None = None) -> None:
         self._evaluator = AlertEvaluator([] if spike is None else [spike])
-        self._spiking = False  # said already, and still true
-        self._taken: deque[StepRef] = deque(maxlen=STEPS_KEPT)
-        self._newest: list[Step] | None = None  # of `recent_steps`, what was taken note of last
-        self._losses: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)  # step and loss of log lines
+        self._spiking = False  # reported, and still true
+        self._step_refs: deque[StepRef] = deque(maxlen=STEPS_KEPT)
+        self._noted: list[Step] | None = None  # the newest `recent_steps` that are in `_step_refs`
+        self._losses: deque[tuple[int, float]] = deque(maxlen=BASELINE_LINES + 1)  # step and loss of log lines
         self._open: Incident | None = None
-        self._lines = 0  # log lines since then
-        self._known: list[int] = []  # the steps that have a post-mortem
-
-    # ---- when ----------------------------------------------------------------------------------------------------
+        self._lines = 0  # log lines since it was opened
+        self._known: list[int] = []  # steps with a post-mortem
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with what an earlier process of the run left open."""
+        """Continue a post-mortem that an earlier process of the run left open."""
         known = None
         if trainer.is_global_zero:
             losses = [(line["step"], line["train/loss"]) for line in trainer.run.metrics() if "train/loss" in line]
-            known = (postmortem.steps_of(trainer.run), postmortem.still_open(trainer.run), losses[-WINDOW - 1 :])
-        self._known, moment, losses = from_rank_zero(trainer, known)
+            losses = losses[-BASELINE_LINES - 1 :]
+            known = (postmortem.steps_of(trainer.run), postmortem.still_open(trainer.run), losses)
+        self._known, incident, losses = from_rank_zero(trainer, known)
         self._losses.extend(losses)
-        if moment is not None and moment.step <= trainer.global_step:  # else it comes again
-            self._open = moment
+        if incident is not None and incident.step <= trainer.global_step:  # else its step is still to come
+            self._open = incident
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
-        """Take the metrics of a log line; called on every rank."""
-        new_steps = self._take_note(trainer, pl_module)
+        new_steps = self._note_steps(trainer, pl_module)
         loss = metrics.get("train/loss")
         if loss is not None:
             self._losses.append((trainer.global_step, loss))
@@ -83,19 +77,18 @@ class PostMortem(Callback):
             act(trainer, pl_module, "spike", "warn", message)
 
     def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
-        """Called on every rank when a guard acts, before the action."""
         if action == "warn" and guard not in ("spike", "not-finite"):
             return
-        new_steps = self._take_note(trainer, pl_module)
+        new_steps = self._note_steps(trainer, pl_module)
         if self._open is not None:
             if new_steps:
                 self._open.update_highest(pl_module.recent_steps)
-            with _no_harm("gone on with"):
+            with _failure_logged("continued"):
                 if trainer.is_global_zero:
                     postmortem.add_action(trainer.run, self._open, trainer.global_step, guard, action, message)
-        elif (len(self._known) < LIMIT or trainer.global_step in self._known) and pl_module.recent_steps:
+        elif (len(self._known) < MAX_POSTMORTEMS or trainer.global_step in self._known) and pl_module.recent_steps:
             self._lines = 0
-            self._open = self._moment(trainer, pl_module, guard, action, message)
+            self._open = self._incident(trainer, pl_module, guard, action, message)
             with not_training(trainer):
                 self._write(trainer, pl_module, self._open)
 
@@ -103,7 +96,7 @@ class PostMortem(Callback):
         self._end(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not isinstance(exception, Interrupted):  # such a run goes on, and its post-mortem with it
+        if not isinstance(exception, Interrupted):  # such a run is resumed, and its post-mortem with it
             self._end(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,41 +107,39 @@ class PostMortem(Callback):
         self._spiking = state_dict["spiking"]
 
     def _spike_in(self, line: dict[str, float]) -> str | None:
-        """What there is to say of a spike that has just begun."""
+        """A message if a spike has just begun."""
         for expression, holds in self._evaluator.evaluate(line).items():
             began, self._spiking = holds and not self._spiking, bool(holds)
             if began:
                 return f"{expression.text}: {expression.explain(self._evaluator.history)} at step {line['step']}"
         return None
 
-    def _take_note(self, trainer: Trainer, module: LightningModule) -> bool:
-        """Remember the steps since the last log line; whether they are new."""
-        if module.recent_steps is self._newest:
+    def _note_steps(self, trainer: Trainer, module: LightningModule) -> bool:
+        """Keep the steps since the last log line; returns whether they are new."""
+        if module.recent_steps is self._noted:
             return False
-        self._newest = module.recent_steps
+        self._noted = module.recent_steps
         size = trainer.steps.global_batch
         after = module.cursor.end  # of the step just taken
         for step in module.recent_steps:
-            self._taken.append(StepRef(step, after - (trainer.global_step - step.step + 1) * size))
+            self._step_refs.append(StepRef(step, after - (trainer.global_step - step.step + 1) * size))
         return True
 
-    # ---- how it goes on ------------------------------------------------------------------------------------------
-
     def _follow(self, trainer: Trainer, loss: float) -> None:
-        """Close what is open when the loss is back, or does not come back."""
-        moment, step = self._open, trainer.global_step
+        """Close the open post-mortem when the loss is back, or has not come back for long."""
+        incident, step = self._open, trainer.global_step
         self._lines += 1
-        moment.update_highest(self._newest)
-        if moment.baseline is not None and loss <= moment.baseline:
-            after = step - moment.worst
+        incident.update_highest(self._noted)
+        if incident.baseline is not None and loss <= incident.baseline:
+            after = step - incident.worst
             text = (
                 f"The loss was back in the log line of step {step}: {self._beside(loss)}. That is "
-                f"{_steps(after)} and {after * moment.tokens_per_step:,} tokens after step {moment.worst}."
+                f"{_steps(after)} and {after * incident.tokens_per_step:,} tokens after step {incident.worst}."
             )
             self._close(trainer, "recovered", text)
-        elif self._lines >= PATIENCE:
-            text = f"The loss was not back after {PATIENCE} log lines: {self._beside(loss)} in that of step {step}."
-            self._close(trainer, "not recovered", text)
+        elif self._lines >= RECOVERY_LINES:
+            text = f"The loss was not back after {RECOVERY_LINES} log lines: {self._beside(loss)} in that of step "
+            self._close(trainer, "not recovered", f"{text}{step}.")
 
     def _beside(self, loss: float) -> str:
         before = self._open.baseline
@@ -166,23 +157,22 @@ class PostMortem(Callback):
         self._close(trainer, "ended", text)
 
     def _close(self, trainer: Trainer, how: str, text: str) -> None:
-        moment, self._open = self._open, None
-        if moment.highest is not None:
-            text += f"\n\nAt its highest it was {moment.highest[1]:.4f}, in step {moment.highest[0]}."
-        with _no_harm("closed"), not_training(trainer):
+        incident, self._open = self._open, None
+        if incident.highest is not None:
+            text += f"\n\nAt its highest it was {incident.highest[1]:.4f}, in step {incident.highest[0]}."
+        with _failure_logged("closed"), not_training(trainer):
             if trainer.is_global_zero:
-                postmortem.close_postmortem(trainer.run, moment, how, text)
-                log.info("post-mortem %s: %s", postmortem.folder_of(trainer.run, moment.step), text.partition("\n")[0])
+                postmortem.close_postmortem(trainer.run, incident, how, text)
+                folder = postmortem.folder_of(trainer.run, incident.step)
+                log.info("post-mortem %s: %s", folder, text.partition("\n")[0])
 
-    # ---- what is gathered ----------------------------------------------------------------------------------------
-
-    def _moment(self, trainer: Trainer, module: LightningModule, guard: str, action: str, message: str) -> Incident:
+    def _incident(self, trainer: Trainer, module: LightningModule, guard: str, action: str, message: str) -> Incident:
         steps = module.recent_steps
-        left_out = [
+        broken = [  # a GradScaler leaves steps out, too, and that alone is no incident
             step for step in steps if not (math.isfinite(step.loss) and (step.applied or guard != "not-finite"))
-        ]  # a GradScaler leaves steps out, too, and that alone is nothing
-        worst = left_out[0] if left_out else max(steps, key=lambda step: step.loss)
-        before = [loss for step, loss in self._losses if step < steps[0].step and math.isfinite(loss)][-WINDOW:]
+        ]
+        worst = broken[0] if broken else max(steps, key=lambda step: step.loss)
+        before = [loss for step, loss in self._losses if step < steps[0].step and math.isfinite(loss)][-BASELINE_LINES:]
         return Incident(
             run=trainer.run.name, step=trainer.global_step, time=steady_time(), guard=guard, action=action,
             message=message, tokens_per_step=trainer.steps.tokens_per_step, worst=worst.step,
@@ -190,26 +180,26 @@ class PostMortem(Callback):
             injected=injected(trainer, worst.step) is not None,
         )  # fmt: skip
 
-    def _write(self, trainer: Trainer, module: LightningModule, moment: Incident) -> None:
+    def _write(self, trainer: Trainer, module: LightningModule, incident: Incident) -> None:
         if trainer.is_global_zero:
-            moment.lines = trainer.run.metrics()[-LINES_KEPT:]
-        if moment.step in self._known:  # written before a resume from an earlier step, and maybe edited since
+            incident.lines = trainer.run.metrics()[-LINES_KEPT:]
+        if incident.step in self._known:  # written before a resume from an earlier step; somebody may have edited it
             return
-        self._known.append(moment.step)
+        self._known.append(incident.step)
         evidence = Evidence()
         if trainer.is_global_zero or is_sharded(module):  # a sharded model computes on all ranks, or on none
-            with _no_harm("looked into"):
-                worst = next(each for each in self._taken if each.step.step == moment.worst)
-                evidence = gather(trainer, module, worst, self._ordinary(trainer, moment.worst))
+            with _failure_logged("filled"):
+                worst = next(each for each in self._step_refs if each.step.step == incident.worst)
+                evidence = gather(trainer, module, worst, self._ordinary(trainer, incident.worst))
         if trainer.is_global_zero:
-            with _no_harm("written"):
-                folder = postmortem.write_postmortem(trainer.run, moment, evidence)
+            with _failure_logged("written"):
+                folder = postmortem.write_postmortem(trainer.run, incident, evidence)
                 log.warning("post-mortem: %s", folder / "postmortem.md")
 
     def _ordinary(self, trainer: Trainer, worst: int) -> StepRef | None:
         """The newest step before the worst whose loss was no higher than that of half of the steps before."""
         before = [
-            each for each in self._taken
+            each for each in self._step_refs
             if each.step.step < worst and each.step.applied and injected(trainer, each.step.step) is None
         ]  # fmt: skip
         if not before:
@@ -223,8 +213,8 @@ def _steps(count: int) -> str:
 
 
 @contextmanager
-def _no_harm(what: str) -> Iterator[None]:
-    """A post-mortem that fails is no reason for a training to fail."""
+def _failure_logged(what: str) -> Iterator[None]:
+    """Log a failure of the block: a post-mortem must not end a training."""
     try:
         yield
     except Exception as error:

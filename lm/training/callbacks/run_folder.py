@@ -1,4 +1,4 @@
-"""The run's folder while it trains: claimed, registered, kept alive by a heartbeat, closed with how the run ended."""
+"""The run's folder while it trains: claimed, registered, kept alive by a heartbeat, closed with the run's end."""
 
 import getpass
 import json
@@ -25,46 +25,51 @@ from lm.system.process import run_facts
 from lm.training.callback import Callback
 from lm.training.trainer import Trainer
 
-# ---- run folder ------------------------------------------------------------------------------------------------------
-# Claims the run folder when a fit starts, and records how it ended.
-
 log = logging.getLogger(__name__)
 
-ENDS = {Interrupted: "interrupted", GuardStop: "stopped"}
-SETTLING = 2.0  # seconds that a run which another process is just starting may take to say so
+STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # of a run that ended with this error; of others `failed`
+CLAIM_WAIT = 2.0  # seconds that another process may take between making a run folder and describing it
 
 
 class RunFolder(Callback):
-    """The first callback: data, model and request are checked by now, and everything after it may write.
+    """Claims the run folder when a fit starts, and records in it and in the registry how the run ended.
+
+    It is the first callback: data, model and request are checked by now, and callbacks after it may write.
 
     Args:
-        run: the run that is gone on with; or None for a new one
-        name: of this name.
+        run: the run to resume; None: start a new one.
+        name: of a new one.
         config: text of the resolved config.
-        force: go on with a run though its shards changed.
-        auto: there was no run to go on with, and if there is one by now, no other is started beside it.
+        force: resume a run though its shards changed.
+        auto: where a run of this name has appeared in the meantime, refuse to start another beside it.
+        register: write it to the user's registry of runs.
     """
 
-    def __init__(self, run: Run | None, name: str, config: str, force: bool = False, auto: bool = False) -> None:
+    def __init__(
+        self, run: Run | None, name: str, config: str, force: bool = False, auto: bool = False, register: bool = True
+    ) -> None:
         self._resumed = run
         self._name = name
         self._config = config
         self._force = force
         self._auto = auto
+        self._register = register
+        self._registry_warned = False
         self._log: logging.Handler | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = self._claim(trainer) if trainer.is_global_zero else None
         trainer.run = Run(trainer.strategy.broadcast(path))
         if trainer.is_global_zero:
-            self._log = _keep_log(trainer.run)
-            _say_where(trainer.run)
+            self._log = _open_log(trainer.run)
+            _log_places(trainer.run)
+            self._record(trainer.run)
 
     def _claim(self, trainer: Trainer) -> str:
-        """Make this process the one that trains the run, and have the folder say so.
+        """Take the run's lock and describe the run in its folder; returns its path.
 
         Raises:
-            RequestError: another process is, or has just been; or the run may not be gone on with.
+            RequestError: another process trains the run, or has just done so; or the run may not be resumed.
             RunError: the folder cannot be written to.
         """
         shards = trainer.datamodule.describe_shards()
@@ -72,7 +77,7 @@ class RunFolder(Callback):
         try:
             run.hold()
             if self._resumed is not None:
-                self._refuse_moved_on(run)
+                self._refuse_outdated(run)
                 self._refuse_changed_shards(run, shards)
             self._describe(trainer, run, shards)
         except BaseException as error:  # a signal too
@@ -84,22 +89,21 @@ class RunFolder(Callback):
         return str(run.path)
 
     def _new(self, root: str) -> Run:
-        """A folder that nobody else has. Of two processes that find no run to go on with, one starts it."""
+        """A new folder. Of two processes with `--ckpt_path auto` that find no run, only one may start it."""
         first = Run(Path(root) / self._name)
-        until = time.monotonic() + SETTLING
+        until = time.monotonic() + CLAIM_WAIT
         while self._auto and first.path.exists() and not first.read("run.json") and time.monotonic() < until:
             time.sleep(0.05)
         if self._auto and first.read("run.json").get("name") == self._name:
             first.refuse_if_trained()
-            raise RequestError(f"run {first.path} has been there since this process started: the same command goes on")
+            raise RequestError(f"run {first.path} was started by another process just now: the same command resumes it")
         return Run.create(self._name, root)
 
-    def _refuse_moved_on(self, run: Run) -> None:
-        """Between the choice of a checkpoint and now another process may have trained the run and ended."""
+    def _refuse_outdated(self, run: Run) -> None:
         if run.seen not in (None, run.entered()):
             raise RequestError(
-                f"another process has gone on with run {run.path} while this one started; the same command goes on "
-                "from where that one ended"
+                f"another process has resumed run {run.path} while this one started; the same command resumes from "
+                "where that one ended"
             )
 
     def _describe(self, trainer: Trainer, run: Run, shards: dict[str, Any]) -> None:
@@ -111,16 +115,16 @@ class RunFolder(Callback):
             facts["started"] = before.get("started", facts["started"])
             name = before.get("name") or name  # `small` also of `small-2`: what `auto` looks for
             run.mark_resume(trainer.start.step)
-        elif trainer.ckpt_path:  # a new run that does not begin from scratch
+        elif trainer.ckpt_path:
             facts["began_from"] = str(trainer.ckpt_path)
-        # Which samples a step saw: from each `step` on, a global batch of so many samples, the first one `sample`.
+        # Which samples a step saw: after `step`, every step took `global_batch` samples, the first of them `sample`.
         start = trainer.start
-        stretches = [stretch for stretch in before.get("stretches", []) if stretch["step"] < start.step]
-        stretches.append({"step": start.step, "sample": start.samples, "global_batch": trainer.steps.global_batch})
+        segments = [segment for segment in before.get("stretches", []) if segment["step"] < start.step]
+        segments.append({"step": start.step, "sample": start.samples, "global_batch": trainer.steps.global_batch})
         device = device_name(trainer.strategy.root_device)
         run.describe(
             id=run.name, name=name, status="running", reason=None, device=device, world_size=trainer.world_size,
-            stretches=stretches, turn=Run.next_turn(run.path.parent), **facts,
+            stretches=segments, turn=Run.next_turn(run.path.parent), **facts,
         )  # fmt: skip
 
     def _refuse_changed_shards(self, run: Run, shards: dict[str, Any]) -> None:
@@ -141,8 +145,6 @@ class RunFolder(Callback):
                 "put them back, start a new run, or give --force"
             )
 
-    # ---- how it ended -------------------------------------------------------------------------------------------
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
         self._end(trainer, "finished", reason)
@@ -151,10 +153,10 @@ class RunFolder(Callback):
         if trainer.run is None or not trainer.fitting:
             return
         text = str(exception) if isinstance(exception, LmError) else f"{type(exception).__name__}: {exception}"
-        self._end(trainer, ENDS.get(type(exception), "failed"), text)
+        self._end(trainer, STATUS.get(type(exception), "failed"), text)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Nothing is written after this. A fit that fails keeps the lock until its process ends, and its writers."""
+        """Release the lock after the last write. A fit that fails keeps it until its process ends."""
         if trainer.run is not None:
             trainer.run.release()
 
@@ -169,21 +171,26 @@ class RunFolder(Callback):
             logging.getLogger("lm").removeHandler(self._log)
             self._log.close()
             self._log = None
+        self._record(run)
+
+    def _record(self, run: Run) -> None:
+        if self._register:
+            self._registry_warned = not record_run(run, warned=self._registry_warned)
 
 
 class LogFile(logging.FileHandler):
-    """A file that may be on a full disk: what cannot be written to it was said on the console."""
+    """A log file that may be on a full disk; the console has the same lines, and `Run.attempt` warns."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing; the run's other files say that the disk is full."""
+        pass
 
     def close(self) -> None:
         with suppress(OSError):
             super().close()
 
 
-def _keep_log(run: Run) -> logging.Handler:
-    """Have everything that is said also written to `log.txt`, with the time."""
+def _open_log(run: Run) -> logging.Handler:
+    """Have every log line also written to `log.txt`, with the time."""
     handler = LogFile(run.path / "log.txt", encoding="utf-8")
     formatter = logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%SZ")
     formatter.converter = time.gmtime
@@ -192,44 +199,19 @@ def _keep_log(run: Run) -> logging.Handler:
     return handler
 
 
-def _say_where(run: Run) -> None:
-    """Where the run is written, and how to look at its curves from another machine."""
+def _log_places(run: Run) -> None:
+    """Log where the run is, and how to look at its curves from another machine."""
     here = f"{getpass.getuser()}@{socket.getfqdn()}"
     log.info("run %s", run.path)
     log.info("curves: tensorboard --logdir %s", run.path.parent)
     log.info("from another machine: ssh -N -L 6006:localhost:6006 %s, then http://localhost:6006", here)
 
 
-# ---- registration ----------------------------------------------------------------------------------------------------
-# Notes in the user's registry of runs that a run has started, and how it ended.
-
-
-class Registration(Callback):
-    """Stands after `RunFolder`, which says what is noted. What is wrong with the registry is said once."""
-
-    def __init__(self) -> None:
-        self._failed = False
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._record(trainer)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._record(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._record(trainer)
-
-    def _record(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero and trainer.fitting and trainer.run is not None:
-            self._failed = not record_run(trainer.run, warned=self._failed)
-
-
 # ---- heartbeat -------------------------------------------------------------------------------------------------------
-# A sign of life every few seconds, and how the machine is doing: `heartbeat.json`.
 
 
 class Heartbeat(Callback):
-    """Writes from a thread of rank zero, so that it costs training nothing and goes on through a long validation.
+    """Writes `heartbeat.json` with the machine's load every few seconds, from a thread of rank zero.
 
     Args:
         interval: seconds between two beats.
@@ -250,23 +232,20 @@ class Heartbeat(Callback):
             self._thread.start()
 
     def _beat(self, run: Run, telemetry: Telemetry | None) -> None:
-        """Nothing that fails here may end it: without a beat the run would be taken for dead."""
-        _write(run, {})  # before the first reading, which may have to wake a driver
+        """Beat until the end, whatever fails: without a beat the run would be taken for dead."""
+        _write_heartbeat(run, {})  # before the first reading, which may have to wake a driver
         while True:
             try:
                 self.latest = telemetry.read() if telemetry else {}
             except Exception as error:
-                log.warning("the machine's figures are missing from now on: %s: %s", type(error).__name__, error)
+                log.warning("load, temperature and power are missing from now on: %s: %s", type(error).__name__, error)
                 telemetry, self.latest = None, {}
-            _write(run, self.latest)
+            _write_heartbeat(run, self.latest)
             if self._end.wait(self.interval):
                 return
 
     def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """The newest reading, none older than the interval: mean load of the GPUs, temperature of the hottest, power of
-        all, memory of the fullest. `mem/cuda_peak_gib` is the most that tensors took on this rank since the last time.
-        """
-        metrics = figures(self.latest)
+        metrics = machine_metrics(self.latest)
         if pl_module.device.type == "cuda":
             metrics["mem/cuda_peak_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / 2**30
             torch.cuda.reset_peak_memory_stats(pl_module.device)
@@ -285,8 +264,8 @@ class Heartbeat(Callback):
             self._thread = None
 
 
-def figures(machine: dict[str, Any]) -> dict[str, float]:
-    """A reading by the names of TensorBoard; what is not known is absent."""
+def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:
+    """A reading by the names of metrics: mean load of the GPUs, the hottest, power of all, the fullest memory."""
 
     def of_gpus(name: str) -> list[float]:
         return [gpu[name] for gpu in machine.get("gpus") or [] if gpu[name] is not None]
@@ -314,6 +293,6 @@ def _gpus(trainer: Trainer) -> list[str] | None:
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in trainer.device_ids if index in here]
 
 
-def _write(run: Run, machine: dict[str, Any]) -> None:
-    with suppress(OSError):  # a full disk, or a folder that is gone: a checkpoint will say so
+def _write_heartbeat(run: Run, machine: dict[str, Any]) -> None:
+    with suppress(OSError):  # a full disk, or a folder that is gone: the next checkpoint is an error then
         run.write_heartbeat(machine)

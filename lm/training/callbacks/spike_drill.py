@@ -21,21 +21,18 @@ DRILL_STEPS = 5
 
 
 class SpikeInjection(Callback):
-    """Replaces the samples of steps `first` to `first + 4` by sequences of rare tokens.
+    """Replaces the samples of optimizer steps `first` to `first + 4` by sequences of rare tokens.
 
-    Which steps were injected stands in `run.json` under `injected`. A resume from before them strikes them out, and
-    they come again as in a run that was never stopped; a rollback brings no step back, so none comes twice.
-
-    Args:
-        first: the first of the optimizer steps; 1 is the first of the run.
+    `run.json` lists the steps under `injected`. A resume from before them removes them from the list, and they are
+    injected as in a run that was never stopped.
     """
 
     def __init__(self, first: int) -> None:
         self.first = first
-        self._rare: np.ndarray | None = None  # ids, once they are needed
-        self._step = 0  # whose rows are these
+        self._rare: np.ndarray | None = None  # ids, once needed
+        self._step = 0  # of `_rows`
         self._rows: np.ndarray | None = None  # (G, T + 1)
-        self._done: list[int] = []  # the steps that were injected
+        self._done: list[int] = []  # the injected steps
         self._logged = 0  # the step of the newest log line
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -48,9 +45,9 @@ class SpikeInjection(Callback):
         self._done = [step for step in noted if step <= trainer.global_step]
         self._logged = trainer.global_step
         if self._done != noted:
-            self._note(trainer)
+            self._save_steps(trainer)
         if not self._done and self.first <= trainer.global_step:
-            log.warning("guards.inject_step %d is behind: steps to %d are taken", self.first, trainer.global_step)
+            log.warning("guards.inject_step %d is past: the run is at step %d", self.first, trainer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         step = trainer.global_step + 1
@@ -60,14 +57,11 @@ class SpikeInjection(Callback):
         batch.tokens.copy_(torch.from_numpy(rows[trainer.global_rank :: trainer.world_size]))  # (G / ranks, T + 1)
         if step not in self._done:
             self._done.append(step)
-            self._note(trainer)
-            self._say(step)
+            self._save_steps(trainer)
+            self._report(step)
 
     def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
-        """What the global batch of a step was replaced by, `(G, T + 1)` in the order of its samples; None: it was not.
-
-        A function of the seed and the step alone, so a post-mortem asks for it again.
-        """
+        """The injected samples of a step, `(G, T + 1)`, from the seed and the step alone; None: it has none."""
         if not self.first <= step < self.first + DRILL_STEPS:
             return None
         if self._step != step:
@@ -81,15 +75,14 @@ class SpikeInjection(Callback):
         return self._rows
 
     def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """`data/injected` in the log lines of injected steps, and in no other."""
         since, self._logged = self._logged, trainer.global_step
         return {"data/injected": 1.0} if any(since < step <= trainer.global_step for step in self._done) else {}
 
-    def _note(self, trainer: Trainer) -> None:
+    def _save_steps(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             trainer.run.describe(injected={"steps": self._done})
 
-    def _say(self, step: int) -> None:
+    def _report(self, step: int) -> None:
         last = self.first + DRILL_STEPS - 1
         if step == self.first:
             log.warning(
@@ -97,4 +90,4 @@ class SpikeInjection(Callback):
                 "%d tokens, the bottom %.0f %% of the text", step, step, last, len(self._rare), 100 * RARE_FRACTION,
             )  # fmt: skip
         elif step == last:
-            log.warning("step %d: the last of the injected steps; what follows is the text again", step)
+            log.warning("step %d: the last of the injected steps", step)

@@ -16,7 +16,7 @@ from lm.errors import Interrupted
 from lm.system.stop_signals import STOP
 from lm.training.callback import Callback
 from lm.training.callbacks.logging import ProgressBar
-from lm.training.callbacks.run_folder import Registration, RunFolder
+from lm.training.callbacks.run_folder import RunFolder
 from lm.training.trainer import Trainer
 
 # ---- interrupt -------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Interrupt(Callback, Checkpoint):
             f"s (trainer.stop_within); the same command with `--ckpt_path auto` {newest}"
         )
         for callback in trainer.callbacks:
-            if isinstance(callback, RunFolder | Registration | ProgressBar):
+            if isinstance(callback, RunFolder | ProgressBar):
                 callback.on_exception(trainer, trainer.lightning_module, error)
         print(f"lm fit: {error}", file=sys.stderr, flush=True)
 
