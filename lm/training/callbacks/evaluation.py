@@ -15,7 +15,7 @@ from torch import Tensor
 from lm.data.loader import Batch
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError
-from lm.evaluation.benchmark import check, core, evaluate
+from lm.evaluation.benchmark import check_items, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
 from lm.inference.generation import Sampling, generate
 from lm.runs.run import Evaluation, metrics, record
@@ -199,7 +199,7 @@ class EvaluationConfig:
         """
         tasks = read_tasks(self.tasks or [], self.num_fewshot)
         for task in tasks:
-            check(task, self.max_items)
+            check_items(task, self.max_items)
         return tasks
 
 
