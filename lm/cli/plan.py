@@ -5,7 +5,7 @@ The numbers are computed here; `cli/plan_checks` finds what is wrong with them.
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,29 @@ def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[st
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class PlanOptions:
+    """The options of `lm plan` beside those of a training.
+
+    Args:
+        strict: Check the schema and the algebra alone: no data, no device.
+        device: What to plan for: h200, a100, 4090, ..., cpu, or auto.
+        mfu: Share of the device's peak to reckon with.
+        bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
+        rate_usd_per_hr: Price of the machine.
+        fit: Print the largest micro-batch that fits, and nothing else.
+        json: Print one JSON object instead of a page.
+    """
+
+    strict: bool = False
+    device: str = "auto"
+    mfu: float | None = None
+    bench: Path | None = None
+    rate_usd_per_hr: float | None = None
+    fit: bool = False
+    json: bool = False
+
+
 def plan(arguments: list[str]) -> None:
     """Check a config and say what it asks for: `lm plan --config X [--strict] [--device D] [--fit] [--json]`.
 
@@ -238,16 +261,7 @@ def plan(arguments: list[str]) -> None:
 
 def plan_parser() -> ConfigParser:
     """The parser of a config and of the options of `lm plan`."""
-    parser = config_parser("lm plan")
-    parser.description = "What a config means before it is run, and what is wrong with it."
-    parser.add_argument("--strict", action="store_true", help="Schema and algebra alone: no data, no device.")
-    parser.add_argument("--device", type=str, default="auto", help="To plan for: h200, a100, 4090, ..., cpu, or auto.")
-    parser.add_argument("--mfu", type=float | None, default=None, help="Share of the device's peak to reckon with.")
-    parser.add_argument("--bench", type=Path | None, default=None, help="A result of `lm bench step --output` instead.")
-    parser.add_argument("--rate_usd_per_hr", type=float | None, default=None, help="Price of the machine.")
-    parser.add_argument("--fit", action="store_true", help="Print the largest micro-batch that fits, and nothing else.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a page.")
-    return parser
+    return config_parser("lm plan", PlanOptions)
 
 
 def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
