@@ -34,7 +34,7 @@ from lm.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 CLASSES = {"trainer": Trainer, "model": LanguageModule, "data": DataModule}
-# What a config has beside them.
+# The other groups of a config.
 OTHER_GROUPS = {"guards": GuardsConfig, "samples": SamplesConfig, "evaluation": EvaluationConfig}
 FLAGS = ("force",)
 LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input", "samples.prompts",
@@ -102,10 +102,10 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
 
 
 def refuse_nulls(config: Namespace) -> None:
-    """The parser takes a null for anything, and leaves a list where a group of options belongs.
+    """Refuse a null where it means nothing, and a value in place of a group of options; the parser takes both.
 
     Raises:
-        RequestError: one stands where it means nothing; names the key.
+        RequestError: names the key.
     """
     for name, kind in (CLASSES | OTHER_GROUPS).items():
         _refuse_nulls(kind, config[name], name)
@@ -126,10 +126,10 @@ def _refuse_nulls(kind: type, group: Any, place: str) -> None:
 
 
 def link_seq_len(config: Namespace) -> None:
-    """The context is the model's unless the data asks for less.
+    """Set the context of the data to the model's unless the data asks for a shorter one.
 
     Raises:
-        RequestError: the data asks for more.
+        RequestError: the data asks for a longer one.
     """
     most = config.model.decoder.max_position_embeddings
     if config.data.seq_len is None:
@@ -227,12 +227,12 @@ class TrainingCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         if self.stays_stopped:
-            log.info("the run has finished: it was stopped early; change trainer.early_stopping to go on")
+            log.info("the run has finished: it was stopped early; change trainer.early_stopping to continue it")
             return
         super()._run_subcommand(subcommand)
 
     def after_fit(self) -> None:
-        """A run that was killed between its last checkpoint and the note that it has finished gets the note now."""
+        """Record the end of a run that was killed between its last checkpoint and that record."""
         run, trained = self.resumed_run, self.trainer.run is not None
         if run is None or trained or not self.trainer.is_global_zero or run.status() == "running":
             return
@@ -264,7 +264,7 @@ class TrainingCLI(LightningCLI):
 
 
 def _chosen_run(arguments: list[str]) -> Run:
-    """The run whose config a command without `--config` takes: `--run`, the one a checkpoint is in, or the newest."""
+    """The run of a command without `--config`: that of `--run`, that of the checkpoint, or the newest."""
     options = dict(pairwise([*arguments, ""]))
     options |= dict(a.split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
     root = options.get("--trainer.default_root_dir", str(ROOT))

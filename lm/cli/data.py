@@ -1,4 +1,4 @@
-"""`lm data prepare`, `inspect`, `show`: from text to shards, what a folder of shards holds, what a step of a run saw."""
+"""`lm data prepare`, `inspect`, `show`: from text to shards, the content of shards, the texts of a step of a run."""
 
 import json as jsonlib
 import logging

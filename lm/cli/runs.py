@@ -79,10 +79,11 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
     path = folder.path.resolve()
     folder.refuse_if_trained()
     checkpoints = [step.name for step in folder.steps().values()]
-    print(f"{path}: {folder.status()}, {format_bytes(folder_bytes(path))}, checkpoints: {', '.join(checkpoints) or 'none'}")
+    kept = ", ".join(checkpoints) or "none"
+    print(f"{path}: {folder.status()}, {format_bytes(folder_bytes(path))}, checkpoints: {kept}")
     if not yes:
         if not sys.stdin.isatty():
-            raise RequestError(f"standard input is no terminal to ask on: lm runs rm {shlex.quote(run)} --yes removes it")
+            raise RequestError(f"there is no terminal to ask on: `lm runs rm {shlex.quote(run)} --yes` removes it")
         if input("remove it for good? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was removed")
             return
