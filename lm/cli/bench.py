@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,21 @@ FORMULAS = {
 }
 
 
+@dataclass
+class BenchOptions:
+    """The options of `lm bench step` beside those of a training.
+
+    Args:
+        steps: Optimizer steps that are timed, in stretches of trainer.log_interval steps.
+        json: Print one JSON object instead of lines.
+        output: File to write the JSON object to.
+    """
+
+    steps: Count = Count(50)
+    json: bool = False
+    output: Path | None = None
+
+
 def step(arguments: list[str]) -> None:
     """Time a training step: `lm bench step --config X [--steps N] [--json] [--output FILE]`.
 
@@ -68,15 +83,7 @@ def step(arguments: list[str]) -> None:
         RequestError: the config or the command line is wrong.
         RunError: a signal came before the end.
     """
-    parser = config_parser("lm bench step")
-    parser.description = "Time a training step of a config on one device, with random tokens, and its checkpoints."
-    parser.add_argument(
-        "--steps", type=Count, default=Count(50),
-        help="Optimizer steps that are timed, in stretches of trainer.log_interval steps.",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
-    parser.add_argument("--output", type=Path | None, default=None, help="File to write the JSON object to.")
-    config = parser.read(arguments)
+    config = config_parser("lm bench step", BenchOptions).read(arguments)
     if config.steps < 1:
         raise RequestError(f"--steps {config.steps} must be at least 1")
     stretch = min(config.steps, config.trainer.log_interval)

@@ -74,7 +74,7 @@ def chart(
 
 
 class Grid:
-    """Characters with colours; what is put outside of it is cut off."""
+    """Characters with colours; text outside of the grid is cut off."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height

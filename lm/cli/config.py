@@ -1,4 +1,7 @@
-"""The one YAML: how it is found and parsed, and the commands that run it: `fit`, `validate`, `test`, `predict`."""
+"""The parsers of the one YAML, and the commands that run it: `fit`, `validate`, `test`, `predict`.
+
+`cli/options` finds the file, and has refused unknown names before this module is imported.
+"""
 
 import logging
 import sys
@@ -10,17 +13,17 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import yaml
-from jsonargparse import SUPPRESS, ActionConfigFile, Namespace
+from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lm.cli.options import CONFIG, OTHER_NAMES, find_config, read_config
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.runs.registry import record_run
 from lm.runs.resume import find_checkpoint, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run
 from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
-from lm.system.files import parse_yaml
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
@@ -28,28 +31,20 @@ from lm.training.callbacks.summary import Summary
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
-# ---- config file -----------------------------------------------------------------------------------------------------
-# The one YAML: how it is found, and a parser of it for commands that look at a training without running one.
+log = logging.getLogger(__name__)
 
 CLASSES = {"trainer": Trainer, "model": LanguageModule, "data": DataModule}
-# What a config has beside them.
+# The other groups of a config.
 OTHER_GROUPS = {"guards": GuardsConfig, "samples": SamplesConfig, "evaluation": EvaluationConfig}
-CONFIGS = (Path("configs"), Path(__file__).parent.parent.parent / "configs")
+FLAGS = ("force",)
+LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input", "samples.prompts",
+         "evaluation.tasks")  # fmt: skip
 
 
 class TrainingErrors(OneLineErrors):
     """One-line errors that know what Lightning users may expect to find."""
 
-    other_names = {
-        "trainer.accumulate_grad_batches": "it follows from data.global_batch_tokens and data.micro_batch_size",
-        "trainer.val_check_interval": "give trainer.val_interval, in optimizer steps",
-        "trainer.limit_val_batches": "give data.val_tokens",
-        "trainer.max_epochs": "give trainer.max_steps or trainer.max_tokens",
-        "trainer.log_every_n_steps": "give trainer.log_interval",
-        "trainer.logger": "TensorBoard and metrics.jsonl are always written to the run folder",
-        "data.num_workers": "leave it out; threads of the training process read the data, which is faster",
-        "data.batch_size": "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step",
-    }
+    other_names = OTHER_NAMES
 
 
 class ConfigFile(ActionConfigFile):
@@ -58,12 +53,14 @@ class ConfigFile(ActionConfigFile):
     @staticmethod
     def apply_config(parser: Any, cfg: Any, dest: str, value: Any) -> None:
         path = find_config(value)
-        refuse_what_is_no_config(Path(path))
-        ActionConfigFile.apply_config(parser, cfg, dest, path)
+        read_config(path)
+        ActionConfigFile.apply_config(parser, cfg, dest, str(path))
 
 
 class ConfigParser(TrainingErrors, Parser):
     """Reads a training's config, for a command that is not `fit`. `config_parser` makes one."""
+
+    flags: tuple[str, ...] = ()  # options that need no value
 
     def read(self, arguments: list[str]) -> Namespace:
         """The config that a command line gives, its dataclasses built.
@@ -71,7 +68,7 @@ class ConfigParser(TrainingErrors, Parser):
         Raises:
             RequestError: no config is named, or it does not fit.
         """
-        config = self.parse_args(arguments)
+        config = self.parse_args(spell_out(arguments, self.flags, LISTS))
         if not config.config:
             raise RequestError("give a training's config with --config, such as --config tiny.yaml")
         refuse_nulls(config)
@@ -79,63 +76,36 @@ class ConfigParser(TrainingErrors, Parser):
         return self.instantiate_classes(config)
 
 
-def config_parser(prog: str) -> ConfigParser:
-    """A parser of a training's config and of overrides of it; a command adds its own options.
+def config_parser(prog: str, options: type | None = None) -> ConfigParser:
+    """A parser of a training's config and of overrides of it.
 
     What stands under `trainer`, `model` and `data` comes back as keyword arguments of the three classes: nothing that
     is large, or that opens a file, has been built by then.
 
     Args:
         prog: the command as it is typed.
+        options: a dataclass with the command's own options.
     """
     parser = ConfigParser(prog=prog, allow_abbrev=False)
-    parser.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; looked up in configs/ too.")
-    parser.add_argument("--seed_everything", type=int, default=1337, help="Seed of the weights and of the order.")
+    parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
+    parser.add_argument("--seed_everything", type=int, default=1337)
     for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
-        parser.add_argument(f"--{name}", type=str | None, default=None, help=SUPPRESS)
+        parser.add_argument(f"--{name}", type=str | None, default=None)
     for name, kind in CLASSES.items():
         parser.add_class_arguments(kind, name, instantiate=False)
     for name, kind in OTHER_GROUPS.items():
         parser.add_class_arguments(kind, name)
+    if options is not None:
+        parser.add_class_arguments(options)
+        parser.flags = tuple(name for name, kind in get_type_hints(options).items() if kind is bool)
     return parser
 
 
-def find_config(name: str) -> str:
-    """A config as typed, else under `configs/`.
-
-    Raises:
-        RequestError: it is in neither.
-    """
-    for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
-        if path.is_file():
-            return str(path)
-    have = ", ".join(sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})) or "none"
-    raise RequestError(f"no config {name!r} here or in configs/; configs/ has: {have}")
-
-
-def refuse_what_is_no_config(path: Path) -> None:
-    """Refuse what no parser should be given, before one is.
-
-    Raises:
-        RequestError: a file that is damaged, or that has something else where a group of options belongs.
-    """
-    try:
-        document = parse_yaml(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RequestError(f"config {path} cannot be read: {error}") from error
-    if not isinstance(document, dict):
-        raise RequestError(f"config {path} is no list of options such as `trainer:`, but {shown(document)}")
-    for name in (*CLASSES, *OTHER_GROUPS):
-        group = document.get(name, {})
-        if not isinstance(group, dict):
-            raise RequestError(f"config {path}: {name} is a group of options and not {shown(group)}")
-
-
 def refuse_nulls(config: Namespace) -> None:
-    """The parser takes a null for anything, and leaves a list where a group of options belongs.
+    """Refuse a null where it means nothing, and a value in place of a group of options; the parser takes both.
 
     Raises:
-        RequestError: one stands where it means nothing; names the key.
+        RequestError: names the key.
     """
     for name, kind in (CLASSES | OTHER_GROUPS).items():
         _refuse_nulls(kind, config[name], name)
@@ -156,10 +126,10 @@ def _refuse_nulls(kind: type, group: Any, place: str) -> None:
 
 
 def link_seq_len(config: Namespace) -> None:
-    """The context is the model's unless the data asks for less.
+    """Set the context of the data to the model's unless the data asks for a shorter one.
 
     Raises:
-        RequestError: the data asks for more.
+        RequestError: the data asks for a longer one.
     """
     most = config.model.decoder.max_position_embeddings
     if config.data.seq_len is None:
@@ -176,13 +146,7 @@ def config_name(config: Namespace) -> str:
     return Path(str(files[0])).stem if files else "run"
 
 
-# ---- lightning cli ---------------------------------------------------------------------------------------------------
-# `fit`, `validate`, `test`, `predict`: LightningCLI with fixed classes, runs found by name, and one-line errors.
-
-log = logging.getLogger(__name__)
-FLAGS = ("force",)
-LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input", "samples.prompts",
-         "evaluation.tasks")  # fmt: skip
+# ---- fit, validate, test, predict ------------------------------------------------------------------------------------
 
 
 class TrainingParser(TrainingErrors, LightningArgumentParser):
@@ -207,12 +171,12 @@ class TrainingCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         parser = self.parser_class(**kwargs, allow_abbrev=False, prog="lm")
-        parser.add_argument("-c", "--config", action=ConfigFile, help="A YAML file; looked up in configs/ too.")
+        parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--run", type=str | None, default=None, help="Name of the run; the config's if not given.")
-        parser.add_argument("--force", type=bool, default=False, help="Go on though it is another run by now.")
+        parser.add_argument("--run", type=str | None, default=None)
+        parser.add_argument("--force", type=bool, default=False)
         for name, kind in OTHER_GROUPS.items():
             parser.add_class_arguments(kind, name)
 
@@ -263,12 +227,12 @@ class TrainingCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         if self.stays_stopped:
-            log.info("the run has finished: it was stopped early; change trainer.early_stopping to go on")
+            log.info("the run has finished: it was stopped early; change trainer.early_stopping to continue it")
             return
         super()._run_subcommand(subcommand)
 
     def after_fit(self) -> None:
-        """A run that was killed between its last checkpoint and the note that it has finished gets the note now."""
+        """Record the end of a run that was killed between its last checkpoint and that record."""
         run, trained = self.resumed_run, self.trainer.run is not None
         if run is None or trained or not self.trainer.is_global_zero or run.status() == "running":
             return
@@ -300,15 +264,19 @@ class TrainingCLI(LightningCLI):
 
 
 def _chosen_run(arguments: list[str]) -> Run:
-    """The run whose config a command without `--config` takes: `--run`, the one a checkpoint is in, or the newest."""
+    """The run of a command without `--config`: that of `--run`, that of the checkpoint, or the newest."""
     options = dict(pairwise([*arguments, ""]))
     options |= dict(a.split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
     root = options.get("--trainer.default_root_dir", str(ROOT))
     if "--run" in options:
         return Run.named(options["--run"], root)
-    path = Path(options.get("--ckpt_path", "")).resolve().parent
-    if options.get("--ckpt_path") not in (None, "best", "last", "auto") and (path / "run.json").exists():
-        return Run(path)
+    checkpoint = options.get("--ckpt_path", "best")
+    if checkpoint not in ("best", "last", "auto"):
+        folder = Path(checkpoint).resolve()
+        if not folder.is_dir():
+            raise RequestError(f"--ckpt_path {checkpoint}: there is no such folder; or give best, last or auto")
+        if (folder.parent / "run.json").exists():
+            return Run(folder.parent)
     run = Run.newest(root)
     if run is None:
         raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or give --config")
@@ -321,7 +289,7 @@ def main(arguments: list[str]) -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     command, rest = arguments[0], arguments[1:]
-    if command != "fit" and not any(a in ("-c", "--config", "-h", "--help") or a.startswith("--config=") for a in rest):
+    if command != "fit" and not any(a in ("-c", "--config") or a.startswith("--config=") for a in rest):
         run = _chosen_run(rest)
         rest = ["--config", str(run.config), "--run", run.name, *rest]
     sys.argv = [sys.argv[0], *arguments]

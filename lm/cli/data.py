@@ -1,4 +1,4 @@
-"""`lm data`: from text to shards, and a look at what a folder of shards holds."""
+"""`lm data prepare`, `inspect`, `show`: from text to shards, the content of shards, the texts of a step of a run."""
 
 import json as jsonlib
 import logging
@@ -17,15 +17,13 @@ from lm.runs.run import ROOT, Run
 from lm.system.files import DAMAGE, parse_json
 from lm.system.units import format_count
 
-# ---- data ------------------------------------------------------------------------------------------------------------
-
 log = logging.getLogger(__name__)
 
 SAMPLE_TOKENS = 100
 
 
 def prepare(**options: Any) -> None:
-    """Tokenize texts into Parquet shards; the same command goes on where it was stopped."""
+    """Tokenize texts into Parquet shards; the same command resumes where it was stopped."""
     settings = PrepareOptions(**options)
     manifest = make(settings)
     for name, split in manifest["splits"].items():
@@ -33,25 +31,25 @@ def prepare(**options: Any) -> None:
             "%s: %s documents, %s tokens, %.2f bytes a token, %d shards", name, f"{split['documents']:,}",
             format_count(split["tokens"]), split["bytes"] / split["tokens"], len(split["shards"]),
         )  # fmt: skip
-    log.info("train with --data.path %s", settings.output)
+    log.info("train on it: lm fit --config tiny.yaml --data.path %s", settings.output)
 
 
 def inspect(path: str, column: str = "input_ids", json: bool = False) -> None:
-    """What a data folder holds: splits, shards, tokens, tokenizer, and the beginning of its text.
+    """Show what a data folder holds: splits, shards, tokens, tokenizer, and the beginning of its text.
 
     Args:
         path: A folder that `lm data prepare` made, or anyone's shards: a folder, glob, file or URL.
         column: Column of token ids.
         json: Print one JSON object.
     """
-    found = describe(path, column)
+    found = describe_folder(path, column)
     if json:
         print(jsonlib.dumps(found, ensure_ascii=False))
     else:
-        _show(found)
+        _print_folder(found)
 
 
-def describe(path: str, column: str = "input_ids") -> dict[str, Any]:
+def describe_folder(path: str, column: str = "input_ids") -> dict[str, Any]:
     """What `lm data inspect --json` prints.
 
     Returns:
@@ -67,8 +65,8 @@ def describe(path: str, column: str = "input_ids") -> dict[str, Any]:
         opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in manifest["splits"]}
     else:
         opened = {"": Shards.open(path, column, **known)}
-    told = {} if manifest is None else manifest["splits"]
-    splits = {name: _counts(shards, told.get(name)) for name, shards in opened.items()}
+    known_counts = {} if manifest is None else manifest["splits"]
+    splits = {name: _counts(shards, known_counts.get(name)) for name, shards in opened.items()}
     first = opened.get("val") or next(iter(opened.values()))
     return {
         "path": path,
@@ -89,15 +87,12 @@ def _manifest(file: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest = parse_json(file.read_bytes())
-    except (OSError, ValueError) as error:
+        names = [name for name, split in manifest["splits"].items() if split["documents"] >= 0 and split["bytes"] >= 0]
+    except (OSError, *DAMAGE) as error:
         raise RequestError(f"{file} is damaged ({error}); run `lm data prepare` again") from error
-    try:
-        counts = [split[name] for split in manifest["splits"].values() for name in ("documents", "bytes")]
-    except DAMAGE:
-        counts = []
-    if not counts or not all(isinstance(count, int) for count in counts):
-        raise RequestError(f"{file} is damaged: it has no splits with counts; run `lm data prepare` again")
-    for name in manifest["splits"]:
+    if not names:
+        raise RequestError(f"{file} is damaged: it has no splits; run `lm data prepare` again")
+    for name in names:
         if name in ("", "..") or Path(name).name != name:
             raise RequestError(f"{file} has a split {name!r}, which is outside of its folder")
     return manifest
@@ -111,18 +106,18 @@ def _tokenizer_near(path: Path) -> Tokenizer | None:
     return None
 
 
-def _counts(shards: Shards, told: dict[str, Any] | None) -> dict[str, Any]:
-    """Counts of one split; documents and bytes where the manifest tells."""
+def _counts(shards: Shards, recorded: dict[str, Any] | None) -> dict[str, Any]:
+    """Counts of one split; documents and bytes if the manifest records them."""
     files = shards.fingerprint()
     size = sum(file.size for file in files)
     counts: dict[str, Any] = {"tokens": shards.tokens, "shards": len(files), "file_bytes": size}
-    if told is not None:
-        per_token = told["bytes"] / max(1, shards.tokens)
-        counts |= {"documents": told["documents"], "bytes": told["bytes"], "bytes_per_token": per_token}
+    if recorded is not None:
+        per_token = recorded["bytes"] / max(1, shards.tokens)
+        counts |= {"documents": recorded["documents"], "bytes": recorded["bytes"], "bytes_per_token": per_token}
     return counts
 
 
-def _show(found: dict[str, Any]) -> None:
+def _print_folder(found: dict[str, Any]) -> None:
     console = Console(highlight=False)
     table = Table(title=found["path"], title_justify="left")
     columns = {
@@ -148,7 +143,6 @@ def _show(found: dict[str, Any]) -> None:
 
 
 # ---- show ------------------------------------------------------------------------------------------------------------
-# `lm data show`: the texts that a run saw at a step, and so the other end of a batch's way.
 
 
 def show(
@@ -168,7 +162,7 @@ def show(
 
     folder = Run.named(run, root) if run else Run.newest(root)
     if folder is None:
-        raise RequestError(f"no run under {root} yet: start one with `lm fit`")
+        raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`")
     step = steps_taken(folder) if step is None else step
     _, count = samples_at(folder, step)
     data, injected = open_data(folder), is_injected(folder, step)
@@ -181,7 +175,7 @@ def show(
         return
     console = Console(highlight=False, markup=False)
     if injected:
-        console.print(f"Step {step} was a drill (guards.inject_step): rare tokens took the place of its samples.")
+        console.print(f"Step {step} was a drill (guards.inject_step): rare tokens replaced its samples.")
     for entry, texts in zip(seen, documents, strict=True):
         where = "injected" if injected else f"{entry.shard}, window {entry.window}"
         console.rule(f"sample {entry.sample}, {where}")

@@ -1,7 +1,7 @@
-"""`lm evaluate`: how good a checkpoint is at tasks, and how well it predicts texts or shards.
+"""`lm evaluate`: accuracy of a checkpoint on tasks, and bits per byte on texts or shards.
 
-What is found goes to the run that the checkpoint is of: to `evaluations.jsonl`, to the registry, and to TensorBoard at
-the checkpoint's step.
+The result is kept with the run of the checkpoint: in `evaluations.jsonl`, in the registry, and in TensorBoard at the
+checkpoint's step.
 """
 
 import json as jsonlib
@@ -57,22 +57,22 @@ def evaluate(
     json: bool = False,
     root: str = str(ROOT),
 ) -> None:
-    """Measure a checkpoint on tasks, texts or shards, and keep what was found with its run.
+    """Measure a checkpoint on tasks, texts or shards, and keep the result with its run.
 
     Args:
         run: Name of the run, under the root or in the registry; the newest if not given.
-        ckpt_path: `best`, `last`, or a folder, also one with a model of others; the best if not given.
+        ckpt_path: `best`, `last`, or the folder of a checkpoint or of a Hugging Face model; the best if not given.
         tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
-        texts: Files, folders, globs or URLs of text, for bits per byte, each on its own.
-        shards: Folders or globs of shards of token ids, the same.
+        texts: Files, folders, globs or URLs of text, for bits per byte of each.
+        shards: Folders or globs of shards of token ids, for bits per byte of each.
         max_items: The most items of a task, documents of a text, or windows of shards; all of them if not given.
         num_fewshot: Solved items before each question; as the task files say if not given.
-        batch_tokens: The most tokens that go through the model at once; what is found does not depend on it.
-        begin: What a question begins with: `eos`, as documents do in training, or `nothing`.
+        batch_tokens: The most tokens that go through the model at once; the result does not depend on it.
+        begin: The token before a question: `eos`, as before a document in training, or `nothing`.
         stride: Tokens between the windows of a text that is longer than the context; the context if not given.
         device: Where to compute; the GPU if there is one.
-        dtype: Of the weights; as they are stored if not given.
-        output: A file for the result as JSON, too.
+        dtype: Number format of the weights; as they are stored if not given.
+        output: A file to write the result to, as JSON.
         json: Print one JSON object instead of tables.
         root: Folder of the runs.
     """
@@ -90,12 +90,12 @@ def evaluate(
     model = load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype))
     owner = Run.of(model.path)
     began = time.monotonic()
-    with _bars() as bar:
+    with progress_bars() as bar:
         results = benchmark.evaluate(
             model.decoder, model.tokenizer, questions, batch_tokens=batch_tokens, max_items=max_items, begin=begin,
             progress=bar,
         )  # fmt: skip
-        corpora = measure(model, owner, texts or [], shards or [], stride, max_items, batch_tokens, bar)
+        corpora = measure_corpora(model, owner, texts or [], shards or [], stride, max_items, batch_tokens, bar)
     asked = {
         "tasks": tasks, "texts": texts, "shards": shards, "max_items": max_items, "num_fewshot": num_fewshot,
         "begin": begin, "stride": stride, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
@@ -106,7 +106,7 @@ def evaluate(
     found = evaluation_record(model.step, checkpoint, by_task, benchmark.core(results), by_text, asked)
     if owner is not None:
         try:
-            keep(owner, found)
+            keep_evaluation(owner, found)
         except OSError as error:
             log.warning("the evaluation is not kept with run %s: %s", owner.path, error)
     found |= {"run": owner and owner.name, "model": str(model.path), "seconds": time.monotonic() - began}
@@ -115,13 +115,10 @@ def evaluate(
     if json:
         print(jsonlib.dumps(found, ensure_ascii=False))
     else:
-        show(found)
+        show_evaluation(found)
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
-
-
-def measure(
+def measure_corpora(
     model: Pretrained, run: Run | None, texts: Sequence[str], shards: Sequence[str], stride: int | None,
     most: int | None, batch_tokens: int, bar: Bar,
 ) -> dict[str, CorpusResult]:  # fmt: skip
@@ -148,8 +145,11 @@ def measure(
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
-    """Of each source the last part that is no pattern, without its suffix, and the one before it where that is a split;
-    all of it where that is not one's own."""
+    """A short name for each source, such as `book` for `texts/book.txt`.
+
+    It is the last part of the path that is no pattern, without its suffix; with the part before it for a split such as
+    `val`; the whole source where two would have one name.
+    """
     names = []
     for source in sources:
         plain = [part for part in source.removeprefix("embedded:").split("/") if part and not set(part) & set("*?[")]
@@ -159,8 +159,8 @@ def short_names(sources: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _bars() -> Iterator[Bar]:
-    """A bar a name, on a terminal only."""
+def progress_bars() -> Iterator[Bar]:
+    """Progress bars on a terminal: a function that takes a name, how much is done, and how much there is."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -174,14 +174,11 @@ def _bars() -> Iterator[Bar]:
         yield show
 
 
-# ---- keeping ---------------------------------------------------------------------------------------------------------
-
-
-def keep(run: Run, found: Evaluation) -> None:
+def keep_evaluation(run: Run, found: Evaluation) -> None:
     """Write an evaluation to the run's folder, to TensorBoard at its step, and to the registry.
 
-    Points of later steps are written once more behind it: TensorBoard drops what is further on in a curve when a point
-    of an earlier step follows.
+    Points of later steps are written again after it: when a point of an earlier step follows, TensorBoard drops the
+    later ones from a curve.
     """
     run.append_evaluation(found)
     evaluations = run.evaluations()
@@ -196,8 +193,8 @@ def keep(run: Run, found: Evaluation) -> None:
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
-def show(found: dict[str, Any]) -> None:
-    """The result on standard output."""
+def show_evaluation(found: dict[str, Any]) -> None:
+    """Print the result as tables."""
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     if found["tasks"]:
         console.print(_tasks(found["tasks"], every=console.width >= WIDE))
@@ -207,7 +204,7 @@ def show(found: dict[str, Any]) -> None:
     took = f"in {found['seconds']:.1f} s"
     console.print(f"{harmless(found['model'])}{step}{core_sentence(found)}, {took}", soft_wrap=True)
     if found["core"] is not None:
-        console.print("intervals are of 95 %; centred: guessing is 0, all right is 1", soft_wrap=True)
+        console.print("95 % intervals; centred accuracy: 0 is guessing, 1 is all correct", soft_wrap=True)
 
 
 def _tasks(tasks: dict[str, Any], every: bool) -> Table:
@@ -236,7 +233,7 @@ def _texts(texts: dict[str, Any]) -> Table:
 
 
 def _table(first: str, *names: str) -> Table:
-    """One name, and numbers to its right; plain, so that it fits 80 columns."""
+    """A table of a name and numbers, without borders, so that it fits 80 columns."""
     table = Table(first, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -244,5 +241,5 @@ def _table(first: str, *names: str) -> Table:
 
 
 def _with_error(value: float | None, error: float | None) -> str:
-    """With its 95 % interval, where they are known."""
+    """A value with its 95 % interval, if it is known."""
     return "" if value is None else f"{value:.4f}" if error is None else f"{value:.4f} ± {1.96 * error:.4f}"

@@ -1,4 +1,4 @@
-"""`lm generate`: a checkpoint continues prompts: shown while it is written, several at once, as JSON, or interactively."""
+"""`lm generate`: a checkpoint continues prompts: as the text comes, several at once, as JSON, or interactively."""
 
 import difflib
 import json as jsonlib

@@ -13,7 +13,7 @@ from lm.system.stop_signals import STOP
 
 # name -> "module:function" and what it does
 COMMANDS = {
-    "fit": ("lm.cli.config:main", "train a model from a config, or go on with a run"),
+    "fit": ("lm.cli.config:main", "train a model from a config, or resume a run"),
     "validate": ("lm.cli.config:main", "loss, perplexity and bits per byte of a checkpoint on the validation data"),
     "test": ("lm.cli.config:main", "the same on all of the test data"),
     "predict": ("lm.cli.config:main", "per-token log-probabilities of texts, to Parquet"),
@@ -22,24 +22,30 @@ COMMANDS = {
     "data prepare": ("lm.cli.data:prepare", "tokenize texts into Parquet shards"),
     "data inspect": ("lm.cli.data:inspect", "what a data folder holds"),
     "data show": ("lm.cli.data:show", "the texts that a run saw at a step"),
-    "generate": ("lm.cli.generate:generate", "what a checkpoint writes after prompts, or at a prompt of its own"),
+    "generate": ("lm.cli.generate:generate", "what a checkpoint writes after prompts; interactive without any"),
     "evaluate": ("lm.cli.evaluate:evaluate", "tasks and bits per byte of a checkpoint, with confidence intervals"),
     "export": ("lm.cli.convert:export", "a Hugging Face folder with a model card, reloaded and compared"),
-    "import": ("lm.cli.convert:import_model", "a Hugging Face model as a checkpoint to train on from"),
-    "profile": ("lm.cli.profile:profile", "where the time of a training step goes; a trace of it"),
-    "runs ls": ("lm.cli.runs:ls", "every run: how it stands, its step, losses, tokens a second and age"),
-    "runs show": ("lm.cli.runs:show", "all that matters of one run, on a page"),
+    "import": ("lm.cli.convert:import_model", "a Hugging Face model as a checkpoint that a training starts from"),
+    "profile": ("lm.cli.profile:profile", "where the time of a training step goes, by part; a trace"),
+    "runs ls": ("lm.cli.runs:ls", "every run: its status, step, losses, tokens a second and age"),
+    "runs show": ("lm.cli.runs:show", "one run on a page: progress, losses, model, checkpoints, machine"),
     "runs compare": ("lm.cli.runs_compare:compare", "curves of runs in one chart, and the settings they differ in"),
     "runs export": ("lm.cli.runs_export:export", "a run for others: metrics, pictures, weights, and a manifest"),
-    "runs rm": ("lm.cli.runs:rm", "remove a run and its checkpoints, after a question"),
-    "runs rebuild": ("lm.cli.runs:rebuild", "make the registry of runs anew from the run folders"),
-    "monitor": ("lm.cli.monitor:monitor", "watch runs live in the terminal, or print how they stand as JSON"),
+    "runs rm": ("lm.cli.runs:rm", "remove a run and its checkpoints, after asking"),
+    "runs rebuild": ("lm.cli.runs:rebuild", "rebuild the registry of runs from the run folders"),
+    "monitor": ("lm.cli.monitor:monitor", "watch runs live in the terminal, or print their state as JSON"),
     "bench step": ("lm.cli.bench:step", "time of a training step, and what a checkpoint costs"),
 }
 
+# Names that people may try -> the command.
+OTHER_NAMES = {"train": "fit", "pretrain": "fit", "resume": "fit", "eval": "evaluate", "sample": "generate",
+               "prepare": "data prepare", "inspect": "data inspect", "compare": "runs compare"}  # fmt: skip
+# Those that take a training's config, and so all of its options.
+TRAINING = ("fit", "validate", "test", "predict", "plan", "profile", "bench step")
+
 HELP = """lm {version}: pretrain a small language model from one YAML file
 
-usage: lm COMMAND [options]        lm COMMAND --help tells the options of one
+usage: lm COMMAND [options]        lm COMMAND --help shows the options of one
 
 {commands}
 
@@ -75,12 +81,15 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(handlers=[console])
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
     logging.getLogger("lm").setLevel(logging.INFO if rank == "0" else logging.ERROR)
+    name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
     try:
-        return _dispatch(arguments)
+        if name is None:
+            raise RequestError(_unknown_command(arguments))
+        return _dispatch(name, arguments[len(name.split()) :])
     except LmError as error:
         if debug:
             raise
-        _say(f"lm {arguments[0]}: {error}")
+        _print_error(f"lm {name or arguments[0]}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -89,44 +98,43 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             raise
-        _say(f"lm {arguments[0]}: {type(error).__name__}: {error} (--debug shows where)")
+        _print_error(f"lm {name}: {type(error).__name__}: {error} (--debug shows where)")
         return 1
 
 
-def _say(message: str) -> None:
-    """The last word; where nobody listens any more, a closed terminal or pipe, the exit code has to do."""
+def _print_error(message: str) -> None:
+    """Print a message to standard error; where that is a closed terminal or pipe, the exit code has to do."""
     try:
         print(harmless(message), file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # or Python's own last flush changes the code
 
 
-def _dispatch(arguments: list[str]) -> int:
-    name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
-    if name is None:
-        raise RequestError(_unknown(arguments))
+def _dispatch(name: str, rest: list[str]) -> int:
+    """Import a command and run it; the signals of a fit are caught before its imports, which take seconds."""
     module, _, function = COMMANDS[name][0].partition(":")
-    if name == "fit":
-        STOP.catch()  # before the imports, which take seconds
-    function = getattr(import_module(module), function)
-    if module == "lm.cli.config":
-        function(arguments)
-        return 0
-    from inspect import signature
+    if name in TRAINING:
+        from lm.cli import options  # answers before the seconds that importing Lightning takes
 
-    if list(signature(function).parameters) == ["arguments"]:  # it parses a whole training config itself
-        function(arguments[len(name.split()) :])
+        if asked := next((flag for flag in ("-h", "--help") if flag in rest), None):
+            options.print_options(name, COMMANDS[name][1], (rest[rest.index(asked) + 1 :] or [None])[0])
+            return 0
+        if name == "fit":
+            STOP.catch()
+        options.refuse_unknown_options(name, rest)
+        getattr(import_module(module), function)([name, *rest] if module == "lm.cli.config" else rest)
         return 0
     from lm.system.arguments import call
 
-    return call(function, arguments[len(name.split()) :], prog=f"lm {name}") or 0
+    return call(getattr(import_module(module), function), rest, prog=f"lm {name}") or 0
 
 
-def _unknown(arguments: list[str]) -> str:
+def _unknown_command(arguments: list[str]) -> str:
     from difflib import get_close_matches
 
     family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
     if family:
         return f"give one of: {', '.join('lm ' + name for name in family)}"
-    close = get_close_matches(arguments[0], COMMANDS, 1)
-    return f"no command {arguments[0]!r}" + (f"; did you mean {close[0]!r}?" if close else "; lm --help lists them")
+    close = get_close_matches(arguments[0], [*COMMANDS, *OTHER_NAMES], 1)
+    hint = f"; did you mean `lm {OTHER_NAMES.get(close[0], close[0])}`?" if close else "; lm --help lists them"
+    return f"no command {arguments[0]!r}{hint}"

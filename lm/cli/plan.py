@@ -1,11 +1,11 @@
-"""`lm plan`: what a config means before anybody pays for it, on one page, in seconds, with nothing built or written.
+"""`lm plan`: what a config means before it is run, on one page; nothing is built or written.
 
-The numbers are computed here; `cli/plan_checks` finds what is wrong with them.
+The numbers are computed here; `cli/plan_checks` has the findings on them.
 """
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,8 @@ def data_facts(data: Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
     if data.path and not (Path(data.path) / "manifest.json").exists():
         if data.prepare is None:
             raise RequestError(
-                f"data.path {data.path} holds no manifest.json: make another folder with `lm data prepare --input TEXTS "
-                "--output FOLDER`"
+                f"data.path {data.path} holds no manifest.json: make another folder with `lm data prepare "
+                "--input TEXTS --output FOLDER`"
             )
         return {"prepared": False, "from": list(data.prepare.input)}
     found: dict[str, Any] = {"prepared": True}
@@ -93,7 +93,7 @@ def data_facts(data: Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _fit_of_sample(shards: Shards, tokenizer: Tokenizer) -> float:
-    """UTF-8 bytes a token over the first block: how well the tokenizer fits these texts."""
+    """UTF-8 bytes a token over the first block of the shards: a measure of how well the tokenizer fits the texts."""
     ids = shards.read(0)
     return float(tokenizer.token_bytes()[ids].sum() / len(ids))
 
@@ -102,7 +102,7 @@ def _fit_of_sample(shards: Shards, tokenizer: Tokenizer) -> float:
 
 
 def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[str, Any]:
-    """The algebra of the run: tokens, epochs, warm-up, validations, checkpoints."""
+    """The counts of the run: tokens, epochs, warm-up, validations, checkpoints."""
     warmup, decay = warmup_and_decay_steps(steps.max_steps, config.model.schedule)
     facts = {
         "seq_len": steps.seq_len, "micro_batch_size": steps.micro_batch_size, "accumulate": steps.accumulate,
@@ -207,6 +207,29 @@ def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[st
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class PlanOptions:
+    """The options of `lm plan` beside those of a training.
+
+    Args:
+        strict: Check the schema and the algebra alone: no data, no device.
+        device: What to plan for: h200, a100, 4090, ..., cpu, or auto.
+        mfu: Share of the device's peak to reckon with.
+        bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
+        rate_usd_per_hr: Price of the machine.
+        fit: Print the largest micro-batch that fits, and nothing else.
+        json: Print one JSON object instead of a page.
+    """
+
+    strict: bool = False
+    device: str = "auto"
+    mfu: float | None = None
+    bench: Path | None = None
+    rate_usd_per_hr: float | None = None
+    fit: bool = False
+    json: bool = False
+
+
 def plan(arguments: list[str]) -> None:
     """Check a config and say what it asks for: `lm plan --config X [--strict] [--device D] [--fit] [--json]`.
 
@@ -238,28 +261,25 @@ def plan(arguments: list[str]) -> None:
 
 def plan_parser() -> ConfigParser:
     """The parser of a config and of the options of `lm plan`."""
-    parser = config_parser("lm plan")
-    parser.description = "What a config means before it is run, and what is wrong with it."
-    parser.add_argument("--strict", action="store_true", help="Schema and algebra alone: no data, no device.")
-    parser.add_argument("--device", type=str, default="auto", help="To plan for: h200, a100, 4090, ..., cpu, or auto.")
-    parser.add_argument("--mfu", type=float | None, default=None, help="Share of the device's peak to reckon with.")
-    parser.add_argument("--bench", type=Path | None, default=None, help="A result of `lm bench step --output` instead.")
-    parser.add_argument("--rate_usd_per_hr", type=float | None, default=None, help="Price of the machine.")
-    parser.add_argument("--fit", action="store_true", help="Print the largest micro-batch that fits, and nothing else.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a page.")
-    return parser
+    return config_parser("lm plan", PlanOptions)
 
 
 def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
-    """The largest micro-batch that fits; an error that says why there is none."""
-    if "memory" not in found:  # the last finding is why nobody looked any further
+    """The largest micro-batch that fits.
+
+    Raises:
+        RequestError: none fits, or the config has an error.
+    """
+    if "memory" not in found:  # the last finding is the reason
         errors = [finding for finding in noted if finding.level == "error"]
         raise RequestError(f"--fit: {(errors or noted[-1:])[0].what}")
     if found["memory"]["device"] is None:
         raise RequestError(f"--fit: how much memory {found['device']['name']} has is not known: name one with --device")
     best = found["memory"]["largest_micro_batch"]
     if best is None:
-        raise RequestError("--fit: one sample at a time is too much as well")
+        raise RequestError(
+            f"--fit: not even a micro-batch of 1 fits {found['device']['name']}: take a smaller model or data.seq_len"
+        )
     return best
 
 
@@ -267,7 +287,7 @@ def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
 
 
 def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
-    """The facts of a config, as far as they can be known, and what is wrong with it."""
+    """The facts of a config, as far as they can be known, and the findings on it."""
     found: dict[str, Any] = {"config": config.run or config_name(config)}
     noted: list[Finding] = []
     cpu = config.device == "auto" and config.trainer.accelerator == "cpu"
@@ -323,7 +343,7 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
 
 
 def refuse_what_a_fit_would(config: Namespace) -> None:
-    """What `lm fit` refuses of each value by itself, before it looks at anything.
+    """Refuse single values that `lm fit` refuses.
 
     Raises:
         RequestError: names the value.
@@ -335,7 +355,7 @@ def refuse_what_a_fit_would(config: Namespace) -> None:
 
 
 def ranks(devices: int | str | list[int], here: int) -> int:
-    """Devices of a node; `auto` is those that are here.
+    """How many devices of a node `trainer.devices` names; `auto`: those of this machine.
 
     Raises:
         RequestError: it names none.
@@ -354,7 +374,7 @@ def ranks(devices: int | str | list[int], here: int) -> int:
 
 
 def with_vocabulary(config: Namespace, tokenizer: Tokenizer | None) -> DecoderConfig | None:
-    """The decoder's config with its vocabulary; None where that is still open."""
+    """The decoder's config with its vocabulary; None if the tokenizer that decides it is still to be made."""
     decoder, prepare = config.model.decoder, config.data.prepare
     if decoder.vocab_size:
         return decoder

@@ -1,6 +1,6 @@
-"""What is wrong, doubtful or could be better in a planned run, each with the arithmetic and the cure.
+"""The findings of `lm plan`: errors, warnings and advice, each with the arithmetic and the cure.
 
-`cli/plan` has the numbers.
+`cli/plan` computes the numbers.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's ma
 
 
 class Finding(NamedTuple):
-    """One thing to know before paying."""
+    """Something wrong, doubtful or better done otherwise in a planned run."""
 
     level: Literal["error", "warning", "advice"]
     what: str  # with the arithmetic
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """The algebra of the run alone."""
+    """Findings on the steps of the run, from the config alone."""
     warmup, total = steps["warmup_steps"], steps["max_steps"]
     if warmup >= total:
         yield Finding("error", f"the warm-up of {warmup:,} steps is not over when the run of {total:,} steps is",
@@ -64,7 +64,7 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
 
 
 def _of_fp8(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """What `precision` refuses; with `fp8_keep`, which may name the matrices that do not fit, only the tokens."""
+    """Shapes that FP8 cannot take; with `fp8_keep`, which may exclude matrices, the tokens of a micro-batch only."""
     precision, keep, decoder = config.trainer.precision, config.trainer.fp8_keep, config.model.decoder
     if not precision.startswith("fp8"):
         if keep is not None:
@@ -91,7 +91,7 @@ def _of_fp8(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
 
 
 def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
-    """The model's size beside the tokens it will see."""
+    """Findings on the model's size for the tokens of the run."""
     ratio = steps["tokens"] / model["parameters"]["total"]
     if ratio < FEW_TOKENS:
         yield Finding("warning", f"{format_count(steps['tokens'])} tokens are {ratio:.2g} for each of "
@@ -104,7 +104,7 @@ def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
 
 
 def of_vocabulary(tokenizer_size: int, vocab_size: int) -> Iterator[Finding]:
-    """The tokenizer's vocabulary beside the model's."""
+    """Findings on the tokenizer's vocabulary and the model's."""
     if tokenizer_size > vocab_size:
         yield Finding("error", f"model.decoder.vocab_size {vocab_size:,} is smaller than the tokenizer's "
                       f"{tokenizer_size:,}", "leave it out to take the tokenizer's")  # fmt: skip
@@ -115,10 +115,10 @@ def of_vocabulary(tokenizer_size: int, vocab_size: int) -> Iterator[Finding]:
 
 
 def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """The data beside the steps."""
+    """Findings on the data for the steps of the run."""
     if not data["prepared"]:
         yield Finding("advice", f"{config.data.path} is not there yet: the first fit makes it from "
-                      f"{', '.join(data['from'])}", "run `lm data prepare` before, and plan again")  # fmt: skip
+                      f"{', '.join(data['from'])}", "to plan with its tokens, run `lm data prepare` first")  # fmt: skip
         return
     per_epoch, epochs = steps["steps_per_epoch"], steps["epochs"]
     samples = steps["tokens_per_step"] // steps["seq_len"]
@@ -144,7 +144,7 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
 
 
 def of_tasks(evaluation: EvaluationConfig, data: dict[str, Any]) -> Iterator[Finding]:
-    """What the model is evaluated on while it learns."""
+    """Findings on the tasks of the evaluations during training."""
     try:
         evaluation.read()
     except RequestError as error:
@@ -156,7 +156,7 @@ def of_tasks(evaluation: EvaluationConfig, data: dict[str, Any]) -> Iterator[Fin
 
 def of_device(memory: dict[str, Any], disk: dict[str, Any], steps: dict[str, Any], device: Device,
               config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
-    """What the device and the disk must hold."""
+    """Findings on the device, its memory and the disk."""
     if config.model.kernels in ("on", True) and (device.capability is None or device.capability < (8, 0)):
         yield Finding("error", f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
     if precision != config.trainer.precision:
@@ -173,7 +173,7 @@ def of_device(memory: dict[str, Any], disk: dict[str, Any], steps: dict[str, Any
     else:
         yield from _of_memory(memory, steps, device)
     if not DiskSpace(**disk).suffices:
-        yield Finding("error", str(DiskSpace(**disk)), "make room, or set trainer.default_root_dir to another disk")
+        yield Finding("error", str(DiskSpace(**disk)), "free some, or set trainer.default_root_dir to another disk")
 
 
 def _of_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device) -> Iterator[Finding]:

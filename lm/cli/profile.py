@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
-TRACE = "trace.json"
 TRACE_WARMUP, TRACED = 1, 3  # optimizer steps: the first one under torch's profiler is slower
 OPERATORS = 10
 VALIDATED = 8  # optimizer steps' worth of tokens that are validated on at most
@@ -61,8 +61,26 @@ FORMULAS = {
 }
 
 
+@dataclass
+class ProfileOptions:
+    """The options of `lm profile` beside those of a training.
+
+    Args:
+        steps: Optimizer steps that are timed; at least 6.
+        trace: Trace a few more steps to this file, such as trace.json or trace.json.gz, for https://ui.perfetto.dev or
+            chrome://tracing, and list the most expensive operators.
+        json: Print one JSON object instead of tables.
+    """
+
+    steps: Count = Count(30)
+    trace: str | None = None
+    json: bool = False
+
+
 def profile(arguments: list[str]) -> None:
-    """Say where the time of a training step goes: `lm profile --config X [--steps N] [--trace [FILE]] [--json]`.
+    """Say where the time of a training step goes: `lm profile --config X [--steps N] [--trace FILE] [--json]`.
+
+    It trains on the config's data or, where that is not made yet, on random tokens.
 
     Args:
         arguments: what stands after `lm profile`.
@@ -71,19 +89,7 @@ def profile(arguments: list[str]) -> None:
         RequestError: the config or the command line is wrong.
         RunError: a signal came before the end.
     """
-    parser = config_parser("lm profile")
-    parser.description = (
-        "Where the time of a training step of a config goes, on one device, with its data or, where that is not made "
-        "yet, random tokens. `lm generate --json` has the rate of a generation."
-    )
-    parser.add_argument("--steps", type=Count, default=Count(30), help="Optimizer steps that are timed; at least 6.")
-    parser.add_argument(
-        "--trace", nargs="?", const=TRACE, metavar="FILE",
-        help=f"Trace a few more steps to this file ({TRACE} if none is given) for Perfetto or chrome://tracing, and "
-        "list the most expensive operators. Where the name ends in .gz, it is compressed.",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
-    config = parser.read(arguments)
+    config = config_parser("lm profile", ProfileOptions).read(arguments)
     if config.steps < 6:
         raise RequestError(f"--steps {config.steps} must be at least 6")
     found = measure_parts(config)

@@ -1,15 +1,15 @@
-"""`lm runs`: every run of a user at a glance, its removal, and the registry made anew. Reads files, imports no torch.
+"""`lm runs ls`, `show`, `rm` and `rebuild`: all runs of a user, one run on a page, its removal, and their registry.
 
-`lm runs show`, one run on a page, is here too; `cli/runs_compare` has `compare` and `export`.
+Nothing here imports torch. `cli/runs_compare` and `cli/runs_export` have the other commands.
 """
 
 import json as jsonlib
 import logging
+import math
 import os
 import shlex
 import shutil
 import statistics
-import struct
 import sys
 import time
 from contextlib import suppress
@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from safetensors import SafetensorError, safe_open
 
 from lm.errors import LmError, RequestError
 from lm.runs import registry
@@ -28,8 +29,6 @@ from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.system.files import finite_or_none
 from lm.system.units import format_bytes, format_count, format_duration
-
-# ---- runs ------------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ def ls(all: bool = False, root: str = str(ROOT), json: bool = False) -> None:
         root: Folder whose runs are listed even where the registry does not know them.
         json: Print one JSON list instead.
     """
-    found = collect(root)
+    found = collect_runs(root)
     shown = found if all or json else found[-SHOWN:]
     if json:
         print(to_json(shown))
@@ -55,7 +54,7 @@ def ls(all: bool = False, root: str = str(ROOT), json: bool = False) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if not found:
         console.print(f"no runs under {root} or in the registry: start one with `lm fit --config tiny.yaml`")
-    _table(shown, console)
+    _print_table(shown, console)
     if len(found) > len(shown):
         console.print(f"{len(found) - len(shown)} older runs: --all shows them")
 
@@ -75,15 +74,16 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
         if not gone:
             raise
         registry.forget(gone)
-        print(f"forgot {', '.join(gone)}, which was gone")
+        print(f"took {', '.join(gone)} out of the registry; the folder was gone")
         return
     path = folder.path.resolve()
     folder.refuse_if_trained()
     checkpoints = [step.name for step in folder.steps().values()]
-    print(f"{path}: {folder.status()}, {format_bytes(size(path))}, checkpoints: {', '.join(checkpoints) or 'none'}")
+    kept = ", ".join(checkpoints) or "none"
+    print(f"{path}: {folder.status()}, {format_bytes(folder_bytes(path))}, checkpoints: {kept}")
     if not yes:
         if not sys.stdin.isatty():
-            raise RequestError("nobody is there to be asked: give --yes to remove it")
+            raise RequestError(f"there is no terminal to ask on: `lm runs rm {shlex.quote(run)} --yes` removes it")
         if input("remove it for good? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was removed")
             return
@@ -104,7 +104,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
 
 
 def rebuild(roots: list[str]) -> None:
-    """Make the registry anew from the run folders.
+    """Rebuild the registry from the run folders.
 
     Args:
         roots: Folders of runs to look in, besides `checkpoints` and those that the registry knows.
@@ -119,14 +119,14 @@ def rebuild(roots: list[str]) -> None:
     print(f"{len(runs)} runs are in {registry.place()}")
 
 
-# ---- looking ---------------------------------------------------------------------------------------------------------
+# ---- ls --------------------------------------------------------------------------------------------------------------
 
 
-def collect(root: str) -> list[dict[str, Any]]:
-    """The facts of every run, read from its folder, by when it was started or gone on with last.
+def collect_runs(root: str) -> list[dict[str, Any]]:
+    """The facts of every run, read from its folder, by when it was last started or resumed.
 
-    A run whose folder was removed is taken out of the registry. One whose folder cannot be reached, because what it
-    lies in is not there either, has the status `gone` and what the registry remembers.
+    A run whose folder was removed is taken out of the registry. Where the folder above is missing too, such as on a
+    disk that is not mounted, the run has the status `gone` and the facts of the registry.
     """
     found, removed = {}, []
     for row in registry.known_runs():
@@ -148,23 +148,21 @@ def collect(root: str) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda run: (run.get("entered") or 0.0, run["name"]))
 
 
-def size(path: Path) -> int:
+def folder_bytes(path: Path) -> int:
     """Bytes of all files in a folder."""
     return sum(file.lstat().st_size for file in path.rglob("*"))
 
 
 def to_json(value: Any) -> str:
-    """JSON that every program reads: numbers that are not finite are null."""
+    """JSON in which NaN and Inf are null."""
     return jsonlib.dumps(finite_or_none(value), ensure_ascii=False, allow_nan=False)
 
-
-# ---- the table -------------------------------------------------------------------------------------------------------
 
 HEADINGS = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")
 
 
-def _table(found: list[dict[str, Any]], console: Console) -> None:
-    """One table in which the runs of a folder stand together, the folder with the newest run last."""
+def _print_table(found: list[dict[str, Any]], console: Console) -> None:
+    """Print the runs of each folder, the folder with the newest run last; the columns of all folders are aligned."""
     folders: dict[Path, list[dict[str, Any]]] = {}
     for run in reversed(found):
         folders.setdefault(Path(run["path"]).parent, []).insert(0, run)
@@ -174,9 +172,9 @@ def _table(found: list[dict[str, Any]], console: Console) -> None:
     for folder, runs in reversed(folders.items()):
         where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         console.print(Text(str(where), style="bold"))
-        console.print(_line(HEADINGS, widths, "dim"))
+        console.print(_table_line(HEADINGS, widths, "dim"))
         for run in runs:
-            console.print(_line(rows[run["path"]], widths, STYLES.get(run["status"], "")))
+            console.print(_table_line(rows[run["path"]], widths, STYLES.get(run["status"], "")))
             if run["status"] in EXPLAINED and run["reason"]:
                 reason = Text(f"    {' '.join(run['reason'].split())}", style="dim")
                 reason.truncate(console.width, overflow="ellipsis")
@@ -196,7 +194,7 @@ def _steps(number: int) -> str:
     return str(number) if number < 100_000 else format_count(number)
 
 
-def _line(cells: tuple[str, ...], widths: list[int], style: str) -> Text:
+def _table_line(cells: tuple[str, ...], widths: list[int], style: str) -> Text:
     name, status, *rest = cells
     if len(name) > widths[0]:
         name = name[: widths[0] - 1] + "…"
@@ -207,32 +205,28 @@ def _line(cells: tuple[str, ...], widths: list[int], style: str) -> Text:
     return line
 
 
-# ---- run page --------------------------------------------------------------------------------------------------------
-# `lm runs show`: all that matters of one run, on a page, read from its files.
+# ---- show ------------------------------------------------------------------------------------------------------------
 
 SHOWN_ALERTS = 5
 SAMPLE_CHARACTERS = 200
 
 
 def show(run: str, json: bool = False, root: str = str(ROOT)) -> None:
-    """Everything that matters of one run.
+    """Show one run: progress, losses, speed, model, checkpoints, machine, cost, evaluation, alerts and samples.
 
     Args:
         run: Name under the root or in the registry, or a path.
         json: Print one JSON object instead.
         root: Folder of the runs.
     """
-    found = describe(registry.find_run(run, root))
+    found = describe_run(registry.find_run(run, root))
     if json:
         print(to_json(found))
     else:
-        _page(found)
+        _print_page(found)
 
 
-# ---- looking ---------------------------------------------------------------------------------------------------------
-
-
-def describe(run: Run) -> dict[str, Any]:
+def describe_run(run: Run) -> dict[str, Any]:
     """What `lm runs show --json` prints; what is not known is None or empty."""
     described, state, metrics = run.read("run.json"), run.read("state.json"), run.metrics()
     config = run.settings()
@@ -251,7 +245,7 @@ def describe(run: Run) -> dict[str, Any]:
                                             "perf/tokens_per_second", "perf/mfu")
                    if (curve := summarize(metrics, name))},
         "checkpoints": [
-            {"step": step, "path": str(path), "bytes": size(path), "best": path == best, "last": path == last}
+            {"step": step, "path": str(path), "bytes": folder_bytes(path), "best": path == best, "last": path == last}
             for step, path in steps.items()
         ],
         "device": described.get("device"), "world_size": described.get("world_size"),
@@ -281,31 +275,22 @@ def summarize(metrics: list[dict[str, Any]], name: str) -> dict[str, Any] | None
 
 
 def count_parameters(file: Path) -> int | None:
-    """Numbers in a safetensors file, from its header: a length of 8 bytes and so much JSON."""
+    """Numbers in a safetensors file, from its header; None if it is damaged."""
     try:
-        with open(file, "rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            header = jsonlib.loads(opened.read(length))
-    except (OSError, ValueError, struct.error):
+        with safe_open(file, framework="numpy") as weights:
+            return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())
+    except (OSError, SafetensorError):
         return None
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            numbers = 1
-            for extent in tensor["shape"]:
-                numbers *= extent
-            total += numbers
-    return total
 
 
 def last_samples(run: Run) -> list[dict[str, Any]]:
-    """The texts that the run wrote last, one a prompt."""
+    """The newest samples of the run, one a prompt."""
     samples = read_samples(run)
     return [sample for sample in samples if sample["step"] == samples[-1]["step"]]
 
 
 def next_command(run: Run, status: str) -> str:
-    """What to type next: to watch a run that is running, to measure one that has finished, to go on with any other."""
+    """The command to type next: watch a run that is running, validate one that has finished, resume any other."""
     path, began = run.path.resolve(), run.started_in()
     there = "" if began == Path.cwd() else f"cd {shlex.quote(str(began))} && "
     name = path.relative_to(began) if path.is_relative_to(began) else path
@@ -316,10 +301,7 @@ def next_command(run: Run, status: str) -> str:
     return f"{there}lm fit --config {shlex.quote(str(name / 'config.yaml'))} --ckpt_path auto"
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-
-def _page(found: dict[str, Any]) -> None:
+def _print_page(found: dict[str, Any]) -> None:
     console = Console(highlight=False)
     title = Text(found["name"], style="bold")
     title.append(f"  {found['status']}", style=STYLES.get(found["status"], ""))
@@ -353,7 +335,7 @@ def _progress(found: dict[str, Any]) -> list[str]:
     of = f" of {found['max_steps']:,}" if found["max_steps"] else ""
     tokens = "" if found["tokens"] is None else f", {format_count(found['tokens'])} tokens"
     left = f", {format_duration(found['eta_seconds'])} to go" if found["eta_seconds"] else ""
-    entered = f", last entered {format_duration(time.time() - found['entered'])} ago" if found["entered"] else ""
+    entered = f", last started {format_duration(time.time() - found['entered'])} ago" if found["entered"] else ""
     return [
         f"step {found['step']:,}{of}{share}{tokens}{left}",
         f"started {found['started']}{entered}" if found["started"] else "",

@@ -31,14 +31,14 @@ def compare(
     json: bool = False,
     root: str = str(ROOT),
 ) -> None:
-    """Curves of runs in one chart, their values, and the settings in which they differ.
+    """Draw curves of runs in one chart, with their values and the settings in which they differ.
 
     Args:
         runs: Names under the root or in the registry, or paths; at least two.
-        metric: What is drawn, by its name in TensorBoard.
-        x: What it is drawn over; time is hours since the run's first log line.
-        smooth: Weight of what was before in a moving average, from 0 to below 1.
-        png: Write the chart to this file, too.
+        metric: The metric to draw, by its name in TensorBoard.
+        x: The x axis; time is hours since the run's first log line.
+        smooth: Weight of the earlier values in a moving average, from 0 to below 1.
+        png: A file to write the chart to, as a picture.
         json: Print one JSON object instead.
         root: Folder of the runs.
     """

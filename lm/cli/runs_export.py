@@ -96,11 +96,8 @@ def manifest_of(run: Run, metrics: list[dict[str, Any]], checkpoint: Path | None
     }  # fmt: skip
 
 
-# ---- the files -------------------------------------------------------------------------------------------------------
-
-
 def write_metrics(metrics: list[dict[str, Any]], folder: Path) -> None:
-    """`metrics.csv` and `metrics.parquet`: one row a step and name, by step; numbers are exact in both."""
+    """Write `metrics.csv` and `metrics.parquet`: one row a step and name, by step; numbers are exact in both."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -120,7 +117,7 @@ def write_metrics(metrics: list[dict[str, Any]], folder: Path) -> None:
 
 
 def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> None:
-    """The `PICTURES` that there are values for."""
+    """Draw the `PICTURES` that there are values for."""
     for file, names in PICTURES.items():
         series = [curve(METRICS[name].label, metrics, name, "step") for name in names]
         series = [one for one in series if one.x]
@@ -129,7 +126,7 @@ def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> No
 
 
 def copy_weights(checkpoint: Path, target: Path) -> None:
-    """The checkpoint's weights, byte for byte.
+    """Copy the checkpoint's weights, byte for byte.
 
     Raises:
         RunError: they are damaged, or the copy is.
@@ -140,10 +137,10 @@ def copy_weights(checkpoint: Path, target: Path) -> None:
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """The digest that a checkpoint was written with.
+    """The digest of the weights that a checkpoint was written with.
 
     Raises:
-        LmError: it says none.
+        LmError: its trainer.json is damaged.
     """
     try:
         return load_checksummed((checkpoint / "trainer.json").read_bytes())["digests"]["model.safetensors"]

@@ -1,4 +1,8 @@
-"""`lm scale`: one dial. A depth and a horizon become a config with a reason on every line; `scaling` has the rules."""
+"""`lm scale`: a whole config from a depth and a horizon, by published rules, with a reason on every line.
+
+Each rule is a pure function that names its source. The rules for batch, learning rate and decay were fitted to AdamW
+by others, on other data: a search starts there.
+"""
 
 import json
 import math
@@ -12,12 +16,6 @@ from lm.model.config import DecoderConfig
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import Count, format_count
 
-# ---- scaling ---------------------------------------------------------------------------------------------------------
-# One dial: from a depth to a whole recipe, by published rules. `cli/scale` writes it down as YAML.
-#
-# Each rule is a pure function that names its source. The rules for batch, learning rate and decay were fitted to AdamW
-# by others, on other data: they are where a search begins, not where it ends.
-
 HEAD_DIM = 128
 ASPECT = 64  # width / depth
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
@@ -26,7 +24,7 @@ DEVICES = 8  # of a node; the batch comes out even on so many, and on 4, 2 and 1
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a depth and a horizon come to."""
+    """Model, batch, length and optimizer settings of a training."""
 
     decoder: DecoderConfig
     parameters: int  # all of them; the embedding is tied, so its table counts once
@@ -55,7 +53,7 @@ class Recipe:
 
     @property
     def block_flops(self) -> float:
-        """Those of them in the blocks: all but the output matrix."""
+        """Floating-point operations of the run in the blocks: all but the output matrix."""
         return self.tokens * (self.flops_per_token - 6 * self.decoder.vocab_size * self.decoder.hidden_size)
 
 
@@ -69,7 +67,7 @@ def recipe(
     seq_len: int = 2_048,
     device_tokens: int = 16_384,
 ) -> Recipe:
-    """All that follows from a depth and a horizon.
+    """The recipe of a depth and a horizon.
 
     Args:
         depth: blocks.
@@ -150,7 +148,7 @@ def mlp_width(width: int) -> int:
 
 
 def window_pattern(depth: int) -> str:
-    """Three layers with a window, then one that sees all; the last layer always sees all.
+    """Three layers with a window, then one with full attention; the last layer always has full attention.
 
     Source: nanochat, nanochat/gpt.py. Written out layer by layer where four does not divide the depth.
     """
@@ -178,7 +176,7 @@ def batch_tokens(tokens: float) -> float:
 
 
 def tokens_of_steps(steps: int) -> float:
-    """The tokens that are `steps` optimizer steps of their own best batch: `batch_tokens` solved for them."""
+    """The tokens of a run of `steps` optimizer steps at the best batch: `batch_tokens` solved for tokens."""
     return (2_048 * 0.0306 * steps) ** (1 / (1 - 0.383))
 
 
@@ -237,7 +235,7 @@ def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-# ---- scale -----------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 DATA = "data/pretrain-32k"
 VOCAB_SIZE, SEQ_LEN, DEVICE_TOKENS = Count(32_768), Count(2_048), Count(16_384)
@@ -304,7 +302,7 @@ def scale(
     data: str = DATA,
     optimizer: Literal["adamw", "muon"] = "adamw",
 ) -> None:
-    """A whole config from a depth, by published scaling rules, on standard output.
+    """Print a whole config from a depth, by published scaling rules.
 
     Args:
         depth: Number of blocks; width, heads, batch, learning rate and decay follow.
@@ -326,7 +324,7 @@ def scale(
                 "max_steps": max_steps}  # fmt: skip
     given = {f"--{name}": value for name, value in horizons.items() if value is not None}
     if len(given) > 1:
-        raise RequestError(f"{' and '.join(given)} are several lengths of one run: give one of them")
+        raise RequestError(f"{' and '.join(given)} each give the length of the run: give one of them")
     positive = {**given, "--vocab_size": vocab_size, "--device_tokens": device_tokens}
     for name, value in positive.items():
         if not 0 < value < math.inf:
@@ -344,11 +342,11 @@ def scale(
                 "optimizer": (optimizer, "adamw")}  # fmt: skip
     changed = {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
     options = "".join(f" {name} {value}" for name, value in {**given, **changed}.items())
-    print(write(made, f"lm scale --depth {depth}{options}", _horizon(made, given), data, optimizer), end="")
+    print(write_yaml(made, f"lm scale --depth {depth}{options}", _horizon(made, given), data, optimizer), end="")
 
 
-def write(made: Recipe, command: str, horizon: str, data: str, optimizer: str) -> str:
-    """The YAML of a recipe, with a reason on every line that the dial decided.
+def write_yaml(made: Recipe, command: str, horizon: str, data: str, optimizer: str) -> str:
+    """The YAML of a recipe, with a reason on every line that follows from the depth.
 
     Args:
         made: the recipe.
@@ -393,7 +391,7 @@ def _horizon(made: Recipe, given: dict[str, float]) -> str:
 
 
 def _binary(number: int) -> str:
-    """A count as people read it where powers of two are meant: 262_144 -> 256Ki."""
+    """A count with a binary suffix where it is a multiple: 262_144 -> 256Ki."""
     for size, suffix in ((2**20, "Mi"), (2**10, "Ki")):
         if number % size == 0:
             return f"{number // size}{suffix}"
@@ -401,6 +399,6 @@ def _binary(number: int) -> str:
 
 
 def _float(number: float) -> str:
-    """Three digits: 0.00173 -> 1.73e-3."""
+    """A number with three digits and an exponent: 0.00173 -> 1.73e-3."""
     digits, exponent = f"{number:.2e}".split("e")
     return f"{digits}e{int(exponent)}"

@@ -33,6 +33,9 @@ class OneLineErrors:
         """Raises:
         RequestError: always.
         """
+        missing = re.search(r"the following arguments are required: (\S+)", message)
+        if missing:
+            raise RequestError(f"{missing[1]} is missing; `{self.prog} --help` shows what to give") from ex
         raise RequestError(shorten(message, known_names(self), self.other_names)) from ex
 
 
@@ -160,6 +163,17 @@ def shorten(message: str, known: list[str], other_names: dict[str, str]) -> str:
         name = f"{unknown['place']}.{unknown['option']}" if unknown["kind"] == "Group" else unknown["option"]
     else:
         name = next(group for group in unknown.groups() if group)
+    return unknown_option(name, known, other_names)
+
+
+def unknown_option(name: str, known: list[str], other_names: dict[str, str]) -> str:
+    """A message for an option that does not exist: the one to use instead, or the nearest name.
+
+    Args:
+        name: as it was typed, without dashes.
+        known: the options that there are.
+        other_names: options that people may expect -> what to use instead.
+    """
     if name in other_names:
         return f"there is no option {name!r}: {other_names[name]}"
     name = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."

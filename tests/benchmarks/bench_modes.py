@@ -78,7 +78,7 @@ def measure_mode(mode: Mode, arguments: list[str]) -> dict[str, Any]:
     if ended.returncode == 0:
         return json.loads(ended.stdout)
     reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-    return {"unavailable": reason.removeprefix("lm bench: ")}
+    return {"unavailable": reason.removeprefix("lm bench step: ")}
 
 
 def show_modes(found: dict[str, Any]) -> None:

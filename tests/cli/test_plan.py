@@ -224,7 +224,7 @@ def test_a_schedule_that_does_not_fit_is_refused_by_a_fit_too_before_it_writes(w
     (["--fit", "--strict"], "--strict looks at none"),
     (["--fit", "--model.decoder.vocab_size", "null", "--data.path", "elsewhere"], "the model's size is not known"),
     (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere is not there"),
-    (["--fit", "--model.decoder.hidden_size", "2Mi"], "one sample at a time is too much"),
+    (["--fit", "--model.decoder.hidden_size", "2Mi"], "not even a micro-batch of 1 fits"),
     (["--rate_usd_per_hr", "-1"], "must not be below 0"),
     (["--bench", "broken.json"], "is no result of `lm bench step --output`"),
 ])  # fmt: skip

@@ -68,7 +68,7 @@ def profile(folder, *callbacks, arguments=()):
 def traced(tmp_path_factory):
     """A profile on random tokens with a trace, and the folder where it ran."""
     folder = tmp_path_factory.mktemp("traced")
-    arguments = ("--trace", "--model.decoder.vocab_size", "64")
+    arguments = ("--trace", "trace.json", "--model.decoder.vocab_size", "64")
     return profile(folder, Clock, arguments=arguments), folder
 
 

@@ -147,7 +147,7 @@ def test_ls_leaves_removed_runs_out_and_says_which_cannot_be_reached(place):
     found = {run["name"]: run["status"] for run in json.loads(runs("ls", "--json").stdout)}
     assert found == {"kept": "finished", "away": "gone"}
     assert {row["name"] for row in registry.known_runs()} == {"kept", "away"}
-    assert "forgot" in runs("rm", "away").stdout and {row["name"] for row in registry.known_runs()} == {"kept"}
+    assert "out of the registry" in runs("rm", "away").stdout and {row["name"] for row in registry.known_runs()} == {"kept"}
 
 
 def test_ls_works_without_a_registry_and_without_runs(place, monkeypatch):
@@ -339,7 +339,7 @@ def test_an_export_is_refused_or_whole(trained, place):
 def test_rm_asks_and_removes_the_folder_and_its_row(place):
     run, other = make("a"), make("b")
     registry.note([run, other])
-    assert "give --yes" in runs("rm", "a", expect=2).stderr and run.path.exists()
+    assert "lm runs rm a --yes" in runs("rm", "a", expect=2).stderr and run.path.exists()
     assert "nothing was removed" in in_terminal("rm", "a", answer=b"\n") and run.path.exists()
     shown = in_terminal("rm", "a", answer=b"y\n")
     assert "KiB" in shown and "checkpoints: none" in shown and not run.path.exists()

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lm.cli.data import describe, inspect
+from lm.cli.data import describe_folder, inspect
 from lm.data import encode, prepare
 from lm.data import parquet as writer
 from lm.data.encode import split_hash
@@ -489,12 +489,12 @@ def test_inspect_prints_one_json_object_that_agrees_with_the_manifest(tmp_path, 
 
 def test_inspect_tells_what_it_can_of_other_shards(tmp_path):
     pq.write_table(pa.table({"tokens": [[1, 2, 3], [4]]}), tmp_path / "a.parquet")
-    found = describe(str(tmp_path), column="tokens")
+    found = describe_folder(str(tmp_path), column="tokens")
     assert (found["made_by_lm"], found["tokenizer"], found["sample"]) == (False, None, None)
     [split] = found["splits"].values()
     assert (split["tokens"], split["shards"]) == (4, 1)
     with pytest.raises(RequestError, match="nowhere"):
-        describe(str(tmp_path / "nowhere"))
+        describe_folder(str(tmp_path / "nowhere"))
 
 
 def test_neither_command_imports_torch():

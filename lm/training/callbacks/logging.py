@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,8 +18,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 
 from lm.errors import GuardStop
 from lm.model.huggingface import to_huggingface
@@ -31,6 +29,9 @@ from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback, call_hook
 from lm.training.pace import Pace
 from lm.training.trainer import Trainer
+
+if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
+    from torch.utils.tensorboard import SummaryWriter
 
 # ---- log lines -------------------------------------------------------------------------------------------------------
 
@@ -240,7 +241,7 @@ class EventFile(TensorBoardLogger):
             self._replay_over_tokens()
 
     @property
-    def experiment(self) -> SummaryWriter:
+    def experiment(self) -> "SummaryWriter":
         """torch's SummaryWriter, which writes nothing where the disk is full instead of failing from then on."""
         if self._experiment is None:
             writer = super().experiment.file_writer.event_writer
@@ -256,6 +257,8 @@ class EventFile(TensorBoardLogger):
 
     def log_results(self, parameters: dict[str, Any], metrics: dict[str, float], finished: bool) -> None:
         """A row of the HParams tab; the metrics' values are those of the curves of the same names, at their ends."""
+        from torch.utils.tensorboard.summary import hparams
+
         experiment, start, end = hparams(parameters, metrics)
         for summary in (experiment, start, *([end] if finished else [])):
             self.experiment.file_writer.add_summary(summary)

@@ -1,0 +1,285 @@
+"""The options of a training, read from the source of the classes that take them, which are not imported.
+
+Importing Lightning takes seconds. Help, and the refusal of a name that does not exist, need the names, types, defaults
+and docstrings alone. The values are checked by `cli/config`, whose parser is made of the classes themselves.
+"""
+
+import ast
+import shutil
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import docstring_parser
+
+import lm
+from lm.errors import RequestError
+from lm.system.arguments import shown, unknown_option
+from lm.system.files import parse_yaml
+
+PACKAGE = Path(lm.__file__).parent
+CONFIGS = (Path("configs"), PACKAGE.parent / "configs")
+GROUPS = {
+    "trainer": "lm.training.trainer:Trainer",
+    "model": "lm.training.module:LanguageModule",
+    "data": "lm.data.datamodule:DataModule",
+    "guards": "lm.training.callbacks.standard:GuardsConfig",
+    "samples": "lm.training.callbacks.evaluation:SamplesConfig",
+    "evaluation": "lm.training.callbacks.evaluation:EvaluationConfig",
+}
+OWN = {"plan": "lm.cli.plan:PlanOptions", "bench step": "lm.cli.bench:BenchOptions",
+       "profile": "lm.cli.profile:ProfileOptions"}  # fmt: skip
+# Options that a first training needs; `--help all` shows the others too.
+FREQUENT = [
+    "trainer.max_steps", "trainer.max_tokens", "trainer.val_interval", "trainer.checkpoint_interval",
+    "trainer.precision", "trainer.devices", "trainer.strategy",
+    "model.decoder.hidden_size", "model.decoder.num_hidden_layers", "model.decoder.num_attention_heads",
+    "model.decoder.max_position_embeddings", "model.optimizer.lr", "model.schedule.warmup_steps", "model.compile",
+    "data.path", "data.prepare.input", "data.micro_batch_size", "data.global_batch_tokens", "data.val_tokens",
+    "guards.alerts", "guards.budget.cap_usd", "samples.prompts", "evaluation.tasks",
+]  # fmt: skip
+FREQUENT_WITHOUT_FIT = ["trainer.precision", "trainer.accelerator", "data.val", "data.test", "data.texts",
+                        "data.val_tokens", "data.micro_batch_size"]  # fmt: skip
+# Options of Lightning that have another name here, or that follow from others.
+OTHER_NAMES = {
+    "trainer.accumulate_grad_batches": "it follows from data.global_batch_tokens and data.micro_batch_size",
+    "trainer.val_check_interval": "give trainer.val_interval, in optimizer steps",
+    "trainer.limit_val_batches": "give data.val_tokens",
+    "trainer.max_epochs": "give trainer.max_steps or trainer.max_tokens",
+    "trainer.log_every_n_steps": "give trainer.log_interval",
+    "trainer.logger": "TensorBoard and metrics.jsonl are always written to the run folder",
+    "data.num_workers": "leave it out; threads of the training process read the data, which is faster",
+    "data.batch_size": "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step",
+}
+# What the parser takes beside the options.
+PARSERS_OWN = {"c", "h", "help", "print_config", "verbose", "weights_only", "return_predictions"}
+COLUMN = 38  # where the help of an option begins
+CLASS_KEYS = {"class_path", "init_args", "dict_kwargs", "help"}
+
+
+class Option(NamedTuple):
+    """An option as its class declares it."""
+
+    name: str  # with dots, as on the command line
+    kind: str  # its type in a word
+    default: str | None  # None: it needs a value, or its default says nothing
+    help: str
+
+
+CONFIG = Option("config", "file", None, "A YAML file, looked up in configs/ too; of several the later ones amend it.")
+SEED = Option("seed_everything", "int", "1337", "Seed of the weights and of the order of the samples.")
+FIT = [
+    CONFIG,
+    Option("run", "name", None, "Name of the run; for `fit` the config's, otherwise the newest run, if not given."),
+    Option("ckpt_path", "path", None,
+           "A checkpoint: `best`, `last`, `auto` (the newest whole one, else a fresh start), or a folder."),
+    Option("force", "bool", None, "Resume although the config or the data is not the run's any more."),
+    SEED,
+]  # fmt: skip
+
+
+# ---- reading the source ----------------------------------------------------------------------------------------------
+
+
+def training_options(command: str) -> list[Option]:
+    """All options of a command: first its own, then those of a training."""
+    found = [*_options_of(OWN[command], ""), CONFIG, SEED] if command in OWN else list(FIT)
+    for group, kind in GROUPS.items():
+        found += _options_of(kind, f"{group}.")
+    return found
+
+
+def _options_of(kind: str, prefix: str) -> Iterator[Option]:
+    """The parameters of a class, those of the dataclasses among them in their place."""
+    module, _, name = kind.partition(":")
+    made = next(node for node in _parse(module).body if isinstance(node, ast.ClassDef) and node.name == name)
+    documented = docstring_parser.parse(ast.get_docstring(made) or "").params
+    helps = {parameter.arg_name: " ".join((parameter.description or "").split()) for parameter in documented}
+    init = next((node for node in made.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
+    if init is None:
+        declared = [node for node in made.body if isinstance(node, ast.AnnAssign)]
+        fields = [(node.target.id, node.annotation, node.value) for node in declared]
+    else:
+        arguments = init.args.args[1:]
+        defaults = [None] * (len(arguments) - len(init.args.defaults)) + init.args.defaults
+        fields = [(one.arg, one.annotation, value) for one, value in zip(arguments, defaults, strict=True)]
+    for field, annotation, value in fields:
+        inside = _dataclass(module, annotation)
+        if inside:
+            yield from _options_of(inside, f"{prefix}{field}.")
+        else:
+            yield Option(prefix + field, _kind(module, annotation), _default(value), helps.get(field, ""))
+
+
+@cache
+def _parse(module: str) -> ast.Module:
+    return ast.parse((PACKAGE.parent / Path(*module.split("."))).with_suffix(".py").read_text(encoding="utf-8"))
+
+
+def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
+    """The module and the statement that define a name which a module uses; no statement for a name of others."""
+    for node in _parse(module).body:
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            return _definition(node.module, name) if node.module.startswith("lm.") else (module, None)
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
+            return module, node
+    return module, None
+
+
+def _dataclass(module: str, annotation: ast.expr) -> str | None:
+    """The dataclass in an annotation, as `module:name`."""
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Name):
+            place, found = _definition(module, node.id)
+            if isinstance(found, ast.ClassDef) and any("dataclass" in ast.unparse(one) for one in found.decorator_list):
+                return f"{place}:{node.id}"
+    return None
+
+
+def _kind(module: str, annotation: ast.expr) -> str:
+    """A type as a word: `count`, `auto|ddp`, `list of str`."""
+    if isinstance(annotation, ast.Name):
+        place, found = _definition(module, annotation.id)
+        return _kind(place, found.value) if isinstance(found, ast.Assign) else annotation.id.lower()
+    if isinstance(annotation, ast.BinOp):
+        kinds = (_kind(module, annotation.left), _kind(module, annotation.right))
+        return "|".join(kind for kind in kinds if kind != "None")
+    if isinstance(annotation, ast.Subscript):
+        inside = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        if ast.unparse(annotation.value) == "Literal":
+            return "|".join(str(ast.literal_eval(value)) for value in inside)
+        return f"{ast.unparse(annotation.value)} of {', '.join(_kind(module, one) for one in inside)}"
+    return ast.unparse(annotation)
+
+
+def _default(value: ast.expr | None) -> str | None:
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "Count":
+        value = value.args[0]
+    if isinstance(value, ast.Constant) and value.value not in (None, False, ""):
+        return str(value.value)
+    return ast.unparse(value) if isinstance(value, ast.BinOp | ast.Tuple) else None
+
+
+# ---- help ------------------------------------------------------------------------------------------------------------
+
+
+def print_options(command: str, what: str, chosen: str | None) -> None:
+    """Print the help of a command that takes a training's options.
+
+    Args:
+        command: such as `fit`.
+        what: it does, in a line.
+        chosen: `all`, or the beginning of the names to show; the frequent ones if not given.
+    """
+    width = min(110, shutil.get_terminal_size().columns)
+    frequent = FREQUENT_WITHOUT_FIT if command in ("validate", "test", "predict") else FREQUENT
+    print(f"lm {command}: {what}\n\nusage: lm {command} --config FILE [--OPTION VALUE ...]\n")
+    group = ""
+    for option in training_options(command):
+        own = option.name.partition(".")[0] not in GROUPS
+        if chosen is None and not own and option.name not in frequent:
+            continue
+        if chosen not in (None, "all") and not f"{option.name}.".startswith(chosen):
+            continue
+        if not own and option.name.partition(".")[0] != group:
+            group = option.name.partition(".")[0]
+            print(f"\n{group}:")
+        _print_option(option, width, short=chosen is None)
+    if chosen is None:
+        print(f"\nAll options: lm {command} --help all; those of a group: lm {command} --help data")
+        print("In the YAML an option has the same name, with a level for each dot.")
+
+
+def _print_option(option: Option, width: int, short: bool) -> None:
+    """Print an option: with the first sentence of its help beside it, or with all that is known of it below."""
+    default = "" if option.default is None else f" [{option.default}]"
+    if not short:
+        print(f"  --{option.name}{'' if option.kind == 'bool' else f' {option.kind}'}{default}")
+        print(textwrap.fill(option.help, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        return
+    sentence = option.help.partition(". ")[0].partition("; ")[0].removesuffix(".")
+    left, *others = textwrap.wrap(sentence[:1].upper() + sentence[1:] + default, max(20, width - COLUMN))
+    name = f"  --{option.name}"
+    print(f"{name:<{COLUMN}}{left}" if len(name) < COLUMN - 1 else f"{name}\n{'':{COLUMN}}{left}")
+    for line in others:
+        print(f"{'':{COLUMN}}{line}")
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_unknown_options(command: str, arguments: list[str]) -> None:
+    """Refuse names that no option has, in a command line and in the configs that it names.
+
+    Raises:
+        RequestError: a name is unknown, or a config is not there or is damaged.
+    """
+    if arguments and not arguments[0].startswith("-"):
+        raise RequestError(f"{arguments[0]!r} is no option; did you mean `lm {command} --config {arguments[0]}`?")
+    leaves = {option.name for option in (*training_options(command), *FIT)}  # a config may carry those of a fit
+    files = [value for name, value in zip(arguments, arguments[1:]) if name in ("-c", "--config")]
+    files += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
+    if command == "fit" and not files and not any(one.startswith(("--data.", "--print_config")) for one in arguments):
+        raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
+    for file in files:
+        path = find_config(file)
+        _refuse_keys(read_config(path), leaves, "", f"config {path}: ")
+    for argument in arguments:
+        name = argument.removeprefix("--").partition("=")[0].removesuffix("+")
+        if argument.startswith("--") and name not in PARSERS_OWN:
+            _refuse_unknown(name, leaves, "")
+
+
+def _refuse_keys(document: dict[str, Any], leaves: set[str], place: str, where: str) -> None:
+    for key, value in document.items():
+        name = f"{place}{key}"
+        _refuse_unknown(name, leaves, where)
+        if isinstance(value, dict) and name not in leaves:
+            _refuse_keys(value, leaves, f"{name}.", where)
+
+
+def _refuse_unknown(name: str, leaves: set[str], where: str) -> None:
+    """Refuse what is no option, no group of options, and nothing within an option's value or a class by path."""
+    groups = {".".join(leaf.split(".")[:count]) for leaf in leaves for count in range(1, leaf.count(".") + 1)}
+    parts = name.split(".")
+    within = any(".".join(parts[:count]) in leaves for count in range(1, len(parts) + 1))
+    if not (within or name in groups or CLASS_KEYS & set(parts)):
+        raise RequestError(where + unknown_option(name, sorted(leaves | groups), OTHER_NAMES))
+
+
+# ---- configs ---------------------------------------------------------------------------------------------------------
+
+
+def find_config(name: str) -> Path:
+    """A config as typed, else under `configs/`.
+
+    Raises:
+        RequestError: it is in neither.
+    """
+    for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
+        if path.is_file():
+            return path
+    have = ", ".join(sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})) or "none"
+    raise RequestError(f"no config {name!r} here or in configs/; configs/ has: {have}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The document of a config.
+
+    Raises:
+        RequestError: it is damaged, or has something else where a group of options belongs.
+    """
+    try:
+        document = parse_yaml(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"config {path} cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise RequestError(f"config {path} holds {shown(document)} where options such as `trainer:` belong")
+    for name in GROUPS:
+        if not isinstance(document.get(name, {}), dict):
+            raise RequestError(f"config {path}: {name} is a group of options and not {shown(document[name])}")
+    return document

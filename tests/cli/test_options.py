@@ -1,0 +1,95 @@
+"""Help and the refusal of unknown names come from the source, and know the options that the parser knows."""
+
+import pytest
+from processor_time import run_python
+from trainings import write_config
+
+from lm.cli import options
+from lm.cli.main import TRAINING, main
+from lm.cli.plan import plan_parser
+from lm.errors import RequestError
+from lm.system.arguments import known_names
+
+WITHOUT_TORCH = "import sys; from lm.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+
+
+def test_the_source_has_the_options_of_the_parser():
+    """Every option, and nothing else but the groups."""
+    read = {option.name for option in options.training_options("plan")}
+    known = {name.removesuffix("+") for name in known_names(plan_parser())}
+    assert all(name.startswith("data.prepare.") for name in read - known)  # the parser reads this group as one value
+    for name in known - read - options.PARSERS_OWN:
+        options.refuse_unknown_options("plan", [f"--{name}"])  # a group, or the help of one
+
+
+def test_what_is_shown_first_exists():
+    names = {option.name for option in options.training_options("fit")}
+    assert set(options.FREQUENT) | set(options.FREQUENT_WITHOUT_FIT) <= names
+    assert all(option.help for option in options.training_options("fit"))
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_help_is_two_screens_and_has_everything_on_demand(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command.split(), "--help"]) == 0
+    short = capsys.readouterr().out.splitlines()
+    assert len(short) <= 100 and max(map(len, short)) <= 100
+    assert any("--config" in line for line in short)
+    assert main([*command.split(), "--help", "all"]) == 0
+    everything = capsys.readouterr().out
+    assert all(f"--{option.name}" in everything for option in options.training_options(command))
+    assert main([*command.split(), "--help", "guards.budget"]) == 0
+    part = capsys.readouterr().out
+    assert "--guards.budget.cap_usd" in part and "--data.path" not in part
+
+
+def test_own_options_of_a_command_come_first(capsys):
+    main(["plan", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.index("--strict") < shown.index("--trainer.max_steps")
+
+
+def test_help_and_a_wrong_name_need_no_torch(tmp_path):
+    """Importing Lightning takes seconds, and a typo should not."""
+    write_config(tmp_path, **{"trainer.max_step": 5})
+    for arguments in (["fit", "--help"], ["fit", "--config", str(tmp_path / "small.yaml")]):
+        code = WITHOUT_TORCH.replace("sys.argv[1:]", repr(arguments))
+        assert run_python(code)[1] < 2  # usually 0.2 seconds
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--trainer.max_step", "5"], "there is no option 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
+    (["--trainer.max_epochs=5"], "there is no option 'trainer.max_epochs': give trainer.max_steps or trainer.max_"),
+    (["--modle.optimizer.lr", "1"], "did you mean 'model.optimizer.lr'?"),
+    (["--modes", "all"], "there is no option 'modes'"),
+    (["--config", "smal.yaml"], "no config 'smal.yaml' here or in configs/"),
+])  # fmt: skip
+def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
+    write_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError) as caught:
+        options.refuse_unknown_options("fit", ["--config", "small.yaml", *arguments])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key, message", [
+    ("trainer.max_step", "config small.yaml: there is no option 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
+    ("data.prepare.tokeniser", "did you mean 'data.prepare.tokenizer'?"),
+    ("trianer.max_steps", "there is no option 'trianer'; did you mean 'trainer'?"),
+])  # fmt: skip
+def test_wrong_keys_are_refused_with_their_file(key, message, tmp_path, monkeypatch):
+    write_config(tmp_path, **{key: 1})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError) as caught:
+        options.refuse_unknown_options("fit", ["-c", "small.yaml"])
+    assert message in str(caught.value)
+
+
+def test_what_the_parser_takes_is_let_through(tmp_path, monkeypatch):
+    """Lists that are appended to, values with keys of their own, classes by path, and another command's keys."""
+    write_config(tmp_path, **{"guards.alerts": {"loss > 10": "stop"}, "run": "a"})
+    monkeypatch.chdir(tmp_path)
+    given = ["--config=small.yaml", "--trainer.callbacks+=recorder.Recorder", "--trainer.callbacks.init_args.x=1",
+             "--guards.alerts", '{"lr > 1": "warn"}', "--print_config"]  # fmt: skip
+    options.refuse_unknown_options("fit", given)
+    options.refuse_unknown_options("plan", ["-c", "small.yaml", "--strict"])
