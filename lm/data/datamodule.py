@@ -1,6 +1,6 @@
-"""The LightningDataModule: where the data is, how big a batch is, and where in the stream training stands.
+"""The LightningDataModule: where the data is, how large a batch is, and which sample is trained on next.
 
-The stop after `data/loader` on a batch's way; `module.training_step` is next. It knows nothing of the model.
+The stop after `data/loader` on a batch's way; `training/module` is next. It knows nothing of the model.
 """
 
 import logging
@@ -25,12 +25,11 @@ from lm.errors import RequestError
 from lm.system.files import parse_json
 from lm.system.units import Count
 
-# ---- texts -----------------------------------------------------------------------------------------------------------
-# Texts as masked batches, for `lm predict`.
+log = logging.getLogger(__name__)
 
 
 class Texts:
-    """Cuts every document into windows and fills them up into batches.
+    """Masked batches of documents, for `lm predict`: every document is cut into windows.
 
     A document begins with the end-of-text token as its first context, as it does in training, and every one of its
     tokens is predicted once.
@@ -73,11 +72,6 @@ class Texts:
         return Batch(torch.from_numpy(tokens), cursor=None, mask=torch.from_numpy(mask))
 
 
-# ---- datamodule ------------------------------------------------------------------------------------------------------
-
-log = logging.getLogger(__name__)
-
-
 class DataModule(LightningDataModule):
     """Streams pre-tokenized Parquet shards.
 
@@ -97,7 +91,7 @@ class DataModule(LightningDataModule):
         timeout: Seconds to wait for data before the run ends because a file system does not answer. Reads of remote
             shards that fail are retried for half of it.
         on_bad_shard: What a fit does when it meets a block of tokens that is damaged: `raise` ends it; `skip` leaves
-            out its samples, counts them in `data/skipped_samples` and goes on; all other samples stay where they are.
+            out its samples and counts them in `data/skipped_samples`; all other samples stay where they are.
         cache_dir: Folder for blocks of remote shards.
         cache_bytes: Most that the folder may hold.
         texts: For `lm predict`: text files, JSONL or Parquet.
@@ -150,9 +144,7 @@ class DataModule(LightningDataModule):
         self.tokenizer: Tokenizer | None = None
         self.token_bytes: torch.Tensor | None = None  # (V,) UTF-8 bytes of each token
         self.shards: dict[str, Shards] = {}
-        self.predicted: deque[tuple[str, int]] = deque()  # document and first token of the rows `lm predict` is at
-
-    # ---- opening ------------------------------------------------------------------------------------------------
+        self.predicted: deque[tuple[str, int]] = deque()  # document and first token of rows that were predicted
 
     def prepare_data(self) -> None:
         """Make `path` when it is not there; on one rank of a node, before `setup`."""
@@ -164,33 +156,28 @@ class DataModule(LightningDataModule):
         if self.prepare_options is None:
             raise RequestError(
                 f"data.path {self.path} holds no manifest.json: make it with `lm data prepare --output {self.path}`, "
-                "or say under data.prepare what to make it from"
+                "or give data.prepare.input to make it from"
             )
         log.info("preparing %s from %s", self.path, ", ".join(self.prepare_options.input))
         self.prepare_options.output = str(self.path)
         prepare(self.prepare_options)
 
     def _refuse_other_preparation(self) -> None:
-        """Of a folder that is there, the options must be those of the config; the texts may be gone by now."""
+        """A folder that exists must have been made with the config's options; its texts may be gone by now."""
         if self.prepare_options is None:
             return
         file = self.path / "manifest.json"
         try:
-            manifest = parse_json(file.read_bytes())
-        except (OSError, ValueError) as error:
+            made = dict(parse_json(file.read_bytes()).get("options", {}))
+        except (OSError, AttributeError, TypeError, ValueError) as error:
             raise RequestError(f"{file} is damaged ({error}); run `lm data prepare` again") from error
-        made = manifest.get("options", {}) if isinstance(manifest, dict) else {}
-        if not isinstance(made, dict):
-            raise RequestError(f"{file} is damaged: its options are no object; run `lm data prepare` again")
-        wanted = vars(self.prepare_options)
-        names = ["val_fraction", "text_key"]
-        if wanted["tokenizer"] in ("bpe", "char"):
-            names += ["tokenizer", "vocab_size"] if wanted["tokenizer"] == "bpe" else ["tokenizer"]
-        for name in names:
-            if name in made and made[name] != wanted[name]:
+        learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(self.prepare_options.tokenizer, [])
+        for name in ["val_fraction", "text_key", *learned]:
+            wanted = getattr(self.prepare_options, name)
+            if name in made and made[name] != wanted:
                 raise RequestError(
-                    f"{self.path} was made with {name} {made[name]}, and data.prepare.{name} is {wanted[name]}: "
-                    "choose another data.path, or remove the folder to have it made anew"
+                    f"{self.path} was made with {name} {made[name]}, and data.prepare.{name} is {wanted}: "
+                    "choose another data.path, or remove the folder and it is made again"
                 )
 
     def setup(self, stage: str) -> None:
@@ -227,16 +214,14 @@ class DataModule(LightningDataModule):
         """Name, size in bytes and tokens of every shard by split: what must not change before a resume."""
         return {split: [list(entry) for entry in shards.fingerprint()] for split, shards in self.shards.items()}
 
-    # ---- loading ------------------------------------------------------------------------------------------------
-
     def order(self) -> Order:
         """Which window each sample of the training stream is."""
         train = self.shards["train"]
         lanes = lanes_for(train.largest.tokens, self.shuffle_buffer)
         return Order(train.windows(self.seq_len), self.seed, lanes=lanes)
 
-    def train_dataloader(self) -> Any:
-        """This rank's share of one optimizer step after another, without end, from the first sample not trained on."""
+    def train_dataloader(self) -> Stream:
+        """This rank's part of one optimizer step after another, without end, from the first sample not trained on."""
         return Stream(
             self.shards["train"], self.order(), seq_len=self.seq_len, start=self.consumed,
             global_batch=self.global_batch, rank=self.trainer.global_rank, world=self.trainer.world_size,
@@ -275,5 +260,5 @@ class DataModule(LightningDataModule):
         )
 
     def _reading(self) -> Reading:
-        """A damaged block is skipped in a fit alone: there are metrics, log and alerts that tell of it."""
+        """Damaged blocks are skipped in a fit alone, whose metrics, log and alerts show them."""
         return Reading(self.timeout, self.on_bad_shard if self.trainer.fitting else "raise")

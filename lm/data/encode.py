@@ -258,7 +258,8 @@ def write_shard(path: Path, slices: Sequence[Slice], folder: Path) -> dict[str, 
             writer.write(np.fromfile(folder / file, dtype, count, offset=before), np.diff(edges[first : last + 1]))
             first = last
     size = writer.close()
-    return {"file": f"{path.parent.name}/{path.name}", "size": size, "row_groups": writer.row_groups, "digest": writer.digest}
+    name = f"{path.parent.name}/{path.name}"
+    return {"file": name, "size": size, "row_groups": writer.row_groups, "digest": writer.digest}
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

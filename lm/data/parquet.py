@@ -46,7 +46,7 @@ def read_footer(handle: pa.NativeFile) -> bytes:
 
 
 def footer_digest(footer: bytes) -> str:
-    """A digest that tells one content of a shard from another, in 32 hex digits.
+    """A digest that differs where the content of a shard does, in 32 hex digits.
 
     A footer holds place, size, smallest and largest id of every row group, and in our shards a digest of all tokens.
     """

@@ -53,10 +53,10 @@ class PrepareOptions:
         output: Folder to make: train/ val/ tokenizer.json manifest.json.
         tokenizer: A tokenizer.json or its folder; "bpe" or "char" learns one from the training documents.
         vocab_size: Tokens of a "bpe"; other tokenizers have their own.
-        val_fraction: Share of the documents for validation, picked by a hash of their text; 0 for none.
+        val_fraction: Fraction of the documents for validation, chosen by a hash of their text; 0 for none.
         workers: Processes, one a core if not given. The result is the same for any number.
         text_key: Key or column of the text in JSON lines and Parquet.
-        eos_token: Token that ends a document, where the tokenizer's own files do not tell.
+        eos_token: Token that ends a document, where the tokenizer's own files do not say.
         shard_tokens: Tokens of a shard, about.
         sample_bytes: Most text that a "bpe" or "char" is learned from.
     """
@@ -81,7 +81,7 @@ class PrepareOptions:
         if Path(self.output).is_file():
             raise RequestError(f"--output {self.output} is a file; give a folder")
         if not 0 <= self.val_fraction < 1:
-            raise RequestError(f"--val_fraction {self.val_fraction} is not a share: from 0 to less than 1")
+            raise RequestError(f"--val_fraction {self.val_fraction} must be at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:
             raise RequestError(f"--workers {self.workers}: at least 1")
         if self.eos_token is not None and self.tokenizer in LEARNED:
@@ -108,7 +108,7 @@ class Split:
 
 
 def prepare(options: PrepareOptions) -> dict[str, Any]:
-    """Make shards, or go on making them; a folder that is finished and fits the options is left as it is.
+    """Make shards, or continue making them; a finished folder that fits the options is left as it is.
 
     Returns:
         The content of `manifest.json`.
@@ -116,7 +116,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     Raises:
         RequestError: an option or input is wrong, or the folder was made with other ones; says what differs.
         RunError: a file cannot be read; names the file and line or row.
-        Interrupted: stopped by Ctrl-C; the same command goes on.
+        Interrupted: stopped by Ctrl-C; the same command continues.
     """
     options.check()
     output, parts = Path(options.output), Path(options.output) / ".parts"
@@ -134,7 +134,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     try:
         manifest = _make(options, output, parts, files, given) | plan
     except KeyboardInterrupt as error:
-        raise Interrupted("stopped; the same command goes on from here") from error
+        raise Interrupted("stopped; the same command continues from here") from error
     write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     shutil.rmtree(parts)
     return manifest
@@ -150,7 +150,7 @@ def _make(
     recipe = Recipe(parts, known, options.text_key, options.val_fraction, options.shard_tokens)
     left = [unit for unit in units if not record_path(unit, recipe).exists()]
     if len(left) < len(units):
-        log.info("going on: %d of %d units are done", len(units) - len(left), len(units))
+        log.info("continuing: %d of %d units are done", len(units) - len(left), len(units))
     tasks = [(unit, recipe) for unit in left]
     run_tasks(encode_unit, tasks, [unit.text_bytes for unit in left], "encoding", options.workers)
     records = [json.loads(record_path(unit, recipe).read_text()) for unit in units]
@@ -264,9 +264,9 @@ def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], given: T
 def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -> Iterator[str]:
     """Training documents, of much text the beginnings of units; all documents where none is for training."""
     limit, nothing = options.sample_bytes, True
-    share = limit if sum(unit.text_bytes for unit in units) <= limit else max(limit // len(units), 2**20)
+    per_unit = limit if sum(unit.text_bytes for unit in units) <= limit else max(limit // len(units), 2**20)
     for unit in sorted(units, key=_scattered):
-        left, wanted = min(limit, share), None
+        left, wanted = min(limit, per_unit), None
         for piece in unit_pieces(unit, options.text_key, None):
             if wanted is None:  # a document begins
                 wanted = not training or split_hash(piece.content) >= options.val_fraction
@@ -314,7 +314,7 @@ def divide(records: list[dict[str, Any]], val_fraction: float, tokenizer: Tokeni
 
     Args:
         records: of all units, in order.
-        val_fraction: share of the documents for validation; 0 for one split only.
+        val_fraction: fraction of the documents for validation; 0 for one split only.
         tokenizer: that the parts were encoded with.
         folder: of the parts.
 

@@ -1,26 +1,21 @@
-"""The rarest tokens of a text, and samples drawn from them: what a drill puts in the place of a step's samples."""
+"""The rarest tokens of a text, and samples drawn from them, for the drill of a loss spike."""
 
 import numpy as np
 
 from lm.data.shards import Shards
 
-RARE_FRACTION = 0.01  # of the text, what the rarest tokens make up together
+RARE_FRACTION = 0.01  # of the text, that the rarest tokens make up together
 COUNTED = 4 * 2**20  # tokens of the text that are counted
 
 
 def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
     """The bottom 1 % of the unigram distribution of a text.
 
-    Counted are the first 4 Mi tokens of the shards, in the order in which they lie. The tokens that occur are put in
-    order of their counts, those of equal counts in order of their ids, and taken from the rarest on for as long as
-    all that are taken make up at most 1 % of what was counted; the rarest one always is.
-
-    Args:
-        shards: the text.
-        vocab_size: ids are below it.
+    The first 4 Mi tokens of the shards are counted. Tokens that occur are sorted by count, then by id, and taken from
+    the rarest on as long as they make up at most 1 % of the count together; the rarest is always taken.
 
     Returns:
-        Their ids, the rarest first; at least one.
+        Their ids, the rarest first.
     """
     counts, left = np.zeros(vocab_size, dtype=np.int64), COUNTED
     for index in range(len(shards.blocks)):

@@ -1,6 +1,6 @@
-"""Which window is sample `i`: a pure function of the seed, so any run can start, stop and divide anywhere.
+"""Which window is sample `i`: a pure function of the seed, so a run can be stopped, resumed and divided anywhere.
 
-Second stop of a batch (`data/shards -> data/order -> data/batch`); `data/loader` asks it and reads what it answers.
+The second stop of a batch, between `data/shards` and `data/loader`, which reads the windows.
 
 The samples of an epoch are the windows of all blocks, each once. The blocks are shuffled and laid end to end, that
 line is cut into equal *lanes*, and the lanes take turns; the windows inside a block are shuffled too:
@@ -19,18 +19,17 @@ from functools import lru_cache
 import numpy as np
 
 MAX_LANES = 64
-BLOCKS_AHEAD = 4  # room in the shuffle buffer for blocks that are decoded before their first window is due
+BLOCKS_AHEAD = 4  # blocks in the shuffle buffer beside one a lane: they are decoded before their first window is needed
+GOLDEN = 0x9E3779B97F4A7C15  # of SplitMix64
+U64 = (1 << 64) - 1
 
 
 def lanes_for(largest_block: int, shuffle_buffer: int) -> int:
-    """How many lanes a shuffle buffer carries: the largest power of two <= 64 that fits.
+    """How many lanes fit a shuffle buffer: a power of two from 1 to 64 (`Stream` checks that one block fits at all).
 
     Args:
         largest_block: tokens of the largest block.
         shuffle_buffer: tokens that may be held in memory.
-
-    Returns:
-        The lanes, at least 1 (that one block fits at all is checked by `Stream`).
     """
     fitting = shuffle_buffer // max(1, largest_block) - BLOCKS_AHEAD
     return 1 << (min(MAX_LANES, max(1, fitting)).bit_length() - 1)
@@ -45,7 +44,7 @@ class Order:
             windows_per_block: (blocks,) how many windows each block has; 0 is fine.
             seed: any integer; another seed is another order.
             lanes: blocks that are drawn from in turn, see the module's docstring; they are part of the order.
-            shuffle: False gives the windows as they lie, every epoch.
+            shuffle: False gives the windows as they are stored, every epoch.
 
         Raises:
             ValueError: there is no window at all, or the lanes are not a power of two.
@@ -56,12 +55,12 @@ class Order:
             raise ValueError(f"an order needs at least one window and 2**n lanes, got {self.total} and {lanes}")
         self.seed, self.shuffle = seed, shuffle
         self.lanes = lanes if shuffle else 1
-        self._lane = _bit_reversed(self.lanes)  # whose turn it is
+        self._lane = _bit_reversed(self.lanes)  # the lane of each turn
         full, longer = divmod(self.total, self.lanes)
         sizes = np.full(self.lanes, full)
-        sizes[self._lane[:longer]] += 1  # the last round is not a whole one
+        sizes[self._lane[:longer]] += 1  # the last round of turns is not complete
         self._lane_starts = np.cumsum(sizes) - sizes
-        self._recent = (-1, None, None)  # the epoch that was asked for last, its blocks and their starts
+        self._recent = (-1, None, None)  # the epoch used last, its blocks and their starts
 
     def locate(self, samples) -> tuple[np.ndarray, np.ndarray]:
         """Find samples.
@@ -100,7 +99,7 @@ class Order:
             if self.shuffle:
                 sequence = permutation(len(self.windows), self.seed, epoch, 0).astype(np.int64)
             starts = np.cumsum(self.windows[sequence]) - self.windows[sequence]
-            self._recent = (epoch, sequence, starts)  # one assignment: safe to share between threads
+            self._recent = (epoch, sequence, starts)  # one assignment: safe between threads
         return sequence, starts
 
 
@@ -110,10 +109,7 @@ def _bit_reversed(lanes: int) -> np.ndarray:
 
 
 # Training runs are resumed under other versions of numpy, and numpy promises the streams of its bit generators only,
-# not those of Generator.permutation and its like (NEP 19). So the keys come from SplitMix64, which is six lines, and
-# a stable sort turns them into a permutation.
-_GOLDEN = 0x9E3779B97F4A7C15
-_U64 = (1 << 64) - 1
+# not those of Generator.permutation (NEP 19). So the keys come from SplitMix64, and a stable sort makes a permutation.
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:
@@ -125,8 +121,8 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 
 def random_keys(size: int, state: int) -> np.ndarray:
     """The first `size` outputs of SplitMix64 that was seeded with `state`: (size,) uint64."""
-    steps = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    return _mix(steps + np.uint64(state & _U64))
+    steps = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    return _mix(steps + np.uint64(state & U64))
 
 
 @lru_cache(maxsize=512)
@@ -134,7 +130,7 @@ def permutation(size: int, *key: int) -> np.ndarray:
     """A permutation of range(size) that depends on `size` and `key` alone: (size,) uint32, read-only."""
     state = 0
     for part in key:
-        state = int(random_keys(1, state ^ (part & _U64))[0])
+        state = int(random_keys(1, state ^ (part & U64))[0])
     shuffled = np.argsort(random_keys(size, state), kind="stable").astype(np.uint32)
     shuffled.setflags(write=False)
     return shuffled

@@ -1,6 +1,8 @@
 """Text to be tokenized: which files an input means, and the documents in them.
 
-The first step of `lm data prepare`: plain text, JSON lines, Parquet, and the flat token ids of nanoGPT.
+The first step of `lm data prepare`; `data/encode` encodes what is read here. Plain text, JSON lines, Parquet, and the
+flat token ids of nanoGPT. A document of any length streams through: it comes in pieces of at most PIECE characters, cut
+at line ends.
 """
 
 import codecs
@@ -24,11 +26,6 @@ from lm.data.remote import first_line, is_remote, list_files, open_file, open_fi
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-# Which text files an input means, of what kind they are, and how to open them.
-#
-# The first step of `lm data prepare`: `data/text_files` reads documents from what is found here.
-
 log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded:"
@@ -40,7 +37,12 @@ TEXT_SUFFIXES = set(
     ".pl .lua .r .jl .hs .ml .mli .clj .ex .exs .erl .swift .f90 .f .asm .s .sh .bash .zsh .sql .vim .el .lisp .scm "
     ".proto .cmake .tf .zig .nim .dart .v .sv .vhd".split()
 )
-DENSITY = 4  # bytes of text to a byte of a compressed file, about
+DENSITY = 4  # bytes of text in a byte of a compressed file, about
+PIECE = 8 * 2**20  # characters of a text, or ids, that are held at once
+PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,10 @@ class TextFile:
     """One file of an input.
 
     Args:
-        name: what messages and manifests call it: the path or URL.
+        name: its path or URL.
         kind: "text" (one document), "jsonl", "parquet" or "flat" (token ids as nanoGPT keeps them).
         compression: "gzip", "zstd" or None.
-        size: bytes, as it lies there.
+        size: bytes, as it is stored.
         modified: when it last changed, ns; None where the file system does not say.
     """
 
@@ -68,7 +70,7 @@ class TextFile:
 
     @property
     def divisible(self) -> bool:
-        """Whether parts of it can be read without what is before them."""
+        """Whether a part of it can be read without the parts before."""
         return self.kind == "parquet" or (self.kind == "jsonl" and not self.compression)
 
     def open(self) -> pa.NativeFile:
@@ -87,8 +89,8 @@ def find_files(inputs: Sequence[str]) -> list[TextFile]:
     """Find all files of several inputs.
 
     Args:
-        inputs: files, folders, globs (`data/**/*.md`), URLs of any of them, or `embedded:sotu`. What has a name is
-            read as text whatever its suffix; of a folder only the kinds that are known, and no hidden files.
+        inputs: files, folders, globs (`data/**/*.md`), URLs of any of them, or `embedded:sotu`. A file that is named
+            is read as text whatever its suffix; of a folder, known suffixes only and no hidden files.
 
     Returns:
         The files by name, each once.
@@ -140,27 +142,18 @@ def _split_suffixes(path: str) -> tuple[str, str]:
 
 
 def _is_known(path: str) -> bool:
-    """Whether a file of a folder is taken; flat ids are not, they often lie beside the text that they were made of."""
+    """Whether a file of a folder is read; flat ids are not, since they often stand beside their text."""
     suffix = _split_suffixes(path)[0]
     return suffix in TEXT_SUFFIXES or KINDS.get(suffix, "flat") != "flat"
 
 
 def _text_file(name: str, info: pafs.FileInfo) -> TextFile:
     suffix, packed = _split_suffixes(info.path)
-    embedded = name.startswith(EMBEDDED)  # when it was installed does not matter
-    modified = None if embedded else info.mtime_ns
+    modified = None if name.startswith(EMBEDDED) else info.mtime_ns  # when it was installed does not matter
     return TextFile(name, KINDS.get(suffix, "text"), COMPRESSIONS.get(packed), info.size, modified)
 
 
-# ---- sources ---------------------------------------------------------------------------------------------------------
-# Documents from text files: plain text, JSON lines, Parquet, and the flat ids of nanoGPT.
-#
-# The second step of `lm data prepare`: `data/text_files` finds the files, `data/encode` encodes what this module reads.
-# A document of any length streams through: it comes in pieces of at most PIECE characters, cut at line ends.
-
-PIECE = 8 * 2**20  # characters of a text, or ids, that are held at once
-PARQUET_ROWS = 256  # decoded at once; a page of a few million characters for usual documents
-SURROGATE = re.compile("[\ud800-\udfff]")
+# ---- documents -------------------------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -228,7 +221,7 @@ def read_pieces(
 
 
 def _cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Join chunks to pieces that end with a line, and tell the last."""
+    """Join chunks to pieces that end with a line; the last one is marked."""
     held = ""
     for chunk in chunks:
         held += chunk

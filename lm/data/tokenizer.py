@@ -1,7 +1,14 @@
-"""Tokenizers: text to token ids and back, how many bytes a token stands for, and the files other tools load.
+"""Tokenizers: text to token ids and back, and a fast encoder for much text.
 
-Before a batch's way begins: `data/prepare` makes shards with one, `data/shards` checks that they fit it. The format is
-Hugging Face's `tokenizer.json`, so that any such file serves; `data/tokenizer` is the faster way to encode much text.
+`data/prepare` makes shards with one, and `data/shards` checks that shards fit it. The format is Hugging Face's
+`tokenizer.json`, so that any such file works.
+
+`Encoder` gives the ids of `tokenizers` several times faster. A byte-level BPE cuts a text into words by a regular
+expression and then treats each word alone, so a word needs to be tokenized only once: the words are found by Python's
+`re`, and their ids kept in a table. Python does not know Unicode's categories as `tokenizers` does. So the categories
+are taken from `tokenizers` when an encoder is made, and both are compared on all short texts over characters of every
+kind and on many longer ones. A tokenizer of characters is one table from code points to ids. Every other text goes
+through `tokenizers`.
 """
 
 import hashlib
@@ -21,13 +28,11 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from lm.errors import RequestError
 from lm.system.files import parse_json
 
-# ---- tokenizer -------------------------------------------------------------------------------------------------------
-
 Begin = Literal["nothing", "eos"]  # what a text begins with; documents follow the token that ended the one before
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
 
-# How other people's tokenizers call the end of a document, the most telling first.
+# Names of the token that ends a document in other people's tokenizers, the clearest first.
 END_NAMES = (
     END_OF_TEXT, "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>",
     "<|im_end|>",
@@ -37,6 +42,16 @@ END_NAMES = (
 WORDS = (
     r"(?i:'[sdmt]|'ll|'ve|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+KEPT_WORDS = 500_000  # some hundred bytes each; a text in all languages has more
+LONGEST_KEPT = 64  # characters
+GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# One or more of every kind that a pattern can tell apart: letters of contractions, a letter that folds to one of them,
+# digits, blanks, line ends, signs, a combining mark.
+KINDS = "sLé\u017f\u4e001\u0663\u00b2 \t\n\r\u0085\u3000'._\u0301"
+BLANK = r"\s"
+BEYOND = re.compile("[\U00010000-\U0010ffff]")  # their categories would make the expression slow; such texts are rare
 
 
 class Tokenizer:
@@ -75,7 +90,7 @@ class Tokenizer:
 
         Args:
             path: a `tokenizer.json`, or a folder with one.
-            eos_token: the token that ends a document, where the files do not tell.
+            eos_token: the token that ends a document, where the files do not say.
 
         Raises:
             RequestError: there is none, it cannot be read, or no token is known to end a document.
@@ -94,11 +109,11 @@ class Tokenizer:
     def _end(self, wanted: str | None, name: str) -> str:
         if wanted is not None and wanted not in self.vocabulary:
             raise RequestError(f"{name} has no token {wanted!r} to end a document with")
-        told = _content(self.config.get("eos_token"))
-        for token in (wanted, told, *END_NAMES):
+        configured = _content(self.config.get("eos_token"))
+        for token in (wanted, configured, *END_NAMES):
             if token in self.vocabulary:
                 return token
-        raise RequestError(f"{name} does not tell which token ends a document; say it with --eos_token")
+        raise RequestError(f"{name} does not say which token ends a document; give it with --eos_token")
 
     @cached_property
     def vocab_size(self) -> int:
@@ -231,24 +246,6 @@ def _first_line(error: BaseException) -> str:
 
 
 # ---- encoder ---------------------------------------------------------------------------------------------------------
-# Much text to token ids, several times faster than `tokenizers` and with the same ids.
-#
-# Where `data/prepare` spends its time. A byte-level BPE cuts a text into words by a regular expression and then treats
-# each word alone, so a word needs to be tokenized only once: the words are found by Python's `re`, and their ids kept
-# in a table. Python does not know Unicode's categories as `tokenizers` does, so the categories are asked of
-# `tokenizers` when an encoder is made, and both are compared on all short texts over signs of every kind and on many
-# longer ones. A tokenizer of characters is one table from code points to ids. Whatever is not surely equal goes through
-# `tokenizers`.
-
-KEPT_WORDS = 500_000  # some hundred bytes each; a text in all languages has more
-LONGEST_KEPT = 64  # characters
-GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-# One or more of every kind that a pattern can tell apart: letters of contractions, a letter that folds to one of them,
-# digits, blanks, line ends, signs, a combining mark.
-KINDS = "sLé\u017f\u4e001\u0663\u00b2 \t\n\r\u0085\u3000'._\u0301"
-BLANK = r"\s"
-BEYOND = re.compile("[\U00010000-\U0010ffff]")  # their categories would make the expression slow; such texts are rare
 
 
 def id_type(vocab_size: int) -> np.dtype:

@@ -1,6 +1,7 @@
-"""Tokens a second of the data path, beside a memory map in nanoGPT's manner: `python tests/benchmarks/bench_loader.py`.
+"""Tokens a second of the loader, beside nanoGPT's memory map and litdata: `python tests/benchmarks/bench_loader.py`.
 
-It times the way of a batch up to `data/loader`; nothing of the model is in it.
+A batch is timed up to `data/loader`; nothing of the model is in it. litdata takes part where it is installed
+(`pip install litdata`, in an environment of its own).
 """
 
 import gc
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from itertools import islice
 from pathlib import Path
 
@@ -39,11 +41,12 @@ MANY_SHARDS = 1000
 
 
 def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = False) -> None:
-    """Measure the data path: tokens a second, time to the first batch, memory.
+    """Measure the loader: tokens a second, time to the first batch, memory.
 
     Random tokens with word-like frequencies are written to a temporary folder, as shards in the layout of
-    `lm data prepare` and as the flat file that nanoGPT reads; then our shuffled stream and a memory map in nanoGPT's
-    manner give batches of 16 x 2048, in turns, in one process. A ratio is the median of the rounds' ratios.
+    `lm data prepare`, as the flat file that nanoGPT reads, and as litdata's chunks. Our shuffled stream, a memory map
+    as in nanoGPT, and litdata's TokensLoader with shuffling then give batches of 16 x 2048, in turns, in one process.
+    A ratio is the median of the rounds' ratios.
 
     Args:
         tokens: Tokens to write; two to four bytes of disk each.
@@ -56,7 +59,7 @@ def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = Fal
         found = {
             "date": time.strftime("%Y-%m-%d"), "tokens": int(tokens), "rows": ROWS, "seq_len": SEQ_LEN,
             "rounds": rounds, "cpus": os.cpu_count(), "python": platform.python_version(),
-            "torch": torch.__version__, "pyarrow": pa.__version__,
+            "torch": torch.__version__, "pyarrow": pa.__version__, "litdata": _version("litdata"),
             "bytes_per_token": sum(path.stat().st_size for path in Path(folder, "train").iterdir()) / tokens,
         }  # fmt: skip
         found |= _memory(Path(folder))
@@ -68,13 +71,23 @@ def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = Fal
         _show(found, rounds)
 
 
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _show(found: dict, rounds: int) -> None:
     table = Table("loader", "tokens/s", "to the memory map", title=f"batches of {ROWS} x {SEQ_LEN}, median of {rounds}")
     for name, what, ratio in (
         ("memory_map", "memory map, as in nanoGPT, int64", 1.0),
-        ("stream", "lm stream, shuffled, as it goes to a device", found["ratio"]),
+        ("litdata", "litdata's TokensLoader, shuffled, uint16", found.get("ratio_litdata")),
+        ("stream", "lm stream, shuffled, uint16 as it goes to a device", found["ratio"]),
         ("stream_int64", "lm stream, shuffled, inputs and labels int64", found["ratio_int64"]),
     ):
+        if ratio is None:
+            continue
         table.add_row(what, format_count(found[f"{name}_tokens_per_s"]), f"{ratio:.1f}x")
     console = Console()
     console.print(table)
@@ -186,8 +199,10 @@ def _speed(folder: Path, rounds: int) -> dict:
         batch = next(batches)
         batch.input_ids, batch.labels  # noqa: B018
 
+    litdata = _litdata(folder)
     loaders = {
         "memory_map": (lambda: _memory_map(folder / "flat.bin"), 300, 0),
+        **({"litdata": (lambda: next(litdata), 1000, 128)} if litdata else {}),
         "stream": (lambda: next(batches), 2000, 128),
         "stream_int64": (widened, 2000, 128),
     }
@@ -198,7 +213,8 @@ def _speed(folder: Path, rounds: int) -> dict:
     batches.close()
     ratios = {
         name: statistics.median(ours / theirs for ours, theirs in zip(rates[loader], rates["memory_map"]))
-        for name, loader in (("ratio", "stream"), ("ratio_int64", "stream_int64"))
+        for name, loader in (("ratio", "stream"), ("ratio_int64", "stream_int64"), ("ratio_litdata", "litdata"))
+        if loader in rates
     }
     return {f"{name}_tokens_per_s": statistics.median(found) for name, found in rates.items()} | ratios
 
@@ -221,6 +237,30 @@ def _memory_map(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.stack([torch.from_numpy(flat[at : at + SEQ_LEN].astype(np.int64)) for at in places])
     targets = torch.stack([torch.from_numpy(flat[at + 1 : at + 1 + SEQ_LEN].astype(np.int64)) for at in places])
     return inputs, targets
+
+
+def _litdata(folder: Path) -> Iterator[torch.Tensor] | None:
+    """litdata's batches of the same tokens, (16, 2049) uint16, without end; None where litdata is not installed."""
+    try:
+        from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
+        from litdata.streaming import Cache
+    except ImportError:
+        return None
+    flat = np.memmap(folder / "flat.bin", dtype=np.uint16, mode="r")
+    cache = Cache(str(folder / "litdata"), chunk_size=20 * BLOCK_TOKENS, item_loader=TokensLoader())
+    for index, first in enumerate(range(0, len(flat), BLOCK_TOKENS)):
+        cache[index] = torch.from_numpy(np.array(flat[first : first + BLOCK_TOKENS]))
+    cache.done()
+    cache.merge()
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            data = StreamingDataset(
+                str(folder / "litdata"), item_loader=TokensLoader(SEQ_LEN + 1), shuffle=True, drop_last=True
+            )
+            yield from StreamingDataLoader(data, batch_size=ROWS, num_workers=0)
+
+    return batches()
 
 
 if __name__ == "__main__":

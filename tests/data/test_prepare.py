@@ -321,7 +321,7 @@ def test_interrupting_the_command_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert process.returncode == 75, errors
-    assert "the same command goes on" in errors
+    assert "the same command continues" in errors
     assert not (tmp_path / "out/manifest.json").exists()
 
 
