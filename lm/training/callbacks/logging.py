@@ -29,7 +29,7 @@ from lm.system.files import append, flatten
 from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback, call_hook
-from lm.training.pace import Pace
+from lm.training.pace import Pace, remaining
 from lm.training.trainer import Trainer
 
 # ---- log lines -------------------------------------------------------------------------------------------------------
@@ -83,6 +83,9 @@ class RunLog(Callback):
             names = ("val/loss", "val/perplexity", "val/bpb")
             self.log_metrics(trainer, pl_module, {name: trainer.callback_metrics[name].item() for name in names})
 
+    def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
+        self.pace.add_pause(trainer.global_step, seconds, kind)
+
     def log_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
         """Write metrics of this optimizer step, and hand them to `on_metrics` of every callback; call it on every rank.
 
@@ -103,13 +106,14 @@ class RunLog(Callback):
         kinds = {_kind(name) for name in logged}
         others = {name: value for name, value in self.latest.items() if _kind(name) not in kinds}
         self.latest = others | metrics  # a metric that its newest line does not have is not known any more
-        self.pace.add(step, time.monotonic(), validation="train" not in kinds)
+        if "train" in kinds:
+            self.pace.add_line(step, time.monotonic())
         self.write_state(trainer, "running")
         lines.info(format_line(step, trainer.max_steps, metrics))
 
     def eta(self, trainer: Trainer) -> float | None:
         """Seconds until the last step is done; None where it is not known yet."""
-        return self.pace.eta(trainer.global_step, trainer.max_steps, time.monotonic())
+        return self.pace.rest(*remaining(trainer))
 
     def write_state(self, trainer: Trainer, status: str, phase: str = "training") -> None:
         """Replace `state.json`; `phase` is `training`, `validating` or `evaluating`."""
