@@ -178,7 +178,7 @@ class Budget(Callback):
         self.meter: Meter | None = None  # on rank zero, from the start of a training
         self._sidecar: Sidecar | None = None
         self._pace = Pace()
-        self._interval: tuple[float, int] | None = None  # seconds and steps from the log line before the newest one to that
+        self._interval: tuple[float, int] | None = None  # seconds and steps between the newest log lines
         self._written = -math.inf
         self._sidecar_end: float | None = None  # US dollars that the sidecar projects
         self._over = 0  # projections over the cap in a row
