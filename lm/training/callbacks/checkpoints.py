@@ -82,9 +82,7 @@ class Checkpoints(ModelCheckpoint):
         if not needed.suffices:
             log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self._refuse_lost_run(trainer)
         if self._due(trainer.global_step) and not trainer.validates_after(trainer.global_step):
             self.save(trainer)

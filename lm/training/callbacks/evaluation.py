@@ -35,9 +35,7 @@ class BetweenSteps(Callback):
     name: str  # of what it does, for messages
     interval: int | None  # None: after every validation
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if self.interval is not None and self.is_due(trainer.global_step, trainer.max_steps):
             self._run(trainer, pl_module)
 

@@ -1,4 +1,4 @@
-"""Where a training is logged: TensorBoard, `metrics.jsonl`, `state.json`, log lines, a progress bar, histograms."""
+"""Logging of a training: TensorBoard, `metrics.jsonl`, `state.json`, log lines, a progress bar, histograms."""
 
 import json
 import logging
@@ -40,8 +40,8 @@ lines = logging.getLogger("lm.lines")  # the command line shows them where there
 class RunLog(Callback):
     """Writes every metric once, under the optimizer step that it belongs to.
 
-    The metrics are those of the module's `logged_metrics` and of every callback's, and every callback's `on_metrics`
-    gets them, on every rank. A value that is not finite is not written, because JSON has no notation for it.
+    The metrics are those of `logged_metrics` of the module and of every callback; `on_metrics` of every callback gets
+    them, on every rank. A value that is not finite is not written, because JSON has no notation for it.
 
     Args:
         interval: optimizer steps between log lines.
@@ -61,9 +61,7 @@ class RunLog(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.write_state(trainer, "running")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
         if step % self.interval and step != trainer.max_steps:
             return
@@ -180,9 +178,7 @@ class ProgressBar(Callback):
         self._task = self._progress.add_task("", total=trainer.max_steps, completed=trainer.global_step)
         self._progress.start()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
         if self._progress is not None:
             log, shown = RunLog.of(trainer), ("train/loss", "perf/tokens_per_second", "perf/mfu")
@@ -365,9 +361,7 @@ class Histograms(Callback):
     def __init__(self, interval: int) -> None:
         self.interval = interval
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.global_step % self.interval:
             return
         for name, parameter in pl_module.decoder.named_parameters():

@@ -51,16 +51,12 @@ class Interrupt(Callback, Checkpoint):
         alone = trainer.world_size == 1  # ranks may be waiting for one another: rank_timeout is their limit
         STOP.arm(trainer.stop_within if alone else 0.0, partial(self._end_now, trainer))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         without_saving = trainer.stop is not None and not trainer.checkpoint_callback.requested
         if without_saving or not trainer.validates_after(trainer.global_step):
             self._stop_if_asked(trainer)
 
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.fitting and self._any_rank_asked():
             trainer.pending_validation = True
             self._stop(trainer)
