@@ -127,12 +127,7 @@ def _snapshot(tensor: Tensor) -> Tensor:
 
 
 def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Turn what Lightning gathered into a Hugging Face model, named optimizer state and the rest of a resume, in place.
-
-    Args:
-        module: the LanguageModule that is saved.
-        checkpoint: Lightning's.
-    """
+    """Turn Lightning's checkpoint, in place, into a Hugging Face model, named optimizer state and the rest."""
     weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
     checkpoint["state_dict"] = to_huggingface(weights, module.config) if weights else {}
     states = checkpoint.pop("optimizer_states", [])

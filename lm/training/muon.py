@@ -90,14 +90,6 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step.
-
-        Args:
-            closure: computes the gradients first.
-
-        Returns:
-            What the closure returns.
-        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

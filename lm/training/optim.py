@@ -1,6 +1,6 @@
-"""Which optimizer takes the step, with which settings for which parameters: the last stop of a batch.
+"""The optimizer and its settings for each parameter: the last stop of a batch.
 
-The step itself is torch's AdamW, or Muon for hidden matrices. How the learning rate moves is in `training/schedule`.
+It is torch's AdamW, or Muon for hidden matrices. The learning rate over the steps is in `training/schedule`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +18,7 @@ from lm.training.muon import ADAMW_SLOTS, MUON_SLOTS, Muon
 
 @dataclass
 class GroupConfig:
-    """What one group of parameters takes in place of the optimizer's own settings.
+    """Settings of one group of parameters, in place of the optimizer's.
 
     Args:
         lr: Its peak learning rate.
@@ -74,7 +74,7 @@ class OptimizerConfig:
 
     @property
     def state(self) -> OptimizerState:
-        """How many values it keeps for each parameter: Muon has one running mean for hidden matrices."""
+        """How many values it keeps for each parameter."""
         return OptimizerState(hidden=len(MUON_SLOTS)) if self.name == "muon" else OptimizerState()
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ def build_optimizer(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, and a way to have it leave everything as it is.
+    """torch's AdamW with a step that can be skipped.
 
     Attributes:
         skip: a bool scalar on the device; the step is not taken where it is true. A fused optimizer of whole tensors
@@ -171,14 +171,6 @@ class AdamW(torch.optim.AdamW):
     skip: Tensor | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step.
-
-        Args:
-            closure: computes the gradients first, and may set `skip`.
-
-        Returns:
-            What the closure returns.
-        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -191,9 +183,6 @@ class AdamW(torch.optim.AdamW):
                 return loss
         super().step()
         return loss
-
-
-# ---- state by name ---------------------------------------------------------------------------------------------------
 
 
 def parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

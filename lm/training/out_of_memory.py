@@ -1,7 +1,7 @@
-"""What to do when training runs out of memory: one line that names where, how much there was, and a size that fits.
+"""The one-line error of a training that runs out of memory: where, how much there was, and a size that fits.
 
-How much memory there was is what training had when it failed. Limits of the process or its container are then
-included, and so is the memory that other processes use on the GPU.
+How much there was is what training had when it failed, so limits of the process or its container are included, and so
+is the memory that other processes use on the GPU.
 """
 
 import re
@@ -19,8 +19,8 @@ from lm.model.estimates import OptimizerState, Step, checkpoint_bytes, largest_m
 from lm.system.units import format_bytes
 from lm.training.distributed import FullyShardedStrategy
 
-SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # in a RuntimeError of torch
-ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)")
+MESSAGES = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # in a RuntimeError of torch
+REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # Functions that a failure may be in; of several the innermost.
 PLACES = {
@@ -28,15 +28,15 @@ PLACES = {
     "optimizer_step": "in the update of the weights", "losses": "in the forward pass",
     "backward": "in the backward pass",
 }  # fmt: skip
-SHARE = 0.9  # of what there was that tensors may take: the rest is lost between them
-ON_A_CPU = 2**26  # bytes that the libraries take in the first steps, beside a checkpoint's copy of all that it holds
+USABLE = 0.9  # fraction of what there was that tensors may take: the rest is lost between them
+CPU_RESERVE = 2**26  # bytes that libraries take in the first steps, beside a checkpoint's copy
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that there is no more memory, of the machine or of a GPU."""
+    """Whether an exception is a lack of memory, of the machine or of a GPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in MESSAGES)
 
 
 def process_bytes() -> int | None:
@@ -49,7 +49,7 @@ def process_bytes() -> int | None:
 
 
 def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) -> RunError:
-    """One line for an exception that `is_out_of_memory` knows; frees what the failed step still held.
+    """The error for an exception that `is_out_of_memory`; frees what the failed step still held.
 
     Args:
         error: the exception.
@@ -64,8 +64,8 @@ def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) 
     elif before is not None and (now := process_bytes()) is not None:
         memory = training_memory(module.config, step, state)
         had = now - before + memory["weights"] + (memory["optimizer"] if steps_taken else 0)
-        reserve = ON_A_CPU + checkpoint_bytes(module.config, step.master_item, state)
-    where, asked = _place(error.__traceback__), ASKED.search(str(error))
+        reserve = CPU_RESERVE + checkpoint_bytes(module.config, step.master_item, state)
+    where, asked = _place(error.__traceback__), REQUEST.search(str(error))
     traceback.clear_frames(error.__traceback__)
     taken = "there was too little" if had is None else f"it had {format_bytes(had)} at most"
     more = f" and asked for {format_bytes(int(float(asked[1]) * UNITS[asked[2]]))} more" if asked else ""
@@ -79,7 +79,7 @@ def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) 
 def _cure(config: DecoderConfig, step: Step, state: OptimizerState, had: int | None, reserve: int) -> str:
     smaller = "take a smaller model, a shorter data.seq_len, or a device with more memory"
     samples = step.micro_batch_size * step.accumulate
-    fitting = None if had is None else largest_micro_batch(config, step, int(SHARE * had) - reserve, samples, state)
+    fitting = None if had is None else largest_micro_batch(config, step, int(USABLE * had) - reserve, samples, state)
     if had is not None and fitting is None:
         return f"not even a micro-batch of 1 fits in that: {smaller}"
     if step.micro_batch_size == 1:

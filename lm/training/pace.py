@@ -1,47 +1,57 @@
-"""The time that is left of a training: one estimate, which log lines, the progress bar and `lm monitor` show."""
+"""The time that is left of a training: one estimate for log lines, progress bar, monitor and budget."""
 
-import math
-import statistics
 from collections import deque
+from statistics import median
+
+from lm.training.trainer import Trainer
+
+KEPT_LINES = 100  # of the newest, that a pace is the median of
 
 
 class Pace:
-    """How long steps and validations take, by the newest ones; a median, so that a hiccup does not move it.
+    """How long the steps of a training take, and its rest.
 
-    The first log line begins the first interval: what it took to start and to compile is in none.
+    A step counts as the median over log lines, a validation as the median of all, so that one slow stretch does not
+    count. The line in which a session starts is left out. Other pauses, such as evaluations, count by the step: those
+    after the first over the steps since then.
     """
 
     def __init__(self) -> None:
-        self._steps: deque[float] = deque(maxlen=50)  # seconds a step
-        self._validations: deque[float] = deque(maxlen=10)  # seconds
-        self._validated: deque[int] = deque(maxlen=2)  # steps
-        self._before: tuple[int, float] | None = None  # step and time of the line before
-        self._between = 0  # steps between two log lines
+        self.steps: deque[float] = deque(maxlen=KEPT_LINES)  # seconds a step, of each log line
+        self.validations: deque[float] = deque(maxlen=KEPT_LINES)  # seconds
+        self.pauses: deque[tuple[int, float]] = deque(maxlen=KEPT_LINES)  # after which step, and seconds
+        self.newest_step = -1  # of a log line
+        self._newest_time = self._paused = 0.0  # of that line, and seconds of pauses since then
 
-    def add(self, step: int, at: float, validation: bool) -> None:
-        """A log line, written at a time, after its step or, if it is a validation's, after that."""
-        if validation:
-            self._validated.append(step)
-        if self._before is not None:
-            steps, seconds = step - self._before[0], at - self._before[1]
-            if validation and (self._steps or steps == 0):
-                training = steps * statistics.median(self._steps) if steps else 0.0
-                self._validations.append(max(0.0, seconds - training))
-            elif not validation and steps > 0:
-                self._steps.append(seconds / steps)
-                self._between = steps
-        self._before = (step, at)
+    def add_line(self, step: int, now: float) -> tuple[float, int] | None:
+        """Count a log line of training; returns the seconds and steps since the one before, if there is one."""
+        interval = (now - self._newest_time, step - self.newest_step) if self.newest_step >= 0 else None
+        if interval and interval[1]:
+            self.steps.append((interval[0] - self._paused) / interval[1])
+        self.newest_step, self._newest_time, self._paused = step, now, 0.0
+        return interval
 
-    def eta(self, step: int, last: int, now: float) -> float | None:
-        """Seconds until the last step is done and validated; None before two log lines were written."""
-        if not self._steps or self._before is None:
+    def add_pause(self, step: int, seconds: float, kind: str) -> None:
+        """Count a pause after a step, as callbacks' `on_pause` have it."""
+        self._paused += seconds
+        if kind == "validation":
+            self.validations.append(seconds)
+        else:
+            self.pauses.append((step, seconds))
+
+    def rest(self, steps: int, validations: int) -> float | None:
+        """Seconds that so many steps and validations will take; None before two log lines."""
+        if not self.steps:
             return None
-        pace = statistics.median(self._steps)
-        left = (last - step) * pace
-        if self._validations:
-            every = self._validated[-1] - (self._validated[0] if len(self._validated) > 1 else 0)
-            coming = math.ceil(last / every) - step // every if every > 0 else 0
-            left += coming * statistics.median(self._validations)
-        since = min(max(0.0, now - self._before[1]), self._between * pace, left)  # it counts down until the next line
-        return left - since if step < last else 0.0
+        seconds = steps * median(self.steps) + validations * median(self.validations or [0.0])
+        if self.pauses and (since := self.pauses[-1][0] - self.pauses[0][0]):
+            seconds += steps * sum(pause for step, pause in self.pauses if step > self.pauses[0][0]) / since
+        return seconds
 
+
+def remaining(trainer: Trainer) -> tuple[int, int]:
+    """Optimizer steps and validations that are still to come."""
+    step, end, interval = trainer.global_step, trainer.max_steps, trainer.val_interval
+    if not trainer.datamodule.has_validation:
+        return end - step, 0
+    return end - step, end // interval - step // interval + (end % interval > 0)

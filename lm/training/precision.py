@@ -1,4 +1,4 @@
-"""Number formats of a training: Lightning's precision plugins by their names, and one of ours for FP8."""
+"""Number formats of a training: Lightning's precision plugins by name, and one of ours for FP8."""
 
 import logging
 from fnmatch import fnmatchcase
@@ -39,7 +39,6 @@ class Float8Precision(MixedPrecision):
         self.keep = keep
 
     def autocast_context_manager(self) -> torch.autocast:
-        """What is not in FP8 is in bf16."""
         return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
 
     def refuse(self, device: torch.device) -> None:
@@ -52,7 +51,7 @@ class Float8Precision(MixedPrecision):
             )
 
     def convert_module(self, module: LightningModule) -> LightningModule:
-        """Tell the decoder's matrices how their products are scaled. Lightning calls this once the decoder is built.
+        """Set how the products of the decoder's matrices are scaled. Lightning calls this once the decoder is built.
 
         Raises:
             RequestError: for a pattern that fits no matrix, where none is left for FP8, and for sizes that it does not
@@ -95,14 +94,9 @@ def _check_tokens(module: LightningModule, precision: str) -> None:
 
 
 def choose(precision: Precision, fp8_keep: list[str] | None, accelerator: str) -> str | Float8Precision:
-    """What to hand to Lightning: the name of one of its plugins, or ours.
+    """The precision for Lightning: the name of one of its plugins, or ours.
 
-    On a CPU a half precision becomes one that it does well, and that is said; FP8 becomes nothing else.
-
-    Args:
-        precision: what was asked for.
-        fp8_keep: matrices that FP8 leaves out, for `Float8Precision`.
-        accelerator: Lightning's name for it.
+    On a CPU a half precision becomes one that the CPU does well, which is logged; FP8 stays.
 
     Raises:
         RequestError: `fp8_keep` without FP8.
@@ -124,7 +118,7 @@ def choose(precision: Precision, fp8_keep: list[str] | None, accelerator: str) -
 
 
 def for_cpu(precision: Precision) -> Precision:
-    """The precision that a CPU takes in place of the one that was asked for: one that this CPU does well."""
+    """The precision that this CPU does well, in place of the one that was asked for."""
     if precision == "32-true" or precision.startswith("fp8-"):
         return precision
     half = cpu_half_precision()

@@ -1,9 +1,9 @@
-"""What the weights as they are now make of some samples: the loss of every token, and norms inside the network.
+"""A look into an optimizer step: the loss of every token and norms inside the network, by the weights as they are now.
 
-A probe leaves no trace in a training: it runs without dropout, so it draws no random numbers; it takes gradients with
-`torch.autograd.grad`, so nothing is added to `.grad` and no hook that waits for it runs; and it runs compiled blocks
-uncompiled, so that hooks inside a block are seen and nothing is compiled for it. Every rank of a sharded model has to
-call it, with as many samples, since weights are gathered on the way.
+`callbacks/postmortem` asks for it when a guard has acted. It leaves no trace in a training: it runs without dropout, so
+it draws no random numbers; it takes gradients with `torch.autograd.grad`, so `.grad` stays as it is; and it runs
+compiled blocks uncompiled, so that hooks inside a block are called. Every rank of a sharded model has to call it, with
+as many samples, since weights are gathered on the way.
 """
 
 from collections.abc import Iterator
@@ -24,11 +24,9 @@ from lm.training.callback import call_hook
 from lm.training.step_stats import Step
 from lm.training.trainer import Trainer
 
-# ---- probe -----------------------------------------------------------------------------------------------------------
-
 
 class Norms(NamedTuple):
-    """What a micro-batch does inside the network."""
+    """Norms of a micro-batch inside the network."""
 
     activations: dict[str, dict[str, float]]  # name -> `rms` and `max`, the largest absolute value
     gradients: dict[str, float] | None  # parameter -> L2 norm of the gradient of the mean loss; None: not taken
@@ -52,7 +50,7 @@ def token_losses(module: LightningModule, rows: np.ndarray, micro_batch: int) ->
 
 
 def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> Norms:
-    """What one micro-batch does inside the network.
+    """Norms of one micro-batch inside the network.
 
     Args:
         module: the LanguageModule.
@@ -60,8 +58,8 @@ def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> 
         gradients: take them, too. Not with a sharded model: its gradients are exchanged between ranks on the way.
 
     Returns:
-        Of every block the residual stream that leaves it and what attention and MLP add to it, and of the embedding
-        what it gives. The gradient is that of the mean over the tokens.
+        Of the embedding's output, of the residual stream that leaves every block, and of what attention and MLP add to
+        it; and of the gradient of the mean over the tokens.
     """
     seen: dict[str, Tensor] = {}  # name -> (2,) RMS and largest absolute value
     hooks = _watch(module.decoder, seen)
@@ -89,7 +87,7 @@ def _losses(module: LightningModule, rows: np.ndarray) -> Losses:
 
 @contextmanager
 def _undisturbed(module: LightningModule) -> Iterator[None]:
-    """While it lasts, the module evaluates and runs uncompiled; a validation's inference mode is lifted."""
+    """Evaluate uncompiled in this block; the inference mode of a validation is lifted."""
     try:
         with evaluating(module), torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
             yield
@@ -99,7 +97,7 @@ def _undisturbed(module: LightningModule) -> Iterator[None]:
 
 
 def _watch(decoder: Any, seen: dict[str, Tensor]) -> list[RemovableHandle]:
-    """Hooks that measure what passes by."""
+    """Hooks that measure the outputs of the embedding and of the parts of every block."""
 
     def measure(name: str, x: Tensor) -> None:
         wide = x.detach().float()
@@ -127,12 +125,8 @@ def _watch(decoder: Any, seen: dict[str, Tensor]) -> list[RemovableHandle]:
 
 
 # ---- evidence --------------------------------------------------------------------------------------------------------
-# What an optimizer step saw, and what that does in the network: the samples are read again and probed.
-#
-# `training/callbacks/postmortem` asks for it when a guard has acted. All losses and norms are by the weights as they
-# are then.
 
-WORST_SAMPLES = 8  # whose tokens are told one by one
+WORST_SAMPLES = 8  # whose tokens are listed
 Place = tuple[str | None, int | None]  # shard and window; None: the sample was injected
 
 
@@ -144,13 +138,13 @@ class StepRef(NamedTuple):
 
 
 def gather(trainer: Trainer, module: LightningModule, worst: StepRef, ordinary: StepRef | None) -> Evidence:
-    """Look into a step. Rank zero calls this; every rank does where the model is sharded.
+    """The samples and norms of a step. Rank zero calls this; every rank does where the model is sharded.
 
     Args:
         trainer: in a fit.
         module: the LanguageModule.
         worst: the step.
-        ordinary: one before it to compare with.
+        ordinary: a step before it to compare with.
     """
     size, world = trainer.datamodule.micro_batch_size, trainer.world_size
     rows, places = _read(trainer, worst)  # (G, T + 1)
@@ -182,12 +176,12 @@ def gather(trainer: Trainer, module: LightningModule, worst: StepRef, ordinary: 
 
 
 def is_sharded(module: LightningModule) -> bool:
-    """Whether every rank has only a part of the weights, so that all of them are needed to compute anything."""
+    """Whether every rank has only a part of the weights, so that no rank can compute without the others."""
     return isinstance(module.decoder, FSDPModule)
 
 
 def injected(trainer: Trainer, step: int) -> np.ndarray | None:
-    """`(G, T + 1)` that a callback put in place of a step's samples; None: they were those of the shards."""
+    """`(G, T + 1)` samples that a callback put in place of a step's own; None: it did not."""
     return next((rows for rows in call_hook(trainer, "rows_of_step", step) if rows is not None), None)
 
 
@@ -213,7 +207,7 @@ def _name(taken: StepRef, micro: int, rank: int, world: int) -> str:
 
 
 def _norms(module: LightningModule, rows: np.ndarray, without: str | None) -> tuple[Norms, str | None]:
-    """The norms, and why there are no gradients among them: it may be known before, or the memory may be short."""
+    """The norms, and the reason if there are no gradients among them, such as no memory for them."""
     if without is None:
         try:
             return norms(module, rows), None

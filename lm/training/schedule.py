@@ -1,7 +1,4 @@
-"""The schedule of a run: its optimizer steps and micro-batches, and the learning rate of each step. Pure functions.
-
-Nothing of it is saved, and a resume cannot disagree with it.
-"""
+"""The steps of a run and the learning rate of each: pure functions of the config, of which nothing is saved."""
 
 import math
 from dataclasses import dataclass
@@ -10,25 +7,24 @@ from typing import Literal
 from lm.errors import RequestError
 from lm.system.units import Count
 
-# ---- schedule --------------------------------------------------------------------------------------------------------
-# How the learning rate moves over a run: pure functions of the optimizer step.
+# ---- learning rate ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class ScheduleConfig:
-    """How the learning rate moves over the optimizer steps.
+    """The learning rate over the optimizer steps.
 
     Args:
         name: Shape after the warm-up; `wsd` is warm-up, stable, decay: constant, then linear down at the end.
         warmup_steps: Steps of linear rise from 0.
-        warmup_ratio: In place of warmup_steps: the same as a share of the run.
-        final_fraction: Share of the peak that is left at the end (unused by `constant`).
+        warmup_ratio: In place of warmup_steps: the same as a fraction of the run.
+        final_fraction: Fraction of the peak that is left at the end (unused by `constant`).
         decay_steps: `wsd`: length of the fall at the end. `cosine`, `linear`: step at which the fall ends,
             the whole run if not given.
-        decay_ratio: In place of decay_steps: the same as a share of the run.
+        decay_ratio: In place of decay_steps: the same as a fraction of the run.
 
     Raises:
-        RequestError: a share outside [0, 1], or a length that is given twice.
+        RequestError: a fraction outside [0, 1], or a length that is given twice.
     """
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -103,21 +99,16 @@ def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
-# Step algebra: what the user asks for in tokens and optimizer steps, as the integers that the loops count in.
-#
-# A *sample* is one window of `seq_len` predicted tokens. An optimizer step consumes the global batch: every rank takes
-# `accumulate` micro-batches of `micro_batch_size` samples. Pure arithmetic; a request that does not come out even is
-# refused with the arithmetic in the message.
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The numbers that a training run is made of."""
+    """Counts of a run. A sample is a window of `seq_len` predicted tokens."""
 
     seq_len: int
-    micro_batch_size: int  # samples a rank runs through the model at once
+    micro_batch_size: int  # samples that a rank runs through the model at once
     world_size: int
-    accumulate: int  # micro-batches a rank adds up for one optimizer step
+    accumulate: int  # micro-batches of a rank in an optimizer step
     max_steps: int
 
     @property
@@ -146,7 +137,7 @@ def plan_steps(
     max_steps: int | None,
     max_tokens: int | None,
 ) -> Steps:
-    """Turn a request into counts.
+    """The counts of a run that was asked for in tokens or optimizer steps.
 
     Args:
         global_batch_tokens: tokens an optimizer step should see; None takes one micro-batch a rank.

@@ -1,7 +1,6 @@
 """Sums of loss and tokens between log lines, kept on the device so that no step waits for it.
 
-`training/module` adds every optimizer step, and a log line reads them all at once. A step whose loss or gradient is
-not finite is found here, before it is applied.
+A step whose loss or gradient is not finite is found here, before it is applied.
 """
 
 import math
@@ -42,7 +41,7 @@ class StepStats:
 
     Args:
         device: where the sums are.
-        state: of a checkpoint, what it had not logged yet.
+        state: from a checkpoint: the steps that were not logged yet.
     """
 
     def __init__(self, device: torch.device | str = "cpu", state: Mapping[str, Any] | None = None) -> None:
@@ -78,10 +77,7 @@ class StepStats:
         return applied
 
     def read(self) -> tuple[float, list[Step]]:
-        """The mean loss of the steps since the last call, NaN where none counts, and the steps.
-
-        Waits for the device.
-        """
+        """The mean loss of the steps since the last call (NaN: none counts), and the steps. Waits for the device."""
         loss, steps = (self.nats / self.tokens).item(), self._unread()
         self.nats.zero_()
         self.tokens.zero_()
@@ -89,7 +85,7 @@ class StepStats:
         return loss, steps
 
     def state_dict(self) -> dict[str, Any]:
-        """What was not read yet, the same on every rank, as values of JSON. Waits for the device."""
+        """The steps that were not read yet, the same on every rank, as values of JSON. Waits for the device."""
         steps = [[value if math.isfinite(value) else None for value in step] for step in self._unread()]
         return {"nats": self.nats.item(), "tokens": self.tokens.item(), "steps": steps}
 

@@ -76,9 +76,9 @@ class Trainer(lightning.Trainer):
         val_interval: Optimizer steps between validations; the last step is always validated.
         checkpoint_interval: Optimizer steps between checkpoints.
         keep_checkpoints: How many of the newest checkpoints are kept beside the best.
-        stop_within: Seconds that the run may still take after a signal until it saves, on a single device. A step whose
-            micro-batches are not done in half of them is dropped; after all of them the process ends, and the newest
-            checkpoint is the one to resume from. 0: as long as it takes.
+        stop_within: Seconds that the run may take after a signal, on a single device. A step that is not done in half
+            of them is dropped; after all of them the process ends, and the newest checkpoint is the one to resume from.
+            0: as long as it takes.
         log_interval: Optimizer steps between log lines.
         histogram_interval: Optimizer steps between histograms of the weights in TensorBoard; none: no histograms.
         early_stopping: When to stop before the steps are done; off unless a patience is given.
@@ -157,7 +157,7 @@ class Trainer(lightning.Trainer):
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
         if SLURMEnvironment.detect():
-            plugins.append(SLURMEnvironment(auto_requeue=False))  # ours saves and exits 75; the queue decides the rest
+            plugins.append(SLURMEnvironment(auto_requeue=False))  # ours saves and exits 75
         chosen = choose(precision, fp8_keep, accelerator)
         if isinstance(chosen, Float8Precision):
             plugins.append(chosen)
@@ -232,22 +232,20 @@ class Trainer(lightning.Trainer):
         try:
             return super()._run_stage()
         except Exception as error:
-            STOP.disarm()  # what is done about it may take its time
+            STOP.disarm()  # the last checkpoint may take longer than stop_within
             if isinstance(error, DataError) and self.fitting:
                 call_hook(self, "save_last_step")
             if isinstance(error, LmError) or STOP.received is None or not self.fitting:
                 raise
-            # A signal to the whole group may end processes first that this one depends on.
+            # The signal may have ended other processes that this one depends on.
             raise Interrupted(
                 f"{STOP.received.name}: ended without a checkpoint, because {type(error).__name__}: {error}; "
                 "the same command with `--ckpt_path auto` resumes from the newest one"
             ) from error
 
-    # ---- where the training stands, for callbacks ----------------------------------------------------------------
-
     @property
     def checkpoint_callback(self) -> Checkpoint | None:
-        """The one that takes the run's checkpoints; a user may have one of Lightning's beside it."""
+        """The callback that takes the run's checkpoints; a user may have one of Lightning's beside it."""
         return next((each for each in self.checkpoint_callbacks if hasattr(each, "request")), None)
 
     @property

@@ -16,7 +16,7 @@ from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, 
 from lm.runs.resume import find_checkpoint, newest_whole, repair_links
 from lm.runs.run import Run
 from lm.system.files import digest, dump_checksummed, load_checksummed, remove, restore_interrupted, stated_digest
-from lm.training.callbacks.checkpoints import Checkpoints, clear
+from lm.training.callbacks.checkpoints import Checkpoints, remove_half_written
 from lm.training.checkpoint_state import FolderCheckpointIO
 
 
@@ -286,7 +286,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_one_before_or_the_new_one(run
         assert all(find_damage(each) is None for each in copy.steps().values())
         repair_links(copy, path)
         assert copy.link("last").name == copy.link("best").name == path.name
-        clear(copy)
+        remove_half_written(copy)
         assert not list(copy.path.glob(".*"))
         if not killed:
             break

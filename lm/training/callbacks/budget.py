@@ -4,13 +4,11 @@ import json
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
@@ -21,6 +19,7 @@ from lm.system.files import nonnegative, write_atomically
 from lm.system.process import seconds_since_process_start
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
+from lm.training.pace import Pace, remaining
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,6 @@ log = logging.getLogger(__name__)
 STALE = 600.0  # seconds after which a sidecar's file that has not changed is ignored
 WRITE_INTERVAL = 10.0  # seconds between writes of budget.json
 SETTLED_LINES = 10  # log lines that a pace is measured over before a projection counts
-KEPT_LINES = 100  # of the newest, that a pace is the median of
 PROJECTIONS = 3  # over the cap, in a row, end the run
 
 class Cost(NamedTuple):
@@ -96,32 +94,6 @@ class Sidecar:
             return None, f"was last updated at {update}, more than 10 minutes ago"
         self._update, self._seen = update, self._clock()
         return content, None
-
-
-class Pace:
-    """How long the rest of a run takes.
-
-    A step counts as the median over log lines, a validation as the median of all, so that one slow stretch does not
-    count. Other pauses, such as evaluations, count by the step: those after the first over the steps since then.
-    """
-
-    def __init__(self) -> None:
-        self.steps: deque[float] = deque(maxlen=KEPT_LINES)  # seconds a step, a line each
-        self.validations: deque[float] = deque(maxlen=KEPT_LINES)  # seconds
-        self.pauses: deque[tuple[int, float]] = deque(maxlen=KEPT_LINES)  # after which step, and seconds
-
-    def rest(self, steps: int, validations: int) -> float | None:
-        """Seconds that so many steps and validations will take; None before two log lines."""
-        if not self.steps:
-            return None
-        seconds = steps * median(self.steps) + validations * median(self.validations or [0.0])
-        if self.pauses and (since := self.pauses[-1][0] - self.pauses[0][0]):
-            seconds += steps * sum(pause for step, pause in self.pauses if step > self.pauses[0][0]) / since
-        return seconds
-
-    @property
-    def settled(self) -> bool:
-        return len(self.steps) >= SETTLED_LINES
 
 
 @dataclass
@@ -206,9 +178,7 @@ class Budget(Callback):
         self.meter: Meter | None = None  # on rank zero, from the start of a training
         self._sidecar: Sidecar | None = None
         self._pace = Pace()
-        self._line: tuple[float, int] | None = None  # when the newest log line was, and after which step
-        self._paused = 0.0  # seconds since then
-        self._interval: tuple[float, int] | None = None  # seconds and steps between it and the one before
+        self._interval: tuple[float, int] | None = None  # seconds and steps between the newest log lines
         self._written = -math.inf
         self._sidecar_end: float | None = None  # US dollars that the sidecar projects
         self._over = 0  # projections over the cap in a row
@@ -227,22 +197,14 @@ class Budget(Callback):
             raise trainer.stop
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
-        if kind == "validation":
-            self._pace.validations.append(seconds)
-        else:
-            self._pace.pauses.append((trainer.global_step, seconds))
-        self._paused += seconds
+        self._pace.add_pause(trainer.global_step, seconds, kind)
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
         """Look at the cost, once an optimizer step."""
-        step, now = trainer.global_step, self._clock()
-        if not self.config.wanted or (self._line and step == self._line[1]):
+        step = trainer.global_step
+        if not self.config.wanted or step == self._pace.newest_step:
             return
-        if self._line:
-            seconds, steps = now - self._line[0], step - self._line[1]
-            self._pace.steps.append((seconds - self._paused) / steps)
-            self._interval = (seconds, steps)
-        self._line, self._paused = (now, step), 0.0
+        self._interval = self._pace.add_line(step, self._clock())
         verdict = from_rank_zero(trainer, self._look(trainer))
         if verdict and verdict.kind not in self._reported and (verdict.kind == "near" or step < trainer.max_steps):
             self._act(trainer, pl_module, verdict)
@@ -266,7 +228,7 @@ class Budget(Callback):
         cost, end = self.meter.read(), self._end(trainer)
         if self._clock() - self._written >= WRITE_INTERVAL:
             self._write(trainer)
-        verdict = judge(self.config, cost, end if self._pace.settled else None)
+        verdict = judge(self.config, cost, end if len(self._pace.steps) >= SETTLED_LINES else None)
         self._over = self._over + 1 if verdict and verdict.kind == "projected" else 0
         verdict = judge(self.config, cost, None) if 0 < self._over < PROJECTIONS else verdict
         return verdict if verdict and verdict.kind != "near" else self._last_moment(trainer, cost) or verdict
@@ -286,7 +248,7 @@ class Budget(Callback):
 
     def _end(self, trainer: Trainer) -> Cost | None:
         """What the whole run will cost."""
-        seconds = self._pace.rest(*_left(trainer))
+        seconds = self._pace.rest(*remaining(trainer))
         if seconds is None:
             return None
         end = self.meter.read(ahead=seconds)
@@ -345,11 +307,3 @@ def _spent_before(run: Run) -> Cost:
             '{"hours_elapsed": H, "spent_usd": S} into it, or remove it to count from 0'
         )
     return Cost(hours or 0.0, usd)
-
-
-def _left(trainer: Trainer) -> tuple[int, int]:
-    """Optimizer steps and validations that are still to come."""
-    step, end, interval = trainer.global_step, trainer.max_steps, trainer.val_interval
-    if not trainer.datamodule.has_validation:
-        return end - step, 0
-    return end - step, end // interval - step // interval + (end % interval > 0)

@@ -25,9 +25,9 @@ HALF_WRITTEN = re.compile(r"\.(last|best|\w+\.json|\w+\.yaml)[.-](\d+)")  # a fi
 class Checkpoints(ModelCheckpoint):
     """Keeps `last`, `best` and the newest `keep` checkpoints of a run.
 
-    A checkpoint is taken between two optimizer steps, and after the validation where a step ends with one, so that a
-    resume repeats and loses neither. ModelCheckpoint's own timing and linking are replaced: they save twice, and move
-    links before the files are whole.
+    A checkpoint is taken between two optimizer steps, after the validation if there is one, so that a resume repeats
+    and loses neither. ModelCheckpoint's own timing and linking are replaced: they save twice, and move links before the
+    files are whole.
 
     Args:
         interval: optimizer steps between checkpoints.
@@ -46,53 +46,50 @@ class Checkpoints(ModelCheckpoint):
         self.best_name: str | None = None
         self.saved_step = -1
         self.requested = False
-        self.left_behind: set[str] = set()  # later checkpoints of the run that is gone on with from an earlier one
+        self.left_behind: set[str] = set()  # checkpoints later than the one that the run was resumed from
 
     def request(self) -> None:
         """Have a checkpoint taken after this optimizer step; on every rank."""
         self.requested = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Replaces ModelCheckpoint's choice of a folder: the run's is the one."""
+        """Replaces ModelCheckpoint's choice of a folder."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_step = trainer.global_step if trainer.ckpt_path else -1
         if not trainer.is_global_zero:
             return
         try:
-            self._take_over(trainer)
+            self._start_from(trainer)
         except OSError as error:
             raise RunError(f"cannot write to the run folder {trainer.run.path}: {error.strerror or error}") from error
-        self._warn_of_little_room(trainer, pl_module)
+        self._warn_of_full_disk(trainer, pl_module)
 
-    def _take_over(self, trainer: Trainer) -> None:
-        """Have the folder say where the run stands: a kill before its next checkpoint must neither bring back later
-        steps, which were left behind, nor find what an earlier kill had half written."""
+    def _start_from(self, trainer: Trainer) -> None:
+        """Mark checkpoints that the resume leaves behind, so that a resume after a kill takes none of them."""
         run, chosen = trainer.run, Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
-        clear(run)
+        remove_half_written(run)
         left_behind = [path for step, path in run.steps().items() if step > self.saved_step]
         self.left_behind = {path.name for path in left_behind}
         run.describe(left_behind=[stated_digest(path / "trainer.json") for path in left_behind])
         if chosen and chosen.parent == run.path.resolve():
             link_to(run.path / chosen.name, self.best_name)
 
-    def _warn_of_little_room(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _warn_of_full_disk(self, trainer: Trainer, pl_module: LightningModule) -> None:
         item = next(pl_module.parameters()).element_size()
         one = checkpoint_bytes(pl_module.config, item, pl_module.optimizer_config.state)
         needed = disk_space(trainer.run.path, one, self.keep, present=len(trainer.run.steps()))
         if not needed.suffices:
             log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self._refuse_lost_run(trainer)
         if self._due(trainer.global_step) and not trainer.validates_after(trainer.global_step):
             self.save(trainer)
 
     @staticmethod
     def _refuse_lost_run(trainer: Trainer) -> None:
-        """What was trained since the last checkpoint is as good as lost where none can be written any more."""
+        """End a training soon after its checkpoints cannot be written any more."""
         trainer.checkpoint_io.raise_failures()
         if not trainer.is_global_zero:
             return
@@ -101,15 +98,15 @@ class Checkpoints(ModelCheckpoint):
         except FileNotFoundError as error:
             raise RunError(
                 f"the run folder {trainer.run.path} is gone, seen after step {trainer.global_step}: no checkpoint can "
-                "be written; put it back, and `--ckpt_path auto` goes on"
+                "be written; put it back, and the same command with `--ckpt_path auto` resumes"
             ) from error
-        except OSError:  # a network's disk that is away for a moment; the next checkpoint will tell
+        except OSError:  # a network's disk may be away for a moment
             pass
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fitting:
             return
-        if trainer.pending_validation:  # the checkpoint of this step that is there knows nothing of it
+        if trainer.pending_validation:  # the checkpoint of this step lacks it
             trainer.pending_validation, self.saved_step = False, -1
         loss = trainer.callback_metrics["val/loss"].item()
         if loss < self.best_loss - self.min_delta:
@@ -124,17 +121,17 @@ class Checkpoints(ModelCheckpoint):
         return self.requested or step % self.interval == 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Nothing: a pass over the data is no event here."""
+        """Nothing: ModelCheckpoint would save."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save(trainer)
         trainer.checkpoint_io.drain()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Nothing is saved from a failure: a state that may be broken must not become `last`."""
+        """Nothing: a state that may be broken must not become `last`."""
 
     def save(self, trainer: Trainer) -> None:
-        """Take a checkpoint of this optimizer step, unless there is one. Called on every rank."""
+        """Take a checkpoint of this optimizer step, unless there is one; call it on every rank."""
         self.requested = False
         if self.saved_step == trainer.global_step:
             return
@@ -153,8 +150,7 @@ class Checkpoints(ModelCheckpoint):
             STOP.saving = False
 
     def _move_links(self, run: Run, step: int, last: str, best: str | None) -> None:
-        """After the write: point at what is whole now and drop what nothing needs, also what was left behind because
-        the run was gone on with from an earlier step."""
+        """After the write: move `last` and `best`, and remove checkpoints that are neither kept nor linked."""
         link_to(run.path / last, best)
         steps = run.steps()
         kept = [path.name for at, path in steps.items() if at <= step and path.name not in self.left_behind]
@@ -173,8 +169,8 @@ class Checkpoints(ModelCheckpoint):
         self.best_loss, self.best_name = state_dict["best_loss"], state_dict["best_name"]
 
 
-def clear(run: Run) -> None:
-    """Clear away what a session that was killed had half written."""
+def remove_half_written(run: Run) -> None:
+    """Remove files, links and checkpoints that a killed session had half written."""
     remove_stale(run.path / "step-*")
     for path in run.path.iterdir():
         half = HALF_WRITTEN.fullmatch(path.name)

@@ -9,11 +9,11 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError, RunError
+from lm.errors import LmError, RequestError
 from lm.evaluation.benchmark import check_items, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
 from lm.inference.generation import Sampling, generate
-from lm.runs.evaluations import Evaluation, evaluation_metrics, evaluation_record
+from lm.runs.evaluations import evaluation_metrics, evaluation_record
 from lm.system.files import append_line
 from lm.system.units import Count
 from lm.training.callback import Callback
@@ -22,15 +22,56 @@ from lm.training.callbacks.logging import RunLog
 from lm.training.distributed import FullyShardedStrategy
 from lm.training.trainer import Trainer
 
-# ---- samples ---------------------------------------------------------------------------------------------------------
-# What the model writes while it learns: the same prompts and the same random numbers again and again.
-
 log = logging.getLogger(__name__)
+
+
+class BetweenSteps(Callback):
+    """Does something with the model every `interval` optimizer steps, or after every validation.
+
+    A failure is logged and ends no training. Pauses of this kind do not count as training. It stands after `RunLog` in
+    the list of callbacks. A run that is resumed does later steps again; the later line of a file counts.
+    """
+
+    name: str  # of what it does, for messages
+    interval: int | None  # None: after every validation
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if self.interval is not None and self.is_due(trainer.global_step, trainer.max_steps):
+            self._run(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fitting and self.interval is None:
+            self._run(trainer, pl_module)
+
+    def is_due(self, step: int, max_steps: int) -> bool:
+        return step % self.interval == 0
+
+    def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
+        """Do it, on every rank, and return metrics; where the model is sharded, no rank can compute without the others.
+        """
+        raise NotImplementedError
+
+    def _run(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        sharded = isinstance(trainer.strategy, FullyShardedStrategy)
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize()  # what is still queued is training
+        try:
+            metrics = self.run(trainer, pl_module, sharded)
+        except (LmError, OSError, torch.OutOfMemoryError) as error:
+            if sharded and isinstance(error, torch.OutOfMemoryError):
+                raise  # the other ranks may be waiting for this one's part of the weights
+            log.warning("no %s at step %d: %s", self.name, trainer.global_step, error)
+            return
+        if metrics:
+            RunLog.of(trainer).log_metrics(trainer, pl_module, metrics)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class SamplesConfig:
-    """What the model is to write while it learns; nothing unless prompts are given.
+    """Texts that the model writes while it learns; none unless prompts are given.
 
     Args:
         prompts: Texts to continue; an empty one begins a document.
@@ -39,9 +80,6 @@ class SamplesConfig:
         temperature: Logits are divided by it; 0 takes the likeliest token always.
         top_k: Choose among this many of the likeliest tokens; none: among all.
         seed: Of the random numbers, the same at every step; those of the training are not touched.
-
-    Raises:
-        RequestError: where a number means nothing.
     """
 
     prompts: list[str] | None = None
@@ -66,20 +104,15 @@ class SamplesConfig:
         return Sampling(self.temperature, self.top_k)
 
 
-class Samples(Callback):
-    """Writes texts to TensorBoard (`sample/0`, `sample/1`, ...) and to the run's `samples.jsonl`.
+class Samples(BetweenSteps):
+    """Writes texts to TensorBoard (`sample/0`, `sample/1`, ...) and to the run's `samples.jsonl`."""
 
-    It stands after `Throughput` in the list of callbacks, whose clock it stops. A run that goes on from a checkpoint
-    adds the samples of later steps again; the later line counts.
-
-    Args:
-        config: what to write and when.
-    """
+    name = "samples"
 
     def __init__(self, config: SamplesConfig) -> None:
-        self.config = config
+        self.config, self.interval = config, config.interval
         self.texts = config.prompts or []
-        self.prompts: list[list[int]] = []  # the same as token ids, while fitting
+        self.prompts: list[list[int]] = []  # their token ids, while fitting
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read the prompts, before there is a run folder.
@@ -98,32 +131,13 @@ class Samples(Callback):
                     f"in the context of {context}: shorten it by {len(prompt) - context + 1} or more"
                 )
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self.config.interval is not None and trainer.global_step % self.config.interval == 0:
-            self._sample(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.fitting and self.config.interval is None:
-            self._sample(trainer, pl_module)
-
-    def _sample(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Where each rank has a shard of the model only, none can compute without the others.
-        together = isinstance(trainer.strategy, FullyShardedStrategy)
-        if not self.prompts or not (trainer.is_global_zero or together):
-            return
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize()  # what is still queued is training
-        try:
+    def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
+        if self.prompts and (trainer.is_global_zero or sharded):
             with not_training(trainer):
                 texts = self.written(trainer, pl_module)
                 if trainer.is_global_zero:
-                    self._write(trainer, texts)
-        except (RunError, OSError, torch.OutOfMemoryError) as error:
-            if together and isinstance(error, torch.OutOfMemoryError):
-                raise  # the other ranks may be waiting for this one's part of the weights
-            log.warning("no samples at step %d: %s", trainer.global_step, error)
+                    self._write_samples(trainer, texts)
+        return {}
 
     def written(self, trainer: Trainer, pl_module: LightningModule) -> list[str]:
         config, tokenizer = self.config, trainer.datamodule.tokenizer
@@ -136,7 +150,7 @@ class Samples(Callback):
         pairs = zip(self.prompts, completions, strict=True)
         return [continued(tokenizer, prompt, completion.tokens) for prompt, completion in pairs]
 
-    def _write(self, trainer: Trainer, texts: list[str]) -> None:
+    def _write_samples(self, trainer: Trainer, texts: list[str]) -> None:
         step, lines = trainer.global_step, []
         for index, (prompt, text) in enumerate(zip(self.texts, texts, strict=True)):
             lines.append({"step": step, "tokens": trainer.tokens_seen, "prompt": prompt, "text": text})
@@ -156,12 +170,11 @@ def continued(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str
 
 
 # ---- evaluations -----------------------------------------------------------------------------------------------------
-# How good the model is at tasks while it learns: the same items again and again.
 
 
 @dataclass
 class EvaluationConfig:
-    """Which tasks the model is to do while it learns; none unless task files are given.
+    """Benchmark tasks that the model does while it learns; none unless task files are given.
 
     Args:
         tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
@@ -169,9 +182,6 @@ class EvaluationConfig:
         max_items: The most items of a task, the same ones every time.
         num_fewshot: Solved items before each question; as the task files say if not given.
         batch_tokens: The most tokens that go through the model at once.
-
-    Raises:
-        RequestError: where a number means nothing.
     """
 
     tasks: list[str] | None = None
@@ -198,20 +208,17 @@ class EvaluationConfig:
         return tasks
 
 
-class Evaluations(Callback):
-    """Writes `eval/<task>/accuracy`, `eval/<task>/centered` and `eval/core` as the other metrics are written, and all
-    that was found to the run's `evaluations.jsonl`.
+class Evaluations(BetweenSteps):
+    """Logs `eval/<task>/accuracy`, `eval/<task>/centered` and `eval/core`, and adds the whole result to the run's
+    `evaluations.jsonl`.
 
-    It stands after `RunLog` and `Throughput` in the list of callbacks: one writes, the other's clock is stopped. Ranks
-    with a whole model each divide the items; those that share one do all of them together. A run that goes on from a
-    checkpoint evaluates later steps again; the later line counts.
-
-    Args:
-        config: what to ask and when.
+    Ranks with a whole model each divide the items; those that share one do all of them together.
     """
 
+    name = "evaluation"
+
     def __init__(self, config: EvaluationConfig) -> None:
-        self.config = config
+        self.config, self.interval = config, config.interval
         self.tasks: list[Task] = []  # while fitting
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -229,52 +236,22 @@ class Evaluations(Callback):
             )
         self.tasks = self.config.read()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step, interval = trainer.global_step, self.config.interval
-        if interval is not None and (step % interval == 0 or step == trainer.max_steps):
-            self._evaluate(trainer, pl_module)
+    def is_due(self, step: int, max_steps: int) -> bool:
+        return step % self.interval == 0 or step == max_steps
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.fitting and self.config.interval is None:
-            self._evaluate(trainer, pl_module)
-
-    def _evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize()  # what is still queued is training
-        run_log = RunLog.of(trainer)
+    def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
+        run, run_log, config = trainer.run, RunLog.of(trainer), self.config
         run_log.write_state(trainer, "running", phase="evaluating")
-        with not_training(trainer):
-            found = self._found(trainer, pl_module)
-        if found is None:
-            run_log.write_state(trainer, "running")
-            return
-        if trainer.is_global_zero:
-            _keep(trainer, found)
-        run_log.log_metrics(trainer, pl_module, evaluation_metrics(found))
-
-    def _found(self, trainer: Trainer, pl_module: LightningModule) -> Evaluation | None:
-        """What was found; None where it failed, which is logged."""
-        config = self.config
-        together = isinstance(trainer.strategy, FullyShardedStrategy)
         try:
-            with trainer.precision_plugin.forward_context():
+            with not_training(trainer), trainer.precision_plugin.forward_context():
                 results = evaluate(
                     pl_module.decoder, trainer.datamodule.tokenizer, self.tasks, batch_tokens=config.batch_tokens,
-                    max_items=config.max_items, share=(0, 1) if together else (trainer.global_rank, trainer.world_size),
+                    max_items=config.max_items, share=(0, 1) if sharded else (trainer.global_rank, trainer.world_size),
                 )  # fmt: skip
-        except (LmError, torch.OutOfMemoryError) as error:
-            if together and isinstance(error, torch.OutOfMemoryError):
-                raise  # the other ranks may be waiting for this one's part of the weights
-            log.warning("no evaluation at step %d: %s", trainer.global_step, error)
-            return None
+        finally:
+            run_log.write_state(trainer, "running")
         tasks = {result.label: result.as_dict() for result in results}
-        return evaluation_record(trainer.global_step, None, tasks, core(results), {}, asdict(config))
-
-
-def _keep(trainer: Trainer, found: Evaluation) -> None:
-    try:
-        trainer.run.append_evaluation(found)
-    except OSError as error:
-        log.warning("the evaluation of step %d is in the metrics alone: %s", trainer.global_step, error)
+        evaluation = evaluation_record(trainer.global_step, None, tasks, core(results), {}, asdict(config))
+        if trainer.is_global_zero:
+            run.attempt(run.path / "evaluations.jsonl", lambda: run.append_evaluation(evaluation))
+        return evaluation_metrics(evaluation)

@@ -1,4 +1,4 @@
-"""Where a training is logged: TensorBoard, `metrics.jsonl`, `state.json`, log lines, a progress bar, histograms."""
+"""Logging of a training: TensorBoard, `metrics.jsonl`, `state.json`, log lines, a progress bar, histograms."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ from lm.system.files import append, flatten
 from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback, call_hook
-from lm.training.pace import Pace
+from lm.training.pace import Pace, remaining
 from lm.training.trainer import Trainer
 
 if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
@@ -41,8 +41,8 @@ lines = logging.getLogger("lm.lines")  # the command line shows them where there
 class RunLog(Callback):
     """Writes every metric once, under the optimizer step that it belongs to.
 
-    The metrics are those of the module's `logged_metrics` and of every callback's, and every callback's `on_metrics`
-    gets them, on every rank. A value that is not finite is not written, because JSON has no notation for it.
+    The metrics are those of `logged_metrics` of the module and of every callback; `on_metrics` of every callback gets
+    them, on every rank. A value that is not finite is not written, because JSON has no notation for it.
 
     Args:
         interval: optimizer steps between log lines.
@@ -62,9 +62,7 @@ class RunLog(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.write_state(trainer, "running")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
         if step % self.interval and step != trainer.max_steps:
             return
@@ -83,6 +81,9 @@ class RunLog(Callback):
             call_hook(trainer, "on_pause", time.monotonic() - self._validation_began, "validation")
             names = ("val/loss", "val/perplexity", "val/bpb")
             self.log_metrics(trainer, pl_module, {name: trainer.callback_metrics[name].item() for name in names})
+
+    def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
+        self.pace.add_pause(trainer.global_step, seconds, kind)
 
     def log_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
         """Write metrics of this optimizer step, and hand them to `on_metrics` of every callback; call it on every rank.
@@ -104,13 +105,14 @@ class RunLog(Callback):
         kinds = {_kind(name) for name in logged}
         others = {name: value for name, value in self.latest.items() if _kind(name) not in kinds}
         self.latest = others | metrics  # a metric that its newest line does not have is not known any more
-        self.pace.add(step, time.monotonic(), validation="train" not in kinds)
+        if "train" in kinds:
+            self.pace.add_line(step, time.monotonic())
         self.write_state(trainer, "running")
         lines.info(format_line(step, trainer.max_steps, metrics))
 
     def eta(self, trainer: Trainer) -> float | None:
         """Seconds until the last step is done; None where it is not known yet."""
-        return self.pace.eta(trainer.global_step, trainer.max_steps, time.monotonic())
+        return self.pace.rest(*remaining(trainer))
 
     def write_state(self, trainer: Trainer, status: str, phase: str = "training") -> None:
         """Replace `state.json`; `phase` is `training`, `validating` or `evaluating`."""
@@ -177,9 +179,7 @@ class ProgressBar(Callback):
         self._task = self._progress.add_task("", total=trainer.max_steps, completed=trainer.global_step)
         self._progress.start()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
         if self._progress is not None:
             log, shown = RunLog.of(trainer), ("train/loss", "perf/tokens_per_second", "perf/mfu")
@@ -364,9 +364,7 @@ class Histograms(Callback):
     def __init__(self, interval: int) -> None:
         self.interval = interval
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.global_step % self.interval:
             return
         for name, parameter in pl_module.decoder.named_parameters():

@@ -41,9 +41,6 @@ class GuardsConfig:
         throughput: Tokens a second that it must reach.
         spike: The condition of a loss spike, for which a post-mortem is written; none: no spike is looked for.
         inject_step: A drill: five steps of rare tokens from this step on.
-
-    Raises:
-        RequestError: an expression cannot be read, or a number is outside its range.
     """
 
     alerts: dict[str, Action] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""How a run ends before its last step: a signal, a guard, early stopping; and the validation after the last one."""
+"""How a run ends before its last step: by a signal, a guard, or early stopping."""
 
 import logging
 import sys
@@ -19,27 +19,23 @@ from lm.training.callbacks.logging import ProgressBar
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.trainer import Trainer
 
-# ---- interrupt -------------------------------------------------------------------------------------------------------
-# Ends a run after a signal, with a checkpoint and exit code 75; and for a guard, with 3.
-
 log = logging.getLogger(__name__)
 
 
 class Interrupt(Callback, Checkpoint):
-    """Ends a run after a signal reached any rank, with a checkpoint, or after a guard asked for it, with one if it is
-    wanted.
+    """Ends a run with a checkpoint after a signal reached any rank, or as a guard asked for it.
 
     It ends after the optimizer step, or at the next batch of a validation, which then comes first when the run is
-    resumed. On a single device, a step of which micro-batches are still to come after half of `trainer.stop_within`
-    seconds is dropped, and the checkpoint is that of the step before. What takes longer than `stop_within`, such as a
-    wait for data, a compilation, or the samples after a validation, is not waited for: a thread ends the process, and
-    the newest checkpoint is the one to resume from. A second SIGINT ends the process at once.
+    resumed. On a single device, a step that is not done after half of `trainer.stop_within` seconds is dropped, and the
+    checkpoint is that of the step before. Anything that takes longer than `stop_within`, such as a wait for data or a
+    compilation, is cut off: a thread ends the process, and the newest checkpoint is the one to resume from. A second
+    SIGINT ends the process at once.
 
-    It is a Checkpoint because Lightning calls those last, in their order: it must know what `Checkpoints` has done.
+    It is a Checkpoint because Lightning calls those last, in their order, and it must follow `Checkpoints`.
     """
 
     def __init__(self) -> None:
-        self._ranks: dist.ProcessGroup | None = None  # to from_rank_zero on the CPU, where no GPU is waited for
+        self._ranks: dist.ProcessGroup | None = None  # to exchange a flag on the CPU, without waiting for a GPU
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -47,24 +43,20 @@ class Interrupt(Callback, Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning registers its own handlers just before this; they would exit 0 and save nothing. Under DDP it also
-        # broadcasts a flag every step for them, a synchronisation that nobody needs any more.
+        # broadcasts a flag for them every step.
         STOP.catch()
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         waits = timedelta(seconds=trainer.rank_timeout)
         self._ranks = dist.new_group(backend="gloo", timeout=waits) if trainer.world_size > 1 else None
-        alone = trainer.world_size == 1  # several ranks may be waiting for one another: rank_timeout is their limit
+        alone = trainer.world_size == 1  # ranks may be waiting for one another: rank_timeout is their limit
         STOP.arm(trainer.stop_within if alone else 0.0, partial(self._end_now, trainer))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         without_saving = trainer.stop is not None and not trainer.checkpoint_callback.requested
         if without_saving or not trainer.validates_after(trainer.global_step):
             self._stop_if_asked(trainer)
 
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.fitting and self._any_rank_asked():
             trainer.pending_validation = True
             self._stop(trainer)
@@ -80,16 +72,14 @@ class Interrupt(Callback, Checkpoint):
         STOP.disarm()
 
     def stop_after_last_step(self, trainer: Trainer) -> None:
-        """End the run as it was after its last whole step."""
         self._stop(trainer, f"; the next one was not done within {trainer.stop_within / 2:g} s")
 
     def save_last_step(self, trainer: Trainer) -> None:
-        """Take a checkpoint of the last whole step, where what failed after it has changed nothing."""
         trainer.pending_validation |= trainer.validating
         if trainer.world_size == 1 and trainer.global_step:
             trainer.checkpoint_callback.save(trainer)
             trainer.checkpoint_io.drain()
-            log.info("there is a checkpoint of step %d", trainer.global_step)
+            log.info("saved a checkpoint of step %d", trainer.global_step)
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         asked = self._any_rank_asked()
@@ -103,13 +93,13 @@ class Interrupt(Callback, Checkpoint):
         if (trainer.checkpoint_callback.requested or trainer.stop is None) and trainer.global_step:
             trainer.checkpoint_callback.save(trainer)
             trainer.checkpoint_io.drain()
-        trainer.strategy.barrier()  # whoever watches the processes may kill all when the first one ends
+        trainer.strategy.barrier()  # torchrun kills all processes when the first one ends
         if trainer.stop is not None:
             raise trainer.stop
         where = f"after step {trainer.global_step} with a checkpoint" if trainer.global_step else "in the first step"
         if trainer.pending_validation:
             where += ", before its validation was done"
-        raise Interrupted(f"{signal_name()}: stopped {where}{why}; the same command with `--ckpt_path auto` goes on")
+        raise Interrupted(f"{signal_name()}: stopped {where}{why}; the same command with `--ckpt_path auto` resumes")
 
     def _end_now(self, trainer: Trainer) -> None:
         """Called by the watchdog's thread, just before it ends the process."""
@@ -137,25 +127,20 @@ def signal_name() -> str:
     return STOP.received.name if STOP.received is not None else "a signal on another rank"
 
 
-# ---- early stopping --------------------------------------------------------------------------------------------------
-# The end of a run whose validation loss does not get better any more.
-
-
 class EarlyStopping(LightningEarlyStopping):
-    """Lightning's, which also remembers that it has stopped a run, and goes by the config when it goes on.
+    """Lightning's, which remembers that it has stopped a run, and takes `patience` from the config on a resume.
 
     Args:
-        patience: validations in a row without a new best.
-        min_delta: how much lower `val/loss` must be to be one.
+        patience: validations in a row without a new best, which end the run.
+        min_delta: how much lower `val/loss` must be to be a new best.
     """
 
     def __init__(self, patience: int, min_delta: float) -> None:
         super().__init__("val/loss", min_delta, patience, check_on_train_epoch_end=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A kill between its last checkpoint and the note that it has ended must not make a run longer."""
         if self.wait_count >= self.patience:
-            trainer.should_stop = True
+            trainer.should_stop = True  # it was killed between its last checkpoint and its end
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})
