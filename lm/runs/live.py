@@ -6,6 +6,7 @@
 import math
 import os
 import time
+from bisect import bisect_right
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -166,42 +167,29 @@ class GrowingFile:
 
 
 class Curve:
-    """A metric over steps as means over bins of equally many steps: few enough to draw, however long the run is.
+    """The values of a metric over steps; `points` has means of neighbours, few enough to draw a run of any length."""
 
-    Args:
-        points: the most bins; when there are more, they become twice as wide.
-    """
-
-    def __init__(self, points: int = POINTS) -> None:
-        self._most = points
-        self._width = 1  # steps of a bin
-        self._bins: dict[int, list[float]] = {}  # number of the bin -> count, sum of steps, sum of values; ascending
+    def __init__(self) -> None:
+        self._steps: list[int] = []  # ascending
+        self._values: list[float] = []
 
     def add(self, step: int, value: float) -> None:
         """Add a value; steps ascend."""
-        self._put(step // self._width, [1, step, value] if math.isfinite(value) else [0, 0.0, 0.0])
-        self._widen()
+        self._steps.append(step)
+        self._values.append(value)
 
     def cut(self, step: int) -> None:
-        """Forget the bins that begin after a step."""
-        self._bins = {number: sums for number, sums in self._bins.items() if number * self._width <= step}
+        """Forget the values after a step."""
+        end = bisect_right(self._steps, step)
+        del self._steps[end:], self._values[end:]
 
-    def points(self, most: int | None = None) -> tuple[list[float], list[float]]:
-        """Steps and values of at most `most` bins; NaN for a bin without a finite value."""
-        shown = Curve(most or self._most)
-        shown._width, shown._bins = self._width, self._bins
-        shown._widen()
-        bins = shown._bins.items()
-        steps = [steps / count if count else number * shown._width for number, (count, steps, _) in bins]
-        return steps, [values / count if count else math.nan for _, (count, _, values) in bins]
-
-    def _put(self, number: int, sums: list[float]) -> None:
-        before = self._bins.get(number, (0, 0.0, 0.0))
-        self._bins[number] = [a + b for a, b in zip(before, sums, strict=True)]
-
-    def _widen(self) -> None:
-        while len(self._bins) > self._most:
-            self._width *= 2
-            bins, self._bins = self._bins, {}
-            for number, sums in bins.items():
-                self._put(number // 2, sums)
+    def points(self, most: int = POINTS) -> tuple[list[float], list[float]]:
+        """Steps and values of at most `most` points; NaN for a point without a finite value."""
+        size = max(1, math.ceil(len(self._steps) / most))
+        steps, values = [], []
+        for begin in range(0, len(self._steps), size):
+            pairs = list(zip(self._steps[begin : begin + size], self._values[begin : begin + size], strict=True))
+            finite = [pair for pair in pairs if math.isfinite(pair[1])] or [(pairs[0][0], math.nan)]
+            steps.append(sum(step for step, _ in finite) / len(finite))
+            values.append(sum(value for _, value in finite) / len(finite))
+        return steps, values

@@ -128,7 +128,7 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
         raise
 
 
-def append(descriptor: int, data: bytes) -> None:
+def append_bytes(descriptor: int, data: bytes) -> None:
     """Add bytes to the end of a file that was opened for appending: all of them, or none.
 
     Raises:
@@ -153,7 +153,7 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
     try:
         end = os.fstat(descriptor).st_size
         cut = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
-        append(descriptor, b"\n" * cut + (json.dumps(line, ensure_ascii=False) + "\n").encode())
+        append_bytes(descriptor, b"\n" * cut + (json.dumps(line, ensure_ascii=False) + "\n").encode())
     finally:
         os.close(descriptor)
 
@@ -346,7 +346,7 @@ def restore_interrupted(folder: Path) -> None:
             os.rename(path, path.with_name(name))
 
 
-def remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Remove a folder so that no kill leaves half of one under its name; `remove_stale` removes what could not go."""
     dead = folder.with_name(f".dead-{folder.name}-{os.getpid()}")
     with suppress(FileNotFoundError):  # another process was faster

@@ -24,7 +24,7 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
 from lm.runs.checkpoint import TENSORS, read_folder, write_folder
-from lm.system.files import remove
+from lm.system.files import remove_folder
 from lm.training.distributed import gather_from_ranks
 from lm.training.optim import index_state, name_state, parameter_names
 
@@ -89,7 +89,7 @@ class FolderCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a folder, after the writes before it."""
-        self._pending.append(self._writer.submit(remove, Path(path)))
+        self._pending.append(self._writer.submit(remove_folder, Path(path)))
 
     def drain(self) -> None:
         """Wait until everything is on the disk.

@@ -223,10 +223,10 @@ def test_a_folder_that_vanishes_is_shown_as_gone_and_one_that_comes_back_anew(tm
 
 
 def test_a_curve_stays_small_and_true():
-    curve = Curve(points=100)
+    curve = Curve()
     for step in range(1, 100_001):
         curve.add(step, math.nan if step == 7 else float(step))
-    steps, values = curve.points()
+    steps, values = curve.points(100)
     assert 50 <= len(steps) <= 100 and steps == pytest.approx(values) and steps == sorted(steps)
     assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) < 1.6 * steps[-1] / len(steps)
     curve.cut(50_000)

@@ -15,7 +15,14 @@ from lm.errors import RequestError, RunError
 from lm.runs.checkpoint import decode, encode, find_damage, point, read_folder, read_progress, write_folder
 from lm.runs.resume import find_checkpoint, newest_whole, repair_links
 from lm.runs.run import Run
-from lm.system.files import digest, dump_checksummed, load_checksummed, remove, restore_interrupted, stated_digest
+from lm.system.files import (
+    digest,
+    dump_checksummed,
+    load_checksummed,
+    remove_folder,
+    restore_interrupted,
+    stated_digest,
+)
 from lm.training.callbacks.checkpoints import Checkpoints, remove_half_written
 from lm.training.checkpoint_state import FolderCheckpointIO
 
@@ -315,7 +322,7 @@ def test_a_replacement_that_fails_gives_the_name_back(run, monkeypatch):
 
 
 def test_a_checkpoint_that_somebody_has_removed_by_hand_does_not_matter(run):
-    remove(run.path / STEPS[2])
+    remove_folder(run.path / STEPS[2])
     assert list(run.steps()) == [1]
 
 

@@ -13,7 +13,7 @@ from lm.errors import RunError
 from lm.model.estimates import checkpoint_bytes
 from lm.runs.checkpoint import link_to
 from lm.runs.run import Run
-from lm.system.files import disk_space, remove, remove_stale, stated_digest
+from lm.system.files import disk_space, remove_folder, remove_stale, stated_digest
 from lm.system.stop_signals import STOP
 from lm.training.trainer import Trainer
 
@@ -156,7 +156,7 @@ class Checkpoints(ModelCheckpoint):
         kept = [path.name for at, path in steps.items() if at <= step and path.name not in self.left_behind]
         for path in steps.values():
             if path.name not in (*kept[-self.keep :], last, best):
-                remove(path)
+                remove_folder(path)
 
     @staticmethod
     def _name(trainer: Trainer) -> str:

@@ -23,7 +23,7 @@ from lm.errors import GuardStop
 from lm.model.huggingface import to_huggingface
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
-from lm.system.files import append, flatten
+from lm.system.files import append_bytes, flatten
 from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback, call_hook
@@ -294,7 +294,7 @@ class _TolerantFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, record: bytes) -> None:
-        self._attempt("TensorBoard's event file", lambda: append(self._descriptor, record))
+        self._attempt("TensorBoard's event file", lambda: append_bytes(self._descriptor, record))
 
     def flush(self) -> None:
         """Nothing is buffered."""
