@@ -21,7 +21,7 @@ from rich.text import Text
 
 from lm.data.tokenizer import Begin
 from lm.errors import LmError, RequestError
-from lm.inference.completion import NewText, Written, begun, gather, stream_text
+from lm.inference.completion import NewText, Written, encode_prompt, gather, stream_text
 from lm.inference.generation import Reason, Sampling, Step, check_step
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.compile import compile_decoder
@@ -184,7 +184,7 @@ def refuse_long_prompts(model: Pretrained, prompts: list[str], settings: Setting
     """Raise RequestError for a prompt that fills the context, before any text is written."""
     context = model.config.max_position_embeddings
     for number, prompt in enumerate(prompts, start=1):
-        count = len(begun(model.tokenizer, prompt, settings.begin))
+        count = len(encode_prompt(model.tokenizer, prompt, settings.begin))
         if count >= context:
             raise RequestError(
                 f"prompt {number} of {len(prompts)} has {count} tokens, which leaves no room in the context of "

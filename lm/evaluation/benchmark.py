@@ -1,4 +1,4 @@
-"""How many answers of a task are right, how sure that is, and CORE, which is one number for many tasks."""
+"""Benchmarks: how many answers of each task are right, with intervals, and CORE, one number for many tasks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -21,73 +21,46 @@ Progress = Callable[[str, int, int], None]
 
 
 class Outcome(NamedTuple):
-    """What came out for one item.
+    """The result of one item."""
 
-    Args:
-        right: whether it counts as right, by the rule of its kind.
-        log_likelihoods: summed log-probability of each possible answer, in nats; of the only one for language
-            modelling.
-        acc, acc_norm, acc_bytes: whether the answer with the largest sum is right, with the largest sum per
-            character, per UTF-8 byte; None for language modelling.
-        nats, tokens: of the right answer.
-        cut: whether a prompt was longer than the context and lost its beginning.
-    """
-
-    right: bool
-    log_likelihoods: tuple[float, ...]
-    acc: bool | None
-    acc_norm: bool | None
-    acc_bytes: bool | None
-    nats: float
-    tokens: int
-    cut: bool
+    right: bool  # by the rule of its kind
+    log_likelihoods: tuple[float, ...]  # of each possible answer, summed, in nats
+    acc: bool | None  # whether the answer with the largest sum is right; None for language modelling
+    acc_norm: bool | None  # with the largest sum per character; likewise
+    acc_bytes: bool | None  # with the largest sum per UTF-8 byte; likewise
+    nats: float  # of the right answer
+    tokens: int  # likewise
+    cut: bool  # a prompt was longer than the context and lost its beginning
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """How a model did on a task.
-
-    Args:
-        label: the task's name.
-        kind: `multiple_choice`, `schema` or `language_modeling`.
-        num_fewshot: solved items before each question.
-        items: how many were asked.
-        accuracy: share of right answers: the answer with the smallest mean loss over its tokens; for language
-            modelling, every token of the continuation is the likeliest.
-        stderr: its standard error.
-        interval: its 95 % interval (Wilson).
-        baseline: the share that guessing gets.
-        centered: `(accuracy - baseline) / (1 - baseline)`.
-        centered_interval: its 95 % interval.
-        acc: share right by summed log-probability, `acc` of lm-evaluation-harness; None for language modelling, whose
-            `accuracy` it is.
-        acc_norm: share right by log-probability per character of the answer, `acc_norm` there.
-        acc_bytes: share right by log-probability per UTF-8 byte of the answer, `acc_bytes` there.
-        perplexity: of the continuation's tokens; None but for language modelling.
-        truncated: items with a prompt longer than the context, which lost its beginning.
-        outcomes: item by item, in the order in which they were asked.
-    """
+    """The results of a task. `None` stands for what its kind does not have."""
 
     label: str
     kind: Kind
-    num_fewshot: int
-    items: int
+    num_fewshot: int  # solved items before each question
+    items: int  # asked
+    # Share of right answers: the answer with the smallest mean loss over its tokens; for language modelling, every
+    # token of the continuation is the likeliest.
     accuracy: float
-    stderr: float
-    interval: Interval
-    baseline: float
-    centered: float
-    centered_interval: Interval
+    stderr: float  # of the accuracy
+    interval: Interval  # its 95 % interval (Wilson)
+    baseline: float  # the share that guessing gets
+    centered: float  # (accuracy - baseline) / (1 - baseline)
+    centered_interval: Interval  # its 95 % interval
+    # Share right by summed log-probability, per character and per UTF-8 byte of the answer: `acc`, `acc_norm` and
+    # `acc_bytes` of lm-evaluation-harness. None for language modelling, whose `acc` is `accuracy`.
     acc: float | None
     acc_norm: float | None
     acc_bytes: float | None
-    perplexity: float | None
-    truncated: int
-    outcomes: tuple[Outcome, ...] = field(repr=False)
+    perplexity: float | None  # of the continuations' tokens; for language modelling alone
+    truncated: int  # items with a prompt longer than the context, which lost its beginning
+    outcomes: tuple[Outcome, ...] = field(repr=False)  # in the order of asking
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the outcomes, for JSON."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "outcomes"}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "outcomes"}
 
 
 class Core(NamedTuple):
@@ -118,22 +91,22 @@ def evaluate(
         tokenizer: the one it was trained with.
         tasks: from `read_tasks`.
         batch_tokens: the most tokens of a batch, padding included; results do not depend on it.
-        max_items: ask only so many of a task, always the same ones.
+        max_items: the most items of a task, always the same ones.
         begin: what a sequence begins with: `eos`, as every document does in training, or `nothing`, as
             lm-evaluation-harness has it for a tokenizer without a beginning-of-sequence token.
-        share: `(rank, world)`: ask every `world`-th item here, and gather what the other ranks found; all get the
-            same results. Not where ranks share one model (FSDP2): there all ask everything, in step.
+        share: `(rank, world)`: ask every `world`-th item here, and gather the outcomes of all ranks; all get the same
+            results. Not where ranks share one model (FSDP2): there all ask everything, in step.
         progress: called with a task's label, how many of its items are done, and how many there are.
 
     Returns:
         A result for each task, in order.
 
     Raises:
-        RequestError: `max_items` leaves too few items for a task's `num_fewshot`, or a number means nothing.
+        RequestError: `max_items` leaves too few items for a task's `num_fewshot`, or a number is out of range.
         RunError: a log-probability is not finite.
     """
     for task in tasks:
-        check(task, max_items)
+        check_items(task, max_items)
     results = []
     for task in tasks:
         items, (rank, world) = chosen_items(task, max_items), share
@@ -150,8 +123,8 @@ def evaluate(
     return results
 
 
-def check(task: Task, max_items: int | None) -> None:
-    """Raise RequestError where so few items leave none to ask beside the solved ones."""
+def check_items(task: Task, max_items: int | None) -> None:
+    """Raise RequestError where `max_items` is too few for the task's solved items and a question."""
     if max_items is not None and max_items <= task.num_fewshot:
         raise RequestError(
             f"task {task.label!r}: max_items {max_items} must be at least {task.num_fewshot + 1}, as "
@@ -160,7 +133,7 @@ def check(task: Task, max_items: int | None) -> None:
 
 
 def _gathered(ask: Callable[[], list[Outcome]], world: int) -> list[Outcome]:
-    """The outcomes of all ranks in the order of the items. Where one fails, all do, and none waits for it."""
+    """The outcomes of all ranks in the order of the items. Where one rank fails, all do, and none waits for it."""
     found: list[Outcome] | None = None
     try:
         found = ask()
@@ -177,7 +150,7 @@ def _outcomes(
     decoder: Decoder, tokenizer: Tokenizer, task: Task, items: Sequence[Item], indices: Sequence[int],
     batch_tokens: int, begin: Begin, tell: Callable[[float], None],
 ) -> list[Outcome]:  # fmt: skip
-    """What comes out for some items; `tell` is called with the share that is done."""
+    """The outcomes of some items; `tell` is called with the fraction that is done."""
     outcomes: list[Outcome] = []
     for first in range(0, len(indices), GROUP):
         group = indices[first : first + GROUP]
@@ -197,7 +170,7 @@ def _outcome(task: Task, item: Item, answers: Sequence[Prompt], scores: Sequence
     first = [min(prompt.start, prompt.answer) for prompt in answers]  # token that each score begins with
     means = [s.log_probabilities[p.start - f :].mean(dtype=float) for p, s, f in zip(answers, scores, first)]
     own = [s.log_probabilities[p.answer - f :] for p, s, f in zip(answers, scores, first)]
-    sums = np.array([each.sum(dtype=float) for each in own])  # (answers,)
+    sums = np.array([values.sum(dtype=float) for values in own])  # (answers,)
     cut = any(prompt.cut for prompt in answers)
     if task.kind == "language_modeling":
         right = bool(scores[0].likeliest.all())

@@ -1,4 +1,4 @@
-"""Bits per byte of texts and of shards: how well a model predicts what it has not seen, without any questions."""
+"""Bits per byte of texts and of shards: how well a model predicts data that it has not seen."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,26 +23,16 @@ GROUP = 16  # batches whose rows are held at once, to read those of similar leng
 
 @dataclass(frozen=True)
 class CorpusResult:
-    """How well a corpus is predicted.
+    """How well a corpus is predicted."""
 
-    Args:
-        loss: mean over all tokens, in nats.
-        perplexity: its exponential.
-        bits_per_byte: nats of the tokens that stand for text, over the UTF-8 bytes of that text, over ln 2.
-        stderr: standard error of `bits_per_byte` over samples.
-        loss_stderr: that of `loss`.
-        tokens, bytes: how many were predicted.
-        samples: documents of texts, windows of shards.
-    """
-
-    loss: float
-    perplexity: float
-    bits_per_byte: float
-    stderr: float
-    loss_stderr: float
-    tokens: int
-    bytes: int
-    samples: int
+    loss: float  # mean over all tokens, in nats
+    perplexity: float  # its exponential
+    bits_per_byte: float  # nats of the tokens that stand for text, over the UTF-8 bytes of that text, over ln 2
+    stderr: float  # standard error of `bits_per_byte` over samples
+    loss_stderr: float  # that of `loss`
+    tokens: int  # predicted
+    bytes: int  # predicted
+    samples: int  # documents of texts, windows of shards
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -61,7 +51,7 @@ def texts_bits_per_byte(
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int], None] | None = None,
 ) -> CorpusResult:
-    """Measure documents, each of which begins after an end-of-text token, as in training.
+    """Measure texts; each document begins after an end-of-text token, as in training.
 
     Args:
         inputs: files, folders, globs or URLs, as `lm data prepare --input` takes them.
@@ -69,13 +59,13 @@ def texts_bits_per_byte(
         stride: tokens between the beginnings of windows. `seq_len`, if not given: windows do not overlap, and a
             window's first tokens have little before them. With less, each token is still predicted once, with at
             least `seq_len - stride` tokens before it where the document has them.
-        max_documents: the first ones only.
+        max_documents: the most documents, from the first.
         text_key: key or column of the text.
         batch_tokens: the most tokens of a batch.
-        progress: called with the number of tokens that are done.
+        progress: called with the number of tokens done.
 
     Raises:
-        RequestError: an input is not there or holds no text, or a number does not fit.
+        RequestError: an input is missing or holds no text, or a number is out of range.
         RunError: a file cannot be read, or a log-probability is not finite.
     """
     seq_len = _seq_len(decoder, seq_len)
@@ -117,13 +107,13 @@ def shards_bits_per_byte(
         source: folders, globs, files or URLs of shards, as `data.val` takes them.
         column: of the token ids.
         seq_len: predicted tokens of a window; the decoder's context if not given.
-        max_windows: the first ones only.
+        max_windows: the most windows, from the first.
         document_mask: keep attention inside a document, as `model.document_mask` does.
         batch_tokens: the most tokens of a batch.
-        progress: called with the windows that are done and how many there are.
+        progress: called with the number of windows done, and of all.
 
     Raises:
-        RequestError: there are no such shards, another tokenizer made them, or a number does not fit.
+        RequestError: there are no such shards, another tokenizer made them, or a number is out of range.
         RunError: a shard is damaged, or a log-probability is not finite.
     """
     seq_len = _seq_len(decoder, seq_len)
@@ -163,22 +153,18 @@ def _windows(ids: list[int], seq_len: int, stride: int) -> Iterator[Row]:
 
 
 class _Sums:
-    """Sums over samples: nats and tokens, and the same of tokens that stand for text, with their bytes.
-
-    Attributes:
-        counted: tokens so far.
-    """
+    """Sums over samples: nats and tokens, and the same of tokens that stand for text, with their bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.token_bytes = tokenizer.token_bytes()
         self.samples: list[np.ndarray] = []  # (4,) each: nats, tokens, nats of text, bytes of text
-        self.counted = 0
+        self.counted = 0  # tokens so far
 
     def add(
         self, decoder: Decoder, rows: Iterable[tuple[int, Row]], batch_tokens: int, seq_len: int,
         documents_end: int | None = None,
     ) -> Iterator[int]:  # fmt: skip
-        """Score rows, each of a sample; after each group of batches gives the number of samples that were seen."""
+        """Score rows, each with the number of its sample; yields the number of samples so far, a group at a time."""
         rows = iter(rows)
         size = GROUP * max(1, batch_tokens // seq_len)
         while group := list(islice(rows, size)):

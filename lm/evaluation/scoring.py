@@ -1,8 +1,8 @@
-"""Rows of tokens in, the log-probability of each of their tokens out, many rows at once.
+"""Prompts of a task's items, and the log-probability of each of their tokens, many rows at once.
 
-Rows of similar length are read together, filled up at their ends, where causal attention does not look. Logits are
-computed for those tokens only that are asked for, and a part of them at a time: all of them would take more memory
-than the model. (With FSDP2 all of a batch are computed, since weights are whole only inside of a forward pass.)
+Rows of similar length are read together, padded at their ends, where causal attention does not look. Logits are
+computed only for the tokens that are asked for, some at a time: all of them would take more memory than the model.
+(With FSDP2 all of a batch are computed, since weights are whole only inside a forward pass.)
 """
 
 import random
@@ -20,33 +20,26 @@ from lm.errors import RequestError, RunError
 from lm.evaluation.tasks import Item, Task
 from lm.model.decoder import Decoder, document_ids_from, evaluating
 
-# ---- scoring ---------------------------------------------------------------------------------------------------------
-
 LOGITS = 2**26  # that are held at once, 256 MiB
+SHUFFLE_SEED = 1337  # of the items, so that the first of them are as good as any
+EXAMPLES_SEED = 1234  # plus the number of the item: of its solved examples
+
+
+# ---- scoring ---------------------------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
-    """What is to be scored.
+    """Tokens to score."""
 
-    Args:
-        ids: `(n,)` whole numbers, n at most one more than the context.
-        start: the first token to be predicted, at least 1.
-    """
-
-    ids: np.ndarray
-    start: int
+    ids: np.ndarray  # (n,) whole numbers, n at most one more than the context
+    start: int  # the first token to predict, at least 1
 
 
 class Score(NamedTuple):
-    """What the model says of the tokens of a row from its start on.
+    """The predictions of the tokens of a row, from its start."""
 
-    Args:
-        log_probabilities: `(n - start,)` fp32, nats.
-        likeliest: `(n - start,)` bool, whether the token is the one that greedy decoding would write.
-    """
-
-    log_probabilities: np.ndarray
-    likeliest: np.ndarray
+    log_probabilities: np.ndarray  # (n - start,) fp32, nats
+    likeliest: np.ndarray  # (n - start,) bool, whether the token is the one that greedy decoding would write
 
 
 def score(
@@ -62,7 +55,7 @@ def score(
     Args:
         decoder: on any device, in any precision; with FSDP2 all ranks score the same rows.
         rows: of any lengths.
-        batch_tokens: the most tokens of a batch, padding included; one row at least is read at once.
+        batch_tokens: the most tokens of a batch, padding included; a batch has one row at least.
         documents_end: the token that ends a document, where attention is to stay inside documents.
         done: called after each batch with the share of the rows that are scored.
 
@@ -76,7 +69,7 @@ def score(
     if batch_tokens < 1:
         raise RequestError(f"batch_tokens {batch_tokens} must be at least 1")
     scores: dict[int, Score] = {}
-    # Blocks that are compiled for training's shapes run as they are written here.
+    # Blocks that are compiled for training's shapes run uncompiled here.
     with evaluating(decoder), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for batch in _batches(rows, batch_tokens):
             found = _score(decoder, [rows[index] for index in batch], documents_end)
@@ -144,38 +137,23 @@ def _logits(
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
-# Items as rows of tokens: solved examples first, then the question with each of its possible answers.
-#
-# After `tasks`, before `scoring`. Texts are put together as DCLM and nanochat do, so that scores can be compared:
-# solved examples are drawn by the item's number, and a blank line stands after each.
-
-SHUFFLE_SEED = 1337  # of the items, so that the first of them are as good as any
-EXAMPLES_SEED = 1234  # plus the number of the item: of its solved examples
 
 
 class Prompt(NamedTuple):
-    """A question with one of its answers.
+    """A question with one of its answers."""
 
-    Args:
-        ids: `(n,)` int32, at most one more than the context, since the last one is not read.
-        start: the first token whose loss counts for DCLM's mean: the first in which the answers differ, for `schema`
-            the first of the end that they share.
-        answer: the first token of the answer; what lm-evaluation-harness sums from.
-        length: characters of the answer, without the delimiter.
-        bytes: the same in UTF-8.
-        cut: tokens that it lost at its beginning, because it is longer than the context.
-    """
-
-    ids: np.ndarray
+    ids: np.ndarray  # (n,) int32, at most one more than the context, since the last one is not read
+    # The first token whose loss counts for DCLM's mean: the first in which the answers differ, for `schema` the first
+    # of the end that they share.
     start: int
-    answer: int
-    length: int
-    bytes: int
-    cut: int
+    answer: int  # the first token of the answer, where the sum of lm-evaluation-harness begins
+    length: int  # characters of the answer, without the delimiter
+    bytes: int  # the same in UTF-8
+    cut: int  # tokens that it lost at its beginning, because it is longer than the context
 
 
 def chosen_items(task: Task, max_items: int | None) -> list[Item]:
-    """The items that are asked, in their order: shuffled, always in the same way, and at most so many."""
+    """The items to ask, in their order: shuffled, always in the same way, and at most so many."""
     items = list(task.items)
     random.Random(SHUFFLE_SEED).shuffle(items)
     return items[:max_items]
@@ -184,12 +162,15 @@ def chosen_items(task: Task, max_items: int | None) -> list[Item]:
 def prompts(
     task: Task, items: Sequence[Item], indices: Sequence[int], tokenizer: Tokenizer, context: int, begin: Begin
 ) -> Iterator[list[Prompt]]:
-    """The prompts of some items, one for each possible answer.
+    """The prompts of some items, one for each possible answer: solved examples, then the question with the answer.
+
+    Texts are put together as DCLM and nanochat do, so that scores can be compared: solved examples are drawn by the
+    item's number, and a blank line stands after each.
 
     Args:
-        task: what they are of.
-        items: those that are asked, from `chosen_items`; solved examples are drawn from them too.
-        indices: which of them to write out.
+        task: of the items.
+        items: all that are asked, from `chosen_items`; solved examples are drawn from them too.
+        indices: of the items to write out.
         tokenizer: of the model.
         context: the most tokens that the model reads at once.
         begin: `eos` or `nothing`; a prompt whose answer is all there is begins with `eos` anyway.
@@ -203,7 +184,7 @@ def prompts(
 
 
 def _pieces(task: Task, items: Sequence[Item], index: int) -> tuple[list[tuple[str, str]], list[str]]:
-    """For each possible answer what stands before it and the whole, and the answers themselves."""
+    """For each possible answer the text before it and the whole text, and the answers themselves."""
     item, delimiter = items[index], task.continuation_delimiter
     examples = "".join(_solved(task, example) + "\n\n" for example in _examples(items, index, task.num_fewshot))
     if task.kind == "multiple_choice":
@@ -213,7 +194,7 @@ def _pieces(task: Task, items: Sequence[Item], index: int) -> tuple[list[tuple[s
     else:
         contexts, answers = [item["context"].strip()], [item["continuation"]]
     before = [examples + context + delimiter for context in contexts]
-    # A blank at the end of what stands before belongs to the answer's first token.
+    # A blank at the end of the text before it belongs to the answer's first token.
     return [(text.rstrip(), text + answer) for text, answer in zip(before, answers, strict=True)], answers
 
 
@@ -235,9 +216,7 @@ def _solved(task: Task, item: Item) -> str:
 def _rows(
     task: Task, pairs: list[tuple[list[int], list[int]]], answers: list[str], eos_id: int, context: int, begin: Begin
 ) -> Iterator[Prompt]:
-    """Args:
-    pairs: for each possible answer the ids of what stands before it, and of the whole.
-    """
+    """The prompts of an item; `pairs` has for each possible answer the ids of the text before it, and of the whole."""
     wholes = [whole for _, whole in pairs]
     shortest = min(map(len, wholes))
     shared_end = min(_shared([whole[::-1] for whole in wholes]), shortest)

@@ -12,13 +12,12 @@ from torchmetrics import Metric
 from lm.model.decoder import IGNORED
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
-# How sure a score is: standard errors and 95 % intervals.
 
 Z = 1.959963984540054  # a normal variable is within so many standard deviations in 95 % of all cases
 
 
 class Interval(NamedTuple):
-    """From where to where a number is, with 95 % confidence."""
+    """Where a number lies with 95 % confidence."""
 
     low: float
     high: float
@@ -35,7 +34,7 @@ def wilson(right: int, total: int) -> Interval:
     share, spread = right / total, Z**2 / total
     middle = (share + spread / 2) / (1 + spread)
     half = Z * math.sqrt(share * (1 - share) / total + spread / (4 * total)) / (1 + spread)
-    # Rounding leaves a trace of a zero that is one.
+    # Rounding would leave a zero or a one a little off.
     return Interval(middle - half if right else 0.0, middle + half if right < total else 1.0)
 
 
@@ -46,7 +45,7 @@ def standard_error(right: int, total: int) -> float:
 
 
 def centered(share: float, baseline: float) -> float:
-    """A share as one of what there is between guessing and all right: 0 is guessing, 1 all right.
+    """An accuracy on the scale between guessing, 0, and all right, 1.
 
     Li et al., 2024, "DataComp-LM" (arXiv:2406.11794), section 3.5.
 
@@ -84,7 +83,6 @@ def ratio_error(above: np.ndarray, below: np.ndarray) -> float:
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
-# What a validation says: loss, perplexity and bits per byte, summed exactly over batches and ranks.
 
 
 def perplexity(loss: float) -> float:

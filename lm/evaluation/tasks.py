@@ -17,8 +17,6 @@ import pyarrow.parquet as pq
 from lm.errors import RequestError
 from lm.system.files import parse_json, parse_yaml
 
-# ---- tasks -----------------------------------------------------------------------------------------------------------
-
 EMBEDDED = "embedded:"
 SHIPPED = Path(__file__).parent.parent / "data" / "tasks"
 
@@ -37,27 +35,20 @@ Item = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """A task.
+    """A list of questions with their right answers.
 
-    Args:
-        label: its name.
-        kind: what its items are. Of `multiple_choice` each has a `query`, `choices` and which of them is right,
-            `gold`; of `schema` several `context_options`, the right one of which, `gold`, makes the `continuation`
-            likeliest; of `language_modeling` a `context` and its `continuation`.
-        items: as they stand in the file.
-        num_fewshot: solved items before each question.
-        continuation_delimiter: between a question and its answer.
-        baseline: the share that guessing gets.
-        source: the file of the items.
+    An item of `multiple_choice` has a `query`, `choices` and the index of the right one, `gold`; one of `schema` several
+    `context_options`, the right one of which, `gold`, makes the `continuation` likeliest; one of `language_modeling` a
+    `context` and its `continuation`.
     """
 
     label: str
     kind: Kind
-    items: tuple[Item, ...]
-    num_fewshot: int
-    continuation_delimiter: str
-    baseline: float
-    source: str
+    items: tuple[Item, ...]  # as they stand in the file
+    num_fewshot: int  # solved items before each question
+    continuation_delimiter: str  # between a question and its answer
+    baseline: float  # the share that guessing gets
+    source: str  # the file of the items
 
 
 def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Task]:
@@ -98,7 +89,7 @@ def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
         file = SHIPPED / f"{path.removeprefix(EMBEDDED)}.yaml"
         if not file.exists():
             names = ", ".join(f"{EMBEDDED}{known.stem}" for known in sorted(SHIPPED.glob("*.yaml")))
-            raise RequestError(f"{path}: there are no such tasks in the package; there is {names}")
+            raise RequestError(f"{path}: there are no such tasks in the package; known: {names}")
     if not file.is_file():
         raise RequestError(f"tasks {path}: no such file; give a YAML with icl_tasks, a .jsonl or a .parquet file")
     if file.suffix in (".yaml", ".yml"):

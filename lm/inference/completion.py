@@ -1,7 +1,7 @@
-"""Completion: text in, text out. `generation` does it for tokens; here they become text, piece by piece.
+"""Completion: text in, text out. `inference/generation` continues tokens; here they become text, piece by piece.
 
-A piece is handed out as soon as nothing that follows can change it: characters that are whole, and nothing that may
-turn out to be the beginning of a stop string.
+A piece is yielded as soon as nothing that follows can change it: whole characters, which cannot be the beginning of a
+stop string.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,11 +14,11 @@ from lm.errors import RequestError
 from lm.inference.generation import NewToken, Reason, Sampling, Step, stream
 from lm.model.decoder import Decoder
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what bytes are decoded to that are no character, or not yet
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no character, or not yet
 
 
 class Alternative(NamedTuple):
-    """A token that could have stood in a place."""
+    """A likely token in the place of one that was written."""
 
     id: int
     text: str
@@ -29,27 +29,27 @@ class Token(NamedTuple):
     """A token that was written."""
 
     id: int
-    text: str  # what it added; nothing where it ended within a character, which the token that completes it has
+    text: str  # that it added; nothing where it ended within a character: the token that completes it has that
     log_probability: float  # nats, by the model's own distribution: at temperature 1, before any filter
     alternatives: list[Alternative]  # the likeliest tokens in its place, the likeliest first
 
 
 class NewText(NamedTuple):
-    """What a step added to a prompt."""
+    """The text that a step added to a prompt."""
 
     row: int  # which prompt
     text: str  # may be empty
-    reason: Reason | None  # None where the row goes on, else why it ended
-    token: Token | None  # that was written; None: it ended the document
+    reason: Reason | None  # why the row ended; None: more follows
+    token: Token | None  # that was written; None: the one that ends a document
 
 
 class Written(NamedTuple):
-    """What follows a prompt."""
+    """A completed prompt."""
 
     prompt: str
-    text: str  # without the stop string
+    text: str  # that follows it, without the stop string
     tokens: list[Token]  # without the one that ends a document, with those that made a stop string
-    reason: Reason  # the end of a document, a stop string, as many as were asked for, or a context that is full
+    reason: Reason  # end of a document, a stop string, `max_new_tokens` reached, or the context is full
 
 
 def complete(decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any) -> list[Written]:
@@ -58,7 +58,7 @@ def complete(decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], **o
 
 
 def gather(prompts: Sequence[str], news: Iterable[NewText]) -> list[Written]:
-    """What `stream_text` gives, as wholes."""
+    """The results of `stream_text`, put together."""
     texts: list[list[str]] = [[] for _ in prompts]
     tokens: list[list[Token]] = [[] for _ in prompts]
     reasons: list[Reason] = ["length"] * len(prompts)
@@ -67,7 +67,7 @@ def gather(prompts: Sequence[str], news: Iterable[NewText]) -> list[Written]:
         tokens[new.row] += [] if new.token is None else [new.token]
         reasons[new.row] = new.reason or reasons[new.row]
     rows = zip(prompts, texts, tokens, reasons, strict=True)
-    return [Written(prompt, "".join(text), of_it, reason) for prompt, text, of_it, reason in rows]
+    return [Written(prompt, "".join(text), written, reason) for prompt, text, written, reason in rows]
 
 
 def stream_text(
@@ -84,7 +84,7 @@ def stream_text(
     alternatives: int = 0,
     step: Step = "dynamic",
 ) -> Iterator[NewText]:
-    """Continue texts and hand out what follows as soon as it is sure; once for every token, row after row.
+    """Continue texts and yield what follows as soon as it is sure; once for every token, row after row.
 
     Args:
         decoder: on any device.
@@ -92,20 +92,20 @@ def stream_text(
         prompts: an empty one begins a document.
         max_new_tokens: the most tokens that follow a prompt. Where the context is full before, a row ends there.
         sampling: how tokens are chosen.
-        stop: a row ends before the first of these that would stand in its text.
+        stop: strings; a row ends before the first of them.
         seed: of the random numbers; a new one if not given.
-        ignore_eos: write on after the end of a document, which is then part of the text, by its name.
-        begin: what stands before a prompt: `eos` where it is to be the beginning of a document.
-        alternatives: how many of the likeliest tokens to report in the place of every one that was written.
-        step: how the decoder is run; see `decode_step.DecodeStep`.
+        ignore_eos: continue after the end of a document, whose token is then part of the text, by its name.
+        begin: `eos` puts the end-of-text token before a prompt, which makes it the beginning of a document.
+        alternatives: how many of the likeliest tokens to report beside every one that was written.
+        step: how the decoder is run; see `generation.DecodeStep`.
 
     Raises:
-        RequestError: as `generation.stream`, a stop string is empty, or a prompt is no Unicode text.
+        RequestError: as `generation.stream`; or a stop string is empty, or a prompt is no Unicode text.
         RunError: logits are not finite.
     """
     if "" in stop:
         raise RequestError("a stop string is empty: every text would end before it begins")
-    ids = [begun(tokenizer, prompt, begin) for prompt in prompts]
+    ids = [encode_prompt(tokenizer, prompt, begin) for prompt in prompts]
     texts = [GrowingText(tokenizer, prompt, stop) for prompt in ids]
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     tokens = stream(
@@ -116,11 +116,11 @@ def stream_text(
     return _texts(tokens, texts)
 
 
-def begun(tokenizer: Tokenizer, prompt: str, begin: Begin = "nothing") -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str, begin: Begin = "nothing") -> list[int]:
     """A prompt's ids, at least one: an empty prompt begins a document.
 
     Raises:
-        RequestError: it is no Unicode text.
+        RequestError: the prompt is no Unicode text.
     """
     try:
         ids = tokenizer.encode(prompt)
@@ -132,17 +132,17 @@ def begun(tokenizer: Tokenizer, prompt: str, begin: Begin = "nothing") -> list[i
 def _texts(tokens: Iterator[NewToken], texts: list["GrowingText"]) -> Iterator[NewText]:
     for new in tokens:
         text = texts[new.row]
-        others = [Alternative(other, text.instead(other), log) for other, log in new.alternatives]
+        others = [Alternative(other, text.alternative_text(other), log) for other, log in new.alternatives]
         taken = text.take(over=new.reason is not None)
         token = None if new.reason == "eos" else Token(new.token, text.piece, new.log_probability, others)
         yield NewText(new.row, taken, new.reason, token)
 
 
 class GrowingText:
-    """The text that tokens add to a prompt, while they come.
+    """The text that tokens add to a prompt, token by token.
 
     Tokens are decoded together with those before them, because some tokenizers write a blank before a word only where
-    something stands before it. For that the tokens since the last but one sure place are enough.
+    something stands before it. The tokens since the last but one sure place are enough for that.
 
     Args:
         tokenizer: that the tokens are of.
@@ -163,7 +163,7 @@ class GrowingText:
         self.older = self.before, self.behind, self.shown  # these three before the newest token
 
     def add(self, token: int) -> bool:
-        """Take a token; returns whether a stop string is there."""
+        """Add a token; returns whether the text now holds a stop string."""
         self.older = self.before, self.behind, self.shown
         self.behind, self.piece = [*self.behind, token], ""
         whole = self.tokenizer.decode(self.before + self.behind)
@@ -173,18 +173,18 @@ class GrowingText:
             self.shown = self.tokenizer.decode(self.before)
         return self.cut is not None
 
-    def instead(self, token: int) -> str:
-        """The text of a token in the place of the newest one."""
+    def alternative_text(self, token: int) -> str:
+        """The text that another token would have added in the place of the newest one."""
         before, behind, shown = self.older
         return self.tokenizer.decode([*before, *behind, token])[len(shown) :]
 
     def take(self, over: bool) -> str:
-        """What can be handed out, and was not yet; all that is left once it is over."""
+        """The text that is sure and was not taken before; once it is over, all that is left."""
         if over and self.behind and self.cut is None:
             self._append(self.tokenizer.decode(self.behind))
         end = len(self.text) if self.cut is None else self.cut
         if not over:
-            end -= self._doubtful()
+            end -= self._possible_stop()
         taken, self.taken = self.text[self.taken : end], max(self.taken, end)
         return taken
 
@@ -197,7 +197,7 @@ class GrowingText:
         if found and self.cut is None:
             self.cut = min(found)
 
-    def _doubtful(self) -> int:
+    def _possible_stop(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""
         lengths = (
             length for stop in self.stop for length in range(1, len(stop)) if self.text.endswith(stop[:length])

@@ -1,4 +1,8 @@
-"""Generation: prompts in, tokens out, one at a time, over a cache of the keys and values that were computed before."""
+"""Generation: prompts in, tokens out, one at a time, over a cache of the keys and values that were computed before.
+
+`DecodeStep` runs the decoder, `Sampling` says how a token is chosen, `stream` and `generate` continue prompts.
+`inference/completion` makes text of the tokens.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,19 +15,14 @@ from lm.errors import RequestError, RunError
 from lm.model.cache import Cache
 from lm.model.decoder import Decoder, evaluating
 
-# ---- decode step -----------------------------------------------------------------------------------------------------
-# A step of generation: the decoder reads the newest token of each row over a cache and returns logits for the next.
-#
-# By default it attends to the slots in use (`dynamic`), so its shape changes at every step. Compiled blocks and CUDA
-# graphs need a shape that stays: a mask over a fixed number of slots, doubled when they are full (`static`).
-#
-# On a CPU, blocks compiled by inductor write a token of a model of 1.3 million parameters in about a third of the time,
-# which makes up for the compiling only after some ten thousand tokens; with 124 million parameters they are no faster
-# (`lm generate --json --compile inductor` beside `--compile none`).
-
 Step = Literal["dynamic", "static", "cuda_graph"]
+Reason = Literal["eos", "stop", "length", "context"]
 SMALLEST = 256  # slots of a static step, at least
 WARMUP = 2  # steps before one is captured, so that every kernel is loaded
+HEAD = 1024  # to sort this many and not a whole vocabulary is several times faster on a CPU
+
+
+# ---- decode step -----------------------------------------------------------------------------------------------------
 
 
 def slots_for(tokens: int, step: Step) -> int:
@@ -40,13 +39,14 @@ def check_step(step: Step, device: torch.device) -> None:
 
 
 class DecodeStep:
-    """Reads prompts, and then token after token.
+    """Runs the decoder on prompts, and then on one new token of each row at a time.
 
     Args:
         decoder: in evaluation mode.
-        cache: with room for all that will be read; `slots_for` says how much that is.
-        step: `dynamic`: a step attends to the slots in use, so its shape changes; `static`: to a fixed number of slots,
-            so that compiled blocks are compiled once; `cuda_graph`: the same, captured (see `check_step`).
+        cache: with `slots_for` slots for all tokens.
+        step: `dynamic`: a step attends to the slots in use, so its shape changes at every step; `static`: to a fixed
+            number of slots, doubled when they are full, so that compiled blocks are compiled once; `cuda_graph`: the
+            same, captured (see `check_step`).
     """
 
     def __init__(self, decoder: Decoder, cache: Cache, step: Step) -> None:
@@ -58,8 +58,10 @@ class DecodeStep:
 
     @torch.no_grad()
     def read(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """Logits `(B, V)` after pieces `(B, T)`, of which `counts` `(B,)` are a row's own, in fp32."""
-        # Every piece has another shape; blocks that are compiled run as they are written here.
+        """Logits `(B, V)` in fp32 after more tokens `(B, T)`, of which `counts` `(B,)` are a row's own.
+
+        Every call has another shape, so compiled blocks run uncompiled.
+        """
         with torch.compiler.set_stance("force_eager"):
             return self.decoder(ids, continuation=self.cache.extend(ids.shape[1], counts)).float()
 
@@ -87,26 +89,21 @@ class DecodeStep:
     def _capture(self, tokens: Tensor) -> None:
         self.tokens = tokens.clone()
         self.graph = torch.cuda.CUDAGraph()
-        device = tokens.device  # a stream of its own: torch's stream for capturing is on the device that captured first
+        device = tokens.device  # its own stream: torch's stream for capturing is on the device that captured first
         with torch.cuda.device(device), torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):
             self.logits = self._static(self.tokens)
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
-# Sampling: how a token is chosen from the logits. `generation` does it once for every token.
-#
-# The filters are those of the field, in the order in which transformers applies them: repetition penalty, temperature,
-# `top_k`, `top_p`, `min_p`.
-
-HEAD = 1024  # to sort this many and not a whole vocabulary is several times faster on a CPU
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose.
+    """How a token is chosen from the logits; the filters are applied in the order of transformers: repetition penalty,
+    temperature, `top_k`, `top_p`, `min_p`.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the likeliest token always.
+        temperature: logits are divided by it; 0 always takes the likeliest token.
         top_k: choose among this many of the likeliest tokens; None: among all.
         top_p: choose among the fewest tokens whose probabilities add up to this (Holtzman et al., 2019,
             arXiv:1904.09751); None: among all.
@@ -134,19 +131,19 @@ class Sampling:
             f"repetition_penalty {self.repetition_penalty} must be above 0":
                 not 0 < self.repetition_penalty < float("inf"),
         }  # fmt: skip
-        for message, is_so in wrong.items():
-            if is_so:
+        for message, is_wrong in wrong.items():
+            if is_wrong:
                 raise RequestError(message)
 
 
-def choose(
+def choose_tokens(
     logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None, seen: Tensor | None = None
 ) -> Tensor:
     """A token for each row.
 
     Args:
         logits: `(B, V)`, finite, on any device.
-        sampling: how.
+        sampling: temperature and filters.
         generator: random numbers, on the CPU, one for each row, so that a seed means the same on every device;
             None: torch's global ones.
         seen: `(B, V)`, true for the tokens that a row holds, for the repetition penalty.
@@ -168,7 +165,7 @@ def candidates(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -
     """The tokens to choose among.
 
     Args:
-        logits, sampling, seen: as for `choose`, the temperature above 0.
+        logits, sampling, seen: as for `choose_tokens`, the temperature above 0.
 
     Returns:
         `(B, k)` weights, in proportion to the probabilities, and the ids `(B, k)` that they belong to; None: of all
@@ -183,9 +180,9 @@ def candidates(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -
         weights, ids = _likeliest(weights, sampling.top_p)
     weights, ids = weights.cpu(), None if ids is None else ids.cpu()  # what follows is the same on every device
     if sampling.top_p is not None:
-        before = weights.cumsum(-1) - weights  # what the likelier ones add up to
-        all_of_it = weights.sum(-1, keepdim=True) if sampling.top_k else 1
-        weights = weights.where(before < sampling.top_p * all_of_it, 0)
+        before = weights.cumsum(-1) - weights  # the sum of the likelier ones
+        total = weights.sum(-1, keepdim=True) if sampling.top_k else 1
+        weights = weights.where(before < sampling.top_p * total, 0)
     if sampling.min_p is not None:
         weights = weights.where(weights >= sampling.min_p * weights.amax(-1, keepdim=True), 0)
     return weights, ids
@@ -209,12 +206,6 @@ def penalized(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------
-# Generation: prompts in, tokens out, one at a time. A prompt is read once and every new token once (`model/decoder`).
-#
-# `sampling` chooses the tokens, `completion` makes text of them, and `training/callbacks/evaluation` watches a training
-# with it.
-
-Reason = Literal["eos", "stop", "length", "context"]
 
 
 class NewToken(NamedTuple):
@@ -222,7 +213,7 @@ class NewToken(NamedTuple):
 
     row: int  # which prompt it continues
     token: int
-    reason: Reason | None  # None where the row goes on, else why this is its last, as in `Completion`
+    reason: Reason | None  # why this is the row's last token, as in `Completion`; None: more follow
     log_probability: float  # nats, by the model's own distribution: at temperature 1, before any filter
     alternatives: list[tuple[int, float]]  # the likeliest tokens here and their log-probabilities, the likeliest first
 
@@ -231,7 +222,7 @@ class Completion(NamedTuple):
     """What follows a prompt."""
 
     tokens: list[int]  # without the one that ended a document
-    reason: Reason  # the end of a document, the caller's wish, as many as were asked for, or a context that is full
+    reason: Reason  # end of a document, the caller's request, `max_new_tokens` reached, or the context is full
 
 
 def generate(
@@ -267,10 +258,10 @@ def stream(
     alternatives: int = 0,
     step: Step = "dynamic",
 ) -> Iterator[NewToken]:
-    """Continue prompts and hand out each token as soon as it is there, row after row.
+    """Continue prompts; each token is yielded as soon as it is known, row after row.
 
-    What a row becomes does not depend on the rows beside it where the temperature is 0. The decoder is in evaluation
-    mode until the last token was taken or the iterator is closed, and torch's global random numbers are not touched.
+    At temperature 0 a row does not depend on the others. The decoder is in evaluation mode until the last token was
+    taken or the iterator is closed, and torch's global random numbers are not touched.
 
     Args:
         decoder: on any device; inside `torch.autocast` it computes in that precision.
@@ -279,13 +270,13 @@ def stream(
         sampling: how tokens are chosen.
         eos_id: the token that ends a row; None: none does.
         generator: random numbers, on the CPU, so that a seed means the same on every device; None: from a new seed.
-        ended: is asked for every row and new token whether the row is to end with it; not for `eos_id`.
+        ended: called with every row and new token but `eos_id`; returns whether the row is to end with it.
         alternatives: how many of the likeliest tokens to report with every one that was chosen.
         step: how the decoder is run; see `DecodeStep`.
 
     Raises:
-        RequestError: a number is out of range, a prompt is empty and there is no `eos_id`, holds an id outside the
-            vocabulary, or leaves no room for a token in the context; or `step` is impossible.
+        RequestError: a number is out of range; a prompt is empty without an `eos_id`, has an id outside the vocabulary,
+            or fills the context; or `step` is impossible on this device.
         RunError: logits are not finite.
     """
     if max_new_tokens < 1:
@@ -327,30 +318,30 @@ def _stream(
     half = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
     counts = [len(prompt) for prompt in prompts]
     longest = max(counts)
-    room = [min(max_new_tokens, decoder.config.max_position_embeddings - count) for count in counts]
-    cache = Cache(decoder.config, len(prompts), slots_for(longest + max(room), step), device, half)
+    limits = [min(max_new_tokens, decoder.config.max_position_embeddings - count) for count in counts]
+    cache = Cache(decoder.config, len(prompts), slots_for(longest + max(limits), step), device, half)
     run = DecodeStep(decoder, cache, step)
     ids = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)  # (B, T)
-    going = set(range(len(prompts)))
+    active = set(range(len(prompts)))
     seen = _seen(prompts, decoder.config.vocab_size, device) if sampling.repetition_penalty != 1 else None
     with evaluating(decoder):
         logits = run.read(ids, torch.tensor(counts, device=device))  # (B, V)
-        for made in range(1, max(room) + 1):
+        for made in range(1, max(limits) + 1):
             totals = logits.logsumexp(-1, keepdim=True)  # (B, 1)
             if not totals.isfinite().all():
                 raise RunError("the logits are not finite: the weights are broken, or a number format overflowed")
-            tokens = choose(logits, sampling, generator, seen)[:, None]  # (B, 1)
+            tokens = choose_tokens(logits, sampling, generator, seen)[:, None]  # (B, 1)
             probabilities = (logits.gather(-1, tokens) - totals).tolist()
             others = _alternatives(logits, totals, alternatives) if alternatives else [[] for _ in prompts]
             for row, [token] in enumerate(tokens.tolist()):
-                if row not in going:
+                if row not in active:
                     continue
                 stop = ended is not None and token != eos_id and ended(row, token)
-                reason = _reason(token == eos_id, stop, made == max_new_tokens, made == room[row])
+                reason = _reason(token == eos_id, stop, made == max_new_tokens, made == limits[row])
                 if reason:
-                    going.remove(row)
+                    active.remove(row)
                 yield NewToken(row, token, reason, *probabilities[row], others[row])
-            if not going:
+            if not active:
                 return
             if seen is not None:
                 seen.scatter_(1, tokens, True)

@@ -1,4 +1,4 @@
-"""A trained model, ready to be used: what `lm.load_model` gives, and what every command that uses one works with."""
+"""A trained model to use: what `lm.load_model` returns, and what every command that needs a model loads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,22 +23,21 @@ from lm.runs.registry import find_run
 from lm.runs.run import Run
 from lm.system.files import parse_json
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
-# The weights of a model folder: a checkpoint of ours, or what Hugging Face's libraries write. Nothing is unpickled.
-
 INDEX = "model.safetensors.index.json"
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All weights of a folder, under Hugging Face's names, on the CPU.
+# ---- weights ---------------------------------------------------------------------------------------------------------
 
-    A checkpoint of ours is compared with its digests before.
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All weights of a folder, under Hugging Face's names, on the CPU. Nothing is unpickled.
 
     Args:
-        folder: with a `model.safetensors`, or several and their index.
+        folder: a checkpoint of ours, whose digests are checked, or a Hugging Face model: a `model.safetensors`, or
+            several files and their index.
 
     Raises:
-        RequestError: there are none, or they are damaged; the message names the file.
+        RequestError: there are no weights, or they are damaged; the message names the file.
     """
     if (folder / "trainer.json").exists():
         return read_folder(folder, optimizer=False)["state_dict"]
@@ -80,7 +79,7 @@ class Pretrained:
 
     Attributes:
         path: the folder that it was read from.
-        step: the optimizer step that it is of; None for a folder that is no checkpoint of ours.
+        step: the optimizer step of the checkpoint; None for a folder that is no checkpoint of ours.
         kernels: what computes it, in words.
     """
 
@@ -110,10 +109,7 @@ class Pretrained:
         sampling: Sampling = Sampling(temperature=0.8, top_k=50), stop: str | Sequence[str] = (),
         seed: int | None = None, ignore_eos: bool = False, begin: Begin = "nothing", alternatives: int = 0,
     ) -> list[Written]:  # fmt: skip
-        """What follows one text, or several; all of them are continued together.
-
-        Options and errors are those of `completion.stream_text`, which hands out a text while it is written.
-        """
+        """Continue one text, or several together. Options and errors are those of `completion.stream_text`."""
         prompts, stop = ([texts] if isinstance(texts, str) else texts for texts in (prompts, stop))
         return complete(
             self.decoder, self.tokenizer, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop,
@@ -125,15 +121,15 @@ def load_pretrained(
     path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
     eos_token: str | None = None,
 ) -> Pretrained:  # fmt: skip
-    """Read a model to use it.
+    """Load a model for use.
 
     Args:
         path: a run's folder or name, of which the best checkpoint is taken, or the last where none was validated; a
             checkpoint's folder; or any folder with a Llama, Qwen3 or Ministral of Hugging Face's and a
             `tokenizer.json`.
-        device: where to; the GPU if there is one, else the CPU, if not given.
+        device: if not given, the GPU where there is one, else the CPU.
         dtype: of the weights; as they are stored if not given.
-        eos_token: the token that ends a document, where the folder does not tell.
+        eos_token: the token that ends a document, where the folder does not say.
 
     Raises:
         RequestError: there is no model, it is damaged, or it is of another architecture; or there is no such device.
@@ -171,7 +167,7 @@ def read_config(folder: Path) -> DecoderConfig:
     """The shape that a folder's `config.json` describes.
 
     Raises:
-        RequestError: there is none, or it is not one of this decoder's.
+        RequestError: there is no such file, or it describes another architecture.
     """
     file = folder / "config.json"
     try:

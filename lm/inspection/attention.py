@@ -1,6 +1,6 @@
-"""What every head of a model attends to in a sentence.
+"""Attention maps: what every head of a model attends to in a sentence.
 
-The maps are computed from the queries and keys of the model's plain forward pass, after their norm and rotation.
+They are computed from the queries and keys of the model's plain forward pass, after their norm and rotation.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
-from lm.inspection.drawing import SEQUENTIAL, figure, finish, heat, visible
+from lm.inspection.drawing import SEQUENTIAL, figure, heat_map, label_axes, visible
 from lm.model.attention import AttentionMask, chosen_kernels, dense_mask
 from lm.model.decoder import Block, Decoder
 
@@ -22,9 +22,9 @@ COLUMNS = 4  # heads beside each other
 
 
 class Attention(NamedTuple):
-    """What a model attends to in a text."""
+    """The attention maps of a text."""
 
-    tokens: list[str]  # T, the text of each, blanks and line ends to be seen
+    tokens: list[str]  # T, the text of each, with visible blanks and line ends
     maps: np.ndarray  # (layers, heads, T, T), as from `attention_maps`
 
 
@@ -77,7 +77,7 @@ def _weights(queries: Tensor, keys: Tensor, mask: AttentionMask) -> Tensor:
 
 
 def attention_of(model: Pretrained, text: str) -> Attention:
-    """What a model attends to in a text, which begins as documents do, after the token that ends one.
+    """The attention maps of a text, which begins as documents do, after the token that ends one.
 
     Raises:
         RequestError: the text has more tokens than the context has room for.
@@ -87,10 +87,7 @@ def attention_of(model: Pretrained, text: str) -> Attention:
 
 
 def head_statistics(maps: np.ndarray) -> HeadStatistics:
-    """What kind of head each is, in numbers.
-
-    Args:
-        maps: `(layers, heads, T, T)`, T at least 2.
+    """The statistics of every head, of maps `(layers, heads, T, T)`.
 
     Raises:
         RequestError: there is only one token.
@@ -112,12 +109,9 @@ def head_statistics(maps: np.ndarray) -> HeadStatistics:
 
 
 def draw_attention(attention: Attention, layer: int, heads: Sequence[int] | None = None) -> Figure:
-    """A heat map a head, the tokens along both sides. The colour grows with the square root of the weight.
+    """A heat map of each head of a layer, or of some heads, all counted from 0; a text of up to 40 tokens reads well.
 
-    Args:
-        attention: of a short text: 40 tokens read well.
-        layer: from 0.
-        heads: which, from 0; all if not given.
+    The tokens are along both sides, and the colour grows with the square root of the weight.
     """
     maps = attention.maps[layer]
     heads = range(len(maps)) if heads is None else heads
@@ -130,7 +124,7 @@ def draw_attention(attention: Attention, layer: int, heads: Sequence[int] | None
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(range(length), attention.tokens, fontsize=8, parse_math=False)
         axes.tick_params(axis="x", rotation=90)
-        finish(axes, f"head {head}")
+        label_axes(axes, f"head {head}")
         axes.grid(visible=False)
     for axes in grid.flat[len(heads) :]:
         axes.remove()
@@ -164,8 +158,8 @@ def draw_head_statistics(statistics: HeadStatistics) -> Figure:
     picture, grid = figure(2, 3, width=max(9, 1.5 * heads + 3), height=1.6 + 0.8 * layers)
     for axes, (name, title) in zip(grid.flat, titles.items(), strict=False):
         values = getattr(statistics, name)
-        heat(axes, values, *names, 0, values.max())
-        finish(axes, title, "head", "layer")
+        heat_map(axes, values, *names, 0, values.max())
+        label_axes(axes, title, "head", "layer")
         axes.grid(visible=False)
     grid.flat[-1].remove()
     return picture

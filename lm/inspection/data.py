@@ -1,4 +1,4 @@
-"""A run's data: tokens and documents of shards, the vocabulary in use, what a step saw, how texts differ."""
+"""A run's data: its documents and tokens, the vocabulary in use, the samples of a step, and how far texts are apart."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,26 +14,28 @@ from lm.data.remote import is_remote
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.inspection.drawing import BLUE, COLORS, VERMILION, Html, figure, finish, heat, table, visible, wrapped
+from lm.inspection.drawing import BLUE, COLORS, VERMILION, Html, figure, heat_map, label_axes, table, visible, wrapped
 from lm.runs.run import Run
 from lm.system.arguments import Parser
 from lm.system.files import DAMAGE
 from lm.system.units import format_count
 
-# ---- tokens ----------------------------------------------------------------------------------------------------------
-# The tokens of shards: how often each occurs, and how long the documents are in tokens and in bytes.
+SHARES = (0.5, 0.9, 0.99)  # of a text, for which `measure_use` says how many tokens make it up
+PLACES = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # keys of `data:` that are files or folders
+BINS = 40
+FEW = 50  # documents that make no histogram
+UNUSED_SHOWN = 40  # tokens that never occur, in a table
+TEXT_WIDTH = 90  # characters of a line of a sample
+
+
+# ---- tokens and documents --------------------------------------------------------------------------------------------
 
 
 class Documents(NamedTuple):
-    """The sizes of the documents of a text, in order.
+    """The sizes of the documents of a text, in order."""
 
-    Args:
-        tokens: (D,) of each document, with the one that ends it.
-        bytes: (D,) of UTF-8.
-    """
-
-    tokens: np.ndarray
-    bytes: np.ndarray
+    tokens: np.ndarray  # (D,), with the one that ends the document
+    bytes: np.ndarray  # (D,) of UTF-8
 
     @property
     def bytes_per_token(self) -> float:
@@ -43,15 +45,7 @@ class Documents(NamedTuple):
 
 
 def read_tokens(shards: Shards, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-    """Tokens from one place to another of all shards laid end to end, in pieces; no other block is read.
-
-    Args:
-        start: the first token.
-        stop: the one after the last; the end if not given.
-
-    Yields:
-        (n,) uint16 or uint32.
-    """
+    """The tokens `start` to `stop` of all shards laid end to end, in pieces (n,); no other block is read."""
     stop = shards.tokens if stop is None else min(stop, shards.tokens)
     first = 0
     for index, block in enumerate(shards.blocks):
@@ -61,11 +55,7 @@ def read_tokens(shards: Shards, start: int = 0, stop: int | None = None) -> Iter
 
 
 def count_tokens(shards: Shards, vocab_size: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """How often each token occurs between two places, see `read_tokens`.
-
-    Returns:
-        (vocab_size,) int64.
-    """
+    """How often each token occurs between two places, as in `read_tokens`: (V,) int64."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for tokens in read_tokens(shards, start, stop):
         counts += np.bincount(tokens, minlength=vocab_size)
@@ -73,15 +63,7 @@ def count_tokens(shards: Shards, vocab_size: int, start: int = 0, stop: int | No
 
 
 def count_parts(shards: Shards, vocab_size: int, parts: int, most: int) -> np.ndarray:
-    """How often each token occurs in equal parts of the shards, in the order in which they lie.
-
-    Args:
-        parts: how many.
-        most: tokens to read of each, from its beginning.
-
-    Returns:
-        (parts, vocab_size) int64.
-    """
+    """How often each token occurs in equal parts of the shards, by the first `most` tokens of each part: (P, V)."""
     edges = [shards.tokens * part // parts for part in range(parts + 1)]
     return np.stack([
         count_tokens(shards, vocab_size, start, min(stop, start + most))
@@ -89,17 +71,22 @@ def count_parts(shards: Shards, vocab_size: int, parts: int, most: int) -> np.nd
     ])  # fmt: skip
 
 
+def part_names(parts: int, tokens: int) -> list[str]:
+    """Names of equal parts of a text of so many tokens: the token that each begins with, counted from 0."""
+    return [format_count(tokens * part // parts) for part in range(parts)]
+
+
 def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = None) -> Documents:
     """The sizes of documents; a last one that does not end is left out.
 
     Args:
-        shards: laid end to end; a document may go on in the next.
+        shards: laid end to end; a document may continue in the next shard.
         tokenizer: that they were made with; its end-of-text token ends a document.
         stop: the first token that is not looked at; all are, if not given.
     """
     sizes = tokenizer.token_bytes()
     found_tokens, found_bytes = [], []
-    open_tokens = open_bytes = 0  # of the document that goes on from the piece before
+    open_tokens = open_bytes = 0  # of the document that continues from the piece before
     for tokens in read_tokens(shards, 0, stop):
         ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
         upto = np.concatenate([[0], np.cumsum(sizes[tokens], dtype=np.int64)])  # bytes before each token
@@ -117,8 +104,64 @@ def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = N
     return Documents(np.concatenate(found_tokens or nothing), np.concatenate(found_bytes or nothing))
 
 
+# ---- vocabulary ------------------------------------------------------------------------------------------------------
+
+
+class TokenCount(NamedTuple):
+    """A token, how often it occurs, and its share of the text."""
+
+    id: int
+    text: str
+    count: int
+    share: float
+
+
+class VocabularyUse(NamedTuple):
+    """How much of a vocabulary a text uses."""
+
+    size: int
+    unused: np.ndarray  # (n,) ids that never occur
+    needed: dict[float, int]  # for each of `SHARES` the fewest tokens that make up this share of the text
+    entropy: float  # nats a token: the loss of a model that knows the distribution of tokens and no context
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token with visible blanks and line ends; a part of a character as the vocabulary writes it."""
+    text = tokenizer.decode([token])
+    if "\ufffd" in text or not text:
+        return tokenizer.backend.id_to_token(int(token)) or f"id {token}"
+    return visible(text)
+
+
+def most_frequent(counts: np.ndarray, tokenizer: Tokenizer, most: int = 30) -> list[TokenCount]:
+    """The tokens that occur most often, by their counts (V,); of equal counts the lower id first."""
+    total = counts.sum()
+    ids = np.argsort(-counts, kind="stable")[:most]
+    return [
+        TokenCount(int(i), token_text(tokenizer, i), int(counts[i]), float(counts[i] / total)) for i in ids if counts[i]
+    ]
+
+
+def measure_use(counts: np.ndarray) -> VocabularyUse:
+    """How much of the vocabulary is used, by the counts (V,) of at least one token."""
+    shares = np.sort(counts)[::-1] / counts.sum()
+    covered = np.cumsum(shares)
+    needed = {share: int(np.searchsorted(covered, share - 1e-12)) + 1 for share in SHARES}
+    used = shares[shares > 0]
+    return VocabularyUse(len(counts), np.flatnonzero(counts == 0), needed, float(-(used * np.log(used)).sum()))
+
+
 # ---- divergence ------------------------------------------------------------------------------------------------------
-# How far two distributions are apart: the Jensen-Shannon divergence, and each outcome's part in it.
+
+
+class Moved(NamedTuple):
+    """A token whose share of the text is another in another text."""
+
+    id: int
+    text: str
+    before: float  # its share of the one text
+    after: float  # and of the other
+    part: float  # of their divergence, in bits
 
 
 def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -135,23 +178,11 @@ def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def divergence_parts(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """What each outcome adds to `jensen_shannon`.
-
-    Args:
-        p, q: (..., V), not negative.
-
-    Returns:
-        (..., V), float64, in bits; none is negative.
-    """
-    p, q = _shares(p), _shares(q)
+    """What each outcome adds to `jensen_shannon`: (..., V), none of it negative."""
+    with np.errstate(invalid="ignore"):
+        p, q = (counts / counts.sum(-1, keepdims=True) for counts in (np.asarray(p, float), np.asarray(q, float)))
     middle = (p + q) / 2
     return np.maximum(0, (_log_ratio(p, middle) + _log_ratio(q, middle)) / 2)
-
-
-def _shares(counts: np.ndarray) -> np.ndarray:
-    counts = np.asarray(counts, dtype=np.float64)
-    with np.errstate(invalid="ignore"):
-        return counts / counts.sum(-1, keepdims=True)
 
 
 def _log_ratio(p: np.ndarray, middle: np.ndarray) -> np.ndarray:
@@ -160,95 +191,8 @@ def _log_ratio(p: np.ndarray, middle: np.ndarray) -> np.ndarray:
     return p * np.log2(ratio)
 
 
-# ---- vocabulary ------------------------------------------------------------------------------------------------------
-# How a text uses a vocabulary: the most frequent tokens, those that never occur, and which of them moved.
-
-SHARES = (0.5, 0.9, 0.99)  # of a text, for which `measure_use` says how many tokens make it up
-
-
-class TokenCount(NamedTuple):
-    """A token, how often it occurs, and its share of the text."""
-
-    id: int
-    text: str
-    count: int
-    share: float
-
-
-class VocabularyUse(NamedTuple):
-    """How much of a vocabulary a text uses.
-
-    Args:
-        size: tokens of the vocabulary.
-        unused: (n,) ids that never occur.
-        needed: share of the text -> the fewest tokens that make it up, for each of `SHARES`.
-        entropy: of the distribution of tokens, in nats a token: the loss of a model that knows it and no context.
-    """
-
-    size: int
-    unused: np.ndarray
-    needed: dict[float, int]
-    entropy: float
-
-
-class Moved(NamedTuple):
-    """A token whose share of the text is another in another text.
-
-    Args:
-        id: of the token.
-        text: that it stands for.
-        before, after: its shares of the two texts.
-        part: what it adds to their divergence, in bits.
-    """
-
-    id: int
-    text: str
-    before: float
-    after: float
-    part: float
-
-
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """What a token stands for, blanks and line ends to be seen; a part of a character as the vocabulary writes it."""
-    text = tokenizer.decode([token])
-    if "\ufffd" in text or not text:
-        return tokenizer.backend.id_to_token(int(token)) or f"id {token}"
-    return visible(text)
-
-
-def most_frequent(counts: np.ndarray, tokenizer: Tokenizer, most: int = 30) -> list[TokenCount]:
-    """The tokens that occur most often; of equal counts the lower id first.
-
-    Args:
-        counts: (V,) `count_tokens`.
-        most: how many at most; tokens that do not occur are left out.
-    """
-    total = counts.sum()
-    ids = np.argsort(-counts, kind="stable")[:most]
-    return [
-        TokenCount(int(i), token_text(tokenizer, i), int(counts[i]), float(counts[i] / total)) for i in ids if counts[i]
-    ]
-
-
-def measure_use(counts: np.ndarray) -> VocabularyUse:
-    """How much of the vocabulary is used.
-
-    Args:
-        counts: (V,) `count_tokens`, of at least one token.
-    """
-    shares = np.sort(counts)[::-1] / counts.sum()
-    covered = np.cumsum(shares)
-    needed = {share: int(np.searchsorted(covered, share - 1e-12)) + 1 for share in SHARES}
-    used = shares[shares > 0]
-    return VocabularyUse(len(counts), np.flatnonzero(counts == 0), needed, float(-(used * np.log(used)).sum()))
-
-
 def most_moved(before: np.ndarray, after: np.ndarray, tokenizer: Tokenizer, most: int = 15) -> list[Moved]:
-    """The tokens that make up most of the divergence of two texts, the largest part first.
-
-    Args:
-        before, after: (V,) `count_tokens` of the two, by one tokenizer.
-    """
+    """The tokens that make up most of the divergence of two texts, by their counts (V,), the largest part first."""
     parts = divergence_parts(before, after)
     shares = before / before.sum(), after / after.sum()
     return [
@@ -260,8 +204,7 @@ def most_moved(before: np.ndarray, after: np.ndarray, tokenizer: Tokenizer, most
 def divergence_by_chance(before: np.ndarray, after: np.ndarray, draws: int = 8, seed: int = 0) -> float:
     """The divergence of two texts that are alike: both are drawn, token by token, from what the two have together.
 
-    Real texts of one kind are further apart, since a document keeps to its words; closer than this none can be told
-    from the other.
+    Real texts of one kind are further apart, since a document keeps to its words.
 
     Args:
         before, after: (V,) counts of the two, whose totals are the lengths of the texts drawn.
@@ -277,45 +220,44 @@ def divergence_by_chance(before: np.ndarray, after: np.ndarray, draws: int = 8, 
     return float(np.mean([jensen_shannon(one, other) for one, other in pairs]))
 
 
-# ---- seen ------------------------------------------------------------------------------------------------------------
-# What a run saw at an optimizer step, read again from its data: the other end of a batch's way.
-
-PLACES = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # keys of `data:` that are files or folders
+# ---- the samples of a step -------------------------------------------------------------------------------------------
 
 
 class Sample(NamedTuple):
-    """One sample of the training stream.
+    """One sample of the training stream."""
 
-    Args:
-        sample: its number, from 0 over the whole run.
-        shard: the file that it is from; None where a drill put rare tokens in its place.
-        window: which window of its block it is; None likewise.
-        token_ids: T + 1 of them.
-    """
-
-    sample: int
-    shard: str | None
-    window: int | None
-    token_ids: list[int]
+    sample: int  # its number, from 0 over the whole run
+    shard: str | None  # its file; None where a drill put rare tokens in its place
+    window: int | None  # of its block; None likewise
+    token_ids: list[int]  # T + 1
 
 
 def open_data(run: Run) -> DataModule:
-    """The data of a run, opened as its fit opened it, from whatever folder this is called in.
+    """The data of a run, opened as its fit opened it, from any working directory.
 
     Raises:
-        RequestError: the run has no config, or its data is not there any more.
+        RequestError: the run has no config, or its data is gone.
     """
     config = run.settings()
-    if not (isinstance(config.get("data"), dict) and isinstance(config.get("seed_everything"), int)):
-        raise RequestError(f"{run.config} has no `data:` or no seed, so it is not known what the run saw")
+    if not isinstance(config.get("data"), dict) or type(config.get("seed_everything")) is not int:
+        raise RequestError(f"{run.config} has no `data:` or no seed, so the samples of the run are not known")
     there = run.started_in()
-    described = {key: _place(there, value) if key in PLACES else value for key, value in config["data"].items()}
+    described = {key: _from_anywhere(there, value) if key in PLACES else value for key, value in config["data"].items()}
     parser = Parser(exit_on_error=False)
     parser.add_class_arguments(DataModule, "data")
     data = parser.instantiate_classes(parser.parse_object({"data": described})).data
     data.seed = config["seed_everything"]
     data.setup("fit")
     return data
+
+
+def _from_anywhere(folder: Path, value: str | list[str] | None) -> str | list[str] | None:
+    """A path of a config, or several, as seen from any working directory."""
+    if isinstance(value, list):
+        return [_from_anywhere(folder, one) for one in value]
+    if value is None or is_remote(value) or value.startswith("file://"):
+        return value
+    return str(folder / value) if folder != Path.cwd() else value
 
 
 def read_step(run: Run, data: DataModule, step: int | None = None, limit: int | None = None) -> list[Sample]:
@@ -337,10 +279,10 @@ def read_step(run: Run, data: DataModule, step: int | None = None, limit: int | 
         rare = rare_tokens(data.shards["train"], data.tokenizer.vocab_size)
         rows = rare_rows(rare, data.seed, step, count, data.seq_len + 1)[:shown].tolist()
         return [Sample(first + index, None, None, row) for index, row in enumerate(rows)]
-    return _read(data, np.arange(first, first + shown))
+    return _read_samples(data, np.arange(first, first + shown))
 
 
-def _read(data: DataModule, samples: np.ndarray) -> list[Sample]:
+def _read_samples(data: DataModule, samples: np.ndarray) -> list[Sample]:
     train, length = data.shards["train"], data.seq_len
     blocks, windows = data.order().locate(samples)
     found: dict[int, Sample] = {}
@@ -388,38 +330,15 @@ def split_documents(token_ids: list[int], data: DataModule) -> list[str]:
     return [data.tokenizer.decode(token_ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
 
 
-def _place(folder: Path, value: str | list[str] | None) -> str | list[str] | None:
-    """A path of a config, or several, as seen from anywhere."""
-    if isinstance(value, list):
-        return [_place(folder, one) for one in value]
-    if value is None or is_remote(value) or value.startswith("file://"):
-        return value
-    return str(folder / value) if folder != Path.cwd() else value
-
-
-# ---- data views ------------------------------------------------------------------------------------------------------
-# A run's data to look at: documents, tokens, the vocabulary, what a step saw, and how texts differ.
-
-BINS = 40
-FEW = 50  # documents that make no histogram
-UNUSED_SHOWN = 40  # tokens that never occur, in a table
-TEXT_WIDTH = 90  # characters of a line of a sample
-
-
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 def draw_document_lengths(splits: Mapping[str, Documents], context: int) -> Figure:
-    """How long documents are, as shares of each split.
-
-    Args:
-        splits: by name.
-        context: tokens that the model sees at once, which is marked.
-    """
+    """How long the documents of each split are; the context, in tokens, is marked."""
     made, axes = figure(1, 1, width=8, height=4)
     _draw_histograms(axes, {name: one.tokens for name, one in splits.items()})
     axes.axvline(context, color=VERMILION, linestyle="--", label=f"context, {context:,} tokens")
-    finish(axes, "length of documents", "tokens", "% of the documents")
+    label_axes(axes, "length of documents", "tokens", "% of the documents")
     return made
 
 
@@ -429,57 +348,30 @@ def draw_bytes_per_token(splits: Mapping[str, Documents]) -> Figure:
     _draw_histograms(axes, {name: one.bytes / one.tokens for name, one in splits.items()})
     for index, one in enumerate(splits.values()):
         axes.axvline(one.bytes_per_token, color=COLORS[index], linestyle="--", linewidth=1)
-    finish(axes, "what the tokenizer makes of the documents", "UTF-8 bytes a token", "% of the documents")
+    label_axes(axes, "what the tokenizer makes of the documents", "UTF-8 bytes a token", "% of the documents")
     return made
 
 
 def draw_frequencies(counts: np.ndarray, frequent: Sequence[TokenCount]) -> Figure:
-    """The most frequent tokens with their text, and how fast frequency falls with rank.
-
-    Args:
-        counts: (V,) of all tokens.
-        frequent: `most_frequent`.
-    """
+    """The most frequent tokens with their text, and how fast frequency falls with rank, of the counts (V,)."""
     made, (bars, ranks) = figure(1, 2, width=11, height=max(3.5, 0.21 * len(frequent)), width_ratios=[3, 2])
     places = np.arange(len(frequent))
     bars.barh(places, [100 * one.share for one in frequent], color=BLUE)
     bars.set_yticks(places, [one.text for one in frequent], fontsize=9, parse_math=False)
     bars.invert_yaxis()
-    finish(bars, "most frequent tokens", "% of all tokens", "")
+    label_axes(bars, "most frequent tokens", "% of all tokens", "")
     bars.grid(False, axis="y")
     falling = np.sort(counts[counts > 0])[::-1]
     ranks.loglog(np.arange(1, len(falling) + 1), falling, color=BLUE, linewidth=1.8)
-    finish(ranks, "frequency by rank", "rank (logarithmic)", "occurrences (logarithmic)")
-    return made
-
-
-def draw_coverage(uses: Mapping[str, np.ndarray]) -> Figure:
-    """How much of each text the most frequent tokens make up.
-
-    Args:
-        uses: name of a text -> (V,) counts.
-    """
-    made, axes = figure(1, 1, width=8, height=4)
-    for index, (name, counts) in enumerate(uses.items()):
-        covered = 100 * np.cumsum(np.sort(counts)[::-1]) / counts.sum()
-        axes.plot(np.arange(1, len(covered) + 1), covered, ("-", "--")[index % 2], linewidth=1.8, label=name)
-    axes.set_xscale("log")
-    finish(axes, "how much of the text the most frequent tokens make up", "tokens of the vocabulary, the most frequent "
-           "first (logarithmic)", "% of the text")  # fmt: skip
+    label_axes(ranks, "frequency by rank", "rank (logarithmic)", "occurrences (logarithmic)")
     return made
 
 
 def draw_divergences(divergences: np.ndarray, names: Sequence[str], what: str = "") -> Figure:
-    """How far texts are apart, two by two.
-
-    Args:
-        divergences: (P, P) in bits.
-        names: of the P texts.
-        what: the names are of.
-    """
+    """How far texts are apart, two by two: (P, P) in bits; `what` says what their names are of."""
     made, axes = figure(1, 1, width=8, height=1.2 + 0.42 * len(names))
-    heat(axes, divergences, names, names, 0.0, float(np.nanmax(divergences)) or 1.0, digits=3)
-    finish(axes, "Jensen-Shannon divergence of the distributions of tokens (bits)", what, what)
+    heat_map(axes, divergences, names, names, 0.0, float(np.nanmax(divergences)) or 1.0, digits=3)
+    label_axes(axes, "Jensen-Shannon divergence of the distributions of tokens (bits)", what, what)
     axes.grid(False)
     return made
 
@@ -517,12 +409,7 @@ def _bins(values: np.ndarray) -> tuple[np.ndarray, bool]:
 
 
 def splits_table(shards: Mapping[str, Shards], documents: Mapping[str, Documents]) -> Html:
-    """What there is to train and to validate on.
-
-    Args:
-        shards: by split.
-        documents: likewise; of the part that was looked at.
-    """
+    """The data to train and to validate on: shards by split, and the documents of the part that was looked at."""
     rows = []
     for name, one in documents.items():
         longest = int(one.tokens.max()) if len(one.tokens) else 0
@@ -535,17 +422,12 @@ def splits_table(shards: Mapping[str, Shards], documents: Mapping[str, Documents
 
 
 def use_table(uses: Mapping[str, VocabularyUse]) -> Html:
-    """How much of the vocabulary texts use.
-
-    Args:
-        uses: by name of the text.
-    """
-    shares = list(next(iter(uses.values())).needed)
+    """How much of the vocabulary texts use, by the name of the text."""
     rows = [
         (name, one.size, len(one.unused), f"{len(one.unused) / one.size:.1%}", *one.needed.values(), one.entropy)
         for name, one in uses.items()
     ]
-    names = [f"tokens that make up {share:.0%}" for share in shares]
+    names = [f"tokens that make up {share:.0%}" for share in SHARES]
     return table(rows, ("text", "vocabulary", "never used", "share", *names, "entropy (nats a token)"))
 
 
@@ -557,11 +439,7 @@ def unused_table(use: VocabularyUse, tokenizer: Tokenizer) -> Html:
 
 
 def moved_table(moved: Sequence[Moved], before: str, after: str) -> Html:
-    """The tokens that make up most of a divergence.
-
-    Args:
-        before, after: names of the two texts.
-    """
+    """The tokens that make up most of the divergence of two texts, which are called `before` and `after`."""
     rows = [
         (one.text, f"{one.before:.3%}", f"{one.after:.3%}", "more" if one.after > one.before else "less", one.part)
         for one in moved
@@ -570,13 +448,7 @@ def moved_table(moved: Sequence[Moved], before: str, after: str) -> Html:
 
 
 def seen_table(samples: Sequence[Sample], documents: Sequence[Sequence[str]], most: int = 600) -> Html:
-    """Samples of a step as text.
-
-    Args:
-        samples: `read_step`.
-        documents: of each sample, `split_documents`.
-        most: characters of each document.
-    """
+    """Samples of a step as text, at most so many characters of each of their documents (`split_documents`)."""
     rows = []
     for sample, texts in zip(samples, documents, strict=True):
         where = "rare tokens of a drill"
@@ -585,13 +457,3 @@ def seen_table(samples: Sequence[Sample], documents: Sequence[Sequence[str]], mo
         shown = "\n-- a document ends, another begins --\n".join(wrapped(text[:most], TEXT_WIDTH) for text in texts)
         rows.append((sample.sample, where, shown))
     return table(rows, ("sample", "from", "text"))
-
-
-def part_names(parts: int, tokens: int) -> list[str]:
-    """Names of equal parts of a text: the token that each begins with, counted from 0.
-
-    Args:
-        parts: how many.
-        tokens: of the whole.
-    """
-    return [format_count(tokens * part // parts) for part in range(parts)]

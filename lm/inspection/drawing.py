@@ -1,7 +1,7 @@
-"""The style of all pictures of `lm.inspection`: sizes that read well on a page, colours for every kind of sight.
+"""The style of all figures and tables of `lm.inspection`: sizes that read well, colours for every kind of sight.
 
-Figures are made without pyplot, so nothing is kept behind, and a notebook shows one that a cell ends with. Anywhere
-else `figure.savefig("name.png")` writes it.
+Figures are made without pyplot, so none is kept in memory, and a notebook shows one that a cell ends with; a script
+writes it by `figure.savefig("name.png")`. Tables and coloured text are HTML that reads on a light and on a dark page.
 """
 
 import html
@@ -20,8 +20,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-# ---- drawing ---------------------------------------------------------------------------------------------------------
-
 # Eight colours that people with every kind of colour vision tell apart (Okabe and Ito, "Color Universal Design", 2008).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, BLACK = COLORS
@@ -29,6 +27,8 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, BLACK = COLORS
 SEQUENTIAL = colormaps["viridis"]
 COLORMAP_OF_LINES = ListedColormap(SEQUENTIAL(range(226)), "lines")
 DPI = 110
+MOST_BITS = 12  # a surprise from which on the colour is as strong as it gets: one in 4,096
+LEGEND = (1.0, 0.5, 0.1, 0.01, 0.001)
 
 
 class Picture(Figure):
@@ -43,11 +43,9 @@ class Picture(Figure):
 def figure(
     rows: int = 1, columns: int = 1, width: float = 8, height: float = 4.5, **options: Any
 ) -> tuple[Figure, Any]:
-    """A figure in the house's style.
+    """A figure of `rows` times `columns` axes, so many inches wide and high.
 
     Args:
-        rows, columns: of pairs of axes.
-        width, height: of the whole, in inches.
         options: for matplotlib's `Figure.subplots`, such as `sharey=True`.
 
     Returns:
@@ -55,19 +53,13 @@ def figure(
     """
     made = Picture(figsize=(width, height), dpi=DPI, layout="constrained")
     axes = made.subplots(rows, columns, **options)
-    for each in made.axes:
-        each.set_prop_cycle(cycler(color=COLORS))
+    for panel in made.axes:
+        panel.set_prop_cycle(cycler(color=COLORS))
     return made, axes
 
 
-def finish(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
-    """Give axes their words and their grid, and a legend where there are curves with names.
-
-    Args:
-        axes: with everything drawn on them.
-        title: what they show.
-        x, y: what is on the axes, with the unit.
-    """
+def label_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
+    """After all is drawn: the title of the axes, labels of x and y, a grid, and a legend where curves have names."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -78,14 +70,14 @@ def finish(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
         axes.legend(frameon=False, fontsize=9)
 
 
-def heat(
+def heat_map(
     axes: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], low: float, high: float,
     digits: int = 2,
 ) -> None:  # fmt: skip
     """A heat map with the number in every cell.
 
     Args:
-        axes: where it goes.
+        axes: to draw on.
         values: `(rows, columns)`; what is not finite stays white.
         rows, columns: their names.
         low, high: the values of the darkest and of the brightest colour.
@@ -103,20 +95,12 @@ def heat(
             axes.annotate(f"{value:.{digits}f}", middle, color=ink, ha="center", va="center", fontsize=8)
 
 
-# ---- html ------------------------------------------------------------------------------------------------------------
-# Tables and coloured text for notebooks, as HTML that reads on a light and on a dark page.
-
-MOST_BITS = 12  # a surprise from which on the colour is as strong as it gets: one in 4,096
-LEGEND = (1.0, 0.5, 0.1, 0.01, 0.001)
+# ---- tables and text -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Html:
-    """A piece of a page; a notebook shows it by itself.
-
-    Attributes:
-        source: the HTML.
-    """
+    """A piece of a page; a notebook shows it by itself."""
 
     source: str
 
@@ -125,13 +109,7 @@ class Html:
 
 
 def table(rows: Sequence[Sequence[Any]], columns: Sequence[str], caption: str = "") -> Html:
-    """A table, numbers to the right.
-
-    Args:
-        rows: of values; whole numbers are written with commas, others with four significant digits.
-        columns: the names above them, with units.
-        caption: a sentence over it.
-    """
+    """A table. Whole numbers are written with commas, others with four significant digits; numbers stand right."""
     sides = [_side(value) for value in rows[0]] if rows else ["left"] * len(columns)
     head = "".join(
         f"<th style='text-align:{side};padding:2px 10px'>{html.escape(column)}</th>"
@@ -153,7 +131,7 @@ def colored_text(
         notes: what appears when the pointer rests on a piece; its probability if not given.
     """
     notes = notes or ["" if p is None else f"probability {p:.3g}" for p in probabilities]
-    spans = "".join(_span(*each) for each in zip(pieces, probabilities, notes, strict=True))
+    spans = "".join(_span(*piece) for piece in zip(pieces, probabilities, notes, strict=True))
     legend = " ".join(_span(f"\u00a0{p:g}\u00a0", p, "") for p in LEGEND)
     return Html(
         "<div style='background:#fff;color:#000;padding:0.8em;line-height:1.7'>"
@@ -163,7 +141,7 @@ def colored_text(
 
 
 def visible(text: str) -> str:
-    """A token's text with its blanks and line ends to be seen."""
+    """A token's text with visible blanks and line ends."""
     return text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍") or "∅"
 
 

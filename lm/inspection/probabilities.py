@@ -1,4 +1,4 @@
-"""What a model expects, token by token: of a text that somebody wrote, or of one that it wrote itself."""
+"""What a model expects at every token of a text: of any text, or of one that it wrote itself."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,18 +6,19 @@ from typing import NamedTuple
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from lm.errors import RequestError
 from lm.inference.completion import Written
 from lm.inference.pretrained import Pretrained
-from lm.inspection.drawing import BLUE, ORANGE, Html, colored_text, figure, finish, table, visible
+from lm.inspection.drawing import BLUE, ORANGE, Html, colored_text, figure, label_axes, table, visible
 
 TINY = 2.0**-1074  # the smallest number above 0
 CHUNK = 128  # tokens whose distributions are looked at together
 
 
 class Expectation(NamedTuple):
-    """What a model thought of the token in one place, before it saw it."""
+    """A model's prediction in one place, and the token that came."""
 
     text: str  # of the token
     probability: float  # of the token, in [0, 1]
@@ -26,25 +27,27 @@ class Expectation(NamedTuple):
     alternatives: list[tuple[str, float]]  # the likeliest tokens and their probabilities, the likeliest first
 
 
-def windows(ids: Sequence[int], context: int) -> Iterator[Sequence[int]]:
-    """Cut tokens into pieces such that each but the first is predicted once.
+@torch.no_grad()
+def predictions(model: Pretrained, ids: Sequence[int], context: int) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """All tokens but the first with the logits for them, some at a time: n ids and `(n, V)`.
 
     Args:
-        ids: the first is only read.
-        context: the most tokens that a model reads at once; a piece has one more, which is only predicted.
+        ids: at least two.
+        context: tokens that are read at once; nothing before these is known.
     """
-    for start in range(0, len(ids) - 1, context):
-        yield ids[start : start + context + 1]
+    decoder = model.decoder
+    for first in range(0, len(ids) - 1, context):
+        window = ids[first : first + context + 1]
+        hidden = decoder.hidden_states(torch.tensor([window[:-1]], device=model.device))[0]  # (T, C)
+        for start in range(0, len(hidden), CHUNK):
+            logits = hidden[start : start + CHUNK] @ decoder.output_weight.to(hidden.dtype).mT  # (n, V)
+            yield window[start + 1 : start + 1 + CHUNK], logits
 
 
 def expectations(model: Pretrained, text: str, alternatives: int = 5) -> list[Expectation]:
-    """What a model expects at every token of a text, which begins as documents do.
+    """What a model expects at every token of a text, which begins as documents do, with the likeliest alternatives.
 
-    What is longer than the context is cut into windows, and what stands before a window is not known in it.
-
-    Args:
-        text: of at least one token.
-        alternatives: how many of the likeliest tokens to name.
+    A text longer than the context is cut into windows; nothing before a window is known in it.
 
     Raises:
         RequestError: the text is empty.
@@ -53,11 +56,7 @@ def expectations(model: Pretrained, text: str, alternatives: int = 5) -> list[Ex
 
 
 def expectations_of(model: Pretrained, written: Written, alternatives: int = 5) -> list[Expectation]:
-    """What a model expects at every token of what was generated from a prompt, be it by itself or by another.
-
-    Args:
-        written: by a model of the same tokenizer.
-        alternatives: how many of the likeliest tokens to name.
+    """What a model expects at every token of a generated text, its own or that of a model with the same tokenizer.
 
     Raises:
         RequestError: no token was written.
@@ -66,30 +65,26 @@ def expectations_of(model: Pretrained, written: Written, alternatives: int = 5) 
     return _expectations(model, prompt, [token.id for token in written.tokens], alternatives)
 
 
-@torch.no_grad()
 def _expectations(model: Pretrained, before: list[int], ids: list[int], alternatives: int) -> list[Expectation]:
     if not ids:
         raise RequestError("there is no token to look at: the text is empty")
-    decode, decoder = model.tokenizer.decode, model.decoder
+    decode = model.tokenizer.decode
     found: list[Expectation] = []
-    for window in windows(before + ids, decoder.config.max_position_embeddings):
-        hidden = decoder.hidden_states(torch.tensor([window[:-1]], device=model.device))[0]  # (T, C)
-        for start in range(0, len(hidden), CHUNK):
-            logits = hidden[start : start + CHUNK] @ decoder.output_weight.to(hidden.dtype).mT  # (T, V)
-            logs = logits.float().log_softmax(-1).cpu()
-            likely = logs.topk(min(alternatives, logs.shape[-1]))
-            own = logs.gather(-1, torch.tensor(window[start + 1 : start + 1 + CHUNK])[:, None])  # (T, 1)
-            ranks = (logs > own).sum(-1) + 1
-            entropies = torch.special.entr(logs.exp()).sum(-1) / math.log(2)
-            found += [
-                Expectation(decode([token]), math.exp(log), rank, entropy, [
-                    (decode([other]), math.exp(other_log)) for other, other_log in zip(others, other_logs, strict=True)
-                ])
-                for token, log, rank, entropy, others, other_logs in zip(
-                    window[start + 1 :], own[:, 0].tolist(), ranks.tolist(), entropies.tolist(),
-                    likely.indices.tolist(), likely.values.tolist(), strict=False,
-                )
-            ]  # fmt: skip
+    for expected, logits in predictions(model, before + ids, model.config.max_position_embeddings):
+        logs = logits.float().log_softmax(-1).cpu()
+        likely = logs.topk(min(alternatives, logs.shape[-1]))
+        own = logs.gather(-1, torch.tensor(expected)[:, None])  # (n, 1)
+        ranks = (logs > own).sum(-1) + 1
+        entropies = torch.special.entr(logs.exp()).sum(-1) / math.log(2)
+        found += [
+            Expectation(decode([token]), math.exp(log), rank, entropy, [
+                (decode([other]), math.exp(other_log)) for other, other_log in zip(others, other_logs, strict=True)
+            ])
+            for token, log, rank, entropy, others, other_logs in zip(
+                expected, own[:, 0].tolist(), ranks.tolist(), entropies.tolist(), likely.indices.tolist(),
+                likely.values.tolist(), strict=True,
+            )
+        ]  # fmt: skip
     return found[len(before) - 1 :]
 
 
@@ -119,12 +114,7 @@ def color_written(written: Written) -> Html:
 
 
 def alternatives_table(written: Written, tokens: int = 20) -> Html:
-    """The first tokens that were written, each beside the likeliest ones in its place.
-
-    Args:
-        written: generated with `alternatives`.
-        tokens: how many to show.
-    """
+    """The first `tokens` of a text that was generated with `alternatives`, each beside the likeliest in its place."""
     most = max((len(token.alternatives) for token in written.tokens), default=0)
     rows = [
         (visible(token.text), math.exp(token.log_probability), *(
@@ -137,7 +127,7 @@ def alternatives_table(written: Written, tokens: int = 20) -> Html:
 
 
 def draw_expectations(expected: Sequence[Expectation]) -> Figure:
-    """Bits that every token cost as bars, and the entropy of its place, the bits to be expected, as a line."""
+    """The bits that every token cost as bars, and the entropy of its place, the expected bits, as a line."""
     picture, axes = figure(width=max(8, 1.5 + 0.19 * len(expected)))
     places = range(len(expected))
     axes.bar(places, [-math.log2(max(one.probability, TINY)) for one in expected], color=BLUE, label="this token")
@@ -146,6 +136,6 @@ def draw_expectations(expected: Sequence[Expectation]) -> Figure:
     )
     axes.set_xticks(places, [visible(one.text) for one in expected], rotation=90, fontsize=8, parse_math=False)
     axes.margins(x=0.01)
-    finish(axes, "What every token cost", "", "bits")
+    label_axes(axes, "What every token cost", "", "bits")
     axes.grid(visible=False, axis="x")
     return picture

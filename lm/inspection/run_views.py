@@ -1,4 +1,4 @@
-"""A run to look at: its curves, its time, its alerts and samples as figures and tables."""
+"""A run as figures and tables: its curves, its time, its alerts and its samples."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from lm.inspection.drawing import BLUE, GREEN, ORANGE, PURPLE, VERMILION, Html, figure, finish, table, wrapped
+from lm.inspection.drawing import BLUE, GREEN, ORANGE, PURPLE, VERMILION, Html, figure, label_axes, table, wrapped
 from lm.runs import registry
 from lm.runs.history import (
     Interval,
@@ -42,26 +42,21 @@ def draw_training(run: Run) -> Figure:
     lines, alerts = run.metrics(), run.alerts()
     made, axes = figure(2, 2, width=10, height=6.5)
     for panel, names in zip(axes.flat, PANELS, strict=True):
-        _draw(panel, [curve(METRICS[name].label, lines, name) for name in names])
+        _draw_curves(panel, [curve(METRICS[name].label, lines, name) for name in names])
         for alert in alerts:
             panel.axvline(alert["step"], color=VERMILION, linestyle=":", linewidth=1)
         shown = METRICS[names[0]]
-        finish(panel, shown.label, "optimizer step", shown.unit or shown.label)
+        label_axes(panel, shown.label, "optimizer step", shown.unit or shown.label)
     return made
 
 
 def draw_comparison(runs: Sequence[Run], metric: str = "train/loss", y: str = "nats a token") -> Figure:
-    """One metric of several runs: over steps, over tokens and over time.
-
-    Args:
-        metric: by its name in TensorBoard.
-        y: what it is, with its unit.
-    """
+    """One metric of several runs, by its name in TensorBoard: over steps, over tokens and over time."""
     named = list(zip(labels(runs), [run.metrics() for run in runs], strict=True))
     made, axes = figure(1, 3, width=12, height=4, sharey=True)
     for panel, (x, (over, label)) in zip(axes, AXES.items(), strict=True):
-        _draw(panel, [curve(name, lines, metric, x) for name, lines in named])
-        finish(panel, f"{metric} over {over}", label, y if panel is axes[0] else "")
+        _draw_curves(panel, [curve(name, lines, metric, x) for name, lines in named])
+        label_axes(panel, f"{metric} over {over}", label, y if panel is axes[0] else "")
         panel.xaxis.set_major_formatter(lambda value, _: format_count(value) if abs(value) >= 1000 else f"{value:g}")
     return made
 
@@ -74,7 +69,7 @@ def draw_throughput(found: Sequence[Interval], checkpoints: Sequence[int] = ()) 
         checkpoints: steps that a checkpoint was taken after, `run.steps()`; they do not stop training.
     """
     made, (speed, waiting) = figure(2, 1, width=9, height=5.5, sharex=True, height_ratios=[3, 1])
-    # The pause has no speed, so the line is broken there: two points a stretch, and a gap.
+    # A pause has no speed, so the line is broken there: two points a stretch, and a gap.
     minutes, rates, waits = [], [], []
     shown = found[-1].ended * SHOWN_PAUSE if found else 0.0
     for one in found:
@@ -97,8 +92,8 @@ def draw_throughput(found: Sequence[Interval], checkpoints: Sequence[int] = ()) 
     speed.set_ylim(bottom=0)
     speed.yaxis.set_major_formatter(lambda value, _: format_count(value))
     waiting.set_ylim(bottom=0)
-    finish(speed, "throughput", "", "tokens a second")
-    finish(waiting, "waiting for data", "minutes since training began", "% of the time")
+    label_axes(speed, "throughput", "", "tokens a second")
+    label_axes(waiting, "waiting for data", "minutes since training began", "% of the time")
     speed.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
     if waiting.get_legend():
         waiting.get_legend().remove()
@@ -106,14 +101,14 @@ def draw_throughput(found: Sequence[Interval], checkpoints: Sequence[int] = ()) 
 
 
 def _stretches(one: Interval) -> list[tuple[float, float]]:
-    """When training went on in an interval, without its pauses: (from, to) in seconds."""
+    """The times of training in an interval, without its pauses: (from, to) in seconds."""
     begins = [one.began, *(pause.began + pause.seconds for pause in one.pauses)]
     ends = [*(pause.began for pause in one.pauses), one.ended]
     return [(begin, end) for begin, end in zip(begins, ends, strict=True) if end - begin > 1e-6]
 
 
-def _draw(axes: Any, series: Sequence[Series]) -> None:
-    """Curves; one of few points shows them, and names are told where there are several."""
+def _draw_curves(axes: Any, series: Sequence[Series]) -> None:
+    """Curves, named where there are several; one of few points shows them."""
     shown = [one for one in series if len(one.x)]
     for index, one in enumerate(shown):
         marker = "o" if len(one.x) <= 30 else None
@@ -144,7 +139,7 @@ def summary_table(run: Run) -> Html:
 
 
 def time_table(found: Sequence[Interval]) -> Html:
-    """What a run's time was spent on, as far as its log lines tell."""
+    """Seconds of training and of each kind of pause, as the log lines show them."""
     spent = time_spent(list(found))
     total = sum(spent.values()) or 1.0
     return table(
@@ -161,7 +156,7 @@ def settings_table(runs: Sequence[Run]) -> Html:
 
 
 def alerts_table(run: Run) -> Html:
-    """What guards had to say, oldest first."""
+    """What guards found and did, oldest first."""
     rows = [
         (alert["step"], str(alert["guard"]), str(alert["action"]), wrapped(str(alert["message"]), 80))
         for alert in run.alerts()
@@ -170,11 +165,7 @@ def alerts_table(run: Run) -> Html:
 
 
 def samples_table(run: Run, most: int = 8) -> Html:
-    """What became of each prompt, step after step.
-
-    Args:
-        most: steps to show, spread over the run.
-    """
+    """What the model wrote from each prompt, at no more than `most` steps, spread over the run."""
     samples = read_samples(run)
     steps = spread(sorted({sample["step"] for sample in samples}), most)
     prompts = list(dict.fromkeys(sample["prompt"] for sample in samples))

@@ -1,4 +1,4 @@
-"""A model's parameters: how many, how they are distributed, what rank they have, how far two models are apart."""
+"""A model's weights: how many, how they are distributed, what rank they have, how far two models are apart."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +15,15 @@ from torch import Tensor
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
-from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, Html, figure, finish, heat, table
-from lm.inspection.probabilities import windows
+from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, Html, figure, heat_map, label_axes, table
+from lm.inspection.probabilities import predictions
 from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
 
+COLUMNS = 3  # panels beside each other
+LEADING = 8  # singular directions that are compared
+
 # ---- parameters ------------------------------------------------------------------------------------------------------
-# Where a model's parameters are.
 
 
 class Part(NamedTuple):
@@ -36,11 +38,7 @@ class Part(NamedTuple):
 
 
 def parameter_parts(decoder: Decoder) -> list[Part]:
-    """The parameters by kind, in the order of the model. An output matrix that is the embedding counts once.
-
-    Args:
-        decoder: in any precision, on any device.
-    """
+    """The parameters by kind, in the order of the model. An output matrix that is the embedding counts once."""
     weights = to_huggingface(dict(decoder.named_parameters()), decoder.config)
     total = sum(weight.numel() for weight in weights.values())
     kinds: dict[str, list] = {}
@@ -88,7 +86,7 @@ def draw_parameters(parts: Sequence[Part]) -> Figure:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    finish(axes, f"{sum(part.parameters for part in parts):,} parameters by part", "parameters")
+    label_axes(axes, f"{sum(part.parameters for part in parts):,} parameters by part", "parameters")
     axes.grid(visible=False, axis="y")
     return picture
 
@@ -98,9 +96,6 @@ def _percent(share: float) -> str:
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
-# How the weights of a model are distributed, and how many directions its matrices use.
-
-COLUMNS = 3  # panels beside each other
 
 
 class Histogram(NamedTuple):
@@ -134,10 +129,7 @@ def matrices(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def weight_histograms(decoder: Decoder, bins: int = 80) -> dict[str, Histogram]:
-    """A histogram of every matrix, between its smallest and its largest value.
-
-    Args:
-        bins: of equal width, at most; small matrices have fewer, so that each holds some values.
+    """A histogram of every matrix, of at most so many bins of equal width; small matrices have fewer.
 
     Raises:
         RequestError: a weight is not finite.
@@ -205,17 +197,32 @@ def draw_spectra(found: Mapping[str, Spectrum]) -> Figure:
 
 def draw_ranks(found: Mapping[str, Spectrum]) -> Figure:
     """Effective ranks as shares of the largest possible, a row a kind of matrix of the blocks and a column a layer."""
-    inside = {name: one for name, one in found.items() if layer_of(name) is not None}
-    kinds = list(dict.fromkeys(kind_of(name) for name in inside))
-    layers = 1 + max(layer_of(name) for name in inside)
-    shares = np.zeros((len(kinds), layers))
-    for name, one in inside.items():
-        shares[kinds.index(kind_of(name)), layer_of(name)] = one.effective_rank / len(one.values)
-    picture, axes = figure(width=max(6, 3.2 + 0.55 * layers), height=1.2 + 0.4 * len(kinds))
-    heat(axes, shares, kinds, [str(layer) for layer in range(layers)], 0, 1)
-    finish(axes, "Effective rank as a share of the full rank", "layer")
-    axes.grid(visible=False)
+    names = [name for name in found if layer_of(name) is not None]
+    shares = _by_kind_and_layer(names, [found[name].effective_rank / len(found[name].values) for name in names])
+    picture, axes = figure(width=max(6, 3.2 + 0.55 * shares.values.shape[1]), height=1.2 + 0.4 * len(shares.kinds))
+    _draw_grid(axes, shares, 1.0, "Effective rank as a share of the full rank")
     return picture
+
+
+class _Grid(NamedTuple):
+    """A number for each kind of matrix and each layer."""
+
+    kinds: list[str]
+    values: np.ndarray  # (kinds, layers)
+
+
+def _by_kind_and_layer(names: Sequence[str], values: Sequence[float]) -> _Grid:
+    kinds = list(dict.fromkeys(kind_of(name) for name in names))
+    grid = np.full((len(kinds), 1 + max(layer_of(name) for name in names)), np.nan)
+    for name, value in zip(names, values, strict=True):
+        grid[kinds.index(kind_of(name)), layer_of(name)] = value
+    return _Grid(kinds, grid)
+
+
+def _draw_grid(axes: Axes, grid: _Grid, top: float, title: str) -> None:
+    heat_map(axes, grid.values, grid.kinds, [str(layer) for layer in range(grid.values.shape[1])], 0, top)
+    label_axes(axes, title, "layer")
+    axes.grid(visible=False)
 
 
 Curve = Callable[[Axes, Any, Any], None]  # draws one weight's numbers in a colour
@@ -234,7 +241,7 @@ def _by_kind(found: Mapping[str, Any], curve: Curve, x: str, y: str, scale: str 
             curve(axes, one, BLACK if layer is None else colors.to_rgba(layer))
         axes.set_yscale(scale)
         axes.locator_params(axis="x", nbins=5)
-        finish(axes, kind, x, y)
+        label_axes(axes, kind, x, y)
     for axes in grid.flat[len(kinds) :]:
         axes.remove()
     picture.colorbar(colors, ax=picture.axes, label="layer", ticks=range(0, layers, -(-layers // 12)), shrink=0.8)
@@ -242,12 +249,6 @@ def _by_kind(found: Mapping[str, Any], curve: Curve, x: str, y: str, scale: str 
 
 
 # ---- drift -----------------------------------------------------------------------------------------------------------
-# How far two models are apart: their weights, matrix by matrix, and what they expect of a text.
-#
-# Two checkpoints of a run, before and after a fine-tuning, or a spike.
-
-LEADING = 8  # singular directions that are compared
-CHUNK = 128  # tokens whose distributions are compared at a time
 
 
 class Change(NamedTuple):
@@ -263,7 +264,7 @@ class Change(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """How two models' distributions of the next token differ over texts of N predicted tokens."""
+    """How two models' distributions of the next token differ, over N predicted tokens."""
 
     tokens: list[str]  # N, the text of each token that was to be predicted
     divergence: np.ndarray  # (N,) Jensen-Shannon, in bits: 0 for the same distribution, 1 for nothing in common
@@ -305,53 +306,32 @@ def _leading(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.qr(matrix @ inputs)[0], inputs
 
 
-@torch.no_grad()
 def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[str]) -> Divergence:
-    """How two models differ in what they expect next, at every token of some texts.
+    """How the predictions of two models with one tokenizer differ, at every token of some texts.
 
-    The texts begin as documents do. What is longer than the shorter context is cut into windows, and every token is
-    predicted once.
-
-    Args:
-        before, after: of the same tokenizer; the rest may differ.
-        texts: at least one with a token.
+    The texts begin as documents do; one longer than the shorter context is cut into windows.
 
     Raises:
         RequestError: the tokenizers differ, or there is no token.
     """
     if before.tokenizer.sha256 != after.tokenizer.sha256:
         raise RequestError(f"{before.path} and {after.path} have different tokenizers: their tokens cannot be compared")
-    size = before.tokenizer.vocab_size  # a model may have rows for more tokens, which never come
+    size = before.tokenizer.vocab_size  # a model may have rows for more tokens, which never occur
     context = min(model.config.max_position_embeddings for model in (before, after))
     tokens, divergence, agree, bits = [], [], [], []
     for text in texts:
         ids = [before.tokenizer.eos_id, *before.tokenizer.encode(text)]
-        for window in windows(ids, context):
-            hidden = [_states(model.decoder, window[:-1]) for model in (before, after)]
-            for start in range(0, len(window) - 1, CHUNK):
-                first, second = (
-                    _probabilities(model.decoder, states[start : start + CHUNK], size)
-                    for model, states in zip((before, after), hidden, strict=True)
-                )  # (T, V) each
-                expected = window[start + 1 : start + 1 + CHUNK]
-                tokens += [before.tokenizer.decode([token]) for token in expected]
-                divergence.append(jensen_shannon(first, second))
-                agree.append(first.argmax(-1) == second.argmax(-1))
-                of_it = np.arange(len(expected)), expected
-                bits.append(-np.log2(np.stack([first[of_it], second[of_it]], -1)))
+        both = zip(predictions(before, ids, context), predictions(after, ids, context), strict=True)
+        for (expected, logits), (_, others) in both:
+            first, second = (part[:, :size].double().softmax(-1).cpu().numpy() for part in (logits, others))  # (n, V)
+            tokens += [before.tokenizer.decode([token]) for token in expected]
+            divergence.append(jensen_shannon(first, second))
+            agree.append(first.argmax(-1) == second.argmax(-1))
+            of_it = np.arange(len(expected)), expected
+            bits.append(-np.log2(np.stack([first[of_it], second[of_it]], -1)))
     if not tokens:
         raise RequestError("the texts have no token to predict")
     return Divergence(tokens, np.concatenate(divergence), np.concatenate(agree), np.concatenate(bits))
-
-
-def _states(decoder: Decoder, ids: Sequence[int]) -> Tensor:
-    device = decoder.embed_tokens.weight.device
-    return decoder.hidden_states(torch.tensor([list(ids)], device=device))[0]  # (T, C)
-
-
-def _probabilities(decoder: Decoder, states: Tensor, size: int) -> np.ndarray:
-    logits = states @ decoder.output_weight[:size].to(states.dtype).mT  # (T, V)
-    return logits.double().softmax(-1).cpu().numpy()
 
 
 def change_table(changes: Sequence[Change]) -> Html:
@@ -364,19 +344,14 @@ def change_table(changes: Sequence[Change]) -> Html:
 def draw_weight_drift(changes: Sequence[Change]) -> Figure:
     """Relative change and kept directions of the blocks' matrices, a row a kind and a column a layer."""
     inside = [change for change in changes if layer_of(change.name) is not None and not math.isnan(change.directions)]
-    kinds = list(dict.fromkeys(kind_of(change.name) for change in inside))
-    layers = 1 + max(layer_of(change.name) for change in inside)
-    picture, pair = figure(1, 2, width=max(9, 4 + 1.1 * layers), height=1.2 + 0.4 * len(kinds), sharey=True)
-    for axes, field, title in zip(pair, ("relative", "directions"), (
-        "Size of the change, as a share of the weights", f"How much of the {LEADING} leading directions is kept",
-    ), strict=True):  # fmt: skip
-        values = np.full((len(kinds), layers), np.nan)
-        for change in inside:
-            values[kinds.index(kind_of(change.name)), layer_of(change.name)] = getattr(change, field)
-        top = 1.0 if field == "directions" else max(np.nanmax(values), 1e-12)
-        heat(axes, values, kinds, [str(layer) for layer in range(layers)], 0, top)
-        finish(axes, title, "layer")
-        axes.grid(visible=False)
+    names = [change.name for change in inside]
+    sizes = _by_kind_and_layer(names, [change.relative for change in inside])
+    kept = _by_kind_and_layer(names, [change.directions for change in inside])
+    kinds, layers = sizes.values.shape
+    picture, (left, right) = figure(1, 2, width=max(9, 4 + 1.1 * layers), height=1.2 + 0.4 * kinds, sharey=True)
+    top = max(np.nanmax(sizes.values), 1e-12)
+    _draw_grid(left, sizes, top, "Size of the change, as a share of the weights")
+    _draw_grid(right, kept, 1.0, f"How much of the {LEADING} leading directions is kept")
     return picture
 
 
@@ -385,10 +360,10 @@ def draw_divergence(found: Divergence) -> Figure:
     picture, (left, right) = figure(1, 2, width=10, height=4.2)
     left.hist(found.divergence, bins=np.linspace(0, 1, 41), color=BLUE)
     left.axvline(found.divergence.mean(), color=ORANGE, linewidth=2, label=f"mean {found.divergence.mean():.3f} bits")
-    finish(left, f"Same likeliest token: {found.agree.mean():.0%}", "Jensen-Shannon divergence (bits)", "tokens")
+    label_axes(left, f"Same likeliest token: {found.agree.mean():.0%}", "Jensen-Shannon divergence (bits)", "tokens")
     top = found.bits.max()
     right.scatter(*found.bits.T, s=8, alpha=0.5, color=BLUE, linewidths=0)
     right.plot((0, top), (0, top), color=ORANGE, linewidth=1.2, label="the same under both")
     means = found.bits.mean(0)
-    finish(right, f"Bits a token: {means[0]:.2f} before, {means[1]:.2f} after", "before (bits)", "after (bits)")
+    label_axes(right, f"Bits a token: {means[0]:.2f} before, {means[1]:.2f} after", "before (bits)", "after (bits)")
     return picture

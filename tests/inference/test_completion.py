@@ -68,11 +68,11 @@ def grown(tokenizer, prompt, tokens, stop=()):
 # ---- texts of tokens ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("begun", [0, 1, 7, 30])
-def test_pieces_are_whole_characters_and_make_the_text(tokenizer, begun):
+@pytest.mark.parametrize("encode_prompt", [0, 1, 7, 30])
+def test_pieces_are_whole_characters_and_make_the_text(tokenizer, encode_prompt):
     """Divided anywhere between the tokens of a prompt's characters."""
     text = TEXT if tokenizer.vocab_size > 20 else "ab a c. abc"
-    before, after = text[:begun], text[begun:]
+    before, after = text[:encode_prompt], text[encode_prompt:]
     prompt = tokenizer.encode(before) or [tokenizer.eos_id]
     tokens = tokenizer.encode(before + after)
     tokens = tokens[len(prompt):] if tokens[: len(prompt)] == prompt else tokenizer.encode(after)

@@ -13,7 +13,7 @@ from transformers.generation import (
 
 from lm.errors import RequestError
 from lm.inference import generation
-from lm.inference.generation import Sampling, candidates, choose, penalized
+from lm.inference.generation import Sampling, candidates, choose_tokens, penalized
 
 CASES = [
     Sampling(), Sampling(0.7), Sampling(top_k=7), Sampling(1.3, 1000), Sampling(top_p=0.9), Sampling(0.5, None, 0.3),
@@ -59,16 +59,16 @@ def test_probabilities_are_those_of_transformers(sampling, head, monkeypatch):
 def test_a_penalty_on_repetition_changes_what_is_likeliest():
     logits, seen = torch.tensor([[3.0, 2.0, -1.0]]), torch.tensor([[True, False, True]])
     greedy = Sampling(temperature=0, repetition_penalty=2)
-    assert choose(logits, greedy, seen=seen).tolist() == [1]
+    assert choose_tokens(logits, greedy, seen=seen).tolist() == [1]
     assert penalized(logits, greedy, seen).tolist() == [[1.5, 2.0, -2.0]]
-    assert choose(logits, greedy).tolist() == choose(logits, Sampling(0), seen=seen).tolist() == [0]
+    assert choose_tokens(logits, greedy).tolist() == choose_tokens(logits, Sampling(0), seen=seen).tolist() == [0]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, 6, 0.9), Sampling(0.8, min_p=0.2)], ids=str)
 def test_tokens_come_as_often_as_their_probabilities_say(sampling):
     """Pearson's chi-square of 20,000 draws, below what one in a million would exceed; what is left out never comes."""
     logits, draws = torch.randn(12, generator=seeded(1)), 20_000
-    tokens = choose(logits.expand(draws, -1), sampling, seeded(2))
+    tokens = choose_tokens(logits.expand(draws, -1), sampling, seeded(2))
     expected = draws * distribution(logits[None], sampling)[0]
     counted = tokens.bincount(minlength=12)
     possible = expected > 0
@@ -84,15 +84,15 @@ def test_a_row_takes_one_random_number_whatever_the_filters():
     after = []
     for sampling in (Sampling(), Sampling(top_k=3), Sampling(min_p=0.5), Sampling(top_p=0.2)):
         generator = seeded(7)
-        choose(logits, sampling, generator)
+        choose_tokens(logits, sampling, generator)
         after.append(torch.rand(1, generator=generator).item())
     assert len(set(after)) == 1
 
 
 def test_a_low_temperature_is_greedy_and_nothing_overflows():
     logits = torch.tensor([[3e38, 1.0, 2e38], [-3e38, -2e38, -2.5e38]])
-    assert choose(logits, Sampling(1e-30), seeded()).tolist() == [0, 1]
-    assert choose(logits, Sampling(0), seeded()).tolist() == [0, 1]
+    assert choose_tokens(logits, Sampling(1e-30), seeded()).tolist() == [0, 1]
+    assert choose_tokens(logits, Sampling(0), seeded()).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("options, words", [

@@ -17,7 +17,7 @@ from lm.errors import RequestError
 from lm.inference.completion import complete
 from lm.inference.pretrained import Pretrained
 from lm.inspection import attention, drawing, probabilities, weights
-from lm.inspection.drawing import figure, finish
+from lm.inspection.drawing import figure, label_axes
 from lm.model.config import DecoderConfig
 from lm.model.estimates import parameters as counted
 
@@ -298,7 +298,7 @@ def test_a_legend_comes_with_names_only():
     axes[0].plot([1, 2], label="one")
     axes[1].plot([1, 2])
     for each in axes:
-        finish(each, "title", "step", "loss")
+        label_axes(each, "title", "step", "loss")
     assert axes[0].get_legend() and not axes[1].get_legend()
     assert (axes[1].get_title(), axes[1].get_xlabel(), axes[1].get_ylabel()) == ("title", "step", "loss")
     check_picture(picture)

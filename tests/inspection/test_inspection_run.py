@@ -311,7 +311,7 @@ def test_pictures_and_tables_are_made_of_any_data(run, elsewhere):
     pictures = [
         view.draw_document_lengths(documents, 32), view.draw_document_lengths(nothing, 32),
         view.draw_bytes_per_token(documents), view.draw_frequencies(counts["train"], frequent),
-        view.draw_coverage(counts), view.draw_divergences(np.zeros((2, 2)), view.part_names(2, 1000)),
+        view.draw_divergences(np.zeros((2, 2)), view.part_names(2, 1000)),
     ]  # fmt: skip
     assert all(picture._repr_png_().startswith(b"\x89PNG") for picture in pictures)
     uses = {name: measure_use(found) for name, found in counts.items()}

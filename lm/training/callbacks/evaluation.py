@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError
-from lm.evaluation.benchmark import check, core, evaluate
+from lm.evaluation.benchmark import check_items, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
 from lm.inference.generation import Sampling, generate
 from lm.runs.evaluations import Evaluation, evaluation_metrics, evaluation_record
@@ -194,7 +194,7 @@ class EvaluationConfig:
         """
         tasks = read_tasks(self.tasks or [], self.num_fewshot)
         for task in tasks:
-            check(task, self.max_items)
+            check_items(task, self.max_items)
         return tasks
 
 
