@@ -37,9 +37,9 @@ Item = Mapping[str, Any]
 class Task:
     """A list of questions with their right answers.
 
-    An item of `multiple_choice` has a `query`, `choices` and the index of the right one, `gold`; one of `schema` several
-    `context_options`, the right one of which, `gold`, makes the `continuation` likeliest; one of `language_modeling` a
-    `context` and its `continuation`.
+    An item of `multiple_choice` has a `query`, `choices` and the index of the right one, `gold`; one of `schema` has
+    several `context_options`, the right one of which, `gold`, makes the `continuation` likeliest; one of
+    `language_modeling` has a `context` and its `continuation`.
     """
 
     label: str
@@ -89,7 +89,7 @@ def _read(path: str, num_fewshot: int | None) -> Iterator[Task]:
         file = SHIPPED / f"{path.removeprefix(EMBEDDED)}.yaml"
         if not file.exists():
             names = ", ".join(f"{EMBEDDED}{known.stem}" for known in sorted(SHIPPED.glob("*.yaml")))
-            raise RequestError(f"{path}: there are no such tasks in the package; known: {names}")
+            raise RequestError(f"{path}: the package has no such tasks; it has {names}")
     if not file.is_file():
         raise RequestError(f"tasks {path}: no such file; give a YAML with icl_tasks, a .jsonl or a .parquet file")
     if file.suffix in (".yaml", ".yml"):

@@ -18,9 +18,6 @@ CHUNK_BYTES = 256 * 2**20  # of logits
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # costs (N), losses (N), dx (N, C), dweight (V, C)
 
 
-# ---- chunks ----------------------------------------------------------------------------------------------------------
-
-
 def _chunked(overwrite: Callable[..., None], x: Tensor, weight: Tensor, labels: Tensor, gradient: bool) -> Results:
     """The op, for an `overwrite(logits, labels, losses, costs)` that does the softmax of a chunk.
 
@@ -76,12 +73,7 @@ def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
     return bool((total == 17).all())
 
 
-# ---- CPU implementation ----------------------------------------------------------------------------------------------
-
-
-def _reference(
-    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool
-) -> Results:
+def _cpu(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool) -> Results:
     def overwrite(logits: Tensor, labels: Tensor, losses: Tensor, costs: Tensor) -> None:
         wide, counted = logits.float(), labels != ignore_index  # (chunk, V), (chunk,)
         target = labels.where(counted, 0)[:, None]  # (chunk, 1)
@@ -94,9 +86,6 @@ def _reference(
             logits.copy_(d * counted[:, None])
 
     return _chunked(overwrite, x, weight, labels, gradient)
-
-
-# ---- CUDA implementation ---------------------------------------------------------------------------------------------
 
 
 def constants(dtype: torch.dtype, vocab: int, gradient: bool) -> dict[str, object]:
@@ -117,12 +106,10 @@ def _cuda(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: 
     return _chunked(overwrite, x, weight, labels.contiguous(), gradient)
 
 
-# ---- registration ----------------------------------------------------------------------------------------------------
-
 FORWARD = define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor labels, int ignore_index, float z_loss, bool gradient)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    reference=_reference,
+    cpu=_cpu,
     cuda=_cuda,
     fake=lambda x, weight, labels, ignore_index, z_loss, gradient: (
         x.new_empty(x.shape[0], dtype=torch.float32),
@@ -147,9 +134,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx, dweight = ctx.saved_tensors
         scale = dtotal.view(1)  # one element of one dimension: a scalar would be rounded to the precision of dx first
         return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None, None, None
-
-
-# ---- public functions ------------------------------------------------------------------------------------------------
 
 
 def linear_cross_entropy(

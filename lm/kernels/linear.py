@@ -1,6 +1,11 @@
 """A linear layer's three matrix products, one forward and two backward, in the activations' precision or in FP8.
 
 `rms_norm` and `swiglu` join them with the op before; `linear` is the linear layer alone.
+
+In FP8 both factors are divided by a scale, rounded to eight bits and multiplied; the product is scaled back. Scales
+follow from the largest value of the matrix (`tensorwise`) or of each of its rows (`rowwise`), where an outlier costs
+only its own row precision. They stay on the device, so nothing waits for it. They are powers of two, which round
+nothing, so that eager and compiled code agree to the bit; torchao's rowwise recipe does the same.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -8,14 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-# ---- fp8 -------------------------------------------------------------------------------------------------------------
-# Matrix products in FP8: both factors are divided by a scale, rounded to eight bits and multiplied; the product is
-# scaled back.
-#
-# Scaling is dynamic, from the largest value of the matrix (`tensorwise`) or of each of its rows (`rowwise`): then an
-# outlier costs only its own row precision. Scales stay on the device, so nothing waits for it. They are powers of two,
-# which round nothing, so that eager and compiled code agree to the bit; torchao's rowwise recipe does the same.
 
 Scaling = Literal["tensorwise", "rowwise"]
 MULTIPLE = 16  # tensor cores take multiples of it: both dimensions of a matrix, and the tokens of a gradient
@@ -25,7 +22,7 @@ SMALLEST = 2.0**-100  # a largest value below it counts as this, so that no scal
 class Scaled(NamedTuple):
     """A matrix in FP8."""
 
-    values: Tensor  # (rows, K) in FP8, a row after the other in memory
+    values: Tensor  # (rows, K) in FP8, contiguous
     scale: Tensor  # () or (rows) in fp32: the divisor
 
 
@@ -85,9 +82,6 @@ def _power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
     bits = largest.clamp(min=SMALLEST).view(torch.int32)
     carried = (bits + 0x1FFFFF) & 0x7F800000  # 23 bits of mantissa, cut off
     return carried.view(torch.float32) / (torch.finfo(dtype).max / 1.75)
-
-
-# ---- linear ----------------------------------------------------------------------------------------------------------
 
 
 def forward(x: Tensor, weight: Tensor, scaling: Scaling | None) -> Tensor:

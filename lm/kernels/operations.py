@@ -1,7 +1,7 @@
-"""Our fused ops as one object, and whether they can run on a device.
+"""The fused ops as one object, and whether they can run on a device.
 
-`model/fused` builds the decoder's forward pass from them. On a GPU they are CUDA kernels; on a CPU they run too, in
-plain PyTorch, for the tests.
+`model/fused` builds the decoder's forward pass from them. On a GPU they are CUDA kernels; on a CPU, which only tests
+use, they are plain PyTorch.
 """
 
 from collections.abc import Callable

@@ -11,11 +11,11 @@ from lm.kernels.runtime import define
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass with a norm; each block writes a partial sum
 Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, H, D), k (B, T, KV, D), v (B, T, KV, D)
 
-# ---- CPU implementation ----------------------------------------------------------------------------------------------
 
-
-def _forward(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
-             positions: Tensor | None, heads: int, kv_heads: int, eps: float) -> Heads:  # fmt: skip
+def _cpu_forward(
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
+    heads: int, kv_heads: int, eps: float,
+) -> Heads:  # fmt: skip
     packed = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))  # (B, T, H + 2 KV, D)
     q, k, v = packed.split((heads, kv_heads, kv_heads), dim=2)
     q, k = (
@@ -38,8 +38,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Te
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def _backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
-              cos: Tensor, sin: Tensor, positions: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _cpu_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
+    cos: Tensor, sin: Tensor, positions: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     heads, kv_heads = dq.shape[2], dk.shape[2]
     back = [_rotate(d.float(), cos, -sin, positions) for d in (dq, dk)]
     dweights = dq.new_empty(0)
@@ -53,9 +55,6 @@ def _backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, q_weight: 
             back[i] = scale * (g - n * (g * n).mean(-1, keepdim=True))
         dweights = torch.stack(sums).to(q_weight.dtype)  # (2, D)
     return torch.cat((*back, dv.float()), dim=2).flatten(2).to(dq.dtype), dweights
-
-
-# ---- CUDA implementation ---------------------------------------------------------------------------------------------
 
 
 def constants(dtype: torch.dtype, weight_dtype: torch.dtype | None, heads: int, kv_heads: int, dim: int,
@@ -127,12 +126,10 @@ def _rows(gradient: Tensor) -> Tensor:
     return gradient if aligned else gradient.contiguous()
 
 
-# ---- registration ----------------------------------------------------------------------------------------------------
-
 FORWARD = define(
     "qk_norm_rope(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? positions, "
     "int heads, int kv_heads, float eps) -> (Tensor, Tensor, Tensor)",
-    reference=_forward,
+    cpu=_cpu_forward,
     cuda=_cuda_forward,
     fake=lambda qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps: tuple(
         qkv.new_empty((*qkv.shape[:2], n, qkv.shape[2] // (heads + 2 * kv_heads)))
@@ -142,7 +139,7 @@ FORWARD = define(
 BACKWARD = define(
     "qk_norm_rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor? qkv, Tensor? q_weight, Tensor? k_weight, "
     "Tensor cos, Tensor sin, Tensor? positions, float eps) -> (Tensor, Tensor)",
-    reference=_backward,
+    cpu=_cpu_backward,
     cuda=_cuda_backward,
     fake=lambda dq, dk, dv, qkv, q_weight, k_weight, cos, sin, positions, eps: (
         dq.new_empty((*dq.shape[:2], (dq.shape[2] + 2 * dk.shape[2]) * dq.shape[3])),
@@ -164,9 +161,6 @@ class _QkNormRope(torch.autograd.Function):
         dqkv, dweights = BACKWARD(dq, dk, dv, *ctx.saved_tensors, ctx.eps)
         norms = (None, None) if ctx.saved_tensors[1] is None else dweights.unbind(0)
         return dqkv, *norms, *(None,) * 6
-
-
-# ---- public functions ------------------------------------------------------------------------------------------------
 
 
 def qk_norm_rope(

@@ -16,10 +16,7 @@ from lm.kernels.runtime import define
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, few enough for short partial sums
 
 
-# ---- CPU implementation ----------------------------------------------------------------------------------------------
-
-
-def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     total = x.contiguous() if residual is None else x.contiguous() + residual.contiguous()
     wide = total.float()
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
@@ -27,7 +24,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     return x.new_empty(0) if residual is None else total, y, rstd.squeeze(-1)
 
 
-def _backward(
+def _cpu_backward(
     dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, rstd: Tensor, recompute: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = rstd[..., None]  # (..., 1)
@@ -39,9 +36,6 @@ def _backward(
     y = (n * w).to(stream.dtype) if recompute else stream.new_empty(0)
     dweight = (d * n).flatten(0, -2).sum(0)
     return dx.to(stream.dtype), y, dweight.to(weight.dtype)
-
-
-# ---- CUDA implementation ---------------------------------------------------------------------------------------------
 
 
 def _warps(pieces: int, held: int) -> int:
@@ -93,12 +87,10 @@ def _cuda_backward(
     return dx, y, dweight
 
 
-# ---- registration ----------------------------------------------------------------------------------------------------
-
 # An op returns new tensors only: without a residual, where the stream is `x`, an empty one stands in its place.
 FORWARD = define(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-    reference=_forward,
+    cpu=_cpu_forward,
     cuda=_cuda_forward,
     fake=lambda x, residual, weight, eps: (
         x.new_empty(0 if residual is None else x.shape),
@@ -109,7 +101,7 @@ FORWARD = define(
 BACKWARD = define(
     "rms_norm_backward(Tensor dy, Tensor? dstream, Tensor stream, Tensor weight, Tensor rstd, bool recompute)"
     " -> (Tensor, Tensor, Tensor)",
-    reference=_backward,
+    cpu=_cpu_backward,
     cuda=_cuda_backward,
     fake=lambda dy, dstream, stream, weight, rstd, recompute: (
         stream.new_empty(stream.shape),
@@ -141,9 +133,6 @@ class _Norm(torch.autograd.Function):
         dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, joined)
         dweight = linear.dweight(dout, y, ctx.scaling) if joined else None  # (out, C)
         return dx, dx if ctx.adds else None, dnorm, None, dweight, None
-
-
-# ---- public functions ------------------------------------------------------------------------------------------------
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

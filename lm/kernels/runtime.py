@@ -235,12 +235,12 @@ def vector(width: int, *tensors: Tensor | None) -> int:
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 
-def define(schema: str, *, reference: Callable, cuda: Callable, fake: Callable) -> Callable:
+def define(schema: str, *, cpu: Callable, cuda: Callable, fake: Callable) -> Callable:
     """Register an op that changes none of its inputs and returns new tensors only.
 
     Args:
         schema: its name and types, as torch writes them.
-        reference: the CPU implementation, in plain PyTorch.
+        cpu: the CPU implementation, in plain PyTorch.
         cuda: the CUDA implementation, by our kernels.
         fake: returns empty tensors of the result's shapes, dtypes and strides, for tracing.
 
@@ -249,7 +249,7 @@ def define(schema: str, *, reference: Callable, cuda: Callable, fake: Callable) 
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=TAGS)
-    LIBRARY.impl(name, reference, "CPU")
+    LIBRARY.impl(name, cpu, "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"lm::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.lm, name).default

@@ -13,23 +13,18 @@ from lm.kernels import linear, runtime
 from lm.kernels.linear import Scaling
 from lm.kernels.runtime import define
 
-# ---- CPU implementation ----------------------------------------------------------------------------------------------
 
-
-def _forward(gate_up: Tensor) -> Tensor:
+def _cpu_forward(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.contiguous().float().chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def _backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def _cpu_backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = gate_up.contiguous().float().chunk(2, -1)
     d, s = dz.contiguous().float(), torch.sigmoid(gate)
     silu = gate * s
     dgate_up = torch.cat((d * up * (s + silu * (1 - s)), d * silu), -1)
     return dgate_up.to(gate_up.dtype), (silu * up).to(gate_up.dtype)
-
-
-# ---- CUDA implementation ---------------------------------------------------------------------------------------------
 
 
 def constants(dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
@@ -64,12 +59,10 @@ def _half(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-# ---- registration ----------------------------------------------------------------------------------------------------
-
-FORWARD = define("swiglu(Tensor gate_up) -> Tensor", reference=_forward, cuda=_cuda_forward, fake=_half)
+FORWARD = define("swiglu(Tensor gate_up) -> Tensor", cpu=_cpu_forward, cuda=_cuda_forward, fake=_half)
 BACKWARD = define(
     "swiglu_backward(Tensor dz, Tensor gate_up) -> (Tensor, Tensor)",
-    reference=_backward,
+    cpu=_cpu_backward,
     cuda=_cuda_backward,
     fake=lambda dz, gate_up: (gate_up.new_empty(gate_up.shape), _half(gate_up)),
 )
@@ -87,9 +80,6 @@ class _SwigluLinear(torch.autograd.Function):
         gate_up, weight = ctx.saved_tensors
         dgate_up, z = BACKWARD(linear.dx(dout, weight, ctx.scaling), gate_up)
         return dgate_up, linear.dweight(dout, z, ctx.scaling), None  # (..., 2 I), (out, I)
-
-
-# ---- public functions ------------------------------------------------------------------------------------------------
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None) -> Tensor:

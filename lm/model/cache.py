@@ -15,8 +15,8 @@ from lm.model.decoder import Continuation, Rotary, rotary_table
 class Cache:
     """Keys and values of every layer, for rows of unequal length.
 
-    A token's slot is its position, so positions alone decide which slots it attends to. Shorter rows are padded at the
-    end: padding takes slots that the row's own tokens do not attend to, and the next tokens overwrite them.
+    A token's slot is its position, so a mask follows from positions alone. Shorter rows are padded at the end: padding
+    takes slots that the row's own tokens do not attend to, and the next tokens overwrite them.
 
     Args:
         config: of the decoder.
@@ -35,7 +35,7 @@ class Cache:
         self.used = 0  # slots that may hold something, the same for all rows
 
     def extend(self, length: int, counts: Tensor) -> Continuation:
-        """Make place for the next tokens. The decoder must then be called with the result, once.
+        """Reserve slots for the next tokens. The decoder must then be called once with the result.
 
         Args:
             length: T, with the padding of shorter rows.
@@ -45,7 +45,7 @@ class Cache:
         return self.place(length, counts, self.used)
 
     def place(self, length: int, counts: Tensor, slots: int) -> Continuation:
-        """The same for tokens that `used` counts already, with a mask over more slots than are used.
+        """Like `extend`, for tokens that `used` counts already, with a mask over a given number of slots.
 
         The shapes do not depend on the number of tokens so far, so the step can be compiled or captured as a graph.
 

@@ -1,4 +1,4 @@
-"""The shape of a decoder, as a config file gives it."""
+"""`DecoderConfig`: the shape of a decoder, checked when it is made."""
 
 from dataclasses import dataclass
 
@@ -26,9 +26,9 @@ class DecoderConfig:
         rms_norm_eps: Added to the mean square in every RMSNorm.
         rope_theta: Base of the rotary wavelengths.
         tie_word_embeddings: Use the embedding also as the output matrix.
-        window_pattern: Which layers see all before a token (L) and which only a window (S), such as SSSL; repeated over
-            the layers. All of them see all if not given.
-        sliding_window: How many tokens a token sees in an S layer, itself included.
+        window_pattern: Which layers attend to all tokens before a token (L) and which to a window (S), such as SSSL;
+            repeated over the layers. All layers attend to all if not given.
+        sliding_window: Tokens that a token attends to in an S layer, itself included.
         qk_norm: RMSNorm on each query and key head before the rotation; exported as Qwen3, else as Llama, or with
             windows as Ministral.
         initializer_range: Standard deviation of the initial weights.
@@ -74,7 +74,7 @@ class DecoderConfig:
                 f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}: "
                 f"{self.hidden_size} / {self.num_attention_heads} = {self.hidden_size / self.num_attention_heads:.3f}"
             )
-        # What was left open follows from the rest, so that every reader of a config sees whole numbers.
+        # Fields that were left open follow from the rest, so that every reader of a config sees whole numbers.
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
@@ -100,7 +100,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """For each layer how many tokens a token sees, itself included; None: all before it."""
+        """For each layer how many tokens a token attends to, itself included; None: all before it."""
         pattern = self.window_pattern or "L"
         return [
             int(self.sliding_window) if pattern[layer % len(pattern)] == "S" else None
@@ -109,7 +109,7 @@ class DecoderConfig:
 
 
 def fused_rows(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Which matrices are stacked in one weight, for those that treat them one by one, as Muon does.
+    """Which matrices are stacked in one weight: Muon treats them one by one.
 
     Returns:
         The end of a weight's name -> the rows of each matrix in it, from the top: q, k, v; gate, up.

@@ -10,16 +10,18 @@ from typing import NamedTuple
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 
+CHUNK_BYTES = 256 * 2**20  # of logits, as in `kernels/cross_entropy`
+
 
 def parameters(config: DecoderConfig) -> dict[str, int]:
     """Parameters by part.
 
     Returns:
         `embedding`, `attention`, `mlp`, `norms`, `lm_head` (0 where it is tied), their sum `total`, and
-        `non_embedding`, which is what the blocks and the last norm hold.
+        `non_embedding`, those of the blocks and the last norm.
 
     Raises:
-        RequestError: where the vocabulary is still open.
+        RequestError: the vocabulary's size is not set.
     """
     if config.vocab_size is None:
         raise RequestError("vocab_size is not known: set it, or take it from a tokenizer before counting parameters")
@@ -61,10 +63,6 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-# The memory of a training step. Tensors saved for the backward pass are counted one by one, as `model/decoder` saves
-# them or, with kernels, `model/fused`; the tests hold each line of the table to what a real step saves.
-
-CHUNK_BYTES = 256 * 2**20  # of logits, as in `kernels/cross_entropy`
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Step:
         compile: as `model.compile`.
         accumulate: micro-batches of an optimizer step.
         cuda_graphs: as `model.cuda_graphs`.
-        world_size: devices; with `sharded`, each holds a share of weights, gradients and optimizer state.
+        world_size: devices; with `sharded`, each holds a part of weights, gradients and optimizer state.
         sharded: FSDP2.
     """
 
@@ -125,7 +123,7 @@ def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = A
     Args:
         config: the decoder.
         step: how it is computed.
-        state: what the optimizer keeps.
+        state: values that the optimizer keeps.
 
     Returns:
         `weights`, `gradients`, `optimizer`, `casts` (half-precision copies of the weights), `activations` (kept for
@@ -135,11 +133,11 @@ def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = A
         until a step's last micro-batch exchanges them.
     """
     counts = parameters(config)
-    share = step.world_size if step.sharded else 1
+    shards = step.world_size if step.sharded else 1
     memory = {
-        "weights": counts["total"] * step.master_item // share,
-        "gradients": counts["total"] * step.master_item // (share if step.accumulate == 1 else 1),
-        "optimizer": _state_values(counts, state) * step.master_item // share,
+        "weights": counts["total"] * step.master_item // shards,
+        "gradients": counts["total"] * step.master_item // (shards if step.accumulate == 1 else 1),
+        "optimizer": _state_values(counts, state) * step.master_item // shards,
         "casts": casts(config, step),
         "activations": activations(config, step),
         "working": max(loss_working(config, step), block_working(config, step)),
@@ -155,8 +153,9 @@ def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = A
 def activations(config: DecoderConfig, step: Step) -> int:
     """Bytes that the forward pass saves for the backward pass, without half-precision copies of weights.
 
-    For each token a block saves, with C the width, Q and K the widths of all query and key heads, I the MLP's and s the
-    bytes of an activation:
+    Tensors are counted one by one, as `model/decoder` saves them or, with kernels, `model/fused`; tests compare the
+    columns of the table with what a real step saves. For each token a block saves, with C the width, Q and K the widths
+    of all query and key heads, I the MLP's and s the bytes of an activation:
 
     | what                | fused          | plain, compiled   | plain, eager                                 |
     |---------------------|----------------|-------------------|----------------------------------------------|
@@ -229,7 +228,7 @@ def block_working(config: DecoderConfig, step: Step) -> int:
 
 
 def checkpoint_bytes(config: DecoderConfig, master_item: int = 4, state: OptimizerState = ADAMW) -> int:
-    """Bytes of a checkpoint folder: weights and what the optimizer keeps."""
+    """Bytes of a checkpoint folder: weights and optimizer state."""
     counts = parameters(config)
     return (counts["total"] + _state_values(counts, state)) * master_item
 
@@ -249,7 +248,7 @@ def largest_micro_batch(
         step: as it is asked for; its micro-batch and accumulation are replaced.
         most: bytes that may be used.
         samples: sequences of an optimizer step on one device.
-        state: what the optimizer keeps.
+        state: values that the optimizer keeps.
 
     Returns:
         Sequences; None if not even one fits.

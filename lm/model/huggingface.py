@@ -1,4 +1,4 @@
-"""Between the decoder's fused weights and Hugging Face's files: pure functions, both ways.
+"""Conversion between the decoder's weights and config and those of Hugging Face, both ways.
 
 A checkpoint folder is a Llama (Qwen3 with `qk_norm`, Ministral with windows and without it), so
 `AutoModelForCausalLM.from_pretrained` reads it as it is.
@@ -12,7 +12,7 @@ from torch import Tensor
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 
-# What Hugging Face assumes of a key that a config.json leaves out; the other shapes have no sensible default.
+# Hugging Face's defaults of keys that a config.json may leave out; the other shapes have no sensible default.
 LEFT_OUT = {
     "LlamaForCausalLM": {"num_key_value_heads": None, "head_dim": None},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
@@ -59,7 +59,7 @@ def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[st
         config: the shape they belong to.
 
     Raises:
-        RequestError: where a weight is missing, or one has no place in this decoder.
+        RequestError: a weight is missing, or one has no place in this decoder.
     """
     # Some files repeat the tied output matrix, and old ones hold the rotary frequencies: both are known without them.
     left = {name: weight for name, weight in state.items()

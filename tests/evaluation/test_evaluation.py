@@ -203,7 +203,7 @@ def test_what_is_no_task_is_refused(tmp_path):
                           ("other.jsonl", "its columns are text")):  # fmt: skip
         with pytest.raises(RequestError, match=message):
             read_tasks([str(tmp_path / path)])
-    with pytest.raises(RequestError, match="there is embedded:sotu"):
+    with pytest.raises(RequestError, match="it has embedded:sotu"):
         read_tasks(["embedded:nothing"])
 
 

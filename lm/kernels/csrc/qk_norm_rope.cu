@@ -2,7 +2,7 @@
 //
 //   n = x / rms(x) * weight;  out[i] = n[i] * cos - n[i + D/2] * sin;  out[i + D/2] = n[i + D/2] * cos + n[i] * sin
 //
-// What is not stored: the normalised heads, and 1/rms, which the backward pass finds again from the projection; without
+// What is not stored: the normalised heads, and 1/rms, which the backward pass recomputes from the projection; without
 // the norm it needs nothing of the forward pass at all.
 //
 // A head is the work of LANES neighbouring lanes, and the heads of a token lie side by side, so a warp reads and writes
@@ -136,7 +136,7 @@ qk_norm_rope_forward(const T* __restrict__ qkv, const W* __restrict__ q_weight, 
 
 // With n = x * rstd and g the gradient of n * weight, turned back:
 //   dx = rstd * (g * weight - n * mean(g * weight * n)),  dweight = sum of g * n.
-// Gradients come with the strides of a batch, a token and a head. A block walks over heads and keeps its share of the
+// Gradients come with the strides of a batch, a token and a head. A block walks over heads and keeps its part of the
 // weights' gradients, first the queries', then the keys'; they are summed afterwards in a fixed order.
 extern "C" __global__ void __launch_bounds__(256, 1)
 qk_norm_rope_backward(const T* __restrict__ dq, i64 qb, i64 qt, i64 qh, const T* __restrict__ dk, i64 kb, i64 kt, i64 kh,

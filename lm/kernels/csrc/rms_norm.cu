@@ -2,8 +2,8 @@
 //
 //   stream = x + residual;  y = stream / rms(stream) * weight
 //
-// What is not stored: the normalised row. The backward pass makes it again from `stream` and one number a row, and hands
-// `y` out once more for the gradient of the matrix that follows, so that nobody keeps `y` from the forward pass.
+// What is not stored: the normalised row. The backward pass recomputes it from `stream` and one number a row, and returns
+// `y` for the gradient of the matrix that follows, so that `y` is not kept from the forward pass.
 //
 // -DT, -DW: number formats of activations and of the weight. -DWIDTH. -DVEC: neighbours loaded at once; divides WIDTH.
 // -DFORWARD_WARPS, -DBACKWARD_WARPS: of a block, at most 32.
@@ -52,7 +52,7 @@ rms_norm_forward(const T* __restrict__ x, const T* __restrict__ residual, const 
 }
 
 // With n = stream * rstd and g = dy * weight:  dx = rstd * (g - n * mean(g * n)) + dstream.
-// A block walks over rows and keeps its share of the weight's gradient, sum of dy * n, in registers; they are summed
+// A block walks over rows and keeps its part of the weight's gradient, sum of dy * n, in registers; they are summed
 // afterwards in a fixed order. dstream may be null; y too.
 extern "C" __global__ void __launch_bounds__(BACKWARD_WARPS * 32, 1)
 rms_norm_backward(const T* __restrict__ dy, const T* __restrict__ dstream, const T* __restrict__ stream,
@@ -70,16 +70,16 @@ rms_norm_backward(const T* __restrict__ dy, const T* __restrict__ dstream, const
       if (piece >= PIECES) continue;
       const Vec<T, VEC> h = load<VEC>(stream + base + piece * VEC), d = load<VEC>(dy + base + piece * VEC);
       const Vec<W, VEC> w = load<VEC>(weight + piece * VEC);
-      Vec<T, VEC> again;
+      Vec<T, VEC> normed;
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
         n[i][j] = widen(h.v[j]) * scale;
         g[i][j] = widen(d.v[j]) * widen(w.v[j]);
         dweight[i][j] += widen(d.v[j]) * n[i][j];
         dot += g[i][j] * n[i][j];
-        narrow(n[i][j] * widen(w.v[j]), again.v[j]);
+        narrow(n[i][j] * widen(w.v[j]), normed.v[j]);
       }
-      if (y) store<VEC>(y + base + piece * VEC, again);
+      if (y) store<VEC>(y + base + piece * VEC, normed);
     }
     dot = block_sum<BACKWARD_WARPS>(dot) * (1.f / WIDTH);
 #pragma unroll

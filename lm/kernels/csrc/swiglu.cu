@@ -2,8 +2,8 @@
 //
 //   z = silu(gate) * up,  silu(a) = a / (1 + exp(-a))
 //
-// What is not stored: z. The backward pass reads gate and up anyway, so it hands z out once more for the gradient of the
-// matrix that follows.
+// What is not stored: z. The backward pass reads gate and up anyway, so it recomputes z for the gradient of the matrix
+// that follows.
 //
 // -DT: number format. -DWIDTH. -DVEC: neighbours loaded at once; divides WIDTH. One thread a vector.
 #include "prelude.cuh"
