@@ -67,7 +67,7 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
     """Translate what people type for jsonargparse: `--json` to `--json=true`, `--input a b` to `--input=["a", "b"]`.
 
     A list may also be repeated options, `--input a --input b`, JSON, `--input '["a", "b"]'`, or YAML after an equals
-    sign, `--input=[a, b]`.
+    sign, `--input=[a, b]`; `--input null` is none at all.
     """
     spelled: list[str] = []
     values: dict[str, list[str]] = {}  # option -> its values; it stays where it came first
@@ -78,7 +78,7 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
         name = option.removeprefix("--")
         if name in flags and argument == f"--{name}" and not (rest and rest[0].lower() in BOOLEANS):
             spelled.append(f"{argument}=true")
-        elif name in lists and option != name and (equals or rest) and value != "null":
+        elif name in lists and option != name and (equals or rest) and (value if equals else rest[0]) != "null":
             given = [value] if equals else []
             while not equals and rest and not rest[0].startswith("--"):
                 given.append(rest.pop(0))

@@ -27,6 +27,7 @@ def test_a_list_comes_together_one_by_one_or_as_json():
     assert typed("--prompt=a", "--prompt=--b")[0] == ["a", "--b"]
     assert typed("--prompt", '["--x", "y"]')[0] == typed("--prompt=[--x, y]")[0] == ["--x", "y"]
     assert typed("--prompt=null")[0] is None
+    assert typed("--prompt", "null")[0] is None
 
 
 @pytest.mark.parametrize("arguments, message", [
