@@ -67,7 +67,7 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
     """Translate what people type for jsonargparse: `--json` to `--json=true`, `--input a b` to `--input=["a", "b"]`.
 
     A list may also be repeated options, `--input a --input b`, JSON, `--input '["a", "b"]'`, or YAML after an equals
-    sign, `--input=[a, b]`; `--input null` is none at all.
+    sign, `--input=[a, b]`. `--input=null` is no list, and so is `null` after an option of a config, which has a dot.
     """
     spelled: list[str] = []
     values: dict[str, list[str]] = {}  # option -> its values; it stays where it came first
@@ -76,9 +76,10 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
         argument = rest.pop(0)
         option, equals, value = argument.partition("=")
         name = option.removeprefix("--")
+        null = value == "null" if equals else rest[:1] == ["null"] and "." in name
         if name in flags and argument == f"--{name}" and not (rest and rest[0].lower() in BOOLEANS):
             spelled.append(f"{argument}=true")
-        elif name in lists and option != name and (equals or rest) and (value if equals else rest[0]) != "null":
+        elif name in lists and option != name and (equals or rest) and not null:
             given = [value] if equals else []
             while not equals and rest and not rest[0].startswith("--"):
                 given.append(rest.pop(0))

@@ -3,7 +3,7 @@
 import pytest
 
 from lm.errors import RequestError
-from lm.system.arguments import call
+from lm.system.arguments import call, spell_out
 
 TEXTS = ["🎉", "\u2028", "null", "1", "[Applause]", "[a, b]", "", "a\nb\tc", "日本", "x: y", '"quoted"', "\x7f"]
 
@@ -27,7 +27,7 @@ def test_a_list_comes_together_one_by_one_or_as_json():
     assert typed("--prompt=a", "--prompt=--b")[0] == ["a", "--b"]
     assert typed("--prompt", '["--x", "y"]')[0] == typed("--prompt=[--x, y]")[0] == ["--x", "y"]
     assert typed("--prompt=null")[0] is None
-    assert typed("--prompt", "null")[0] is None
+    assert spell_out(["--samples.prompts", "null"], lists=["samples.prompts"]) == ["--samples.prompts", "null"]
 
 
 @pytest.mark.parametrize("arguments, message", [
