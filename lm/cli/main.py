@@ -117,7 +117,8 @@ def _dispatch(name: str, rest: list[str]) -> int:
         from lm.cli import options  # answers before the seconds that importing Lightning takes
 
         if asked := next((flag for flag in ("-h", "--help") if flag in rest), None):
-            options.print_options(name, COMMANDS[name][1], (rest[rest.index(asked) + 1 :] or [None])[0])
+            following = [value for value in rest[rest.index(asked) + 1 :][:1] if not value.startswith("-")]
+            options.print_options(name, COMMANDS[name][1], *following)
             return 0
         if name == "fit":
             STOP.catch()

@@ -53,7 +53,8 @@ OTHER_NAMES = {
     "data.num_workers": "leave it out; threads of the training process read the data, which is faster",
     "data.batch_size": "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step",
 }
-# What the parser takes beside the options.
+USAGE = dict.fromkeys(("validate", "test", "predict"), "[--run NAME] [--ckpt_path PATH]")
+# What the parser takes in addition to the options.
 PARSERS_OWN = {"c", "h", "help", "print_config", "verbose", "weights_only", "return_predictions"}
 COLUMN = 38  # where the help of an option begins
 CLASS_KEYS = {"class_path", "init_args", "dict_kwargs", "help"}
@@ -167,23 +168,28 @@ def _default(value: ast.expr | None) -> str | None:
 # ---- help ------------------------------------------------------------------------------------------------------------
 
 
-def print_options(command: str, what: str, chosen: str | None) -> None:
+def print_options(command: str, what: str, chosen: str | None = None) -> None:
     """Print the help of a command that takes a training's options.
 
     Args:
         command: such as `fit`.
         what: it does, in a line.
-        chosen: `all`, or the beginning of the names to show; the frequent ones if not given.
+        chosen: `all`, or the group to show, such as `data`; the frequent options if not given.
+
+    Raises:
+        RequestError: there is no such group.
     """
+    if chosen not in (None, "all") and chosen not in _groups({option.name for option in training_options(command)}):
+        raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(GROUPS)}")
     width = min(110, shutil.get_terminal_size().columns)
     frequent = FREQUENT_WITHOUT_FIT if command in ("validate", "test", "predict") else FREQUENT
-    print(f"lm {command}: {what}\n\nusage: lm {command} --config FILE [--OPTION VALUE ...]\n")
+    print(f"lm {command}: {what}\n\nusage: lm {command} {USAGE.get(command, '--config FILE')} [--OPTION VALUE ...]\n")
     group = ""
     for option in training_options(command):
         own = option.name.partition(".")[0] not in GROUPS
         if chosen is None and not own and option.name not in frequent:
             continue
-        if chosen not in (None, "all") and not f"{option.name}.".startswith(chosen):
+        if chosen not in (None, "all") and not option.name.startswith(f"{chosen}."):
             continue
         if not own and option.name.partition(".")[0] != group:
             group = option.name.partition(".")[0]
@@ -244,11 +250,16 @@ def _refuse_keys(document: dict[str, Any], leaves: set[str], place: str, where: 
 
 def _refuse_unknown(name: str, leaves: set[str], where: str) -> None:
     """Refuse what is no option, no group of options, and nothing within an option's value or a class by path."""
-    groups = {".".join(leaf.split(".")[:count]) for leaf in leaves for count in range(1, leaf.count(".") + 1)}
+    groups = _groups(leaves)
     parts = name.split(".")
     within = any(".".join(parts[:count]) in leaves for count in range(1, len(parts) + 1))
     if not (within or name in groups or CLASS_KEYS & set(parts)):
         raise RequestError(where + unknown_option(name, sorted(leaves | groups), OTHER_NAMES))
+
+
+def _groups(leaves: set[str]) -> set[str]:
+    """The groups that options are in, such as `model` and `model.optimizer`."""
+    return {".".join(leaf.split(".")[:count]) for leaf in leaves for count in range(1, leaf.count(".") + 1)}
 
 
 # ---- configs ---------------------------------------------------------------------------------------------------------

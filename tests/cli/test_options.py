@@ -43,6 +43,11 @@ def test_help_is_two_screens_and_has_everything_on_demand(command, capsys, monke
     assert "--guards.budget.cap_usd" in part and "--data.path" not in part
 
 
+def test_help_of_a_group_that_does_not_exist_names_those_that_do(capsys):
+    assert main(["fit", "--help", "optimizer"]) == 2
+    assert "no group of options 'optimizer': give all, or one of trainer, model" in capsys.readouterr().err
+
+
 def test_own_options_of_a_command_come_first(capsys):
     main(["plan", "--help"])
     shown = capsys.readouterr().out
@@ -62,13 +67,14 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["--trainer.max_epochs=5"], "there is no option 'trainer.max_epochs': give trainer.max_steps or trainer.max_"),
     (["--modle.optimizer.lr", "1"], "did you mean 'model.optimizer.lr'?"),
     (["--modes", "all"], "there is no option 'modes'"),
+    (["small"], "'small' is no option; did you mean `lm fit --config small`?"),
     (["--config", "smal.yaml"], "no config 'smal.yaml' here or in configs/"),
 ])  # fmt: skip
 def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
     write_config(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError) as caught:
-        options.refuse_unknown_options("fit", ["--config", "small.yaml", *arguments])
+        options.refuse_unknown_options("fit", [*arguments, "--config", "small.yaml"])
     assert message in str(caught.value)
 
 
@@ -93,3 +99,9 @@ def test_what_the_parser_takes_is_let_through(tmp_path, monkeypatch):
              "--guards.alerts", '{"lr > 1": "warn"}', "--print_config"]  # fmt: skip
     options.refuse_unknown_options("fit", given)
     options.refuse_unknown_options("plan", ["-c", "small.yaml", "--strict"])
+
+
+def test_a_fit_without_a_config_says_how_to_give_one():
+    with pytest.raises(RequestError, match="give a config with --config, such as `lm fit --config tiny.yaml`"):
+        options.refuse_unknown_options("fit", ["--trainer.max_steps", "5"])
+    options.refuse_unknown_options("validate", [])  # takes that of the newest run
