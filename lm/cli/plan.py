@@ -25,7 +25,7 @@ from lm.system.files import disk_space
 from lm.system.hardware import Device, find_device, peak_flops
 from lm.system.units import format_bytes, format_count, format_duration
 from lm.training.optim import OptimizerConfig
-from lm.training.precision import for_cpu
+from lm.training.precision import precision_for_cpu
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 
 KERNELS_FROM = (8, 0)  # compute capability, as in `kernels/operations`
@@ -328,7 +328,7 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     noted += findings.of_model(found["model"], found["steps"])
     if config.strict:
         return found, noted
-    precision = for_cpu(config.trainer.precision) if device.capability is None else config.trainer.precision
+    precision = precision_for_cpu(config.trainer.precision) if device.capability is None else config.trainer.precision
     step = computation(steps, config, device, precision)
     found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
     found["memory"] = memory_facts(decoder, step, config.model.optimizer, device)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """Saves and loads folders for Lightning's Trainer; one thread writes, links and removes them in order.
+    """Saves and loads folders for Lightning's Trainer; a thread writes them.
 
     Attributes:
         load_optimizer: set False where only weights are wanted (validate, test, predict).
@@ -43,7 +43,7 @@ class FolderCheckpointIO(CheckpointIO):
         self.load_optimizer = True
         self.verified: Path | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: list[Future[None]] = []
+        self._pending: Future[None] | None = None  # the newest write
 
     def save_checkpoint(
         self,
@@ -79,7 +79,7 @@ class FolderCheckpointIO(CheckpointIO):
                     f"{error.strerror or error}; the same command with `--ckpt_path auto` resumes from it"
                 ) from error
 
-        self._pending.append(self._writer.submit(write))
+        self._pending = self._writer.submit(write)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -88,8 +88,9 @@ class FolderCheckpointIO(CheckpointIO):
         return read_folder(Path(path), self.load_optimizer, verify=Path(path) != self.verified)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a folder, after the writes before it."""
-        self._pending.append(self._writer.submit(remove_folder, Path(path)))
+        """Remove a folder, after the write before it."""
+        self.drain()
+        remove_folder(Path(path))
 
     def drain(self) -> None:
         """Wait until everything is on the disk.
@@ -97,23 +98,21 @@ class FolderCheckpointIO(CheckpointIO):
         Raises:
             RunError: a write failed.
         """
-        for future in self._pending:
-            future.exception()
-        self.raise_failures()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def raise_failures(self) -> None:
-        """Raise the first failure of the writes that have ended, and forget them."""
-        done = [future for future in self._pending if future.done()]
-        self._pending = [future for future in self._pending if not future.done()]
-        for future in done:
-            future.result()
+        """Raise the failure of a write that has ended."""
+        if self._pending is not None and self._pending.done():
+            self.drain()
 
     def teardown(self) -> None:
-        """Wait for the writes; log failures, since the run ends anyway."""
-        for future in self._pending:
-            if error := future.exception():
-                log.error("%s", error)
-        self._pending = []
+        """Wait for the write; log its failure, since the run ends anyway."""
+        try:
+            self.drain()
+        except Exception as error:
+            log.error("%s", error)
 
 
 def _snapshot(tensor: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from lm.training import checkpoint_state
 from lm.training.distributed import FullyShardedStrategy
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.schedule import ScheduleConfig, lr_fraction
-from lm.training.step_stats import Step, StepStats, sum_over_ranks, total_norm
+from lm.training.step_stats import StepRecord, StepStats, sum_over_ranks, total_norm
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class LanguageModule(LightningModule):
         self.validation = TokenLoss()
         self.cursor: Cursor | None = None  # of the newest step
         self.stats = StepStats()  # no buffers: DDP would overwrite them with those of rank zero
-        self.recent_steps: list[Step] = []  # since the log line before the newest one
+        self.recent_steps: list[StepRecord] = []  # since the log line before the newest one
         self._token_bytes: Tensor | None = None  # (V,) UTF-8 bytes of each token, on the device
         self._rank_state: dict[str, Any] = {}  # of the checkpoint that is resumed: what belongs to this rank alone
 

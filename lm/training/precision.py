@@ -41,7 +41,7 @@ class Float8Precision(MixedPrecision):
     def autocast_context_manager(self) -> torch.autocast:
         return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
 
-    def refuse(self, device: torch.device) -> None:
+    def refuse_device(self, device: torch.device) -> None:
         """Raise RequestError where a device has no FP8 arithmetic."""
         if not has_fp8(device):
             found = f"a {device.type}" if device.type != "cuda" else device_name(device)
@@ -93,7 +93,7 @@ def _check_tokens(module: LightningModule, precision: str) -> None:
         )
 
 
-def choose(precision: Precision, fp8_keep: list[str] | None, accelerator: str) -> str | Float8Precision:
+def choose_precision(precision: Precision, fp8_keep: list[str] | None, accelerator: str) -> str | Float8Precision:
     """The precision for Lightning: the name of one of its plugins, or ours.
 
     On a CPU a half precision becomes one that the CPU does well, which is logged; FP8 stays.
@@ -111,13 +111,13 @@ def choose(precision: Precision, fp8_keep: list[str] | None, accelerator: str) -
     on_cpu = accelerator == "cpu" or (
         accelerator == "auto" and not torch.cuda.is_available() and not torch.backends.mps.is_available()
     )
-    instead = for_cpu(precision) if on_cpu else precision
+    instead = precision_for_cpu(precision) if on_cpu else precision
     if instead != precision:
         log.info(f"precision {precision} -> {instead}: this CPU has no fast {precision} arithmetic")
     return instead
 
 
-def for_cpu(precision: Precision) -> Precision:
+def precision_for_cpu(precision: Precision) -> Precision:
     """The precision that this CPU does well, in place of the one that was asked for."""
     if precision == "32-true" or precision.startswith("fp8-"):
         return precision

@@ -21,7 +21,7 @@ from lm.data.loader import Batch
 from lm.model.decoder import Losses, evaluating
 from lm.runs.postmortem import Evidence, Sample
 from lm.training.callback import call_hook
-from lm.training.step_stats import Step
+from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
 
 
@@ -133,11 +133,11 @@ Place = tuple[str | None, int | None]  # shard and window; None: the sample was 
 class StepRef(NamedTuple):
     """A step of this process, and the first of its samples."""
 
-    step: Step
+    step: StepRecord
     sample: int
 
 
-def gather(trainer: Trainer, module: LightningModule, worst: StepRef, ordinary: StepRef | None) -> Evidence:
+def gather_evidence(trainer: Trainer, module: LightningModule, worst: StepRef, ordinary: StepRef | None) -> Evidence:
     """The samples and norms of a step. Rank zero calls this; every rank does where the model is sharded.
 
     Args:
@@ -180,7 +180,7 @@ def is_sharded(module: LightningModule) -> bool:
     return isinstance(module.decoder, FSDPModule)
 
 
-def injected(trainer: Trainer, step: int) -> np.ndarray | None:
+def injected_rows(trainer: Trainer, step: int) -> np.ndarray | None:
     """`(G, T + 1)` samples that a callback put in place of a step's own; None: it did not."""
     return next((rows for rows in call_hook(trainer, "rows_of_step", step) if rows is not None), None)
 
@@ -188,7 +188,7 @@ def injected(trainer: Trainer, step: int) -> np.ndarray | None:
 def _read(trainer: Trainer, taken: StepRef) -> tuple[np.ndarray, list[Place]]:
     """The samples of a step, `(G, T + 1)`, and where they are from."""
     data, size = trainer.datamodule, trainer.steps.global_batch
-    put = injected(trainer, taken.step.step)
+    put = injected_rows(trainer, taken.step.step)
     if put is not None:
         return put, [(None, None)] * size
     train, length = data.shards["train"], data.seq_len

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Step(NamedTuple):
+class StepRecord(NamedTuple):
     """One optimizer step, over all ranks."""
 
     step: int  # 1 is the first
@@ -76,7 +76,7 @@ class StepStats:
         self._steps.append((step, torch.stack([loss, grad_norm.float(), applied.float()])))
         return applied
 
-    def read(self) -> tuple[float, list[Step]]:
+    def read(self) -> tuple[float, list[StepRecord]]:
         """The mean loss of the steps since the last call (NaN: none counts), and the steps. Waits for the device."""
         loss, steps = (self.nats / self.tokens).item(), self._unread()
         self.nats.zero_()
@@ -89,9 +89,9 @@ class StepStats:
         steps = [[value if math.isfinite(value) else None for value in step] for step in self._unread()]
         return {"nats": self.nats.item(), "tokens": self.tokens.item(), "steps": steps}
 
-    def _unread(self) -> list[Step]:
+    def _unread(self) -> list[StepRecord]:
         values = torch.stack([values for _, values in self._steps]).tolist() if self._steps else []
         return [
-            Step(step, loss, norm, bool(applied))
+            StepRecord(step, loss, norm, bool(applied))
             for (step, _), (loss, norm, applied) in zip(self._steps, values, strict=True)
         ]

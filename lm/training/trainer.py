@@ -24,7 +24,7 @@ from lm.training.callback import call_hook
 from lm.training.checkpoint_state import FolderCheckpointIO
 from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
 from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error, process_bytes
-from lm.training.precision import Float8Precision, Precision, choose
+from lm.training.precision import Float8Precision, Precision, choose_precision
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class Trainer(lightning.Trainer):
         plugins: list[Any] = [self.checkpoint_io]
         if SLURMEnvironment.detect():
             plugins.append(SLURMEnvironment(auto_requeue=False))  # ours saves and exits 75
-        chosen = choose(precision, fp8_keep, accelerator)
+        chosen = choose_precision(precision, fp8_keep, accelerator)
         if isinstance(chosen, Float8Precision):
             plugins.append(chosen)
         super().__init__(
@@ -185,7 +185,7 @@ class Trainer(lightning.Trainer):
         self.fit_loop = FitLoop(self, max_epochs=-1)
         self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
         if isinstance(chosen, Float8Precision):
-            chosen.refuse(self.strategy.root_device)
+            chosen.refuse_device(self.strategy.root_device)
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
         """Train, from scratch or from a checkpoint.

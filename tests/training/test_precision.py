@@ -20,7 +20,7 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
 from lm.runs.run import Run
-from lm.training.precision import Float8Precision, choose
+from lm.training.precision import Float8Precision, choose_precision
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # the largest relative error of rounding to 3 and to 2 bits of mantissa
@@ -403,21 +403,22 @@ def test_an_older_gpu_is_refused_by_name(monkeypatch, capability, expected):
     plugin = Float8Precision("rowwise", None)
     if expected:
         with pytest.raises(RequestError, match="and this is NVIDIA A100-SXM4-80GB: take bf16-mixed"):
-            plugin.refuse(torch.device("cuda", 0))
+            plugin.refuse_device(torch.device("cuda", 0))
     else:
-        plugin.refuse(torch.device("cuda", 0))
+        plugin.refuse_device(torch.device("cuda", 0))
 
 
 def test_on_a_cpu_a_half_precision_becomes_what_it_does_well_and_fp8_becomes_nothing_else(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     for half, expected in {"bf16": "bf16-mixed", None: "32-true"}.items():
         monkeypatch.setattr("lm.training.precision.cpu_half_precision", lambda half=half: half)
-        assert choose("16-mixed", None, "cpu") == expected
+        assert choose_precision("16-mixed", None, "cpu") == expected
         assert caplog.messages.pop() == f"precision 16-mixed -> {expected}: this CPU has no fast 16-mixed arithmetic"
         caplog.clear()
-    assert choose("32-true", None, "cpu") == "32-true" and choose("16-mixed", None, "gpu") == "16-mixed"
+    assert choose_precision("32-true", None, "cpu") == "32-true"
+    assert choose_precision("16-mixed", None, "gpu") == "16-mixed"
     assert not caplog.messages
-    assert choose("fp8-rowwise", None, "cpu").scaling == "rowwise"
+    assert choose_precision("fp8-rowwise", None, "cpu").scaling == "rowwise"
 
 
 # ---- through Lightning ----------------------------------------------------------------------------------------------

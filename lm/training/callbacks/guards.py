@@ -18,7 +18,7 @@ from lm.training import checkpoint_state
 from lm.training.alerts import AlertEvaluator
 from lm.training.callback import Callback, call_hook
 from lm.training.distributed import gather_from_ranks
-from lm.training.step_stats import Step
+from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class NotFinite(Callback):
 
     def _report_steps(self, trainer: Trainer, pl_module: LightningModule) -> None:
         overflows = getattr(trainer.precision_plugin, "scaler", None) is not None  # then they are the scaler's
-        skipped: list[Step] = []
+        skipped: list[StepRecord] = []
         for step in pl_module.recent_steps:
             if math.isfinite(step.loss) and (overflows or math.isfinite(step.grad_norm)):
                 self._in_a_row = 0

@@ -20,8 +20,8 @@ from lm.system.process import steady_time
 from lm.training.alerts import AlertEvaluator
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import Action, act, from_rank_zero, not_training
-from lm.training.probe import StepRef, gather, injected, is_sharded
-from lm.training.step_stats import Step
+from lm.training.probe import StepRef, gather_evidence, injected_rows, is_sharded
+from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class PostMortem(Callback):
         self._evaluator = AlertEvaluator([] if spike is None else [spike])
         self._spiking = False  # reported, and still true
         self._step_refs: deque[StepRef] = deque(maxlen=STEPS_KEPT)
-        self._noted: list[Step] | None = None  # the newest `recent_steps` that are in `_step_refs`
+        self._noted: list[StepRecord] | None = None  # the newest `recent_steps` that are in `_step_refs`
         self._losses: deque[tuple[int, float]] = deque(maxlen=BASELINE_LINES + 1)  # step and loss of log lines
         self._open: Incident | None = None
         self._lines = 0  # log lines since it was opened
@@ -177,7 +177,7 @@ class PostMortem(Callback):
             run=trainer.run.name, step=trainer.global_step, time=steady_time(), guard=guard, action=action,
             message=message, tokens_per_step=trainer.steps.tokens_per_step, worst=worst.step,
             steps=[tuple(step) for step in steps], baseline=statistics.median(before) if before else None,
-            injected=injected(trainer, worst.step) is not None,
+            injected=injected_rows(trainer, worst.step) is not None,
         )  # fmt: skip
 
     def _write(self, trainer: Trainer, module: LightningModule, incident: Incident) -> None:
@@ -190,7 +190,7 @@ class PostMortem(Callback):
         if trainer.is_global_zero or is_sharded(module):  # a sharded model computes on all ranks, or on none
             with _failure_logged("filled"):
                 worst = next(each for each in self._step_refs if each.step.step == incident.worst)
-                evidence = gather(trainer, module, worst, self._ordinary(trainer, incident.worst))
+                evidence = gather_evidence(trainer, module, worst, self._ordinary(trainer, incident.worst))
         if trainer.is_global_zero:
             with _failure_logged("written"):
                 folder = postmortem.write_postmortem(trainer.run, incident, evidence)
@@ -200,7 +200,7 @@ class PostMortem(Callback):
         """The newest step before the worst whose loss was no higher than that of half of the steps before."""
         before = [
             each for each in self._step_refs
-            if each.step.step < worst and each.step.applied and injected(trainer, each.step.step) is None
+            if each.step.step < worst and each.step.applied and injected_rows(trainer, each.step.step) is None
         ]  # fmt: skip
         if not before:
             return None
