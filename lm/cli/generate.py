@@ -21,7 +21,7 @@ from rich.text import Text
 
 from lm.data.tokenizer import Begin
 from lm.errors import LmError, RequestError
-from lm.inference.completion import NewText, Written, encode_prompt, gather, stream_text
+from lm.inference.completion import NewText, Written, encode_prompt, gather_texts, stream_text
 from lm.inference.generation import Reason, Sampling, Step, check_step
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.compile import compile_decoder
@@ -241,7 +241,7 @@ def write_texts(
         for first in range(0, len(prompts), TOGETHER):
             some = prompts[first : first + TOGETHER]
             options = replace(settings, seed=settings.seed + first).options()
-            written += gather(some, counted(stream_text(model.decoder, model.tokenizer, some, **options, step=step)))
+            written += gather_texts(some, counted(stream_text(model.decoder, model.tokenizer, some, **options, step=step)))
     return written, first_token, time.perf_counter() - began
 
 

@@ -113,9 +113,9 @@ def evaluate(
 
         def ask() -> list[Outcome]:
             own = range(rank, len(items), world)
-            return _outcomes(decoder, tokenizer, task, items, own, batch_tokens, begin, tell)
+            return _outcomes(decoder, tokenizer, task, items, own, batch_tokens, begin, report)
 
-        def tell(done: float) -> None:
+        def report(done: float) -> None:
             if progress is not None:
                 progress(task.label, round(done * len(items)), len(items))
 
@@ -148,9 +148,9 @@ def _gathered(ask: Callable[[], list[Outcome]], world: int) -> list[Outcome]:
 
 def _outcomes(
     decoder: Decoder, tokenizer: Tokenizer, task: Task, items: Sequence[Item], indices: Sequence[int],
-    batch_tokens: int, begin: Begin, tell: Callable[[float], None],
+    batch_tokens: int, begin: Begin, report: Callable[[float], None],
 ) -> list[Outcome]:  # fmt: skip
-    """The outcomes of some items; `tell` is called with the fraction that is done."""
+    """The outcomes of some items; `report` is called with the fraction that is done."""
     outcomes: list[Outcome] = []
     for first in range(0, len(indices), GROUP):
         group = indices[first : first + GROUP]
@@ -158,7 +158,7 @@ def _outcomes(
         rows = [Row(prompt.ids, min(prompt.start, prompt.answer)) for answers in written for prompt in answers]
 
         def done(part: float) -> None:
-            tell((first + part * len(group)) / len(indices))
+            report((first + part * len(group)) / len(indices))
 
         scores = iter(score(decoder, rows, batch_tokens, done=done))
         for index, answers in zip(group, written, strict=True):

@@ -55,7 +55,7 @@ def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Tas
     """Read tasks.
 
     Args:
-        paths: a YAML with `icl_tasks:`, a `.jsonl` or `.parquet` file of items, whose columns tell their kind, or
+        paths: a YAML with `icl_tasks:`, a `.jsonl` or `.parquet` file of items, whose kind follows from its columns, or
             `embedded:sotu`.
         num_fewshot: instead of what the files say; a file of items alone says 0.
 

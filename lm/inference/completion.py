@@ -54,10 +54,10 @@ class Written(NamedTuple):
 
 def complete(decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any) -> list[Written]:
     """Continue texts, all of them together. Arguments and errors are those of `stream_text`."""
-    return gather(prompts, stream_text(decoder, tokenizer, prompts, **options))
+    return gather_texts(prompts, stream_text(decoder, tokenizer, prompts, **options))
 
 
-def gather(prompts: Sequence[str], news: Iterable[NewText]) -> list[Written]:
+def gather_texts(prompts: Sequence[str], news: Iterable[NewText]) -> list[Written]:
     """The results of `stream_text`, put together."""
     texts: list[list[str]] = [[] for _ in prompts]
     tokens: list[list[Token]] = [[] for _ in prompts]
@@ -155,7 +155,7 @@ class GrowingText:
         self.stop = tuple(stop)
         self.text = ""  # all that is sure as to its characters
         self.piece = ""  # what the newest token added to it
-        self.taken = 0  # characters that were handed out
+        self.taken = 0  # characters that `take` returned
         self.cut: int | None = None  # where a stop string begins
         self.before = list(prompt)  # tokens up to a sure place ...
         self.shown = tokenizer.decode(self.before)  # ... and their text

@@ -71,7 +71,7 @@ def model_card(model: Pretrained, card: Card) -> str:
     """The text of the `README.md`.
 
     Args:
-        model: in the number format of the export; the run that its folder is in, if any, tells how it was trained.
+        model: in the number format of the export; the run that its folder is in, if any, is its history.
         card: what a person says of it.
     """
     run = Run.of(model.path)
@@ -141,7 +141,7 @@ def _limits(model: Pretrained, card: Card) -> str:
     ]
     if card.license.lower() == "unknown":
         sentences.append(
-            "No licence was chosen yet: whoever publishes the model has to, and the licences of the texts may say "
+            "No licence was chosen yet: choose one before you publish the model. The licences of the texts may say "
             "which ones are possible."
         )
     return " ".join(sentences)

@@ -94,7 +94,7 @@ def mean_bits(written: Written) -> float:
     return sum(bits) / len(bits) if bits else math.nan
 
 
-def color(expected: Sequence[Expectation], prompt: str = "") -> Html:
+def color_expectations(expected: Sequence[Expectation], prompt: str = "") -> Html:
     """The text, coloured by how little each token was expected; the alternatives appear under the pointer."""
     notes = [
         f"probability {one.probability:.3g}, rank {one.rank:,}, entropy {one.entropy:.2f} bits\nlikeliest: "

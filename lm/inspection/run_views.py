@@ -28,7 +28,7 @@ AXES = {  # x of a curve -> what it is drawn over, and the label of the axis
     "tokens": ("tokens", "tokens"),
     "time": ("time", "hours since the first log line"),
 }
-STYLES = ("-", "--", "-.", ":")  # so that curves are told apart without colour
+STYLES = ("-", "--", "-.", ":")  # so that curves differ without colour, too
 PAUSE_COLORS = {"validation": ORANGE, "evaluation": GREEN, "other": PURPLE}
 SHOWN_PAUSE = 1e-3  # of the whole time; shorter ones are too narrow to be seen
 TEXT_WIDTH = 56  # characters of a line of a sample

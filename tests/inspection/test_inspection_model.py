@@ -326,7 +326,7 @@ def test_every_picture_of_a_model_is_drawn():
         ):  # fmt: skip
             check_picture(picture)
         assert "100" in weights.parameter_table(parts).source
-        assert "a" in probabilities.color(expected, "prompt").source
+        assert "a" in probabilities.color_expectations(expected, "prompt").source
         changes = weights.change_table(weights.weight_drift(model.decoder, other.decoder)).source
         assert changes.count("<tr>") == 1 + len(model.decoder.state_dict()) + 3 * config.num_hidden_layers
 
