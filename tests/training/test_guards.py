@@ -211,12 +211,12 @@ def test_an_optimizer_that_skips_leaves_everything_as_it_is(name):
     assert not torch.equal(weight, torch.tensor(json.loads(before)[0]))
 
 
-def test_the_sums_leave_out_what_was_not_applied_and_leave_overflows_to_the_scaler():
+def test_the_sums_leave_out_steps_that_were_not_applied_but_for_overflows_of_the_scaler():
     stats = StepStats()
-    for nats, norm, scaled, counts in ((8.0, 1.0, False, True), (math.nan, 1.0, True, False),
-                                       (12.0, math.inf, False, False), (16.0, math.inf, True, True)):
+    for nats, norm, scaled, applied in ((8.0, 1.0, False, True), (math.nan, 1.0, True, False),
+                                       (12.0, math.inf, False, False), (16.0, math.inf, True, False)):
         sums = sum_over_ranks(torch.tensor(nats), 4, world_size=1)
-        assert bool(stats.add(1, *sums, torch.tensor(norm), scaled)) == counts
+        assert bool(stats.add(1, *sums, torch.tensor(norm), scaled)) == applied
     loss, steps = stats.read()
     assert loss == (8 + 16) / 8
     assert [(step.loss, step.applied) for step in steps][::2] == [(2.0, True), (3.0, False)]
