@@ -204,13 +204,13 @@ def test_where_there_are_no_locks_the_heartbeat_tells(tmp_path, monkeypatch):
     run.hold()
 
 
-def test_a_run_that_another_has_trained_since_it_was_looked_at_is_not_gone_on_with(tmp_path):
-    """Or this process would go on from a checkpoint that is no longer the newest."""
+def test_a_run_that_another_has_trained_meanwhile_is_not_resumed(tmp_path):
+    """Or this process would resume from a checkpoint that is no longer the newest."""
     run = Run.create("small", tmp_path)
     run.describe(name="small", status="interrupted", entered=1.0, turn=1)
     run.refuse_if_trained()
     folder = RunFolder(run, "small", "")
-    folder._refuse_moved_on(run)
+    folder._refuse_outdated(run)
     Run(run.path).describe(entered=2.0, turn=2)
     with pytest.raises(RequestError, match="another process has resumed run .* the same command resumes"):
-        folder._refuse_moved_on(run)
+        folder._refuse_outdated(run)
