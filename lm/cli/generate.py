@@ -241,7 +241,8 @@ def write_texts(
         for first in range(0, len(prompts), TOGETHER):
             some = prompts[first : first + TOGETHER]
             options = replace(settings, seed=settings.seed + first).options()
-            written += gather_texts(some, counted(stream_text(model.decoder, model.tokenizer, some, **options, step=step)))
+            pieces = stream_text(model.decoder, model.tokenizer, some, **options, step=step)
+            written += gather_texts(some, counted(pieces))
     return written, first_token, time.perf_counter() - began
 
 

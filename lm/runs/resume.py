@@ -63,7 +63,9 @@ def find_checkpoint(
         return None, None
     if run is None:
         wanted = reference or "best"
-        raise RequestError(f"no run {name!r} under {root}, so no checkpoint {wanted!r}; start one with `lm fit`")
+        raise RequestError(
+            f"no run {name!r} under {root}, so no checkpoint {wanted!r}; start one with `lm fit --config tiny.yaml`"
+        )
     if command == "fit":
         run.refuse_if_trained()
     _restore_names(run)
@@ -142,7 +144,9 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
     else:
         found = registry.find_run(run, root) if run else Run.newest(root)
         if found is None:
-            raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or name a folder")
+            raise RequestError(
+                f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or give a folder with --ckpt_path"
+            )
         _restore_names(found)
         path = newest_whole(found) if ckpt_path == "auto" else found.checkpoint(ckpt_path)
         if path is None:

@@ -29,6 +29,7 @@ SILENCE = 30.0  # seconds without a heartbeat after which a run is taken for dea
 LOCK = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of file systems without locks
 
+GROUPS = ("trainer", "model", "data")  # of options in a config
 NUMBER = (int, float)
 TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of another type is damaged, and not known
     "run.json": {
@@ -97,12 +98,14 @@ class Run:
         return self.path / "config.yaml"
 
     def settings(self) -> dict[str, Any]:
-        """The resolved config; {} where it cannot be read."""
+        """The resolved config; {} where it cannot be read, and without groups that are damaged."""
         try:
             found = parse_yaml(self.config.read_bytes())
-            return found if isinstance(found, dict) else {}
         except (OSError, ValueError):
             return {}
+        if not isinstance(found, dict):
+            return {}
+        return {key: value for key, value in found.items() if key not in GROUPS or isinstance(value, dict)}
 
     def started_in(self) -> Path:
         """The folder that the relative paths of the run's config are relative to.
@@ -151,7 +154,7 @@ class Run:
         """
         run = cls(Path(root) / name)
         if not (run.path / "run.json").exists():
-            others = ", ".join(other.name for other in cls.all(root)) or "none yet: start one with `lm fit`"
+            others = ", ".join(other.name for other in cls.all(root)) or "none, start one with `lm fit --config tiny.yaml`"
             raise RequestError(f"no run {name!r} under {root}; there are: {others}")
         return run
 
