@@ -145,7 +145,7 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
         found = registry.find_run(run, root) if run else Run.newest(root)
         if found is None:
             raise RequestError(
-                f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or give a folder with --ckpt_path"
+                f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or give a --ckpt_path"
             )
         _restore_names(found)
         path = newest_whole(found) if ckpt_path == "auto" else found.checkpoint(ckpt_path)

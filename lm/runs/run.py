@@ -154,7 +154,7 @@ class Run:
         """
         run = cls(Path(root) / name)
         if not (run.path / "run.json").exists():
-            others = ", ".join(other.name for other in cls.all(root)) or "none, start one with `lm fit --config tiny.yaml`"
+            others = ", ".join(other.name for other in cls.all(root)) or "none; start one: `lm fit --config tiny.yaml`"
             raise RequestError(f"no run {name!r} under {root}; there are: {others}")
         return run
 
