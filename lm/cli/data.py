@@ -31,7 +31,7 @@ def prepare(**options: Any) -> None:
             "%s: %s documents, %s tokens, %.2f bytes a token, %d shards", name, f"{split['documents']:,}",
             format_count(split["tokens"]), split["bytes"] / split["tokens"], len(split["shards"]),
         )  # fmt: skip
-    log.info("train on it: lm fit --config tiny.yaml --data.path %s", settings.output)
+    log.info("train on it: lm fit --config tiny.yaml --data.path %s --data.prepare null", settings.output)
 
 
 def inspect(path: str, column: str = "input_ids", json: bool = False) -> None:

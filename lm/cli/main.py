@@ -136,6 +136,10 @@ def _unknown_command(arguments: list[str]) -> str:
     family = [name for name in COMMANDS if name.startswith(arguments[0] + " ")]
     if family:
         return f"give one of: {', '.join('lm ' + name for name in family)}"
-    close = get_close_matches(arguments[0], [*COMMANDS, *OTHER_NAMES], 1)
+    families = {name.partition(" ")[0] for name in COMMANDS if " " in name}
+    for word in get_close_matches(arguments[0], families, 1, cutoff=0.8):
+        meant = " ".join([word, *arguments[1:2]])
+        return f"no command {arguments[0]!r}; did you mean `lm {meant if meant in COMMANDS else word}`?"
+    close = get_close_matches(arguments[0], {*COMMANDS, *OTHER_NAMES} - {"runs rm"}, 1)
     hint = f"; did you mean `lm {OTHER_NAMES.get(close[0], close[0])}`?" if close else "; lm --help lists them"
     return f"no command {arguments[0]!r}{hint}"

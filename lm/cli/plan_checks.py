@@ -126,7 +126,8 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     if per_epoch < steps["warmup_steps"]:
         yield Finding("error", f"the data ends before the warm-up does: {arithmetic}, and the warm-up takes "
                       f"{steps['warmup_steps']:,} of {steps['max_steps']:,}", "give more data, a smaller "
-                      "data.global_batch_tokens, or a shorter warm-up and run")  # fmt: skip
+                      f"data.global_batch_tokens, or --model.schedule.warmup_steps {max(1, int(per_epoch))} and fewer "
+                      "steps")  # fmt: skip
     elif epochs > MANY_EPOCHS:
         yield Finding("warning", f"every token is seen {epochs:.1f} times: {arithmetic}, and the run has "
                       f"{steps['max_steps']:,}; beyond {MANY_EPOCHS} epochs repeated tokens teach little",

@@ -155,8 +155,8 @@ class DataModule(LightningDataModule):
             return
         if self.prepare_options is None:
             raise RequestError(
-                f"data.path {self.path} holds no manifest.json: make it with `lm data prepare --output {self.path}`, "
-                "or give data.prepare.input to make it from"
+                f"data.path {self.path} holds no manifest.json: make it with `lm data prepare --input TEXTS --output "
+                f"{self.path}`, or give data.prepare.input to make it from"
             )
         log.info("preparing %s from %s", self.path, ", ".join(self.prepare_options.input))
         self.prepare_options.output = str(self.path)
@@ -177,7 +177,7 @@ class DataModule(LightningDataModule):
             if name in made and made[name] != wanted:
                 raise RequestError(
                     f"{self.path} was made with {name} {made[name]}, and data.prepare.{name} is {wanted}: "
-                    "choose another data.path, or remove the folder and it is made again"
+                    "give --data.prepare null to train on it as it is, or another data.path"
                 )
 
     def setup(self, stage: str) -> None:

@@ -178,5 +178,6 @@ def unknown_option(name: str, known: list[str], other_names: dict[str, str]) -> 
     if name in other_names:
         return f"there is no option {name!r}: {other_names[name]}"
     name = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
-    close = get_close_matches(name, known, 1, cutoff=0.5)
+    whole = sorted((option for option in known if option.endswith(f".{name}")), key=len)  # `lr`: `model.optimizer.lr`
+    close = whole or get_close_matches(name, known, 1, cutoff=0.5)
     return f"there is no option {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -31,7 +31,7 @@ FAULTS = {
     11: ("a shard added, removed or changed before a resume", "refused, with the difference"),
     12: ("a tokenizer or vocabulary that does not match", "refused before the first step"),
     13: ("other ranks or another micro-batch on a resume", "the same samples in the same order"),
-    14: ("another config on a resume", "shown; what would make the run a lie is refused unless forced"),
+    14: ("another config on a resume", "shown; what would make it another run is refused unless forced"),
     15: ("a kill at an epoch's end or later, mid-accumulation, at a validation", "nothing twice, nothing lost"),
     16: ("out of memory at the first step", "the peak and a micro-batch that fits; checkpoints intact"),
     17: ("a file system that does not answer", "named after a bounded wait, exit 1"),
@@ -40,7 +40,7 @@ FAULTS = {
     20: ("a registry that is locked, damaged or read-only", "the training does not notice; `runs rebuild` works"),
     21: ("malice: pickles, paths that climb out, expressions", "refused; nothing runs"),
     22: ("an object store that fails, stalls or cuts answers", "bounded retries, then a stop that resumes"),
-    23: ("the budget's cap is reached in a step", "a checkpoint and a stop under the cap"),
+    23: ("a budget that the run would overspend", "a checkpoint and a stop under the cap"),
     24: ("the wall clock jumps", "time left, cost and heartbeat stay sane"),
     25: ("1,000 random configs and 1,000 mutated files", "one line of ours or a right result; no traceback, no hang"),
 }  # fmt: skip

@@ -165,7 +165,8 @@ class RunFolder(Callback):
             return
         run, step = trainer.run, trainer.global_step
         run.attempt(run.path / "run.json", lambda: run.describe(status=status, reason=reason, step=step))
-        run.write_state({**run.read("state.json"), "status": status, "reason": reason})
+        newest = {"status": status, "reason": reason, "step": step, "tokens": trainer.tokens_seen}
+        run.write_state({**run.read("state.json"), **newest})
         if self._log is not None:
             self._log.handle(logging.makeLogRecord({"levelno": logging.INFO, "msg": f"{status}: {reason}"}))
             logging.getLogger("lm").removeHandler(self._log)
@@ -201,7 +202,8 @@ def _open_log(run: Run) -> logging.Handler:
 
 def _log_places(run: Run) -> None:
     """Log where the run is, and how to look at its curves from another machine."""
-    here = f"{getpass.getuser()}@{socket.getfqdn()}"
+    host = socket.getfqdn()
+    here = f"{getpass.getuser()}@{socket.gethostname() if host.startswith('localhost') else host}"
     log.info("run %s", run.path)
     log.info("curves: tensorboard --logdir %s", run.path.parent)
     log.info("from another machine: ssh -N -L 6006:localhost:6006 %s, then http://localhost:6006", here)
