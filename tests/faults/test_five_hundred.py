@@ -53,7 +53,7 @@ def test_nothing_grows_from_the_hundredth_to_the_five_hundredth_checkpoint(workp
     while process.poll() is None:
         if sample := measure(process.pid, run):
             seen.append(sample)
-        time.sleep(0.1)
+        time.sleep(0.03)
     assert process.returncode == 0, process.communicate()[1]
     process.communicate()
     assert list(run.steps())[-1] == 500 and len(run.steps()) <= 2

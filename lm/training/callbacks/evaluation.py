@@ -2,6 +2,7 @@
 
 import logging
 import textwrap
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from lm.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-class BetweenSteps(Callback):
+class BetweenSteps(Callback, ABC):
     """Does something with the model every `interval` optimizer steps, or after every validation.
 
     A failure is logged and ends no training. Pauses of this kind do not count as training. It stands after `RunLog` in
@@ -46,10 +47,9 @@ class BetweenSteps(Callback):
     def is_due(self, step: int, max_steps: int) -> bool:
         return step % self.interval == 0
 
+    @abstractmethod
     def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
-        """Do it, on every rank, and return metrics; where the model is sharded, no rank can compute without the others.
-        """
-        raise NotImplementedError
+        """Do it, on every rank, and return metrics. The ranks of a sharded model must compute together."""
 
     def _run(self, trainer: Trainer, pl_module: LightningModule) -> None:
         sharded = isinstance(trainer.strategy, FullyShardedStrategy)
