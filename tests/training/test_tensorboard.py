@@ -100,14 +100,14 @@ def test_hyperparameters_come_once_at_the_end_with_the_results(killed):
 
 
 def test_an_event_file_stays_small(killed):
-    """A log line is under 75 bytes a metric and 100 more; a weight's histogram under a kilobyte; the rest under 8 KB."""
+    """A log line is under 25 bytes a metric and 100 more; a weight's histogram under a kilobyte; the rest under 8 KB."""
     size, number = defaultdict(int), defaultdict(int)
     for event in events(killed):
         kind = event.summary.value[0].tag.split("/")[0] if event.summary.value else "rest"
         size[kind] += event.ByteSize() + 16  # and the record around it
         number[kind] += 1
     metrics = len(killed.metrics()[0])  # with step, tokens and time
-    assert (size["train"] + size["tokens"]) / number["train"] < 75 * metrics + 100
+    assert (size["train"] + size["tokens"]) / number["train"] < 25 * metrics + 100
     assert size["weights"] / number["weights"] < 1000
     assert size["_hparams_"] + size["custom_scalars__config__"] + size["rest"] < 8192
 

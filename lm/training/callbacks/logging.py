@@ -249,8 +249,11 @@ class EventFile(TensorBoardLogger):
         return self._experiment
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write the values of a step, and the losses once more with tokens for x."""
-        super().log_metrics(metrics, step)
+        """Write the values of a step as one event, and the losses once more with tokens for x."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
+        self.experiment.file_writer.add_summary(Summary(value=values), step)
         if "data/tokens" in metrics:
             self._write_over_tokens(metrics, metrics["data/tokens"])
         self.experiment.flush()
