@@ -91,7 +91,7 @@ def _cpu(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: f
 def constants(dtype: torch.dtype, vocab: int, gradient: bool) -> dict[str, object]:
     """Preprocessor constants of the kernel for rows of this vocabulary, with or without the gradient."""
     vec, stride, warps = 16 // dtype.itemsize, _stride(vocab, dtype), 1
-    while warps < 16 and stride > vec * warps * 32 * 4:  # few enough for two rows a multiprocessor
+    while warps < 32 and stride > vec * warps * 32 * 4:  # few enough for two rows a multiprocessor
         warps *= 2
     return dict(T=runtime.TYPES[dtype], VOCAB=vocab, STRIDE=stride, VEC=vec, WARPS=warps, GRADIENT=int(gradient))
 

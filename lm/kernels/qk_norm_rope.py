@@ -158,8 +158,9 @@ class _QkNormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:
-        dqkv, dweights = BACKWARD(dq, dk, dv, *ctx.saved_tensors, ctx.eps)
-        norms = (None, None) if ctx.saved_tensors[1] is None else dweights.unbind(0)
+        saved = ctx.saved_tensors  # once: activation checkpointing computes them at the first access and then drops them
+        dqkv, dweights = BACKWARD(dq, dk, dv, *saved, ctx.eps)
+        norms = (None, None) if saved[1] is None else dweights.unbind(0)
         return dqkv, *norms, *(None,) * 6
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
+import torch._functorch.config  # `import torch` alone does not always bring it
 from torch import Tensor, nn
 from torch.fx import GraphModule
 

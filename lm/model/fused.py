@@ -78,5 +78,4 @@ def cross_entropy(
     decoder: Decoder, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """`Decoder.cross_entropy`."""
-    weight = weight.to(hidden.dtype)
     return decoder.fused.linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED, z_loss=z_loss)

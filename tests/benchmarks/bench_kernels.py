@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table

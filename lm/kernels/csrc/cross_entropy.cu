@@ -14,8 +14,25 @@
 constexpr int PIECES = STRIDE / VEC, THREADS = WARPS * 32;
 constexpr int ITEMS = (PIECES + THREADS - 1) / THREADS;
 constexpr bool HELD = ITEMS <= 8;  // in registers, packed
+constexpr int GROUP = ITEMS < 4 ? ITEMS : 4;  // vectors that a thread loads at once, before it computes with the first
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// Whether vector `piece` of a row and its element `j` are there at all; most vocabularies fill their rows.
+__device__ __forceinline__ bool exists(int piece, int j) {
+  if (VOCAB == ITEMS * THREADS * VEC) return true;
+  return VOCAB == STRIDE ? piece < PIECES : piece * VEC + j < VOCAB;
+}
+
+// The group of vectors of a row from `first` on. A thread that is beyond the row's end loads the last one, which counts
+// for nothing: without a branch the loads are issued together.
+__device__ __forceinline__ void load_group(const T* at, int first, Vec<T, VEC> (&x)[GROUP]) {
+#pragma unroll
+  for (int g = 0; g < GROUP; ++g) {
+    const int piece = (first + g) * THREADS + threadIdx.x;
+    x[g] = load<VEC>(at + (piece < PIECES ? piece : PIECES - 1) * VEC);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 cross_entropy(T* __restrict__ logits, const i64* __restrict__ labels, float* __restrict__ losses,
               float* __restrict__ costs, i64 ignore_index, float z_loss) {
   const i64 row = blockIdx.x, label = labels[row];
@@ -27,27 +44,31 @@ cross_entropy(T* __restrict__ logits, const i64* __restrict__ labels, float* __r
     if (threadIdx.x == 0) losses[row] = costs[row] = 0.f;
     return;
   }
-  const float target = widen(at[label]);  // before anything is overwritten: there are barriers between
+  // Read before anything is overwritten: there are barriers between. A label that is no token makes the loss NaN.
+  const float target = 0 <= label && label < VOCAB ? widen(at[label]) : __int_as_float(0x7fffffff);
 
   Vec<T, VEC> held[HELD ? ITEMS : 1];
   float most = NEGATIVE_INFINITY, sum = 0.f;  // of this thread: the largest value, and the sum of exp(v - most)
-#pragma unroll(HELD ? ITEMS : 2)
-  for (int i = 0; i < ITEMS; ++i) {
-    const int piece = i * THREADS + threadIdx.x;
-    if (piece >= PIECES) continue;
-    const Vec<T, VEC> x = load<VEC>(at + piece * VEC);
-    if (HELD) held[i] = x;
-    float v[VEC], largest = most;
+#pragma unroll(HELD ? ITEMS : 1)
+  for (int first = 0; first < ITEMS; first += GROUP) {
+    Vec<T, VEC> x[GROUP];
+    load_group(at, first, x);
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      v[j] = piece * VEC + j < VOCAB ? widen(x.v[j]) : NEGATIVE_INFINITY;
-      largest = fmaxf(largest, v[j]);
+    for (int g = 0; g < GROUP; ++g) {
+      const int piece = (first + g) * THREADS + threadIdx.x;
+      if (HELD && first + g < ITEMS) held[first + g] = x[g];
+      float v[VEC], largest = most;
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        v[j] = exists(piece, j) ? widen(x[g].v[j]) : NEGATIVE_INFINITY;
+        largest = fmaxf(largest, v[j]);
+      }
+      if (largest == NEGATIVE_INFINITY) continue;
+      if (largest > most) sum *= __expf(most - largest);
+      most = largest;
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) sum += __expf(v[j] - most);
     }
-    if (largest == NEGATIVE_INFINITY) continue;
-    if (largest > most) sum *= __expf(most - largest);
-    most = largest;
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) sum += __expf(v[j] - most);
   }
   const float top = block_max<WARPS>(most);
   sum = block_sum<WARPS>(most == NEGATIVE_INFINITY ? 0.f : sum * __expf(most - top));
@@ -60,18 +81,26 @@ cross_entropy(T* __restrict__ logits, const i64* __restrict__ labels, float* __r
   if (!GRADIENT) return;
 
   const float scale = (1.f + 2.f * z_loss * lse) / sum;
-#pragma unroll(HELD ? ITEMS : 2)
-  for (int i = 0; i < ITEMS; ++i) {
-    const int piece = i * THREADS + threadIdx.x;
-    if (piece >= PIECES) continue;
-    const Vec<T, VEC> x = HELD ? held[i] : load<VEC>(at + piece * VEC);
-    Vec<T, VEC> out;
+  // The compiler must not know these values again: it would keep them widened, in twice the registers.
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      const int column = piece * VEC + j;
-      const float d = scale * __expf(widen(x.v[j]) - top) - (column == label ? 1.f : 0.f);
-      narrow(column < VOCAB ? d : 0.f, out.v[j]);
+  for (int i = 0; i < (HELD ? ITEMS : 0); ++i)
+    for (unsigned& word : reinterpret_cast<unsigned (&)[4]>(held[i])) asm volatile("" : "+r"(word));
+#pragma unroll(HELD ? ITEMS : 1)
+  for (int first = 0; first < ITEMS; first += GROUP) {
+    Vec<T, VEC> x[GROUP];
+    if (!HELD) load_group(at, first, x);
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      const int piece = (first + g) * THREADS + threadIdx.x;
+      if (VOCAB != ITEMS * THREADS * VEC && piece >= PIECES) continue;
+      if (HELD && first + g < ITEMS) x[g] = held[first + g];
+      const int hit = (int)label - piece * VEC;  // the label's element, if it is in this vector
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        const float d = scale * __expf(widen(x[g].v[j]) - top) - (j == hit ? 1.f : 0.f);
+        narrow(exists(piece, j) ? d : 0.f, x[g].v[j]);
+      }
+      store<VEC>(at + piece * VEC, x[g]);
     }
-    store<VEC>(at + piece * VEC, out);
   }
 }

@@ -56,7 +56,10 @@ __device__ __forceinline__ float warp_max(float x) {
 // What `of_warp_all` makes of the values of a block of Warps warps, in every thread; `none` changes nothing.
 template <int Warps, float of_warp_all(float)> __device__ __forceinline__ float block_all(float x, float none) {
   x = of_warp_all(x);
-  if (Warps == 1) return x;
+  if (Warps == 1) {
+    __syncwarp();  // as the barriers below: what a lane read before, no other lane overwrites earlier
+    return x;
+  }
   __shared__ float of_warp[Warps];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   __syncthreads();  // the values of the call before this one have been read

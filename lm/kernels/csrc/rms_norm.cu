@@ -63,6 +63,7 @@ rms_norm_backward(const T* __restrict__ dy, const T* __restrict__ dstream, const
     const i64 base = row * WIDTH;
     const float scale = rstd[row];
     float n[BACKWARD_ITEMS][VEC], g[BACKWARD_ITEMS][VEC];
+    Vec<T, VEC> past[BACKWARD_ITEMS] = {};  // dstream, loaded with the rest: after the barriers it would be waited for
     float dot = 0.f;
 #pragma unroll
     for (int i = 0; i < BACKWARD_ITEMS; ++i) {
@@ -70,6 +71,7 @@ rms_norm_backward(const T* __restrict__ dy, const T* __restrict__ dstream, const
       if (piece >= PIECES) continue;
       const Vec<T, VEC> h = load<VEC>(stream + base + piece * VEC), d = load<VEC>(dy + base + piece * VEC);
       const Vec<W, VEC> w = load<VEC>(weight + piece * VEC);
+      if (dstream) past[i] = load<VEC>(dstream + base + piece * VEC);
       Vec<T, VEC> normed;
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
@@ -86,10 +88,9 @@ rms_norm_backward(const T* __restrict__ dy, const T* __restrict__ dstream, const
     for (int i = 0; i < BACKWARD_ITEMS; ++i) {
       const int piece = i * BACKWARD_WARPS * 32 + threadIdx.x;
       if (piece >= PIECES) continue;
-      Vec<T, VEC> past = {}, out;
-      if (dstream) past = load<VEC>(dstream + base + piece * VEC);
+      Vec<T, VEC> out;
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) narrow(scale * (g[i][j] - n[i][j] * dot) + (dstream ? widen(past.v[j]) : 0.f), out.v[j]);
+      for (int j = 0; j < VEC; ++j) narrow(scale * (g[i][j] - n[i][j] * dot) + widen(past[i].v[j]), out.v[j]);
       store<VEC>(dx + base + piece * VEC, out);
     }
   }
