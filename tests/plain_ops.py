@@ -20,14 +20,18 @@ def rms_norm_plain(x, residual, weight, eps):
     return stream, normalised(stream, weight, eps).to(x.dtype)
 
 
+def plain_linear(x, weight, scaling):
+    return F.linear(x, weight.to(x.dtype)) if scaling is None else linear(x, weight, scaling)
+
+
 def norm_linear_plain(x, residual, norm_weight, eps, weight, scaling=None):
     stream, y = rms_norm_plain(x, residual, norm_weight, eps)
-    return stream, linear(y, weight, scaling)
+    return stream, plain_linear(y, weight, scaling)
 
 
 def swiglu_linear_plain(gate_up, weight, scaling=None):
     gate, up = gate_up.chunk(2, -1)
-    return linear(F.silu(gate) * up, weight, scaling)
+    return plain_linear(F.silu(gate) * up, weight, scaling)
 
 
 def qk_norm_rope_plain(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, eps):

@@ -122,8 +122,10 @@ FORWARD = define(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        costs, losses, dx, dweight = FORWARD(x, weight.to(x.dtype), *arguments)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, copy: Tensor | None, *arguments: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        costs, losses, dx, dweight = FORWARD(x, weight.to(x.dtype) if copy is None else copy, *arguments)
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(losses)
@@ -133,11 +135,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dtotal: Tensor, dlosses: Tensor) -> tuple:
         dx, dweight = ctx.saved_tensors
         scale = dtotal.view(1)  # one element of one dimension: a scalar would be rounded to the precision of dx first
-        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None, None, None
+        return (
+            (dx * scale).to(dx.dtype) if ctx.needs_input_grad[0] else None,
+            (dweight * scale).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None,
+            *(None,) * 5,
+        )
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100, z_loss: float = 0.0
+    x: Tensor, weight: Tensor, labels: Tensor, copy: Tensor | None = None, *, ignore_index: int = -100,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy of the logits `x @ weight.T`, without holding all of them at once.
 
@@ -146,8 +153,9 @@ def linear_cross_entropy(
 
     Args:
         x: hidden states, `(..., C)` in bf16, fp16 or fp32.
-        weight: the output matrix, `(V, C)`; converted to the precision of `x`, its gradient is in its own.
-        labels: `(...)` int64, each below V or `ignore_index`.
+        weight: the output matrix, `(V, C)`; its gradient has its precision.
+        labels: `(...)` int64, each below V or `ignore_index`; on a GPU any other makes the loss NaN.
+        copy: of `weight`, in the precision of `x`; None: made here.
         ignore_index: the label of tokens that have no loss.
         z_loss: weight of the squared logarithm of the partition function (Chowdhery et al., 2022, arXiv:2204.02311,
             section 5).
@@ -158,5 +166,5 @@ def linear_cross_entropy(
     """
     gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     total, losses = _LinearCrossEntropy.apply(
-        x.flatten(0, -2), weight, labels.flatten(), ignore_index, z_loss, gradient)  # fmt: skip
+        x.flatten(0, -2), weight, copy, labels.flatten(), ignore_index, z_loss, gradient)  # fmt: skip
     return total, losses.view(labels.shape)

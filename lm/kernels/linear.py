@@ -98,37 +98,50 @@ def dx(dout: Tensor, weight: Tensor, scaling: Scaling | None) -> Tensor:
     return product(dout.flatten(0, -2), weight.t(), scaling, gradient=True).view(*dout.shape[:-1], -1)
 
 
-def dweight(dout: Tensor, x: Tensor, scaling: Scaling | None) -> Tensor:
-    """The gradient of `weight`: `(..., out)` and `(..., in)` to `(out, in)`."""
+def dweight(dout: Tensor, x: Tensor, scaling: Scaling | None, dtype: torch.dtype) -> Tensor:
+    """The gradient of `weight`, in its `dtype`: `(..., out)` and `(..., in)` to `(out, in)`.
+
+    The product of half-precision factors is written in fp32 as it is summed, without a rounding in between.
+    """
     dout, x = dout.flatten(0, -2), x.flatten(0, -2)  # (tokens, out), (tokens, in)
-    if scaling is None:
+    if scaling is not None:
+        return product(dout.t(), x.t(), scaling, gradient=True).to(dtype)
+    if dtype == x.dtype:
         return dout.t() @ x
-    return product(dout.t(), x.t(), scaling, gradient=True)
+    if x.device.type == "cpu":  # which has no such product
+        return dout.t().to(dtype) @ x.to(dtype)
+    return torch.mm(dout.t(), x, out_dtype=dtype)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling | None, copy: Tensor | None) -> Tensor:
+        ctx.weight_dtype, ctx.scaling = weight.dtype, scaling
+        weight = weight.to(x.dtype) if copy is None else copy
         ctx.save_for_backward(x, weight)
-        ctx.scaling = scaling
         return forward(x, weight, scaling)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return dx(dout, weight, ctx.scaling), dweight(dout, x, ctx.scaling), None
+        return (
+            dx(dout, weight, ctx.scaling) if ctx.needs_input_grad[0] else None,
+            dweight(dout, x, ctx.scaling, ctx.weight_dtype) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+        )
 
 
-def linear(x: Tensor, weight: Tensor, scaling: Scaling | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Tensor | None = None) -> Tensor:
     """`x @ weight.T`.
 
     Args:
         x: `(..., in)`.
-        weight: `(out, in)`; converted to the precision of `x`.
+        weight: `(out, in)`; its gradient has its precision.
         scaling: how FP8 products are scaled; None: no FP8.
+        copy: of `weight`, in the precision of `x`; None: made here.
 
     Returns:
         `(..., out)`.
     """
-    weight = weight.to(x.dtype)
-    return F.linear(x, weight) if scaling is None else _Linear.apply(x, weight, scaling)
+    return _Linear.apply(x, weight, scaling, copy)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.errors import RequestError
-from lm.kernels import runtime
+from lm.errors import RequestError, RunError
+from lm.kernels import runtime, swiglu
 from lm.kernels.cross_entropy import linear_cross_entropy
 from lm.kernels.qk_norm_rope import qk_norm_rope
 from lm.kernels.rms_norm import norm_linear, rms_norm
@@ -65,4 +65,8 @@ def _missing(device: torch.device) -> str | None:
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     if not runtime.available():
         return "NVRTC is not installed (pip install cuda-bindings nvidia-cuda-nvrtc)"
+    try:  # an older driver does not load what a newer NVRTC compiles
+        runtime.program("swiglu", device, **swiglu.constants(torch.bfloat16, 64, 8))
+    except RunError as error:
+        return f"a kernel does not load: {error}"
     return None

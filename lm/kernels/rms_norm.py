@@ -117,22 +117,30 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor | None,
-        scaling: Scaling | None,
+        scaling: Scaling | None, copy: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        if residual is not None and residual.dtype != x.dtype:
+            raise TypeError(f"x and residual are one precision, and these are {x.dtype} and {residual.dtype}")
         stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
         ctx.adds, ctx.scaling = residual is not None, scaling
+        ctx.weight_dtype = None if weight is None else weight.dtype
+        if weight is not None:
+            weight = weight.to(x.dtype) if copy is None else copy
         ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, weight)
         ctx.set_materialize_grads(False)
         return stream if ctx.adds else None, y if weight is None else linear.forward(y, weight, scaling)
 
     @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor) -> tuple:
+    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         stream, norm_weight, rstd, weight = ctx.saved_tensors
+        if dout is None:  # only the stream was used
+            return dstream, dstream if ctx.adds else None, *(None,) * 6
         joined = weight is not None
         dy = linear.dx(dout, weight, ctx.scaling) if joined else dout  # (..., C)
-        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, joined)
-        dweight = linear.dweight(dout, y, ctx.scaling) if joined else None  # (out, C)
-        return dx, dx if ctx.adds else None, dnorm, None, dweight, None
+        wanted = joined and ctx.needs_input_grad[4]
+        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted)
+        dweight = linear.dweight(dout, y, ctx.scaling, ctx.weight_dtype) if wanted else None  # (out, C)
+        return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None, None
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -146,24 +154,28 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
     Returns:
         `(stream, y)`, like `x`. The statistics are fp32, of the stream as it is stored.
+
+    Raises:
+        TypeError: `x` and `residual` are of different precisions.
     """
-    stream, y = _Norm.apply(x, residual, weight, eps, None, None)
+    stream, y = _Norm.apply(x, residual, weight, eps, None, None, None)
     return x if stream is None else stream, y
 
 
 def norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
-    scaling: Scaling | None = None,
+    scaling: Scaling | None = None, copy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`rms_norm`, then a linear layer; the backward pass recomputes the normalised rows, they are not saved.
 
     Args:
         x, residual, norm_weight, eps: as for `rms_norm`.
-        weight: `(out, C)`; converted to the precision of `x`.
+        weight: `(out, C)`; its gradient has its precision.
         scaling: how FP8 products are scaled; None: no FP8.
+        copy: of `weight`, in the precision of `x`; None: made here.
 
     Returns:
         `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
     """
-    stream, out = _Norm.apply(x, residual, norm_weight, eps, weight.to(x.dtype), scaling)
+    stream, out = _Norm.apply(x, residual, norm_weight, eps, weight, scaling, copy)
     return x if stream is None else stream, out

@@ -8,7 +8,7 @@ import ctypes
 import functools
 import hashlib
 import os
-import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,9 +121,9 @@ def _write_cached(path: Path, content: bytes) -> None:
     """Write a file of the cache by a rename; a cache that cannot be written is not used."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
+        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")  # others may read it: no tempfile
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
     except OSError:
         return
 

@@ -70,27 +70,36 @@ BACKWARD = define(
 
 class _SwigluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, scaling: Scaling | None) -> Tensor:
+    def forward(
+        ctx: Any, gate_up: Tensor, weight: Tensor, scaling: Scaling | None, copy: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        ctx.weight_dtype, ctx.scaling = weight.dtype, scaling
+        weight = weight.to(gate_up.dtype) if copy is None else copy
         ctx.save_for_backward(gate_up, weight)
-        ctx.scaling = scaling
         return linear.forward(FORWARD(gate_up), weight, scaling)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weight = ctx.saved_tensors
-        dgate_up, z = BACKWARD(linear.dx(dout, weight, ctx.scaling), gate_up)
-        return dgate_up, linear.dweight(dout, z, ctx.scaling), None  # (..., 2 I), (out, I)
+        dgate_up, z = BACKWARD(linear.dx(dout, weight, ctx.scaling), gate_up)  # (..., 2 I), (..., I)
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = linear.dweight(dout, z, ctx.scaling, ctx.weight_dtype)  # (out, I)
+        return dgate_up, dweight, None, None
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None) -> Tensor:
+def swiglu_linear(
+    gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """`silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202) in fp32 with one rounding at the end, then a linear layer.
 
     Args:
         gate_up: gate and up side by side, `(..., 2 I)` in bf16, fp16 or fp32.
-        weight: `(out, I)`; converted to the precision of `gate_up`.
+        weight: `(out, I)`; its gradient has its precision.
         scaling: how FP8 products are scaled; None: no FP8.
+        copy: of `weight`, in the precision of `gate_up`; None: made here.
 
     Returns:
         `(..., out)`.
     """
-    return _SwigluLinear.apply(gate_up, weight.to(gate_up.dtype), scaling)
+    return _SwigluLinear.apply(gate_up, weight, scaling, copy)

@@ -53,16 +53,18 @@ class Linear(nn.Linear):
 
     Attributes:
         scaling: how FP8 products are scaled; None: no FP8.
+        copy: of the weight, in the precision of the activations, while `model/fused.WeightCopies` keeps one.
     """
 
     scaling: Scaling | None = None
+    copy: Tensor | None = None
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scaling is not None:
-            return linear(x, self.weight, self.scaling)
+        if self.scaling is not None or self.copy is not None:
+            return linear(x, self.weight, self.scaling, self.copy)
         return F.linear(x, self.weight.to(x.dtype))
 
 
@@ -200,6 +202,7 @@ class Decoder(nn.Module):
         self.config = config
         self.windows = config.windows  # of each layer
         self.fused: FusedOps | None = None
+        self.output_copy: Tensor | None = None  # of the output matrix, as `Linear.copy`
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
@@ -245,7 +248,7 @@ class Decoder(nn.Module):
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), continuation.last]  # (B, C)
         if labels is None:
             return F.linear(hidden, self.output_weight.to(hidden.dtype))  # (B, T, V)
-        return Losses(*self.cross_entropy(hidden, self.output_weight, labels, z_loss))
+        return Losses(*self.cross_entropy(hidden, self.output_weight, labels, z_loss, self.output_copy))
 
     def hidden_states(
         self, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None
@@ -258,10 +261,13 @@ class Decoder(nn.Module):
                 x = layer(x, rotary, mask)  # (B, T, C)
         return self.norm(x)
 
-    def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    def cross_entropy(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, copy: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The fields of `Losses`, of normalised states `(B, T, C)`, the output matrix `(V, C)` and labels `(B, T)`.
 
-        All that it computes with are arguments, so that `torch.compile` makes one graph of it for any decoder.
+        All that it computes with are arguments, so that `torch.compile` makes one graph of it for any decoder; `copy`,
+        of the matrix in half precision, is for the fused forward pass.
         """
         logits = widen(F.linear(hidden, weight.to(hidden.dtype))).flatten(0, 1)  # (B * T, V)
         targets = labels.flatten()  # (B * T,)

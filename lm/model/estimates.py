@@ -79,6 +79,7 @@ class Step:
         cuda_graphs: as `model.cuda_graphs`.
         world_size: devices; with `sharded`, each holds a part of weights, gradients and optimizer state.
         sharded: FSDP2.
+        checkpointing: as `model.activation_checkpointing`.
     """
 
     micro_batch_size: int
@@ -90,6 +91,7 @@ class Step:
     cuda_graphs: bool = False
     world_size: int = 1
     sharded: bool = False
+    checkpointing: str = "none"
 
     @property
     def tokens(self) -> int:
@@ -165,11 +167,31 @@ def activations(config: DecoderConfig, step: Step) -> int:
     | attention           | s (2Q+2K) + 4H | the same          | the same                                     |
     | MLP                 | 2 s I          | 3 s I             | 4 s I                                        |
 
+    Activation checkpointing keeps what goes into a block in place of all that is in it: the stream, and in the fused
+    pass the branch. What goes into an MLP alone is kept already, or replaces as much.
+
     Dropout saves a byte for each element. Attention is assumed to be a fused kernel that takes groups of heads; not
     counted are dense masks (windows and documents on a CPU), and copies of keys and values for every query head where
     the kernel takes no groups (fp32 on CUDA; windows and documents on CUDA before torch 2.13).
     """
-    s, layers = step.item, config.num_hidden_layers
+    s, width, layers = step.item, config.hidden_size, config.num_hidden_layers
+    attention, mlp = _kept_by_block(config, step)
+    kept = {
+        "none": layers * (attention + mlp),
+        "selective": layers * attention,
+        "block": (2 * layers - 1 if step.kernels else layers) * s * width,  # the first block has no stream yet
+    }[step.checkpointing]
+    ids = 8 + 8
+    final = ids + (s * width + 4 if step.kernels else (8 + s) * width + 4)
+    logits = (s if step.compile == "inductor" else 4) * config.vocab_size  # as they are, or their log-softmax in fp32
+    head = s * width if step.kernels else logits  # by kernels the gradient of the states
+    rotary = step.seq_len * config.head_dim * 4
+    return step.tokens * (kept + final + head) + rotary
+
+
+def _kept_by_block(config: DecoderConfig, step: Step) -> tuple[int, int]:
+    """Bytes a token that a block keeps: the norms and attention, and the MLP. See `activations`."""
+    s = step.item
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     wide, narrow = heads * config.head_dim, kv_heads * config.head_dim  # Q, K
     if step.kernels:
@@ -186,45 +208,45 @@ def activations(config: DecoderConfig, step: Step) -> int:
         qk += 0 if step.kernels else 4 * (heads + kv_heads)
     attention = s * (2 * wide + 2 * narrow) + 4 * heads
     dropout = 2 * config.hidden_size if config.dropout else 0
-    block = norms + 8 + qk + attention + mlp + dropout
-    ids = 8 + 8
-    final = ids + (s * config.hidden_size + 4 if step.kernels else (8 + s) * config.hidden_size + 4)
-    logits = (s if step.compile == "inductor" else 4) * config.vocab_size  # as they are, or their log-softmax in fp32
-    head = s * config.hidden_size if step.kernels else logits  # by kernels the gradient of the states
-    rotary = step.seq_len * config.head_dim * 4
-    return step.tokens * (layers * block + final + head) + rotary
+    return norms + 8 + qk + attention + dropout, mlp
 
 
 def casts(config: DecoderConfig, step: Step) -> int:
-    """Bytes of half-precision copies of fp32 weights, and of the output matrix's gradient where it waits in fp32."""
+    """Bytes of half-precision copies of fp32 weights, and of the output matrix's gradient where it waits in fp32.
+
+    By kernels the copies last a whole optimizer step. Otherwise a forward pass keeps its own, but for those of what is
+    computed again.
+    """
     counts = parameters(config)
-    copies = 0
     table = config.vocab_size * config.hidden_size
-    if step.item != step.master_item:
-        copies = step.item * (counts["attention"] + counts["mlp"])
-        copies += 0 if step.kernels else step.item * table
+    copied = table + counts["attention"] + counts["mlp"]
+    if not step.kernels and step.checkpointing != "none":
+        copied -= counts["mlp"] + (counts["attention"] if step.checkpointing == "block" else 0)
+    copies = step.item * copied if step.item != step.master_item else 0
     return copies + (4 * table if step.kernels else 0)
 
 
 def loss_working(config: DecoderConfig, step: Step) -> int:
     """Bytes of temporaries around the output matrix and the loss.
 
-    By kernels: a chunk of logits, and the matrix's gradient once more while it is scaled. Eagerly: two fp32 gradients
+    By kernels: a chunk of logits, or the matrix's gradient once more while it is scaled. Eagerly: two fp32 gradients
     of all logits beside the logarithms that are kept. Compiled by inductor: one, in the precision of the computation.
     """
     table = config.vocab_size * config.hidden_size
     if step.kernels:
         chunk = min(CHUNK_BYTES, step.tokens * config.vocab_size * step.item)
-        return max(chunk + step.item * table, 4 * table)
+        return max(chunk, 4 * table)
     logits = step.tokens * config.vocab_size
     return logits * (step.item if step.compile == "inductor" else 8)
 
 
 def block_working(config: DecoderConfig, step: Step) -> int:
-    """Bytes of temporaries in the backward pass of one block: gradients of gate and up, the activation again, and the
-    gradients of the stream and of what is normalised."""
-    mlp = 3 * config.intermediate_size + 3 * config.hidden_size
-    return step.tokens * mlp * (step.item if step.kernels or step.compile == "inductor" else 4)
+    """Bytes of temporaries in the backward pass of one block: gradients of gate and up, the activation again, the
+    gradients of the stream and of what is normalised, and what activation checkpointing computes again."""
+    gradients = 3 * config.intermediate_size + 3 * config.hidden_size
+    attention, mlp = _kept_by_block(config, step)
+    recomputed = {"none": 0, "selective": mlp, "block": attention + mlp}[step.checkpointing]
+    return step.tokens * (gradients * (step.item if step.kernels or step.compile == "inductor" else 4) + recomputed)
 
 
 def checkpoint_bytes(config: DecoderConfig, master_item: int = 4, state: OptimizerState = ADAMW) -> int:

@@ -12,11 +12,12 @@ Read `model/decoder` first. What differs here:
 
 from types import MethodType
 
+import torch
 from torch import Tensor
 
 from lm.kernels.operations import FusedOps
 from lm.model.attention import AttentionMask, attend, chosen_kernels
-from lm.model.decoder import IGNORED, Block, Continuation, Decoder, Rotary, SelfAttention
+from lm.model.decoder import IGNORED, MLP, Block, Continuation, Decoder, Linear, RMSNorm, Rotary, SelfAttention
 
 
 def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
@@ -35,6 +36,8 @@ def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
     decoder.cross_entropy = MethodType(cross_entropy, decoder)
     for block in decoder.layers:
         block.forward = MethodType(block_forward, block)
+        block.self_attn.forward = MethodType(attention_forward, block.self_attn)
+        block.mlp.forward = MethodType(mlp_forward, block.mlp)
 
 
 def hidden_states(
@@ -53,29 +56,68 @@ def block_forward(
     block: Block, branch: Tensor, stream: Tensor | None, rotary: Rotary, mask: AttentionMask, ops: FusedOps
 ) -> tuple[Tensor, Tensor]:
     """`Block.forward` with `branch` and `stream` apart, `(B, T, C)` each; their sum is the residual stream."""
-    norm, proj = block.input_layernorm, block.self_attn.qkv_proj
-    stream, qkv = ops.norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling)
-    branch = block.dropout(attention(block.self_attn, qkv, rotary, mask, ops))  # (B, T, C)
-    norm, proj = block.post_attention_layernorm, block.mlp.gate_up_proj
-    stream, gate_up = ops.norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling)
-    proj = block.mlp.down_proj
-    branch = block.dropout(ops.swiglu_linear(gate_up, proj.weight, proj.scaling))  # (B, T, 2 I) -> (B, T, C)
-    return branch, stream
+    branch, stream = block.self_attn(branch, stream, block.input_layernorm, rotary, mask, ops)
+    branch, stream = block.mlp(block.dropout(branch), stream, block.post_attention_layernorm, ops)
+    return block.dropout(branch), stream
 
 
-def attention(part: SelfAttention, qkv: Tensor, rotary: Rotary, mask: AttentionMask, ops: FusedOps) -> Tensor:
-    """`SelfAttention.forward` from the projection `(B, T, (H + 2 KV) * D)` on."""
+def attention_forward(
+    part: SelfAttention, branch: Tensor, stream: Tensor | None, norm: RMSNorm, rotary: Rotary, mask: AttentionMask,
+    ops: FusedOps,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The norm and `SelfAttention.forward`: the new `branch`, and `branch + stream`, `(B, T, C)` each."""
+    proj = part.qkv_proj  # (B, T, C) -> (B, T, (H + 2 KV) * D)
+    stream, qkv = ops.norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling, proj.copy)
     q_weight, k_weight, eps = None, None, 0.0
     if part.q_norm is not None:
         q_weight, k_weight, eps = part.q_norm.weight, part.k_norm.weight, part.q_norm.eps
     # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
     q, k, v = ops.qk_norm_rope(qkv, q_weight, k_weight, *rotary, part.heads, part.kv_heads, eps)
     out = attend(q, k, v, mask, part.dropout if part.training else 0.0)  # (B, T, H, D)
-    return part.o_proj(out.flatten(2))  # (B, T, C)
+    return part.o_proj(out.flatten(2)), stream  # (B, T, C)
+
+
+def mlp_forward(
+    part: MLP, branch: Tensor, stream: Tensor, norm: RMSNorm, ops: FusedOps
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The norm and `MLP.forward`: the new `branch`, and `branch + stream`, `(B, T, C)` each."""
+    proj = part.gate_up_proj  # (B, T, C) -> (B, T, 2 I)
+    stream, gate_up = ops.norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling, proj.copy)
+    proj = part.down_proj  # (B, T, 2 I) -> (B, T, C)
+    return ops.swiglu_linear(gate_up, proj.weight, proj.scaling, proj.copy), stream
 
 
 def cross_entropy(
-    decoder: Decoder, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float
+    decoder: Decoder, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, copy: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`Decoder.cross_entropy`."""
-    return decoder.fused.linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED, z_loss=z_loss)
+    return decoder.fused.linear_cross_entropy(hidden, weight, labels, copy, ignore_index=IGNORED, z_loss=z_loss)
+
+
+class WeightCopies:
+    """Copies of a fused decoder's matrices in half precision: made once an optimizer step, not once a micro-batch.
+
+    `with copies:` brings them up to date and lets the forward passes inside use them. They keep their place in memory,
+    as CUDA graphs need it. Gradients are those of the weights themselves.
+
+    Args:
+        decoder: after `fuse`, on its device.
+        dtype: of the activations.
+    """
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
+        self.decoder = decoder
+        self.matrices = [part for part in decoder.modules() if isinstance(part, Linear)]
+        self.weights = [matrix.weight.detach() for matrix in self.matrices] + [decoder.output_weight.detach()]
+        self.copies = [torch.empty_like(weight, dtype=dtype) for weight in self.weights]
+
+    def __enter__(self) -> None:
+        torch._foreach_copy_(self.copies, self.weights)
+        *copies, self.decoder.output_copy = self.copies
+        for matrix, copy in zip(self.matrices, copies, strict=True):
+            matrix.copy = copy
+
+    def __exit__(self, *exception: object) -> None:
+        for matrix in self.matrices:
+            matrix.copy = None
+        self.decoder.output_copy = None

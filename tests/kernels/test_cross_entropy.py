@@ -103,6 +103,14 @@ def test_nothing_counts_where_all_is_ignored(emulated):  # noqa: F811
         assert torch.all(result == 0)
 
 
+@pytest.mark.parametrize("label", [50, -1, 2**40])
+def test_a_label_that_is_no_token_makes_its_loss_nan_and_reads_nothing_else(emulated, label):  # noqa: F811
+    x, weight, labels = inputs(torch.bfloat16, 6, 50, 8)
+    labels[2] = label
+    losses = cross_entropy._cuda(x, weight, labels, IGNORED, 0.0, True)[1]
+    assert losses.isnan().nonzero().flatten().tolist() == [2]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [1e-7, 1e4])
 def test_tiny_and_huge_logits_stay_finite(emulated, dtype, size):  # noqa: F811
@@ -164,6 +172,9 @@ def test_the_gradient_of_fp32_weights_is_not_rounded_to_half_precision():
     linear_cross_entropy(x, weight, labels)[0].backward()
     assert weight.grad.dtype == torch.float32
     assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+    given, weight.grad = weight.grad, None
+    linear_cross_entropy(x, weight, labels, weight.detach().bfloat16())[0].backward()  # with a copy made before
+    assert torch.equal(weight.grad, given)
 
 
 def test_small_gradients_survive_fp16():

@@ -12,9 +12,12 @@ from emulation.emulator import emulated  # noqa: F401
 from kernel_usage import kernel_usage
 from plain_ops import norm_linear_plain, rms_norm_plain, swiglu_linear_plain
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lm.errors import RunError
+from lm.errors import RequestError, RunError
 from lm.kernels import rms_norm, runtime, swiglu
+from lm.kernels.linear import linear
+from lm.kernels.operations import choose_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]  # to a kernel fp16 is bf16 with another conversion, so it takes one shape
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest value
@@ -201,6 +204,79 @@ def test_gradients_are_those_of_plain_pytorch(name, compiled):
             torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["norm_linear", "swiglu_linear", "linear"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_fp32_weights_are_not_rounded_to_half_precision(name, compiled):
+    """Mixed precision: the product of half-precision factors is the gradient, as it is summed in fp32."""
+    wide = {"norm_linear": lambda x, w, copy: rms_norm.norm_linear(x, None, torch.ones(16), EPS, w, copy=copy)[1],
+            "swiglu_linear": lambda x, w, copy: swiglu.swiglu_linear(torch.cat((x, x), -1), w, copy=copy),
+            "linear": lambda x, w, copy: linear(x, w, copy=copy)}[name]  # fmt: skip
+    torch._dynamo.reset()
+    function = torch.compile(wide, fullgraph=True, backend="aot_eager") if compiled else wide
+    x, w = torch.randn(40, 16).bfloat16(), torch.randn(24, 16, requires_grad=True)
+    gradients = []
+    for copy in (None, w.detach().bfloat16()):
+        w.grad = None
+        function(x, w, copy).sum().backward()
+        gradients.append(w.grad)
+    assert gradients[0].dtype == torch.float32 and torch.equal(*gradients)
+    assert not torch.equal(gradients[0], gradients[0].bfloat16().float())
+
+
+def test_a_frozen_weight_has_no_gradient_and_costs_no_product():
+    """The norm before it, and what comes before that, still learn."""
+    x, norm, weight = torch.randn(6, 16, requires_grad=True), torch.ones(16, requires_grad=True), torch.randn(24, 16)
+
+    def products(weight):
+        with Products() as counted:
+            stream, out = rms_norm.norm_linear(x, None, norm, EPS, weight)
+            (out.sum() + stream.sum()).backward()
+        return counted.number
+
+    frozen = products(weight)
+    assert x.grad is not None and norm.grad is not None and weight.grad is None
+    assert products(weight.requires_grad_()) == frozen + 1
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return function(*args, **(kwargs or {}))
+
+
+def test_where_only_the_stream_is_used_it_alone_has_a_gradient():
+    x, residual, w, m = (t.requires_grad_() for t in (*norm_arguments(), torch.randn(6, 16)))
+    stream, _ = rms_norm.norm_linear(x, residual, w, EPS, m)
+    stream.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x)) and torch.equal(residual.grad, torch.ones_like(x))
+    assert w.grad is None and m.grad is None
+
+
+def test_a_residual_of_another_precision_is_refused():
+    x, residual, w = norm_arguments()
+    with pytest.raises(TypeError, match="torch.bfloat16 and torch.float32"):
+        rms_norm.rms_norm(x.bfloat16(), residual, w, EPS)
+
+
+def test_where_a_kernel_does_not_load_plain_pytorch_is_taken_and_the_reason_said(monkeypatch):
+    """As with a driver that is older than the NVRTC that torch brings."""
+
+    def refuse(*arguments, **constants):
+        raise RunError("CUDA driver: cuModuleLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(runtime, "available", lambda: True)
+    monkeypatch.setattr(runtime, "program", refuse)
+    ops, words = choose_kernels("auto", torch.device("cuda"))
+    assert ops is None and "UNSUPPORTED_PTX_VERSION" in words
+    with pytest.raises(RequestError, match="UNSUPPORTED_PTX_VERSION"):
+        choose_kernels("on", torch.device("cuda"))
+
+
 # ---- compiled for real architectures --------------------------------------------------------------------------------
 
 needs_nvrtc = pytest.mark.skipif(not runtime.available(), reason="NVRTC is not installed")
@@ -237,6 +313,9 @@ def test_many_processes_share_one_cache(tmp_path, monkeypatch):
         codes = pool.map(compile_one, [str(tmp_path)] * 4)
     (file,) = tmp_path.iterdir()
     assert len(set(codes)) == 1 and file.read_bytes().endswith(codes[0])
+    (tmp_path / "other").touch()
+    assert file.stat().st_mode == (tmp_path / "other").stat().st_mode  # those whom the umask lets read may read it
+    (tmp_path / "other").unlink()
     monkeypatch.setattr(runtime, "compile_source", None)  # nothing is compiled any more
     assert compile_one(str(tmp_path)) == codes[0]
     monkeypatch.undo()

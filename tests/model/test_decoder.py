@@ -15,7 +15,7 @@ from lm.errors import RequestError
 from lm.kernels.operations import FUSED
 from lm.model import attention
 from lm.model.attention import AttentionMask, documents_from, kernel_for
-from lm.model.compile import compile_decoder, triton_free
+from lm.model.compile import checkpoint_activations, compile_decoder, triton_free
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, RMSNorm, Rotary, document_ids_from, initialize, rotary_table, rotate
 from lm.model.fused import fuse
@@ -284,6 +284,36 @@ def test_the_fused_forward_pass_is_the_plain_one(config, documents):
         results.append([total, per_token, logits, *(parameter.grad for parameter in model.parameters())])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+@both
+@pytest.mark.parametrize("mode", ["selective", "block"])
+@pytest.mark.parametrize("compile", ["none", "triton_free"])
+@pytest.mark.parametrize("name", ["qk_norm", "dropout"])
+def test_activation_checkpointing_changes_no_bit_and_saves_memory(name, mode, compile, ops):
+    results, kept = [], []
+    for chosen in ("none", mode):
+        torch.manual_seed(0)
+        model = built(VARIANTS[name], ops)
+        checkpoint_activations(model, chosen)
+        torch._dynamo.reset()
+        compile_decoder(model, compile)
+        ids, labels = batch()
+        torch.manual_seed(1)
+        storages = {}
+
+        def pack(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = model.hidden_states(ids)
+        kept.append(sum(tensor.untyped_storage().nbytes() for tensor in storages.values()))
+        model.cross_entropy(hidden, model.output_weight, labels, 0.0)[0].backward()
+        results.append([hidden, *(parameter.grad for parameter in model.parameters())])
+    assert kept[1] < kept[0]
+    for ours, expected in zip(*results, strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_fused_blocks_save_less_than_half_of_the_activations():

@@ -1,16 +1,19 @@
 """The memory that is predicted from a config is the memory that a step takes."""
 
+import functools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from lm.kernels.operations import FUSED
-from lm.model.compile import compile_decoder
+from lm.model.compile import checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig, fused_rows
 from lm.model.decoder import Decoder
 from lm.model.estimates import Step, activations, casts, checkpoint_bytes, largest_micro_batch, training_memory
-from lm.model.fused import fuse
+from lm.model.fused import WeightCopies, fuse
 from lm.training.optim import OptimizerConfig, build_optimizer
 
 TIED = DecoderConfig(vocab_size=500, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -31,26 +34,36 @@ PRESET = DecoderConfig(vocab_size=32_768, hidden_size=1024, num_hidden_layers=24
 GIB = 2**30
 
 
-def saved_bytes(config, step):
-    """Bytes of all storages that the forward pass keeps for the backward pass, but for the parameters."""
+def kept_bytes(config, step):
+    """Bytes of all storages that are there after the forward pass and were not before, but for the results."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Decoder(config)
     fuse(model, FUSED if step.kernels else None)
+    checkpoint_activations(model, step.checkpointing)
     compile_decoder(model, step.compile)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    half = step.item == 2
+    copies = WeightCopies(model, torch.bfloat16) if step.kernels and half else nullcontext()
+    existing = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *getattr(copies, "copies", ()))}
     kept = {}  # held, so that no address comes twice
 
     def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+        if tensor.untyped_storage().data_ptr() not in existing:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
+    def keep_arguments(function, *arguments, **options):  # which eager checkpointing holds by itself
+        torch.utils._pytree.tree_map_only(torch.Tensor, pack, arguments)
+        return checkpoint(function, *arguments, **options)
+
+    for part in model.modules():
+        if step.compile == "none" and isinstance(part.forward, functools.partial):
+            part.forward = functools.partial(keep_arguments, *part.forward.args, **part.forward.keywords)
     ids, labels = torch.randint(config.vocab_size, (2, step.micro_batch_size, step.seq_len)).unbind()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with torch.autocast("cpu", torch.bfloat16, enabled=step.item == 2):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), copies:
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
             model(ids, labels=labels.clone())
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(storage.nbytes() for storage in kept.values()) + sum(c.nbytes for c in getattr(copies, "copies", ()))
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -62,14 +75,26 @@ def test_what_is_kept_for_the_backward_pass_is_predicted(name, kernels, precisio
     config = CONFIGS[name]
     step = Step(4, 128, precision, kernels, compile)
     predicted = activations(config, step) + casts(config, step)
-    assert predicted == pytest.approx(saved_bytes(config, step), rel=0.01)
+    assert predicted == pytest.approx(kept_bytes(config, step), rel=0.01)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("mode", ["selective", "block"])
+@pytest.mark.parametrize("compile, precision, name", [
+    *(("none", precision, name) for precision in ("32-true", "bf16-mixed") for name in CONFIGS),
+    ("triton_free", "bf16-mixed", "tied")])
+def test_what_activation_checkpointing_keeps_is_predicted(name, kernels, precision, compile, mode):
+    config, step = CONFIGS[name], Step(4, 128, precision, kernels, compile, checkpointing=mode)
+    predicted = activations(config, step) + casts(config, step)
+    assert predicted == pytest.approx(kept_bytes(config, step), rel=0.02)
+    assert predicted < activations(config, replace(step, checkpointing="none")) + casts(config, step)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_inductor_keeps_what_is_predicted(precision):
     step = Step(4, 128, precision, False, "inductor")
     predicted = activations(TIED, step) + casts(TIED, step)
-    assert predicted == pytest.approx(saved_bytes(TIED, step), rel=0.01)
+    assert predicted == pytest.approx(kept_bytes(TIED, step), rel=0.01)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
