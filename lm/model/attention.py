@@ -20,7 +20,7 @@ HALF = (torch.bfloat16, torch.float16)
 FLASH_FROM = (8, 0)  # compute capability
 FLASH_WIDTH = 8  # widths of a head are multiples of it
 FLASH_WIDEST = 256  # head
-GROUPS_IN_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.13
+GROUPS_IN_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes groups unasked
 Kernel = Literal["causal", "varlen", "masked"]
 
 
@@ -29,6 +29,7 @@ class Documents(NamedTuple):
 
     ids: Tensor  # (B, T), not decreasing along a row
     positions: Tensor  # (B, T) int32, from the beginning of each document
+    limit: int | None = None  # there are no more of them in the batch; None: not known on the host
 
 
 class Past(NamedTuple):
@@ -43,20 +44,22 @@ class AttentionMask(NamedTuple):
     """Which tokens each token of a layer attends to: itself and those before it, within a window and a document."""
 
     window: int | None  # tokens, the token itself included; None: no limit
-    offsets: Tensor | None  # (sequences + 1) int32, where each begins among all tokens of the batch, then their number
+    # (sequences + 1) int32, where each begins among all tokens of the batch, then their number, perhaps more than once
+    offsets: Tensor | None
     dense: Tensor | None  # (B or 1, 1, T, T), true where the row's token attends to the column's; with a past S columns
     past: Past | None = None  # while generating: the first S slots of the cache are attended to
 
 
-def documents_from(document_ids: Tensor) -> Documents:
+def documents_from(document_ids: Tensor, limit: int | None = None) -> Documents:
     """Positions that restart with every document.
 
     Args:
         document_ids: `(B, T)`, not decreasing along a row.
+        limit: there are no more documents than this in all rows; None: not known.
     """
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)  # (B, T)
     positions = index - torch.where(_begins(document_ids), index, 0).cummax(1).values
-    return Documents(document_ids, positions.int())
+    return Documents(document_ids, positions.int(), limit)
 
 
 def _begins(document_ids: Tensor) -> Tensor:
@@ -92,7 +95,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def attention_mask(
     x: Tensor, window: int | None, documents: Documents | None, head_dim: int, dropout: float = 0.0
 ) -> AttentionMask:
-    """The mask of the layers with this window. Where documents become sequences this waits for the device.
+    """The mask of the layers with this window.
+
+    Where documents become sequences and their limit is not known, this waits for the device.
 
     Args:
         x: hidden states `(B, T, C)`; only their shape, device and precision are used.
@@ -113,9 +118,22 @@ def attention_mask(
     if documents is None:
         offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=x.device)
     else:
-        end = torch.full((1,), batch * length, dtype=torch.int32, device=x.device)
-        offsets = torch.cat((_begins(documents.ids).flatten().nonzero()[:, 0].int(), end))
+        offsets = _offsets(documents)
     return AttentionMask(window, offsets, None)
+
+
+def _offsets(documents: Documents) -> Tensor:
+    """Where each document begins among all tokens, then their number, repeated up to the limit: empty sequences."""
+    begins = _begins(documents.ids).flatten()  # (B * T,)
+    tokens, limit = begins.numel(), documents.limit
+    if limit is None:
+        limit = int(begins.sum())
+    offsets = begins.new_full((limit + 1,), tokens, dtype=torch.int32)
+    # Every token writes its index: the first of a document to the document's place, any other to the last place.
+    place = torch.where(begins, begins.cumsum(0) - 1, limit)
+    offsets.scatter_(0, place, torch.arange(tokens, dtype=torch.int32, device=begins.device))
+    offsets[-1:].fill_(tokens)
+    return offsets
 
 
 def dense_mask(length: int, window: int | None, documents: Documents | None, device: torch.device) -> AttentionMask:
@@ -180,8 +198,6 @@ def _with_past(k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tenso
 def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     length, heads, kv_heads, width = q.shape[1], q.shape[2], k.shape[2], q.shape[3]
     groups = {"enable_gqa": heads != kv_heads} if GROUPS_IN_VARLEN else {}
-    if not GROUPS_IN_VARLEN and heads != kv_heads:
-        k, v = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))  # (B, T, H, D)
     if width % FLASH_WIDTH:  # zeros change no product of queries and keys, and add columns of zeros to the result
         q, k, v = (F.pad(t, (0, -width % FLASH_WIDTH)) for t in (q, k, v))
     left = -1 if mask.window is None else mask.window - 1  # flash counts the tokens before, not the token itself

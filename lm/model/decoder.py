@@ -223,6 +223,7 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         z_loss: float = 0.0,
         continuation: Continuation | None = None,
+        max_documents: int | None = None,
     ) -> Tensor | Losses:
         """Logits, or with labels the losses.
 
@@ -235,6 +236,7 @@ class Decoder(nn.Module):
             z_loss: weight of the squared logarithm of each token's partition function in the total (Chowdhery et al.,
                 2022, arXiv:2204.02311, section 5).
             continuation: the tokens follow those that a `Cache` holds.
+            max_documents: there are no more documents than this in all rows; None: not known, and a GPU is waited for.
 
         Returns:
             Logits `(B, T, V)` in the precision of the computation; with labels `Losses`. With a continuation the logits
@@ -243,7 +245,7 @@ class Decoder(nn.Module):
         Raises:
             RequestError: a sequence is longer than the context.
         """
-        hidden = self.hidden_states(input_ids, document_ids, continuation)  # (B, T, C)
+        hidden = self.hidden_states(input_ids, document_ids, continuation, max_documents)  # (B, T, C)
         if continuation is not None:
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), continuation.last]  # (B, C)
         if labels is None:
@@ -251,11 +253,12 @@ class Decoder(nn.Module):
         return Losses(*self.cross_entropy(hidden, self.output_weight, labels, z_loss, self.output_copy))
 
     def hidden_states(
-        self, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None
-    ) -> Tensor:
+        self, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None,
+        max_documents: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """The decoder without its output matrix: ids `(B, T)` to normalised states `(B, T, C)`. See `forward`."""
         x = self.embed(input_ids)  # (B, T, C)
-        rotary, masks = self.rotary_and_masks(x, document_ids, continuation)
+        rotary, masks = self.rotary_and_masks(x, document_ids, continuation, max_documents)
         with chosen_kernels(x.device, masks):
             for layer, mask in zip(self.layers, masks, strict=True):
                 x = layer(x, rotary, mask)  # (B, T, C)
@@ -291,12 +294,12 @@ class Decoder(nn.Module):
         return x
 
     def rotary_and_masks(
-        self, x: Tensor, document_ids: Tensor | None, continuation: Continuation | None
+        self, x: Tensor, document_ids: Tensor | None, continuation: Continuation | None, max_documents: int | None
     ) -> tuple[Rotary, list[AttentionMask]]:
         """The positions of the tokens of `x` `(B, T, C)`, and each layer's attention mask."""
         if continuation is not None:
             return continuation.rotary, continuation.masks
-        documents = None if document_ids is None else documents_from(document_ids)
+        documents = None if document_ids is None else documents_from(document_ids, max_documents)
         table = rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
         dropout = self.config.dropout if self.training else 0.0
         head_dim = self.config.head_dim

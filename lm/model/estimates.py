@@ -172,7 +172,7 @@ def activations(config: DecoderConfig, step: Step) -> int:
 
     Dropout saves a byte for each element. Attention is assumed to be a fused kernel that takes groups of heads; not
     counted are dense masks (windows and documents on a CPU), and copies of keys and values for every query head where
-    the kernel takes no groups (fp32 on CUDA; windows and documents on CUDA before torch 2.13).
+    the kernel takes no groups (fp32 on CUDA).
     """
     s, width, layers = step.item, config.hidden_size, config.num_hidden_layers
     attention, mlp = _kept_by_block(config, step)

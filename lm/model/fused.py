@@ -41,11 +41,12 @@ def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
 
 
 def hidden_states(
-    decoder: Decoder, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None
-) -> Tensor:
+    decoder: Decoder, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None,
+    max_documents: int | None = None,
+) -> Tensor:  # fmt: skip
     """`Decoder.hidden_states`: ids `(B, T)` to normalised states `(B, T, C)`."""
     branch, stream = decoder.embed(input_ids), None  # (B, T, C)
-    rotary, masks = decoder.rotary_and_masks(branch, document_ids, continuation)
+    rotary, masks = decoder.rotary_and_masks(branch, document_ids, continuation, max_documents)
     with chosen_kernels(branch.device, masks):
         for layer, mask in zip(decoder.layers, masks, strict=True):
             branch, stream = layer(branch, stream, rotary, mask, decoder.fused)  # (B, T, C) each

@@ -49,8 +49,9 @@ def exact(q, k, v, window, ids, scale=None):
     return out
 
 
-def mask_of(q, window, ids, dropout=0.0):
-    return attention_mask(q.flatten(2), window, None if ids is None else documents_from(ids), q.shape[-1], dropout)
+def mask_of(q, window, ids, dropout=0.0, limit=None):
+    documents = None if ids is None else documents_from(ids, limit)
+    return attention_mask(q.flatten(2), window, documents, q.shape[-1], dropout)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 11, 30])
@@ -71,13 +72,14 @@ def test_a_cpu_sees_exactly_the_window_and_the_document(window, ids, groups):
 @pytest.mark.parametrize("window", [None, 1, 4, 30])
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole rows", "documents"])
 @pytest.mark.parametrize("groups_known", [True, False], ids=["torch 2.13", "torch 2.11"])
-@pytest.mark.parametrize("width", [8, 20])
-def test_sequences_for_flash_say_the_same(monkeypatch, window, ids, groups_known, width):
+@pytest.mark.parametrize("width, limit", [(8, None), (20, 7), (8, 32)])
+def test_sequences_for_flash_say_the_same(monkeypatch, window, ids, groups_known, width, limit):
     """Flash attention over sequences by its documentation: keys of the query's own sequence, up to window_size[0]
     before it, heads of whole 16 bytes. It runs on no CPU, so a loop stands in for it here."""
 
     def varlen(q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa=False):
         assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] % 8 == 0 and len(k) == len(v) == len(q)
+        assert k.shape[1] == 2  # keys are not repeated for every query head
         assert starts_q.dtype == torch.int32 and torch.equal(starts_q, starts_k) and window_size[1] == 0
         assert (starts_q.diff() <= longest_q).all() and starts_q[0] == 0 and starts_q[-1] == len(q)
         assert enable_gqa == (groups_known and q.shape[1] != k.shape[1])
@@ -93,7 +95,8 @@ def test_sequences_for_flash_say_the_same(monkeypatch, window, ids, groups_known
         "cuda", (8, 0), torch.bfloat16, *mask))
     ours = heads(width=width)
     true = [t.detach().clone().requires_grad_() for t in ours]
-    chosen = mask_of(ours[0], window, ids)
+    chosen = mask_of(ours[0], window, ids, limit=limit)
+    assert ids is None or limit is None or len(chosen.offsets) == limit + 1
     assert (chosen.offsets is None) == (ids is None and window in (None, 30))
     out, expected = attend(*ours, chosen), exact(*true, window, ids)
     torch.testing.assert_close(out, expected)
@@ -102,6 +105,15 @@ def test_sequences_for_flash_say_the_same(monkeypatch, window, ids, groups_known
     (expected * weights).sum().backward()
     for mine, theirs in zip(ours, true, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_device_is_not_waited_for_where_the_host_knows_how_many_documents_there_may_be(monkeypatch):
+    """On `meta` there is nothing to wait for: whatever needs a value from the device is an error."""
+    monkeypatch.setattr(attention, "kernel_for", lambda *arguments: "varlen")
+    x, ids = torch.empty(2, 11, 16, device="meta"), IDS.to("meta")
+    assert attention_mask(x, None, documents_from(ids, 9), 8).offsets.shape == (10,)
+    with pytest.raises(RuntimeError):
+        attention_mask(x, None, documents_from(ids), 8)
 
 
 def test_a_window_counts_as_in_hugging_face():
