@@ -224,13 +224,23 @@ def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:
 
 
 @contextmanager
-def chosen_kernels(device: torch.device, masks: Iterable[AttentionMask]) -> Iterator[None]:
-    """Inside the `with`, `scaled_dot_product_attention` takes the best kernel for a device that gives right results."""
+def chosen_kernels(
+    device: torch.device, masks: Iterable[AttentionMask], first: SDPBackend | None = None
+) -> Iterator[None]:
+    """Inside the `with`, `scaled_dot_product_attention` takes the best kernel for a device that gives right results.
+
+    Args:
+        device: of the tensors.
+        masks: of the layers.
+        first: the kernel to prefer where there is no dense mask; None: the one that is usually best.
+    """
     if device.type != "cuda":
         yield
         return
     masked = any(mask.dense is not None for mask in masks)
-    with sdpa_kernel(backends(_capability(device), masked), set_priority=True):
+    known = backends(_capability(device), masked)
+    preferred = [first] if first is not None and not masked else []
+    with sdpa_kernel([*preferred, *(b for b in known if b not in preferred)], set_priority=True):
         yield
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from lm.errors import RequestError
 from lm.kernels.linear import Scaling, linear
@@ -202,6 +203,7 @@ class Decoder(nn.Module):
         self.config = config
         self.windows = config.windows  # of each layer
         self.fused: FusedOps | None = None
+        self.attention_backend: SDPBackend | None = None  # as `model/attention_choice` found it; None: the usual one
         self.output_copy: Tensor | None = None  # of the output matrix, as `Linear.copy`
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
@@ -259,7 +261,7 @@ class Decoder(nn.Module):
         """The decoder without its output matrix: ids `(B, T)` to normalised states `(B, T, C)`. See `forward`."""
         x = self.embed(input_ids)  # (B, T, C)
         rotary, masks = self.rotary_and_masks(x, document_ids, continuation, max_documents)
-        with chosen_kernels(x.device, masks):
+        with chosen_kernels(x.device, masks, self.attention_backend):
             for layer, mask in zip(self.layers, masks, strict=True):
                 x = layer(x, rotary, mask)  # (B, T, C)
         return self.norm(x)

@@ -47,7 +47,7 @@ def hidden_states(
     """`Decoder.hidden_states`: ids `(B, T)` to normalised states `(B, T, C)`."""
     branch, stream = decoder.embed(input_ids), None  # (B, T, C)
     rotary, masks = decoder.rotary_and_masks(branch, document_ids, continuation, max_documents)
-    with chosen_kernels(branch.device, masks):
+    with chosen_kernels(branch.device, masks, decoder.attention_backend):
         for layer, mask in zip(decoder.layers, masks, strict=True):
             branch, stream = layer(branch, stream, rotary, mask, decoder.fused)  # (B, T, C) each
     return decoder.fused.rms_norm(branch, stream, decoder.norm.weight, decoder.norm.eps)[1]
