@@ -28,7 +28,7 @@ from lm.model.attention import AttentionMask, attend, backends
 
 log = logging.getLogger(__name__)
 Attention = Literal["auto", "cudnn", "flash", "flash3", "flash4", "efficient", "math"]
-FLASH = {"flash": None, "flash3": "FA3", "flash4": "FA4"}  # versions of it, as torch calls those that are separate wheels
+FLASH = {"flash": None, "flash3": "FA3", "flash4": "FA4"}  # torch's names of versions that are wheels of their own
 SECONDS = 0.03  # that a kernel is timed for
 
 

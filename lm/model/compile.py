@@ -36,15 +36,17 @@ def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing) ->
         )  # fmt: skip
 
 
-def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
-    """Compile every block of a decoder and its loss in place.
+def compile_decoder(decoder: nn.Module, mode: Compile, whole: bool = False) -> None:
+    """Compile every block of a decoder, or all together, and its loss in place.
 
     A block's `forward` is compiled and not its `__call__`: names of parameters do not change, and hooks around a block
     (FSDP2 has some) stay outside of the graph.
 
     Args:
-        decoder: has `layers` and `cross_entropy`.
+        decoder: has `layers`, `run_blocks` and `cross_entropy`.
         mode: `none` leaves it as it is.
+        whole: all blocks and the last norm are one graph. Compiling takes much longer then, in proportion to the
+            layers, and operations of neighbouring blocks may be joined.
     """
     if mode == "none":
         return
@@ -54,8 +56,11 @@ def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
     # A traced backward pass would run under autocast, and that of eager mode does not. Off, both compute the same.
     torch._functorch.config.backward_pass_autocast = "off"
     backend = triton_free if mode == "triton_free" else "inductor"
-    for layer in decoder.layers:
-        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
+    if whole:
+        decoder.run_blocks = torch.compile(decoder.run_blocks, backend=backend, fullgraph=True)
+    else:
+        for layer in decoder.layers:
+            layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
     decoder.cross_entropy = torch.compile(decoder.cross_entropy, backend=backend, fullgraph=True)
 
 

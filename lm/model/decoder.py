@@ -262,8 +262,12 @@ class Decoder(nn.Module):
         x = self.embed(input_ids)  # (B, T, C)
         rotary, masks = self.rotary_and_masks(x, document_ids, continuation, max_documents)
         with chosen_kernels(x.device, masks, self.attention_backend):
-            for layer, mask in zip(self.layers, masks, strict=True):
-                x = layer(x, rotary, mask)  # (B, T, C)
+            return self.run_blocks(x, rotary, masks)
+
+    def run_blocks(self, x: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
+        """All blocks and the last norm: `(B, T, C)` to `(B, T, C)`."""
+        for layer, mask in zip(self.layers, masks, strict=True):
+            x = layer(x, rotary, mask)  # (B, T, C)
         return self.norm(x)
 
     def cross_entropy(

@@ -415,6 +415,25 @@ def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(name, ops):
         assert torch.equal(eager, compiled)
 
 
+@both
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_all_blocks_compiled_as_one_graph_are_eager_to_the_bit(ops, checkpointing):
+    torch._dynamo.reset()
+    model = built(VARIANTS["windows"], ops)
+    ids, labels = batch()
+    results = []
+    for mode in ("none", "triton_free"):
+        checkpoint_activations(model, checkpointing if mode == "triton_free" else "none")
+        compile_decoder(model, mode, whole=True)
+        model.zero_grad()
+        counters.clear()
+        model(ids, labels=labels).total.backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert counters["stats"]["unique_graphs"] == 2  # all blocks; the loss
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
 @pytest.mark.parametrize("ops, training", [(None, True), (FUSED, True), (FUSED, False)],
                          ids=["plain", "fused", "fused, infer"])
 def test_compiled_blocks_take_any_number_of_documents(ops, training, flash_on_cpu, monkeypatch):  # noqa: F811
