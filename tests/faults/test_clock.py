@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from trainings import expected, lm, losses, start, write_config
 
-from lm.runs.live import LiveRun
+from lm.runs.history import LiveRun
 from lm.runs.run import Run
 from lm.system.process import steady_time
 
