@@ -23,7 +23,7 @@ from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
-from lm.runs.resume import chosen_model
+from lm.runs.resume import chosen_model, hub_hint
 from lm.runs.run import ROOT
 from lm.system.files import new_folder
 from lm.training.checkpoint_state import model_files
@@ -168,7 +168,8 @@ def describe_shape(config: DecoderConfig, source: Path, target: Path) -> str:
 
 def _refuse_places(source: Path, target: Path) -> None:
     if not source.is_dir():
-        raise RequestError(f"--input {source} is no folder; give one with a config.json and safetensors in it")
+        where = "give one with a config.json and safetensors in it"
+        raise RequestError(f"--input {source} is no folder; {where}{hub_hint(str(source))}")
     if not any((source / name).exists() for name in ("config.json", "run.json")):
         raise RequestError(f"--input {source} is no model: it has no config.json")
     if not (source / "tokenizer.json").exists() and not (source / "run.json").exists():

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from lm.inspection.drawing import VERMILION, Html, figure, label_axes, table, wrapped
 from lm.runs import registry
-from lm.runs.history import Series, curve, differences, labels, read_samples, spread, time_spent
+from lm.runs.history import Series, curve, differences, labels, read_samples, time_spent
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.units import format_count
@@ -122,7 +123,8 @@ def alerts_table(run: Run) -> Html:
 def samples_table(run: Run, most: int = 8) -> Html:
     """What the model wrote from each prompt, at no more than `most` steps, spread over the run."""
     samples = read_samples(run)
-    steps = spread(sorted({sample["step"] for sample in samples}), most)
+    every = sorted({sample["step"] for sample in samples})
+    steps = [every[int(place)] for place in np.linspace(0, len(every) - 1, min(most, len(every)))]
     prompts = list(dict.fromkeys(sample["prompt"] for sample in samples))
     texts = {(sample["step"], sample["prompt"]): wrapped(sample["text"], TEXT_WIDTH) for sample in samples}
     rows = [(step, *(texts.get((step, prompt), "") for prompt in prompts)) for step in steps]

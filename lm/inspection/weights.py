@@ -78,23 +78,6 @@ def parameter_table(parts: Sequence[Part]) -> Html:
     return table(rows, ("part", "weights", "shape of each", "parameters", "share (%)", "MiB"))
 
 
-def draw_parameters(parts: Sequence[Part]) -> Figure:
-    """The parts as bars, the share of each at its end."""
-    picture, axes = figure(height=0.9 + 0.32 * len(parts))
-    bars = axes.barh([part.name for part in parts], [part.parameters for part in parts], color=BLUE)
-    axes.bar_label(bars, [_percent(part.share) for part in parts], padding=4, fontsize=9)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    label_axes(axes, f"{sum(part.parameters for part in parts):,} parameters by part", "parameters")
-    axes.grid(visible=False, axis="y")
-    return picture
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.001 else "< 0.1%"
-
-
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -103,8 +86,6 @@ class Histogram(NamedTuple):
 
     edges: np.ndarray  # (bins + 1,), ascending
     density: np.ndarray  # (bins,), of probability: it integrates to one
-    mean: float
-    std: float
 
 
 def matrices(decoder: Decoder) -> dict[str, Tensor]:
@@ -127,7 +108,7 @@ def weight_histograms(decoder: Decoder, bins: int = 80) -> dict[str, Histogram]:
     for name, weight in matrices(decoder).items():
         values = _finite(name, weight).cpu().numpy().ravel()
         density, edges = np.histogram(values, min(bins, math.isqrt(values.size)), density=True)
-        found[name] = Histogram(edges, density, float(values.mean()), float(values.std()))
+        found[name] = Histogram(edges, density)
     return found
 
 

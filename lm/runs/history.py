@@ -20,26 +20,18 @@ from lm.system.files import flatten, nonnegative, parse_line, read_lines
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: values that are not finite leave a gap.
+    """One curve: values that are not finite leave a gap."""
 
-    Args:
-        name: for the legend.
-        x: ascending.
-        y: of the same length.
-    """
-
-    name: str
-    x: Sequence[float]
+    name: str  # for the legend
+    x: Sequence[float]  # ascending
     y: Sequence[float]
 
 
 def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step", weight: float = 0.0) -> Series:
-    """One metric of a run.
+    """One metric of a run, by its name in TensorBoard.
 
     Args:
-        name: of the curve.
         lines: `Run.metrics()`.
-        metric: by its name in TensorBoard.
         x: `step` (optimizer steps), `tokens`, or `time`, which is hours since the run's first log line.
         weight: smooth with it, see `smooth`.
     """
@@ -118,15 +110,6 @@ def read_samples(run: Run) -> list[dict[str, Any]]:
         if isinstance(sample.get("step"), int) and {"prompt", "text"} <= sample.keys():
             found[sample["step"], sample["prompt"]] = sample
     return sorted(found.values(), key=lambda sample: sample["step"])
-
-
-def spread(steps: list[int], most: int) -> list[int]:
-    """At most `most` of ascending steps, evenly spread; with the last one, and with the first one if `most` > 1."""
-    if len(steps) <= most:
-        return steps
-    if most == 1:
-        return steps[-1:]
-    return [steps[round(index * (len(steps) - 1) / (most - 1))] for index in range(most)]
 
 
 # ---- where the time went ---------------------------------------------------------------------------------------------

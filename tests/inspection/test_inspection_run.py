@@ -28,7 +28,7 @@ from lm.inspection.data import (
     split_documents,
     token_text,
 )
-from lm.runs.history import beside, curve, differences, labels, read_samples, spread, time_spent
+from lm.runs.history import beside, curve, differences, labels, read_samples, time_spent
 from lm.runs.run import Run
 
 
@@ -106,7 +106,6 @@ def test_the_later_sample_of_a_step_counts(run, tmp_path):
              {"step": 4, "prompt": "a", "text": "new"}]  # fmt: skip
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "pro')
     assert [(one["step"], one["text"]) for one in read_samples(again)] == [(4, "new"), (8, "x")]
-    assert spread(list(range(100)), 3) == [0, 50, 99] and spread([1, 2], 3) == [1, 2] and spread([1, 2], 1) == [2]
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
