@@ -118,6 +118,8 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
         output: The folder to make, which must be empty or not there.
         eos_token: The token that ends a document, where the model's files do not tell.
     """
+    if hint := hub_hint(input):
+        raise RequestError(f"--input {input} is no folder{hint}")
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
     source, target = Path(input), Path(output)
@@ -168,8 +170,7 @@ def describe_shape(config: DecoderConfig, source: Path, target: Path) -> str:
 
 def _refuse_places(source: Path, target: Path) -> None:
     if not source.is_dir():
-        where = "give one with a config.json and safetensors in it"
-        raise RequestError(f"--input {source} is no folder; {where}{hub_hint(str(source))}")
+        raise RequestError(f"--input {source} is no folder; give one with a config.json and safetensors in it")
     if not any((source / name).exists() for name in ("config.json", "run.json")):
         raise RequestError(f"--input {source} is no model: it has no config.json")
     if not (source / "tokenizer.json").exists() and not (source / "run.json").exists():
