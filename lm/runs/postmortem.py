@@ -314,19 +314,14 @@ def folder_of(run: Run, step: int) -> Path:
     return run.path / f"postmortem-{step:08d}"
 
 
-def all_of(run: Run) -> list[Path]:
-    """The folders of a run's post-mortems, by step."""
-    return sorted(run.path.glob("postmortem-*"))
-
-
 def steps_of(run: Run) -> list[int]:
-    """The steps that have a post-mortem."""
-    return [int(path.name.removeprefix("postmortem-")) for path in all_of(run)]
+    """The steps that have a post-mortem, in order."""
+    return sorted(int(path.name.removeprefix("postmortem-")) for path in run.path.glob("postmortem-*"))
 
 
 def still_open(run: Run) -> Incident | None:
     """The newest incident that was not closed."""
-    incidents = [facts for path in all_of(run) if (facts := Run(path).read("postmortem.json"))]
+    incidents = [facts for step in steps_of(run) if (facts := Run(folder_of(run, step)).read("postmortem.json"))]
     return next((Incident(**facts) for facts in reversed(incidents) if facts["closed"] is None), None)
 
 

@@ -13,6 +13,7 @@ import re
 import socket
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ class Run:
         """
         if not re.fullmatch(r"[\w][\w.+=-]*", name):
             raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only")
-        for attempt in range(1, 10_000):
+        for attempt in count(1):
             path = Path(root) / (name if attempt == 1 else f"{name}-{attempt}")
             try:
                 path.mkdir(parents=True)
@@ -163,7 +164,6 @@ class Run:
                 continue
             except OSError as error:
                 raise RequestError(f"cannot make the run folder {path}: {error.strerror}") from error
-        raise RequestError(f"{root} holds ten thousand runs named {name}; choose another with --run")
 
     # ---- one process trains a run -------------------------------------------------------------------------------
 
