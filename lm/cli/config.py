@@ -273,7 +273,7 @@ def _chosen_run(arguments: list[str]) -> Run:
         folder = checkpoint_folder(checkpoint).resolve()
         if (folder.parent / "run.json").exists():
             return Run(folder.parent)
-    return find_run(options.get("--run"), root)
+    return find_run(options.get("--run"), root, otherwise=", or give --config")
 
 
 def main(arguments: list[str]) -> None:

@@ -186,8 +186,10 @@ def record_run(run: Run, warned: bool = False) -> bool:
 # ---- finding runs ----------------------------------------------------------------------------------------------------
 
 
-def find_run(name: str | None, root: str | Path = ROOT) -> Run:
+def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> Run:
     """The run of a name: a folder under `root`, else one in the registry, else a path; without a name the newest.
+
+    `otherwise` is another cure for the message where there is no run at all.
 
     Raises:
         RequestError: there is none, or there are several; the message lists them or the nearest names.
@@ -195,7 +197,7 @@ def find_run(name: str | None, root: str | Path = ROOT) -> Run:
     if name is None:
         if runs := Run.all(root):
             return runs[-1]
-        raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`")
+        raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`{otherwise}")
     here = Path(root) / name
     if (here / "run.json").is_file():
         return Run(here)

@@ -165,7 +165,7 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
         RequestError: there is no such run, checkpoint or folder.
     """
     if is_of_a_run(ckpt_path):
-        found = registry.find_run(run, root)
+        found = registry.find_run(run, root, otherwise=", or give a --ckpt_path")
         path = _checkpoint_of(found, ckpt_path)
         if path is None:
             raise RequestError(f"run {found.path} has no checkpoint yet")
