@@ -18,13 +18,12 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 
 from lm.errors import RequestError
-from lm.inference.model_card import Card, model_card
+from lm.inference.export import Card, check_reload, model_card
 from lm.inference.pretrained import Pretrained, load_pretrained
-from lm.inference.reload_check import check_reload
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
-from lm.runs.resume import chosen_model
+from lm.runs.resume import chosen_model, hub_hint
 from lm.runs.run import ROOT
 from lm.system.files import new_folder
 from lm.training.checkpoint_state import model_files
@@ -67,11 +66,8 @@ def export(
         model = load_pretrained(chosen_model(run, ckpt_path, root), device="cpu", dtype=dtype and getattr(torch, dtype))
         model.decoder.to(model.dtype)
         write_model(model, Card(name or Path(output).resolve().name, license, tuple(language or [])), folder)
-        found = check_reload(folder, model)
-    log.info(
-        "a new process loaded it with %s: logits in fp32 differ by %.1e of the largest, %d greedy tokens are the same",
-        found.loader, found.difference, found.tokens,
-    )  # fmt: skip
+        loader, difference = check_reload(folder, model)
+    log.info("a new process loaded it with %s: logits in fp32 differ by %.1e of the largest", loader, difference)
     if license == "unknown":
         log.info("the model card says that the licence is unknown: choose one with --license before you publish it")
     print(output)
@@ -122,6 +118,8 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
         output: The folder to make, which must be empty or not there.
         eos_token: The token that ends a document, where the model's files do not tell.
     """
+    if hint := hub_hint(input):
+        raise RequestError(f"--input {input} is no folder{hint}")
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
     source, target = Path(input), Path(output)

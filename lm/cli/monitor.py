@@ -1,6 +1,6 @@
 """`lm monitor`: runs that are training, live in a terminal, or once as JSON for programs. It only reads their files.
 
-`runs/live` reads them. Functions that end in `_facts` give labels and values, and `page` arranges them in lines,
+`runs/history` reads them. Functions that end in `_facts` give labels and values, and `page` arranges them in lines,
 never more or wider than the terminal.
 """
 
@@ -27,8 +27,7 @@ from rich.text import Text
 from lm.cli.charts import chart
 from lm.cli.runs import STYLES, to_json
 from lm.errors import RequestError
-from lm.runs.history import Series, smooth
-from lm.runs.live import LiveRun
+from lm.runs.history import LiveRun, Series, smooth
 from lm.runs.metrics import METRICS
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, Run
@@ -216,7 +215,7 @@ def run_block(watch: LiveRun, width: int, height: int) -> list[Text]:
     head = [title_line(state, width), progress_line(state, width)]
     if state.get("reason") and state["status"] not in ("running", "dead"):
         head.append(Text(f"{state['status']}: {one_line(state['reason'])}"))
-    if width >= WIDE and height >= 14 and watch.curves["train/loss"].points()[0]:
+    if width >= WIDE and height >= 14 and watch.curve("train/loss").x:
         return fit_lines([*head, *_wide(watch, width, height - len(head))], width, height)
     numbers, said = facts_in_row(training_facts(state), width), alert_lines(state, 3)
     below = [*facts_in_row(machine_facts(state, 2), width), *facts_in_row(checkpoint_facts(state), width)]
@@ -256,16 +255,15 @@ def _side(state: dict[str, Any], width: int, gpus: int, airy: bool) -> list[Text
 
 def _loss(watch: LiveRun, width: int, height: int) -> list[Text]:
     """The training loss, a smoothed line through it, and the validations."""
-    steps, losses = watch.curves["train/loss"].points()
-    smoothed = smooth(losses, 1 - 1 / max(1.0, len(losses) / 60))
-    validation = watch.curves["val/loss"].points()
-    curves = [Series("loss", steps, losses), Series("smoothed", steps, smoothed), Series("validation", *validation)]
-    shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(steps) > 30)]
-    y_range = range_after_start(losses + validation[1], losses)
+    loss, validation = watch.curve("train/loss"), watch.curve("val/loss")
+    smoothed = smooth(loss.y, 1 - 1 / max(1.0, len(loss.y) / 60))
+    curves = [loss, Series("smoothed", loss.x, smoothed), Series("validation", validation.x, validation.y)]
+    shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(loss.x) > 30)]
+    y_range = range_after_start([*loss.y, *validation.y], loss.y)
     return chart_lines(shown, width, height, "" if len(shown) > 1 else "loss", y_range)
 
 
-def range_after_start(values: list[float], losses: list[float]) -> tuple[float, float] | None:
+def range_after_start(values: list[float], losses: Sequence[float]) -> tuple[float, float] | None:
     """The range of the y axis without the first tenth of the losses, whose fall would make the rest look flat."""
     known = [value for value in values if math.isfinite(value)]
     rest = [value for value in losses[len(losses) // 10 :] if math.isfinite(value)]
@@ -277,9 +275,7 @@ def range_after_start(values: list[float], losses: list[float]) -> tuple[float, 
 
 def _small(watch: LiveRun, width: int, height: int) -> list[Text]:
     wide = (width - 2 * (len(SMALL) - 1)) // len(SMALL)
-    labels = {name: METRICS[name].label for name in SMALL}
-    curves = [(Series(label, *watch.curves[name].points(most=wide)), label) for name, label in labels.items()]
-    blocks = [chart_lines([curve], wide, height, label) for curve, label in curves]
+    blocks = [chart_lines([watch.curve(name, wide)], wide, height, METRICS[name].label) for name in SMALL]
     return join_blocks(blocks, width, [wide] * len(SMALL))
 
 

@@ -139,32 +139,34 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of UTF-8 that each token stands for.
+        """Bytes of UTF-8 that each token stands for inside a text.
+
+        Tokens are decoded between two words, so that marks such as `##`, `</w>` and `▁` count as the blank that they
+        stand for, or as nothing. At the borders of a document that is a blank too many for some tokenizers.
 
         Returns:
             (vocab_size,) int32; 0 for special tokens and for ids that no token has.
         """
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         added = self.backend.get_added_tokens_decoder()
+        word, spelled = self.encode("the") or [self.eos_id], []
+        byte_fallback = self.description["model"].get("byte_fallback")
         for token, number in self.vocabulary.items():
-            if number not in added:
-                sizes[number] = self._size(token)
-            elif not added[number].special:
+            if number in added:
+                sizes[number] = 0 if added[number].special else len(token.encode())
+            elif self.byte_level:
+                sizes[number] = len(token)  # one character of the byte alphabet is one byte
+            elif byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
+                sizes[number] = 1
+            elif self.backend.decoder is None:
                 sizes[number] = len(token.encode())
+            else:
+                spelled.append(number)
+        between = [[word[-1], number, word[0]] for number in spelled]
+        decoded = self.backend.decode_batch([[word[-1], word[0]], *between], skip_special_tokens=False)
+        empty, *whole = (len(text.encode()) for text in decoded)
+        sizes[spelled] = np.maximum(0, np.array(whole, dtype=np.int32) - empty)
         return sizes
-
-    def _size(self, token: str) -> int:
-        if self.byte_level:
-            return len(token)  # one character of the byte alphabet is one byte
-        if self.description["model"].get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token):
-            return 1
-        return len((token.replace("▁", " ") if self._blocks_are_blanks else token).encode())
-
-    @cached_property
-    def _blocks_are_blanks(self) -> bool:
-        """Whether it writes a blank as sentencepiece does."""
-        steps = [self.description.get(step) for step in ("normalizer", "pre_tokenizer", "decoder")]
-        return '"▁"' in json.dumps(steps, ensure_ascii=False)
 
     @cached_property
     def byte_level(self) -> bool:

@@ -423,6 +423,15 @@ def test_texts_are_measured_as_validation_and_predict_count_them(corpus, tokeniz
         assert result.perplexity == pytest.approx(math.exp(result.loss))
 
 
+def test_bytes_of_texts_are_those_of_the_texts_whatever_the_tokenizer(tmp_path):
+    """Also of signs that a tokenizer drops or does not know."""
+    tokenizer = train_char(["abc"])
+    (tmp_path / "a.txt").write_text("abc äöü")
+    result = texts_bits_per_byte(decoder_of(tokenizer), tokenizer, [str(tmp_path / "a.txt")])
+    assert (result.tokens, result.bytes) == (7, 10)
+    assert result.bits_per_byte == pytest.approx(result.loss * 7 / 10 / math.log(2))
+
+
 def test_a_stride_gives_each_token_what_is_before_it(corpus, tokenizer):
     """Every token is predicted once, from the window that the stride says."""
     decoder, nats, count = decoder_of(tokenizer), 0.0, 0
