@@ -110,15 +110,15 @@ def fit_briefly(
     watch: Callable[[Trainer, LanguageModule], None] = lambda trainer, module: None,
     **options: Any,
 ) -> Trainer:
-    """Train for a few steps on one device, with everything that `lm fit` has, and leave nothing behind.
+    """Train for a few steps on one device, with everything that `lm fit` does for a step, and leave nothing behind.
 
-    Guards watch and do nothing. The schedule is constant, since the configured one is for a longer run.
+    Guards watch and do nothing; there are no samples and no evaluations. The schedule is constant, since the configured one is for a longer run.
 
     Args:
         config: as `ConfigParser.read` gives it.
         steps: optimizer steps.
         callbacks: beside those of `lm fit` and of the config.
-        own_data: train on the config's data, which must be there; else on random tokens, without samples and tasks.
+        own_data: train on the config's data, which must be there; else on random tokens.
         watch: called before the fit.
         options: of the Trainer, in place of the config's.
 
@@ -136,7 +136,6 @@ def fit_briefly(
     root = Path(config.trainer.default_root_dir)
     # Beside the runs: a checkpoint is timed, and the system's temporary folder may lie in memory.
     with tempfile.TemporaryDirectory(prefix=".lm-bench-", dir=root if root.is_dir() else ".") as folder:
-        samples, evaluation = (config.samples, config.evaluation) if own_data else (SamplesConfig(), EvaluationConfig())
         data_options = vars(config.data)
         if not own_data:
             write_random_data(Path(folder) / "data", find_vocab_size(config), config.data)
@@ -152,7 +151,8 @@ def fit_briefly(
             "default_root_dir": str(Path(folder) / "runs"), **options,
         }  # fmt: skip
         run_folder = RunFolder(None, "bench", "", register=False)
-        standard = standard_callbacks(request, run_folder, config.guards.harmless(), samples, evaluation)
+        guards = config.guards.harmless()
+        standard = standard_callbacks(request, run_folder, guards, SamplesConfig(), EvaluationConfig())
         trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *standard, *callbacks]})
         watch(trainer, module)
         try:
