@@ -37,7 +37,7 @@ from lm.model.estimates import Step, parameters, training_memory
 from lm.system.files import write_atomically
 from lm.system.hardware import device_name, peak_flops
 from lm.system.process import run_facts, seconds_since_process_start
-from lm.system.units import Count, format_bytes, format_count
+from lm.system.units import Count, format_bytes, format_count, plural
 from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
 from lm.training.callbacks.guards import not_training
@@ -112,7 +112,8 @@ def fit_briefly(
 ) -> Trainer:
     """Train for a few steps on one device, with everything that `lm fit` does for a step, and leave nothing behind.
 
-    Guards watch and do nothing; there are no samples and no evaluations. The schedule is constant, since the configured one is for a longer run.
+    Guards watch and do nothing; there are no samples and no evaluations. The schedule is constant, since the
+    configured one is for a longer run.
 
     Args:
         config: as `ConfigParser.read` gives it.
@@ -228,8 +229,8 @@ def print_heading(console: Console, found: dict[str, Any]) -> None:
     """Print what `describe_training` found as two lines."""
     console.print(
         f"{found['config']}: {format_count(found['parameters'])} parameters, {found['micro_batch_size']} x "
-        f"{found['seq_len']} tokens x {found['accumulate']} micro-batches, {found['precision']}; {found['device']}, "
-        f"{found['threads']} threads, torch {found['versions']['torch']}"
+        f"{found['seq_len']} tokens x {plural(found['accumulate'], 'micro-batch')}, {found['precision']}; "
+        f"{found['device']}, {found['threads']} threads, torch {found['versions']['torch']}"
     )
     console.print(
         f"compile: {found['compile']}{', CUDA graphs' * found['cuda_graphs']}; kernels: {found['kernels']}; "

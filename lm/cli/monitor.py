@@ -105,10 +105,9 @@ def machine_facts(state: dict[str, Any], most: int) -> list[Fact]:
 
 def _machine(reading: dict[str, Any], most: int) -> list[Fact]:
     gpus = reading["gpus"] or []
+    facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
     if len(gpus) > most:
         facts = [(f"{len(gpus)} GPUs", *_gpu(combine_gpus(gpus)))]
-    else:
-        facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
     cpu, memory, process = reading["cpu"], reading["memory"], reading["process"]
     if cpu["load_percent"] is not None:
         facts.append(("CPU", f"{cpu['load_percent']:.0f}% of {cpu['cores']} cores", ""))
@@ -121,20 +120,14 @@ def _machine(reading: dict[str, Any], most: int) -> list[Fact]:
 
 def combine_gpus(gpus: list[dict[str, Any]]) -> dict[str, Any]:
     """Several GPUs as one: mean load, the fullest memory, the highest temperature, the power of all."""
-
-    def over(name: str, summary: Any) -> Any:
-        known = [gpu[name] for gpu in gpus if gpu[name] is not None]
-        return summary(known) if known else None
-
-    return {
-        "load_percent": over("load_percent", statistics.fmean),
-        "memory_used_bytes": over("memory_used_bytes", max),
-        "memory_total_bytes": over("memory_total_bytes", max),
-        "temperature_celsius": over("temperature_celsius", max),
-        "power_watts": over("power_watts", sum),
-        "power_limit_watts": over("power_limit_watts", sum),
-        "clocks_limited_by": list(dict.fromkeys(limit for gpu in gpus for limit in gpu["clocks_limited_by"] or [])),
-    }
+    summaries = {
+        "load_percent": statistics.fmean, "memory_used_bytes": max, "memory_total_bytes": max,
+        "temperature_celsius": max, "power_watts": sum, "power_limit_watts": sum,
+    }  # fmt: skip
+    known = {name: [gpu[name] for gpu in gpus if gpu[name] is not None] for name in summaries}
+    combined = {name: summary(known[name]) if known[name] else None for name, summary in summaries.items()}
+    limits = dict.fromkeys(limit for gpu in gpus for limit in gpu["clocks_limited_by"] or [])
+    return {**combined, "clocks_limited_by": list(limits)}
 
 
 def _gpu(gpu: dict[str, Any]) -> tuple[str, str]:
@@ -228,8 +221,9 @@ def run_block(watch: LiveRun, width: int, height: int) -> list[Text]:
 
 def _wide(watch: LiveRun, width: int, height: int) -> list[Text]:
     right = max(SIDE, width // 4)
-    sides = (_side(watch.state, right, gpus, airy) for gpus, airy in ((8, True), (1, True), (1, False)))
-    side = next((side for side in sides if len(side) <= height), _side(watch.state, right, 1, False))
+    side = _side(watch.state, right, 8, True)
+    if len(side) > height:
+        side = _side(watch.state, right, 1, False)
     left = width - right - 2
     small = min(BELOW[1], height // 3)
     if height - small < LOSS[1] or small < BELOW[0]:
@@ -352,10 +346,8 @@ def monitor(
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # where there are no braille dots
     console = Console()
-    live = sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once
-    chosen = [find_run(name, root) for name in runs] or default_runs(root)
-    watches = [LiveRun(run) for run in chosen]
-    if live:
+    watches = [LiveRun(run) for run in [find_run(name, root) for name in runs] or default_runs(root)]
+    if sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once:
         follow_runs(watches, console, interval)
         return
     for watch in watches:
@@ -400,7 +392,7 @@ def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> No
                     if size != console.size:
                         size = console.size
                         lines = page(watches, size.width, max(1, size.height - 1))
-                        lines.append(_foot(size.width))
+                        lines += fit_lines([Text("q leaves; the runs continue", "dim")], size.width, 1)
                         text = Text("\n", no_wrap=True, end="").join(lines[: size.height])
                         screen.update(text, refresh=True)
                     if time.monotonic() - looked >= interval:
@@ -409,13 +401,6 @@ def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> No
                         return
     except KeyboardInterrupt:
         return
-
-
-def _foot(width: int) -> Text:
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-    line = Text("q leaves; the runs continue", "dim", no_wrap=True)
-    line.truncate(width)
-    return line.append(" " * max(0, width - line.cell_len - len(now)) + now if line.cell_len + len(now) < width else "")
 
 
 @contextmanager

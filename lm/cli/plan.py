@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 from rich.console import Console
 
 from lm.cli import plan_checks as findings
-from lm.cli.config import ConfigParser, config_name, config_parser
+from lm.cli.config import config_name, config_parser
 from lm.cli.plan_checks import Finding
 from lm.data.datamodule import DataModule
 from lm.data.shards import Shards
@@ -23,7 +23,7 @@ from lm.model.config import DecoderConfig
 from lm.model.estimates import Step, checkpoint_bytes, flops_per_token, largest_micro_batch, parameters, training_memory
 from lm.system.files import disk_space
 from lm.system.hardware import Device, find_device, peak_flops
-from lm.system.units import format_bytes, format_count, format_duration
+from lm.system.units import format_bytes, format_count, format_duration, plural
 from lm.training.optim import OptimizerConfig
 from lm.training.precision import precision_for_cpu
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
@@ -33,16 +33,6 @@ ASSUMED_MFU = 0.4  # what published trainings of this size reach on one GPU: nan
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters, and tokens of a micro-batch, under which the host decides
 RESERVE_BYTES = 2**30  # CUDA context and library workspaces; on a CPU Python and its libraries
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
-
-
-def model_facts(config: DecoderConfig, seq_len: int) -> dict[str, Any]:
-    """Parameters by part, and operations a token."""
-    return {
-        "parameters": parameters(config),
-        "flops_per_token": flops_per_token(config, seq_len),
-        "tied": config.tie_word_embeddings,
-        "vocab_size": config.vocab_size,
-    }
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -87,15 +77,10 @@ def data_facts(data: Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
         windows = shards.require_windows(data.seq_len)
         found[split] = {
             "tokens": shards.tokens, "shards": len(shards.fingerprint()), "windows": windows,
-            "dtype": str(shards.column.dtype), "bytes_per_token": _fit_of_sample(shards, tokenizer),
+            "dtype": str(shards.column.dtype),
+            "bytes_per_token": float(tokenizer.token_bytes()[shards.read(0)].mean()),  # of the first block
         }  # fmt: skip
     return found
-
-
-def _fit_of_sample(shards: Shards, tokenizer: Tokenizer) -> float:
-    """UTF-8 bytes a token over the first block of the shards: a measure of how well the tokenizer fits the texts."""
-    ids = shards.read(0)
-    return float(tokenizer.token_bytes()[ids].sum() / len(ids))
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -198,12 +183,6 @@ def measured_rate(file: Path, model_parameters: int, seq_len: int) -> tuple[floa
     return rate, ", ".join([str(file), *(str(found[name]) for name in ("device", "precision") if name in found)])
 
 
-def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[str, Any]:
-    """Bytes of a checkpoint, of all that are there at once (kept, best and the one in flight), and what is free."""
-    one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
-    return disk_space(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)._asdict()
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +218,7 @@ def plan(arguments: list[str]) -> None:
     Raises:
         RequestError: the config has errors; they are on the page.
     """
-    config = plan_parser().read(arguments)
+    config = config_parser("lm plan", PlanOptions).read(arguments)
     if config.mfu is not None and not 0 < config.mfu <= 1:
         raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
     if config.rate_usd_per_hr is not None and config.rate_usd_per_hr < 0:
@@ -256,12 +235,7 @@ def plan(arguments: list[str]) -> None:
     else:
         show_plan(found, noted)
     if errors:
-        raise RequestError(f"{config_name(config)}: {len(errors)} error{'s' * (len(errors) > 1)}: {errors[0].what}")
-
-
-def plan_parser() -> ConfigParser:
-    """The parser of a config and of the options of `lm plan`."""
-    return config_parser("lm plan", PlanOptions)
+        raise RequestError(f"{config_name(config)}: {plural(len(errors), 'error')}: {errors[0].what}")
 
 
 def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
@@ -324,7 +298,10 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
         noted.append(Finding("advice", "the model's size is not known before the tokenizer is made",
                              "--model.decoder.vocab_size N"))  # fmt: skip
         return found, noted
-    found["model"] = model_facts(decoder, config.data.seq_len)
+    found["model"] = {
+        "parameters": parameters(decoder), "flops_per_token": flops_per_token(decoder, config.data.seq_len),
+        "tied": decoder.tie_word_embeddings, "vocab_size": decoder.vocab_size,
+    }  # fmt: skip
     noted += findings.of_model(found["model"], found["steps"])
     if config.strict:
         return found, noted
@@ -336,8 +313,10 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
         found["steps"], found["model"]["flops_per_token"], device, precision, config.mfu, config.bench,
         found["model"]["parameters"]["total"], config.rate_usd_per_hr,
     )  # fmt: skip
-    found["disk"] = disk_facts(decoder, step, config)
-    noted += findings.of_device(found["memory"], found["disk"], found["steps"], device, config, precision)
+    one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
+    space = disk_space(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)
+    found["disk"] = space._asdict()
+    noted += findings.of_device(found["memory"], space, found["steps"], device, config, precision)
     order = ("error", "warning", "advice")
     return found, sorted(noted, key=lambda finding: order.index(finding.level))
 
@@ -400,7 +379,7 @@ def show_plan(found: dict[str, Any], noted: list[Finding]) -> None:
             console.print(f"{'':8}{finding.cure}")
     counts = {level: sum(finding.level == level for finding in noted) for level in colours}
     state = "not ready" if counts["error"] else "ready"
-    said = [f"{count} {level}{'s' * (count > 1 and level != 'advice')}" for level, count in counts.items() if count]
+    said = [plural(count, level).replace("advices", "advice") for level, count in counts.items() if count]
     console.print(f"[bold]{state}[/bold]{': ' * bool(said)}{', '.join(said)}")
 
 
@@ -417,8 +396,8 @@ def _model_lines(found: dict[str, Any]) -> list[str]:
 def _data_lines(found: dict[str, Any]) -> list[str]:
     data = found["data"]
     return [
-        f"{split}: {format_count(data[split]['tokens'])} tokens in {data[split]['shards']:,} shards, "
-        f"{data[split]['windows']:,} samples, {data[split]['bytes_per_token']:.2f} bytes of text a token"
+        f"{split}: {format_count(data[split]['tokens'])} tokens in {plural(data[split]['shards'], 'shard')}, "
+        f"{plural(data[split]['windows'], 'sample')}, {data[split]['bytes_per_token']:.2f} bytes of text a token"
         for split in ("train", "val") if split in data
     ] or ["not there yet"]  # fmt: skip
 
@@ -427,11 +406,11 @@ def _steps_lines(found: dict[str, Any]) -> list[str]:
     steps = found["steps"]
     epochs = f", {steps['epochs']:.2f} epochs" if "epochs" in steps else ""
     return [
-        f"{steps['micro_batch_size']:,} x {steps['seq_len']:,} tokens x {steps['accumulate']:,} micro-batches x "
-        f"{steps['world_size']:,} ranks = {steps['tokens_per_step']:,} tokens a step",
-        f"{steps['max_steps']:,} steps = {format_count(steps['tokens'])} tokens{epochs}; warm-up "
-        f"{steps['warmup_steps']:,} ({steps['warmup_share']:.1%}), {steps['validations']:,} validations, "
-        f"{steps['checkpoints']:,} checkpoints",
+        f"{steps['micro_batch_size']:,} x {steps['seq_len']:,} tokens x {plural(steps['accumulate'], 'micro-batch')} x "
+        f"{plural(steps['world_size'], 'rank')} = {steps['tokens_per_step']:,} tokens a step",
+        f"{plural(steps['max_steps'], 'step')} = {format_count(steps['tokens'])} tokens{epochs}; warm-up "
+        f"{steps['warmup_steps']:,} ({steps['warmup_share']:.1%}), {plural(steps['validations'], 'validation')}, "
+        f"{plural(steps['checkpoints'], 'checkpoint')}",
     ]
 
 

@@ -38,7 +38,7 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     """Findings on the steps of the run, from the config alone."""
     warmup, total = steps["warmup_steps"], steps["max_steps"]
     if warmup >= total:
-        yield Finding("error", f"the warm-up of {warmup:,} steps is not over when the run of {total:,} steps is",
+        yield Finding("error", f"the warm-up of {warmup:,} steps is not over when the run of {total:,} ends",
                       "lower model.schedule.warmup_steps")
     elif steps["warmup_share"] > LONG_WARMUP:
         yield Finding("warning", f"warm-up takes {warmup:,} of {total:,} steps, {steps['warmup_share']:.0%} of the run",
@@ -46,8 +46,8 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     for name, count in (("val_interval", "validated"), ("checkpoint_interval", "saved")):
         interval = config.trainer[name]
         if interval > total:
-            yield Finding("advice", f"trainer.{name} {interval:,} is more than the run's {total:,} steps: it is "
-                          f"{count} at the end alone", f"lower trainer.{name}")  # fmt: skip
+            yield Finding("advice", f"trainer.{name} {interval:,} is more than the run's {total:,} steps: the run is "
+                          f"{count} at its end alone", f"lower trainer.{name}")  # fmt: skip
     yield from _of_fp8(steps, config)
     if config.model.decoder.tie_word_embeddings and config.model.optimizer.groups.output != GroupConfig():
         yield Finding("error", "model.optimizer.groups.output: the output matrix of this model is its embedding",
@@ -71,7 +71,7 @@ def _of_fp8(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
             yield Finding("error", f"trainer.fp8_keep is for FP8, and trainer.precision is {precision}", "leave it out")
         return
     if steps["micro_batch_size"] * steps["seq_len"] % MULTIPLE:
-        yield Finding("error", f"{precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
+        yield Finding("error", f"{precision} takes multiples of {MULTIPLE} tokens a micro-batch, and this one has "
                       f"{steps['micro_batch_size']} x {steps['seq_len']}", "change data.micro_batch_size")  # fmt: skip
     if keep is not None:
         return
@@ -95,12 +95,12 @@ def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
     ratio = steps["tokens"] / model["parameters"]["total"]
     if ratio < FEW_TOKENS:
         yield Finding("warning", f"{format_count(steps['tokens'])} tokens are {ratio:.2g} for each of "
-                      f"{format_count(model['parameters']['total'])} parameters; 20 make the best of the operations",
-                      "train longer, or take a smaller model")  # fmt: skip
+                      f"{format_count(model['parameters']['total'])} parameters; about 20 give the lowest loss for the "
+                      "compute", "train longer, or take a smaller model")  # fmt: skip
     if model["vocab_size"] % ROWS:
         padded = -(-model["vocab_size"] // ROWS) * ROWS
-        yield Finding("advice", f"a vocabulary of {model['vocab_size']:,} is no multiple of {ROWS}, with which matrix "
-                      "units are fastest", f"--model.decoder.vocab_size {padded}")  # fmt: skip
+        yield Finding("advice", f"a vocabulary of {model['vocab_size']:,} is not a multiple of {ROWS}: GPUs multiply "
+                      "such matrices more slowly", f"--model.decoder.vocab_size {padded}")  # fmt: skip
 
 
 def of_vocabulary(tokenizer_size: int, vocab_size: int) -> Iterator[Finding]:
@@ -155,7 +155,7 @@ def of_tasks(evaluation: EvaluationConfig, data: dict[str, Any]) -> Iterator[Fin
                       "set evaluation.interval, or give data.val")  # fmt: skip
 
 
-def of_device(memory: dict[str, Any], disk: dict[str, Any], steps: dict[str, Any], device: Device,
+def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
               config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
     """Findings on the device, its memory and the disk."""
     if config.model.kernels in ("on", True) and (device.capability is None or device.capability < (8, 0)):
@@ -173,8 +173,8 @@ def of_device(memory: dict[str, Any], disk: dict[str, Any], steps: dict[str, Any
         yield Finding("warning", f"how much memory {device.name} has is not known", "name one with --device")
     else:
         yield from _of_memory(memory, steps, device)
-    if not DiskSpace(**disk).suffices:
-        yield Finding("error", str(DiskSpace(**disk)), "free some, or set trainer.default_root_dir to another disk")
+    if not disk.suffices:
+        yield Finding("error", str(disk), "free some, or set trainer.default_root_dir to another disk")
 
 
 def _of_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device) -> Iterator[Finding]:

@@ -282,8 +282,8 @@ def show_parts(found: dict[str, Any]) -> None:
     table.add_row("all of them", f"{found['ms_per_step']:.2f}", "100.0%")
     console.print(table)
     slowest = ", ".join(f"{name} {ms:.2f} ms" for name, ms in list(found["callbacks"].items())[:3])
-    rate = found["tokens_per_step"] / found["ms_per_step"] * 1e3
-    console.print(f"mean of {found['steps']} steps, a log line every {found['log_interval']}: {format_count(rate)} tokens/s")
+    rate = format_count(found["tokens_per_step"] / found["ms_per_step"] * 1e3)
+    console.print(f"mean of {found['steps']} steps, a log line every {found['log_interval']}: {rate} tokens/s")
     console.print(f"the slowest callbacks, a step: {slowest}")
     if found["accelerator"] == "cpu":
         console.print("other work on this CPU changes the milliseconds; the shares are more reliable")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lm.errors import RequestError
-from lm.system.units import Count
+from lm.system.units import Count, plural
 
 # ---- learning rate ---------------------------------------------------------------------------------------------------
 
@@ -123,8 +123,9 @@ class Steps:
 
     def __str__(self) -> str:
         return (
-            f"{self.micro_batch_size} x {self.seq_len} tokens x {self.accumulate} micro-batches x {self.world_size} "
-            f"ranks = {self.tokens_per_step:,} tokens a step, {self.max_steps:,} steps"
+            f"{self.micro_batch_size} x {self.seq_len} tokens x {plural(self.accumulate, 'micro-batch')} x "
+            f"{plural(self.world_size, 'rank')} = {self.tokens_per_step:,} tokens a step, "
+            f"{plural(self.max_steps, 'step')}"
         )
 
 
