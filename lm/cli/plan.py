@@ -16,7 +16,7 @@ from lm.cli import plan_checks as findings
 from lm.cli.config import config_name, config_parser
 from lm.cli.plan_checks import Finding
 from lm.data.datamodule import DataModule
-from lm.data.shards import Shards
+from lm.data.prepare import LEARNED
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError
 from lm.model.config import DecoderConfig
@@ -38,49 +38,38 @@ RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
+def is_prepared(data: Namespace) -> bool:
+    """Whether the first fit has no data to make."""
+    return not data.path or not data.prepare or (Path(data.path) / "manifest.json").exists()
+
+
 def find_tokenizer(data: Namespace) -> Tokenizer | None:
-    """The tokenizer of a config's data; None where it is still to be made.
-
-    Raises:
-        RequestError: it is not there, and nothing says what to make it from.
-    """
-    if data.tokenizer is None and not (Path(data.path) / "tokenizer.json").exists() and data.prepare:
-        return Tokenizer.load(data.prepare.tokenizer) if data.prepare.tokenizer not in ("bpe", "char") else None
-    if data.tokenizer is None and not Path(data.path).is_dir():
-        raise RequestError(
-            f"data.path {data.path} is not there: make it with `lm data prepare --input TEXTS --output {data.path}`"
-        )
-    return Tokenizer.load(data.tokenizer or data.path)
+    """The tokenizer of a config's data; None where it is still to be made."""
+    if is_prepared(data) or data.tokenizer:
+        return Tokenizer.load(data.tokenizer or data.path)
+    return None if data.prepare.tokenizer in LEARNED else Tokenizer.load(data.prepare.tokenizer)
 
 
-def data_facts(data: Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def data_facts(data: Namespace) -> dict[str, Any]:
     """Tokens and shards by split, and how well the tokenizer fits a sample of them.
 
     Raises:
         RequestError: shards are missing, damaged or made with another tokenizer; names the file.
     """
-    sources = {"train": data.train, "val": data.val}
-    if data.path and not (Path(data.path) / "manifest.json").exists():
-        if data.prepare is None:
-            raise RequestError(
-                f"data.path {data.path} holds no manifest.json: make another folder with `lm data prepare "
-                "--input TEXTS --output FOLDER`"
-            )
+    if not is_prepared(data):
         return {"prepared": False, "from": list(data.prepare.input)}
-    found: dict[str, Any] = {"prepared": True}
-    for split, source in sources.items():
-        if source is None and data.path and (Path(data.path) / split).is_dir():
-            source = str(Path(data.path) / split)
-        if source is None:
-            continue
-        shards = Shards.open(source, data.column, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256)
-        windows = shards.require_windows(data.seq_len)
-        found[split] = {
-            "tokens": shards.tokens, "shards": len(shards.fingerprint()), "windows": windows,
-            "dtype": str(shards.column.dtype),
-            "bytes_per_token": float(tokenizer.token_bytes()[shards.read(0)].mean()),  # of the first block
-        }  # fmt: skip
-    return found
+    opened = DataModule(**vars(data))
+    opened.prepare_data()  # which makes nothing: it looks whether the folder was made with these options
+    opened.setup("fit")
+    sizes = opened.tokenizer.token_bytes()
+    return {"prepared": True} | {
+        split: {
+            "tokens": shards.tokens, "shards": len(shards.fingerprint()),
+            "windows": int(shards.windows(data.seq_len).sum()), "dtype": str(shards.column.dtype),
+            "bytes_per_token": float(sizes[shards.read(0)].mean()),  # UTF-8 of the first block
+        }
+        for split, shards in opened.shards.items()
+    }  # fmt: skip
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -280,8 +269,8 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     data, tokenizer = {"prepared": False, "from": []}, None
     if not config.strict:
         try:
+            data = data_facts(config.data)
             tokenizer = find_tokenizer(config.data)
-            data = data_facts(config.data, tokenizer)
         except (LmError, OSError) as error:
             noted.append(Finding("error", str(error), ""))
             data = {"unknown": True}
