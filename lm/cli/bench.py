@@ -28,6 +28,7 @@ from tokenizers import models
 
 from lm.cli.config import config_name, config_parser
 from lm.cli.plan import find_tokenizer, with_vocabulary
+from lm.cli.runs import folder_bytes
 from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -38,7 +39,6 @@ from lm.system.files import write_atomically
 from lm.system.hardware import device_name, peak_flops
 from lm.system.process import run_facts, seconds_since_process_start
 from lm.system.units import Count, format_bytes, format_count, plural
-from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
 from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.run_folder import RunFolder
@@ -281,14 +281,6 @@ def peak_memory(device: torch.device) -> int | None:
 # ---- the steps that are timed ----------------------------------------------------------------------------------------
 
 
-class Saving(NamedTuple):
-    """What a checkpoint took."""
-
-    stall_seconds: float  # while training waits
-    total_seconds: float  # until it is whole on the disk
-    bytes: int
-
-
 class StepTimer(Callback):
     """Times stretches of optimizer steps, then some checkpoints.
 
@@ -303,10 +295,11 @@ class StepTimer(Callback):
 
     Attributes:
         stretches: their times.
-        savings: those of the checkpoints.
+        savings: of each checkpoint the seconds that training waits, and those until it is whole on the disk.
         first_step: seconds of the first optimizer step, with all that is compiled and loaded in it.
         first_step_age: seconds from the start of the process to the end of that step.
         peak_bytes: most memory in use when the warm-up was over; None where it is not known.
+        checkpoint_bytes: of the last checkpoint.
     """
 
     def __init__(self, *, warmup: int, stretch: int, rounds: int, checkpoints: int) -> None:
@@ -314,7 +307,7 @@ class StepTimer(Callback):
         self.measured = warmup + rounds * stretch
         self.steps = self.measured + checkpoints
         self.stretches: list[Stretch] = []
-        self.savings: list[Saving] = []
+        self.savings: list[tuple[float, float]] = []
         self.first_step = self.first_step_age = 0.0
         self.peak_bytes: int | None = None
 
@@ -340,18 +333,12 @@ class StepTimer(Callback):
     def between_stretches(self, trainer: Trainer, module: LanguageModule, step: int) -> None:
         """Do what is not timed as a step; called before, between and after the stretches."""
         if step > self.measured:
-            self.savings.append(_save(trainer, module.device))
-
-
-def _save(trainer: Trainer, device: torch.device) -> Saving:
-    checkpoints: Checkpoints = trainer.checkpoint_callback
-    clock = Clock(device)
-    checkpoints.save(trainer)
-    stall = clock.read().seconds
-    trainer.checkpoint_io.drain()
-    total = clock.read().seconds
-    folder = trainer.run.checkpoint("last")
-    return Saving(stall, total, sum(file.stat().st_size for file in folder.iterdir()))
+            clock = Clock(module.device)
+            trainer.checkpoint_callback.save(trainer)
+            stall = clock.read().seconds
+            trainer.checkpoint_io.drain()
+            self.savings.append((stall, clock.read().seconds))
+            self.checkpoint_bytes = folder_bytes(trainer.run.checkpoint("last"))
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
@@ -364,8 +351,12 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
     peak = peak_flops(facts["device"], facts["precision"])
     ms_per_step = statistics.median(stretch.seconds for stretch in timer.stretches) / timer.stretch * 1e3
     rate = steps.tokens_per_step / ms_per_step * 1e3
-    stall = statistics.median(saving.stall_seconds for saving in timer.savings) * 1e3
+    stall, total = (statistics.median(seconds) * 1e3 for seconds in zip(*timer.savings, strict=True))
     interval = config.trainer.checkpoint_interval
+    predicted = Step(  # as `lm plan` does; on a CPU the process itself comes on top
+        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
+        module.compile_mode, steps.accumulate, module.cuda_graphs,
+    )  # fmt: skip
     return {
         **facts,
         "turns": len(timer.stretches),
@@ -378,27 +369,17 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
         "first_step_s": timer.first_step_age,
         "first_step": {"step_s": timer.first_step, "warm_up_s": timer.first_step - ms_per_step / 1e3},
         "peak_memory_bytes": timer.peak_bytes,
-        "predicted_memory_bytes": predicted_memory(trainer, module),
+        "predicted_memory_bytes": training_memory(module.config, predicted, module.optimizer_config.state)["peak"],
         "checkpoint": {
             "stall_ms": stall,
-            "total_ms": statistics.median(saving.total_seconds for saving in timer.savings) * 1e3,
-            "bytes": timer.savings[-1].bytes,
+            "total_ms": total,
+            "bytes": timer.checkpoint_bytes,
             "interval_steps": interval,
             "stall_share": stall / (interval * ms_per_step),
         },
         "flops_per_token": module.flops_per_token,
         "formulas": FORMULAS,
     }  # fmt: skip
-
-
-def predicted_memory(trainer: Trainer, module: LanguageModule) -> int:
-    """Peak bytes of tensors as `lm plan` counts them; on a CPU the process itself comes on top."""
-    steps = trainer.steps
-    step = Step(
-        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
-        module.compile_mode, steps.accumulate, module.cuda_graphs,
-    )  # fmt: skip
-    return training_memory(module.config, step, module.optimizer_config.state)["peak"]
 
 
 def show_times(found: dict[str, Any]) -> None:

@@ -49,7 +49,8 @@ def export(
     """Write a model to a folder for others: weights, tokenizer and a model card, as Hugging Face's libraries read them.
 
     Args:
-        run: Name of the run, under the root or in the registry; the newest of all if not given. `mine` is not `mine-2`.
+        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
+            the newest of all.
         ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or a folder with
             a model; the best if not given.
         output: The folder to make, which must be empty or not there.

@@ -59,7 +59,8 @@ def evaluate(
     """Measure a checkpoint on tasks, texts or shards, and keep the result with its run.
 
     Args:
-        run: Name of the run, under the root or in the registry; the newest of all if not given. `mine` is not `mine-2`.
+        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
+            the newest of all.
         ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or the folder of
             a checkpoint or of a Hugging Face model; the best if not given.
         tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.

@@ -104,7 +104,8 @@ def generate(
     """Continue prompts. Without any, continue standard input; on a terminal, ask for one prompt after the other.
 
     Args:
-        run: Name of the run, under the root or in the registry; the newest of all if not given. `mine` is not `mine-2`.
+        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
+            the newest of all.
         ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or the folder of
             a checkpoint or of a Hugging Face model; the best if not given.
         prompt: Texts to continue; an empty one begins a document.

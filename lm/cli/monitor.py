@@ -16,7 +16,6 @@ import tty
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from select import select
-from types import FrameType
 from typing import Any
 
 from rich.ansi import AnsiDecoder
@@ -380,7 +379,8 @@ def default_runs(root: str) -> list[Run]:
 def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> None:
     """Show a page until q or Ctrl-C, updated at every interval and when the terminal's size changes."""
     try:
-        with _keys() as pressed, _leave_when_terminated(), Live(
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which gives the screen back
+        with _keys() as pressed, Live(
             console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
         ) as screen:
             while True:
@@ -421,17 +421,3 @@ def _keys() -> Iterator:
         yield pressed
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-@contextmanager
-def _leave_when_terminated() -> Iterator[None]:
-    """Restore the screen after a SIGTERM too."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

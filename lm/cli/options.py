@@ -101,10 +101,10 @@ CONFIG = Option("config", "file", None, "A YAML file, looked up in configs/ too;
 SEED = Option("seed_everything", "int", "1337", "Seed of the weights and of the order of the samples.")
 FIT = [
     CONFIG,
-    Option("run", "name", None, "Name of the run. If not given, `fit` takes the config's, and resumes the newest of "
-           "`mine`, `mine-2` and so on; the other commands take the newest run of all, or of the config given."),
-    Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, `auto`, or a folder. `auto` is the newest that is "
-           "whole, for `fit` else a fresh start."),
+    Option("run", "name", None, "Name of the run: if not given, the config's for `fit`, otherwise the newest of all. "
+           "With a config, the newest of `mine`, `mine-2` and so on is resumed, validated or tested."),
+    Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, or `auto`: the newest that is whole, for "
+           "`fit` else a fresh start."),
     Option("force", "bool", None, "Resume although the config or the data is not the run's any more."),
     SEED,
 ]  # fmt: skip

@@ -138,7 +138,7 @@ def time_facts(
         rate = ASSUMED_MFU * (peak_flops(device.name, "bf16") if fp8 else peak) / flops
         basis = f"{ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
         if model_parameters < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH:
-            basis += ", and more than so little work a kernel can reach"
+            basis += "; a model or micro-batch as small as this reaches less"
     else:
         return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give --bench FILE"}
     rate *= steps["world_size"]

@@ -28,7 +28,7 @@ from lm.system.units import Count, format_count
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
-TRACE_WARMUP, TRACED = 1, 3  # optimizer steps: the first one under torch's profiler is slower
+TRACED = 3  # optimizer steps
 OPERATORS = 10
 # The last part of a span's name -> the part of a step. Spans nest: `training_step` is a whole optimizer step, with the
 # micro-batches in it. A span that is not here belongs to the part around it. Outside of all spans is the rest: the
@@ -238,29 +238,21 @@ class Trace:
         if not self.path.absolute().parent.is_dir() or self.path.is_dir():
             raise RequestError(f"--trace {path}: give a file in a folder that is there")
         self.operators = ""
-        self._begin, self.last = begin, begin + TRACE_WARMUP + TRACED
-        self._profiler: torch.profiler.profile | None = None
+        self._begin, self.last = begin, begin + TRACED
+        self._profiler = torch.profiler.profile()
 
     def at_step(self, step: int, parts: Parts) -> None:
-        """Start, count and stop; called between two steps."""
+        """Start and stop; called between two steps."""
+        parts.tracing = self._begin <= step < self.last
         if step == self._begin:
-            plan = torch.profiler.schedule(wait=0, warmup=TRACE_WARMUP, active=TRACED, repeat=1)
-            self._profiler = torch.profiler.profile(schedule=plan, on_trace_ready=self._keep)
             self._profiler.start()
-            parts.tracing = True
-        elif self._profiler is not None:
-            self._profiler.step()
-            if step == self.last:
-                parts.tracing = False
-                self._profiler.stop()
-                self._profiler = None
-
-    def _keep(self, profiler: torch.profiler.profile) -> None:
-        profiler.export_chrome_trace(str(self.path))
-        device = "cpu" if torch.accelerator.current_accelerator() is None else "device"
-        self.operators = profiler.key_averages().table(
-            sort_by=f"self_{device}_time_total", row_limit=OPERATORS, max_name_column_width=40
-        )
+        elif step == self.last:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self.path))
+            device = "cpu" if torch.accelerator.current_accelerator() is None else "device"
+            self.operators = self._profiler.key_averages().table(
+                sort_by=f"self_{device}_time_total", row_limit=OPERATORS, max_name_column_width=40
+            )
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def shorten(message: str, known: list[str]) -> str:
         return unknown_options({name: nearest_option(name, known)})
     text = text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
     if choice := re.search(r"expected one of (.*?), got '?(\w[^']*)'?$", text):
-        choices = {str(one).lower(): one for one in re.findall(r"'([^']+)'", choice[1])}
+        choices = {one.lower(): one for one in re.findall(r"'([^']+)'", choice[1])}
         given = choice[2].lower()
         close = [one for one in choices if one.startswith(given)] or get_close_matches(given, choices, 2, cutoff=0.5)
         text += f"; did you mean {' or '.join(repr(choices[one]) for one in close)}?" if close else ""
