@@ -103,8 +103,8 @@ FIT = [
     CONFIG,
     Option("run", "name", None, "Name of the run: if not given, the config's for `fit`, otherwise the newest of all. "
            "With a config, the newest of `mine`, `mine-2` and so on is resumed, validated or tested."),
-    Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, or `auto`: the newest that is whole, for "
-           "`fit` else a fresh start."),
+    Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, or `auto`: the newest that is whole, "
+           "for `fit` else a fresh start."),
     Option("force", "bool", None, "Resume although the config or the data is not the run's any more."),
     SEED,
 ]  # fmt: skip
