@@ -17,7 +17,7 @@ from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lm.cli.options import CONFIG, OTHER_NAMES, find_config, read_config
+from lm.cli.options import CONFIG, find_config, read_config
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.runs.registry import find_run, record_run
@@ -41,12 +41,6 @@ LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.inpu
          "evaluation.tasks")  # fmt: skip
 
 
-class TrainingErrors(OneLineErrors):
-    """One-line errors that know what Lightning users may expect to find."""
-
-    other_names = OTHER_NAMES
-
-
 class ConfigFile(ActionConfigFile):
     """`--config`, looked up in `configs/` too."""
 
@@ -57,7 +51,7 @@ class ConfigFile(ActionConfigFile):
         ActionConfigFile.apply_config(parser, cfg, dest, str(path))
 
 
-class ConfigParser(TrainingErrors, Parser):
+class ConfigParser(Parser):
     """Reads a training's config, for a command that is not `fit`. `config_parser` makes one."""
 
     flags: tuple[str, ...] = ()  # options that need no value
@@ -149,7 +143,7 @@ def config_name(config: Namespace) -> str:
 # ---- fit, validate, test, predict ------------------------------------------------------------------------------------
 
 
-class TrainingParser(TrainingErrors, LightningArgumentParser):
+class TrainingParser(OneLineErrors, LightningArgumentParser):
     """LightningCLI's parser with errors of one line."""
 
 

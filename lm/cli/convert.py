@@ -48,8 +48,10 @@ def export(
     """Write a model to a folder for others: weights, tokenizer and a model card, as Hugging Face's libraries read them.
 
     Args:
-        run: Name of the run; the newest if not given.
-        ckpt_path: `best`, `last` or a folder with a model; the best if not given.
+        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
+            the newest of all.
+        ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or a folder with
+            a model; the best if not given.
         output: The folder to make, which must be empty or not there.
         dtype: Number format of the weights; as they are stored if not given.
         name: What the model card calls the model; the folder's name if not given.
@@ -123,9 +125,17 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
     source, target = Path(input), Path(output)
-    _refuse_places(source, target)
-    model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
+    if not source.is_dir():
+        raise RequestError(f"--input {source} is no folder; give one with a config.json and safetensors in it")
+    if not (source / "tokenizer.json").exists() and (source / "config.json").exists():
+        raise RequestError(
+            f"{source} has no tokenizer.json; transformers makes one: "
+            f"AutoTokenizer.from_pretrained({input!r}).save_pretrained({input!r})"
+        )
+    if (target.parent / "run.json").exists():
+        raise RequestError(f"--output {target} is in the folder of a run, which it would be taken for a checkpoint of")
     with new_folder(target) as folder:
+        model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
         write_files(folder, checkpoint_content(model))
         # Without a digest in the checkpoint, so that a person may change it: another dropout or context is no damage.
         (folder / "model.yaml").write_text(describe_shape(model.config, source, target), encoding="utf-8")
@@ -136,7 +146,7 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
 
 
 def checkpoint_content(model: Pretrained) -> dict[str, object]:
-    """What `write_folder` is given: a checkpoint before the first step.
+    """What `write_files` is given: a checkpoint before the first step.
 
     Lightning counts from the beginning where there are no `loops`, and an optimizer without state begins anew.
     """
@@ -166,19 +176,3 @@ def describe_shape(config: DecoderConfig, source: Path, target: Path) -> str:
         f"# lm fit --config YOURS.yaml --config {target / 'model.yaml'} --ckpt_path {target} --run NAME\n"
     )
     return head + yaml.safe_dump({"model": {"decoder": shape}}, sort_keys=False)
-
-
-def _refuse_places(source: Path, target: Path) -> None:
-    if not source.is_dir():
-        raise RequestError(f"--input {source} is no folder; give one with a config.json and safetensors in it")
-    if not any((source / name).exists() for name in ("config.json", "run.json")):
-        raise RequestError(f"--input {source} is no model: it has no config.json")
-    if not (source / "tokenizer.json").exists() and not (source / "run.json").exists():
-        raise RequestError(
-            f"{source} has no tokenizer.json; transformers makes one: "
-            f"AutoTokenizer.from_pretrained({str(source)!r}).save_pretrained({str(source)!r})"
-        )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
-    if (target.parent / "run.json").exists():
-        raise RequestError(f"--output {target} is in the folder of a run, which it would be taken for a checkpoint of")

@@ -16,7 +16,7 @@ from lm.errors import RequestError
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT
 from lm.system.files import DAMAGE, parse_json
-from lm.system.units import format_count
+from lm.system.units import format_count, plural
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ def prepare(**options: Any) -> None:
     manifest = make(settings)
     for name, split in manifest["splits"].items():
         log.info(
-            "%s: %s documents, %s tokens, %.2f bytes a token, %d shards", name, f"{split['documents']:,}",
-            format_count(split["tokens"]), split["bytes"] / split["tokens"], len(split["shards"]),
+            "%s: %s, %s tokens, %.2f bytes a token, %s", name, plural(split["documents"], "document"),
+            format_count(split["tokens"]), split["bytes"] / split["tokens"], plural(len(split["shards"]), "shard"),
         )  # fmt: skip
     log.info("train on it: lm fit --config tiny.yaml --data.path %s --data.prepare null", settings.output)
 

@@ -30,7 +30,7 @@ COMMANDS = {
     "runs ls": ("lm.cli.runs:ls", "every run: its status, step, losses, tokens a second and age"),
     "runs show": ("lm.cli.runs:show", "one run on a page: progress, losses, model, checkpoints, machine"),
     "runs compare": ("lm.cli.runs_compare:compare", "curves of runs in one chart, and the settings they differ in"),
-    "runs export": ("lm.cli.runs_export:export", "a run for others: metrics, pictures, weights, and a manifest"),
+    "runs export": ("lm.cli.runs_compare:export", "a run for others: metrics, pictures, weights, and a manifest"),
     "runs rm": ("lm.cli.runs:rm", "remove a run and its checkpoints, after asking"),
     "runs rebuild": ("lm.cli.runs:rebuild", "rebuild the registry of runs from the run folders"),
     "monitor": ("lm.cli.monitor:monitor", "watch runs live in the terminal, or print their state as JSON"),
@@ -40,6 +40,12 @@ COMMANDS = {
 # Names that people may try -> the command.
 OTHER_NAMES = {"train": "fit", "pretrain": "fit", "resume": "fit", "eval": "evaluate", "sample": "generate",
                "prepare": "data prepare", "inspect": "data inspect", "compare": "runs compare"}  # fmt: skip
+# What a value without an option is meant for.
+MEANT = {
+    "generate": "--prompt {value}", "data prepare": "--input {value} --output data/{name}",
+    "data show": "--run {value}", "evaluate": "--tasks {value}", "export": "--output {value}",
+    "import": "--input {value} --output models/{name}", "scale": "--depth {value}",
+}  # fmt: skip
 # Those that take a training's config, and so all of its options.
 TRAINING = ("fit", "validate", "test", "predict", "plan", "profile", "bench step")
 
@@ -127,7 +133,7 @@ def _dispatch(name: str, rest: list[str]) -> int:
         return 0
     from lm.system.arguments import call
 
-    return call(getattr(import_module(module), function), rest, prog=f"lm {name}") or 0
+    return call(getattr(import_module(module), function), rest, f"lm {name}", MEANT.get(name)) or 0
 
 
 def _unknown_command(arguments: list[str]) -> str:

@@ -16,7 +16,6 @@ import tty
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from select import select
-from types import FrameType
 from typing import Any
 
 from rich.ansi import AnsiDecoder
@@ -104,10 +103,9 @@ def machine_facts(state: dict[str, Any], most: int) -> list[Fact]:
 
 def _machine(reading: dict[str, Any], most: int) -> list[Fact]:
     gpus = reading["gpus"] or []
+    facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
     if len(gpus) > most:
         facts = [(f"{len(gpus)} GPUs", *_gpu(combine_gpus(gpus)))]
-    else:
-        facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
     cpu, memory, process = reading["cpu"], reading["memory"], reading["process"]
     if cpu["load_percent"] is not None:
         facts.append(("CPU", f"{cpu['load_percent']:.0f}% of {cpu['cores']} cores", ""))
@@ -120,20 +118,14 @@ def _machine(reading: dict[str, Any], most: int) -> list[Fact]:
 
 def combine_gpus(gpus: list[dict[str, Any]]) -> dict[str, Any]:
     """Several GPUs as one: mean load, the fullest memory, the highest temperature, the power of all."""
-
-    def over(name: str, summary: Any) -> Any:
-        known = [gpu[name] for gpu in gpus if gpu[name] is not None]
-        return summary(known) if known else None
-
-    return {
-        "load_percent": over("load_percent", statistics.fmean),
-        "memory_used_bytes": over("memory_used_bytes", max),
-        "memory_total_bytes": over("memory_total_bytes", max),
-        "temperature_celsius": over("temperature_celsius", max),
-        "power_watts": over("power_watts", sum),
-        "power_limit_watts": over("power_limit_watts", sum),
-        "clocks_limited_by": list(dict.fromkeys(limit for gpu in gpus for limit in gpu["clocks_limited_by"] or [])),
-    }
+    summaries = {
+        "load_percent": statistics.fmean, "memory_used_bytes": max, "memory_total_bytes": max,
+        "temperature_celsius": max, "power_watts": sum, "power_limit_watts": sum,
+    }  # fmt: skip
+    known = {name: [gpu[name] for gpu in gpus if gpu[name] is not None] for name in summaries}
+    combined = {name: summary(known[name]) if known[name] else None for name, summary in summaries.items()}
+    limits = dict.fromkeys(limit for gpu in gpus for limit in gpu["clocks_limited_by"] or [])
+    return {**combined, "clocks_limited_by": list(limits)}
 
 
 def _gpu(gpu: dict[str, Any]) -> tuple[str, str]:
@@ -227,8 +219,9 @@ def run_block(watch: LiveRun, width: int, height: int) -> list[Text]:
 
 def _wide(watch: LiveRun, width: int, height: int) -> list[Text]:
     right = max(SIDE, width // 4)
-    sides = (_side(watch.state, right, gpus, airy) for gpus, airy in ((8, True), (1, True), (1, False)))
-    side = next((side for side in sides if len(side) <= height), _side(watch.state, right, 1, False))
+    side = _side(watch.state, right, 8, True)
+    if len(side) > height:
+        side = _side(watch.state, right, 1, False)
     left = width - right - 2
     small = min(BELOW[1], height // 3)
     if height - small < LOSS[1] or small < BELOW[0]:
@@ -348,10 +341,8 @@ def monitor(
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # where there are no braille dots
     console = Console()
-    live = sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once
-    chosen = [find_run(name, root) for name in runs] or default_runs(root)
-    watches = [LiveRun(run) for run in chosen]
-    if live:
+    watches = [LiveRun(run) for run in [find_run(name, root) for name in runs] or default_runs(root)]
+    if sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once:
         follow_runs(watches, console, interval)
         return
     for watch in watches:
@@ -384,7 +375,8 @@ def default_runs(root: str) -> list[Run]:
 def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> None:
     """Show a page until q or Ctrl-C, updated at every interval and when the terminal's size changes."""
     try:
-        with _keys() as pressed, _leave_when_terminated(), Live(
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which gives the screen back
+        with _keys() as pressed, Live(
             console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
         ) as screen:
             while True:
@@ -396,7 +388,7 @@ def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> No
                     if size != console.size:
                         size = console.size
                         lines = page(watches, size.width, max(1, size.height - 1))
-                        lines.append(_foot(size.width))
+                        lines += fit_lines([Text("q leaves; the runs continue", "dim")], size.width, 1)
                         text = Text("\n", no_wrap=True, end="").join(lines[: size.height])
                         screen.update(text, refresh=True)
                     if time.monotonic() - looked >= interval:
@@ -405,13 +397,6 @@ def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> No
                         return
     except KeyboardInterrupt:
         return
-
-
-def _foot(width: int) -> Text:
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-    line = Text("q leaves; the runs continue", "dim", no_wrap=True)
-    line.truncate(width)
-    return line.append(" " * max(0, width - line.cell_len - len(now)) + now if line.cell_len + len(now) < width else "")
 
 
 @contextmanager
@@ -432,17 +417,3 @@ def _keys() -> Iterator:
         yield pressed
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-@contextmanager
-def _leave_when_terminated() -> Iterator[None]:
-    """Restore the screen after a SIGTERM too."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

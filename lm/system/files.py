@@ -55,15 +55,28 @@ def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text into plain values: no tag makes an object of another kind.
 
     Raises:
-        ValueError: it is no YAML, no UTF-8, nested too deep, or larger than `LARGEST_YAML` with its aliases.
+        ValueError: it is no YAML, no UTF-8, nested too deep, larger than `LARGEST_YAML` with its aliases, or has a key
+            twice, of which YAML would keep the last one.
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):  # in Python: the parser in C crashes the process where values are nested deep
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+            lines: dict[str, int] = {}
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if isinstance(key, yaml.ScalarNode):
+                    line, first = key.start_mark.line + 1, lines.setdefault(key.value, key.start_mark.line + 1)
+                    if line != first:
+                        raise ValueError(f"line {line}: {key.value} is there a second time, after line {first}")
+            return super().construct_mapping(node, deep)
+
     try:
-        # In Python, because the parser in C crashes the process where values are nested deep.
-        document = yaml.load(text, yaml.SafeLoader)
+        document = yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split()).replace('in "<byte string>", ', "at ")) from error
+        message = " ".join(str(error).split()).replace('in "<byte string>", ', "at ")
+        if r"'\t'" in message:
+            message = f"line {error.problem_mark.line + 1} has a tab; indent with blanks"
+        raise ValueError(message) from error
     except RecursionError:
         raise ValueError("values are nested too deep to be read") from None
     except DAMAGE as error:  # `!!int x`

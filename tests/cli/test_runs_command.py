@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from trainings import CONFIG, lm, make_workplace, write_config
 
 from lm.cli.charts import MARKERS, chart
-from lm.cli.runs_export import export
+from lm.cli.runs_compare import export
 from lm.errors import RequestError, RunError
 from lm.runs import registry
 from lm.runs.history import Series, smooth
@@ -263,7 +263,9 @@ def test_compare_takes_another_metric_another_axis_and_smoothing(place):
 
 @pytest.mark.parametrize("arguments, message", [
     (["a"], "two runs or more"), ([], "two runs or more"), (["a", "a"], "with itself"), (["a", "c"], "no run 'c'"),
-    (["a", "b", "--metric", "train/los"], "did you mean 'train/loss'"), (["a", "b", "--smooth", "1"], "[0, 1)"),
+    (["a", "b", "--metric", "train/los"], "did you mean 'train/loss'"),
+    (["a", "b", "--metric", "loss"], "did you mean 'train/loss' or 'val/loss'?"),
+    (["a", "b", "--smooth", "1"], "[0, 1)"),
     (["a", "b", "--png", "nowhere/x.png"], "--png nowhere/x.png cannot be written: No such file"), (["a", "b", "--x", "epoch"], "x: "),
 ])  # fmt: skip
 def test_compare_refuses_in_one_line(place, arguments, message):

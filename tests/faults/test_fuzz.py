@@ -20,7 +20,7 @@ from trainings import CONFIG
 
 from lm.cli import config as config_module
 from lm.cli.main import main
-from lm.cli.plan import examine, plan_parser
+from lm.cli.plan import PlanOptions, examine
 from lm.data.shards import Shards
 from lm.errors import LmError
 from lm.evaluation.tasks import read_tasks
@@ -30,7 +30,7 @@ from lm.training.callbacks.budget import Sidecar
 
 pytestmark = pytest.mark.fault(25)
 LONGEST = 1000  # characters of a message
-PARSER = plan_parser()  # made once: to make one takes as long as to read a config
+PARSER = config_module.config_parser("lm plan", PlanOptions)  # made once: to make one takes as long as to read a config
 KEYS = sorted({action.dest for action in PARSER._actions} - {"help", "config", "trainer.callbacks"})
 BASE = copy.deepcopy(CONFIG)
 del BASE["trainer"]["callbacks"]
