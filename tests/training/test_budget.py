@@ -13,7 +13,7 @@ from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start
 from lm.training.callbacks.budget import STALE, Budget, BudgetConfig, Cost, Meter, Sidecar, judge
-from lm.training.pace import Pace
+from lm.training.callbacks.logging import Pace
 
 
 class Clock:

@@ -19,7 +19,7 @@ from lm.system.files import nonnegative, write_atomically
 from lm.system.process import seconds_since_process_start
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
-from lm.training.pace import Pace, remaining
+from lm.training.callbacks.logging import Pace, remaining
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)

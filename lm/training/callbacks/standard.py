@@ -13,7 +13,7 @@ from lm.training.callbacks.budget import Budget, BudgetConfig
 from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Samples, SamplesConfig
 from lm.training.callbacks.guards import Action, Alerts, NotFinite, Rollback, SkippedData
-from lm.training.callbacks.logging import Curves, Histograms, ProgressBar, RunLog
+from lm.training.callbacks.logging import Histograms, ProgressBar, RunLog
 from lm.training.callbacks.postmortem import PostMortem
 from lm.training.callbacks.predictions import Predictions
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
@@ -106,7 +106,6 @@ def standard_callbacks(
         optional.append(Evaluations(evaluation))
     return [
         run_folder,
-        Curves(),
         Heartbeat(),
         SkippedData(),
         RunLog(trainer["log_interval"]),
