@@ -11,13 +11,11 @@ from lm.errors import RequestError
 from lm.training.alerts import AlertEvaluator
 from lm.training.callbacks.budget import Budget, BudgetConfig
 from lm.training.callbacks.checkpoints import Checkpoints
-from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Samples, SamplesConfig
+from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Predictions, Samples, SamplesConfig
 from lm.training.callbacks.guards import Action, Alerts, NotFinite, Rollback, SkippedData
 from lm.training.callbacks.logging import Histograms, ProgressBar, RunLog
-from lm.training.callbacks.postmortem import PostMortem
-from lm.training.callbacks.predictions import Predictions
+from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
-from lm.training.callbacks.spike_drill import SpikeInjection
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
 from lm.training.callbacks.throughput import Throughput, ThroughputConfig, ThroughputFloor
 
