@@ -46,6 +46,7 @@ ALLOWED = f"allowed are numbers, metrics, + - * /, comparisons, and, or, not and
 
 # Name of a metric in an expression -> its name in the log.
 NAMES = {metric.alert: name for name, metric in METRICS.items() if metric.alert} | {"step": "step"}
+LOGGED = {name.replace("/", "_"): metric.alert for name, metric in METRICS.items() if metric.alert}  # a likely mistake
 CLOCKS = {"step", "tokens"}  # in every log line: a new value of theirs alone does not evaluate an expression
 
 
@@ -128,6 +129,8 @@ class Expression:
                 self._add_metric(node, name)
             case ast.Call(func=ast.Name(id=name), keywords=[]):
                 parts = self._check_call(node, name)
+            case ast.BinOp(left=ast.Name(id=group), right=ast.Name(id=name)) if f"{group}/{name}" in NAMES.values():
+                self._refuse(node, f"the name of a metric has no group here: write {LOGGED[f'{group}_{name}']}")
             case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.BoolOp() if {*map(type, operators)} <= OPERATORS:
                 pass
             case _:
@@ -153,7 +156,7 @@ class Expression:
             case _ if name in EXAMPLES:
                 self._refuse(node, f"write it such as {EXAMPLES[name]}; a window has 1 to {MAX_WINDOW:,} values")
             case _:
-                self._refuse(node, f"no such function{_nearest(name, EXAMPLES)}; there are {', '.join(EXAMPLES)}")
+                self._refuse(node, f"no such function{nearest(name, EXAMPLES)}; there are {', '.join(EXAMPLES)}")
         self._add_metric(node.args[0], metric, count)
         self._figures[ast.unparse(node)] = node
         return []
@@ -162,7 +165,8 @@ class Expression:
         if name not in NAMES:
             if name in EXAMPLES:
                 self._refuse(node, f"a function, written such as {EXAMPLES[name]}")
-            self._refuse(node, f"no such metric{_nearest(name, NAMES)}; there are {', '.join(NAMES)}")
+            hint = f"; did you mean {LOGGED[name]}?" if name in LOGGED else nearest(name, NAMES)
+            self._refuse(node, f"no such metric{hint}; there are {', '.join(NAMES)}")
         self.depths[name] = max(depth, self.depths.get(name, 0))
         self._figures.setdefault(name, node)
 
@@ -251,6 +255,7 @@ def _readable(value: float) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
+    """`; did you mean NAME?`, or nothing."""
     close = get_close_matches(name, list(names), 1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

@@ -155,7 +155,7 @@ class LanguageModule(LightningModule):
         for number, micro_batch in enumerate(micro_batches, start=1):
             if STOP.half_time_over:  # a signal came, and the time to finish this step is over
                 self._drop_step(generators)
-                trainer.stop_after_last_step()  # saves, and raises Interrupted
+                trainer.end_run(f"; the next one was not done within {trainer.stop_within / 2:g} s")
             # Ranks exchange gradients once, in the backward pass of the last micro-batch.
             with optimizer.toggle_model(sync_grad=number == len(micro_batches)):
                 loss_sum += self.forward_backward(micro_batch).sum()

@@ -273,7 +273,7 @@ SCHEMA = pa.schema([
 
 
 class Predictions(Callback):
-    """`lm predict`: writes the log-probability of every token to a Parquet file, a row for each window of a document."""
+    """`lm predict`: writes the log-probability of every token to Parquet, a row for each window of a document."""
 
     def __init__(self) -> None:
         self._writer: pq.ParquetWriter | None = None

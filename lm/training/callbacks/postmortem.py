@@ -120,7 +120,7 @@ class PostMortem(Callback):
 
     def _note_steps(self, trainer: Trainer, module: LightningModule) -> bool:
         """Keep the steps since the last log line; returns whether they are new."""
-        if module.recent_steps is self._noted:
+        if module.recent_steps is self._noted or not module.recent_steps:
             return False
         self._noted = module.recent_steps
         size = trainer.steps.global_batch
