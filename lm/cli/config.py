@@ -51,8 +51,8 @@ class TrainingErrors(OneLineErrors):
         """Raises:
         RequestError: always.
         """
-        missing = r"Problem with given class_path '([^']+)': (No module named .*?|module .* has no .*?), got "
-        found = re.search(missing, " ".join(message.split()))
+        missing = r"(No module named '\S+'|module '\S+' has no attribute '\S+')"
+        found = re.search(rf"Problem with given class_path '(\S+)':\s+{missing}", message)
         if found is None:
             super().error(message, ex)
         raise RequestError(

@@ -8,10 +8,10 @@ full, and after a division by zero. An undecided condition does not fire.
 import ast
 import math
 import operator
-import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
+from statistics import fmean, median, pstdev
 from typing import Any, NoReturn
 
 from lm.errors import RequestError
@@ -28,19 +28,7 @@ COMPARISONS = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, a
                ast.Eq: operator.eq, ast.NotEq: operator.ne}  # fmt: skip
 LOGIC = (ast.And, ast.Or, ast.Not)
 OPERATORS = {*ARITHMETIC, *COMPARISONS, *LOGIC, ast.USub, type(None)}
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def std(values: list[float]) -> float:
-    """The standard deviation of the values themselves (divided by their number)."""
-    center = mean(values)
-    return math.sqrt(mean([(value - center) * (value - center) for value in values]))
-
-
-WINDOWS = {"mean": mean, "median": statistics.median, "min": min, "max": max, "std": std}
+WINDOWS = {"mean": fmean, "median": median, "min": min, "max": max, "std": pstdev}
 EXAMPLES = {"abs": "abs(lr - 1e-3)", "previous": "previous(loss)"} | {name: f"{name}(loss, 100)" for name in WINDOWS}
 ALLOWED = f"allowed are numbers, metrics, + - * /, comparisons, and, or, not and {', '.join(EXAMPLES)}"
 
@@ -143,7 +131,7 @@ class Expression:
             self._refuse(node, "true or false, where a number is needed; write `and` between two comparisons")
 
     def _check_call(self, node: ast.Call, name: str) -> list[ast.expr]:
-        """The arguments of a call that are numbers of their own: none of a window over a metric."""
+        """The arguments of a call to check: none of a window over a metric."""
         match name, node.args:
             case "abs", [argument]:
                 return [argument]

@@ -104,7 +104,6 @@ class SamplesConfig:
             raise RequestError(f"samples.{error}") from error
 
     def sampling(self) -> Sampling:
-        """How tokens are chosen."""
         return Sampling(self.temperature, self.top_k)
 
 
@@ -155,13 +154,12 @@ class Samples(BetweenSteps):
         return [continued(tokenizer, prompt, completion.tokens) for prompt, completion in pairs]
 
     def _write_samples(self, trainer: Trainer, texts: list[str]) -> None:
-        step, lines = trainer.global_step, []
+        step = trainer.global_step
         for index, (prompt, text) in enumerate(zip(self.texts, texts, strict=True)):
-            lines.append({"step": step, "tokens": trainer.tokens_seen, "prompt": prompt, "text": text})
             # TensorBoard reads Markdown; indented, a text is shown as it is.
             shown = textwrap.indent(prompt + text, "    ", lambda line: True)
             trainer.loggers[0].experiment.add_text(f"sample/{index}", shown, global_step=step)
-        for line in lines:
+            line = {"step": step, "tokens": trainer.tokens_seen, "prompt": prompt, "text": text}
             append_line(trainer.run.path / "samples.jsonl", line)
 
 

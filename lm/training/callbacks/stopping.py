@@ -23,10 +23,7 @@ class Interrupt(Callback, Checkpoint):
     """Ends a run with a checkpoint after a signal reached any rank, or as a guard asked for it.
 
     It ends after the optimizer step, or at the next batch of a validation, which then comes first when the run is
-    resumed. On a single device, a step that is not done after half of `trainer.stop_within` seconds is dropped, and the
-    checkpoint is that of the step before. Anything that takes longer than `stop_within`, such as a wait for data or a
-    compilation, is cut off: a thread ends the process, and the newest checkpoint is the one to resume from. A second
-    SIGINT ends the process at once.
+    resumed. On a single device, `trainer.stop_within` limits the time for that, as its documentation says.
 
     It is a Checkpoint because Lightning calls those last, in their order, and it must follow `Checkpoints`.
     """
