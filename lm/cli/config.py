@@ -4,14 +4,13 @@
 """
 
 import logging
-import re
 import sys
 import warnings
 from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ActionConfigFile, Namespace
@@ -47,18 +46,6 @@ class TrainingErrors(OneLineErrors):
 
     other_names = OTHER_NAMES
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raises:
-        RequestError: always.
-        """
-        missing = r"(No module named '\S+'|module '\S+' has no attribute '\S+')"
-        found = re.search(rf"Problem with given class_path '(\S+)':\s+{missing}", message)
-        if found is None:
-            super().error(message, ex)
-        raise RequestError(
-            f"trainer.callbacks: class_path {found[1]}: {found[2]}; a class is named as my_callbacks.MyCallback, where "
-            "my_callbacks.py is in a folder of PYTHONPATH, or in this one with `python -m lm`"
-        ) from ex
 
 class ConfigFile(ActionConfigFile):
     """`--config`, looked up in `configs/` too."""

@@ -43,11 +43,8 @@ def find_checkpoint(
         return None, None
     if reference not in (None, "best", "last", "auto"):
         path = Path(reference).resolve()
-        if not path.is_dir():
-            raise RequestError(
-                f"--ckpt_path {reference}: there is no such folder; give a checkpoint's folder, best, last or auto"
-            )
-        if damage := find_damage(path):
+        damage = find_damage(path)
+        if damage:
             raise RequestError(f"--ckpt_path {reference}: {damage}")
         run = Run(Path(reference).parent if not Path(reference).is_symlink() else path.parent)
         belongs = (run.path / "run.json").exists() and (not named or run.name == name)
