@@ -154,6 +154,7 @@ def shorten(message: str, known: list[str], other_names: dict[str, str]) -> str:
                   "folder of PYTHONPATH, or in this one with `python -m lm`", text)  # fmt: skip
     text = re.sub(r"Expected a dot import path string: .*?(?=, got )", "expected a class_path or options", text)
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
+    text = re.sub(r"expected dict, got \[", "expected lines such as `name: value` without a dash, got the list [", text)
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r"expected expected", "expected", text)
     text = re.sub(r"argument --(\S+?)(/\S+)?: expected one argument", r"--\1 needs a value", text)

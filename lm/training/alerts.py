@@ -144,7 +144,7 @@ class Expression:
             case _ if name in EXAMPLES:
                 self._refuse(node, f"write it such as {EXAMPLES[name]}; a window has 1 to {MAX_WINDOW:,} values")
             case _:
-                self._refuse(node, f"no such function{nearest(name, EXAMPLES)}; there are {', '.join(EXAMPLES)}")
+                self._refuse(node, f"no such function{_nearest(name, EXAMPLES)}; there are {', '.join(EXAMPLES)}")
         self._add_metric(node.args[0], metric, count)
         self._figures[ast.unparse(node)] = node
         return []
@@ -153,7 +153,7 @@ class Expression:
         if name not in NAMES:
             if name in EXAMPLES:
                 self._refuse(node, f"a function, written such as {EXAMPLES[name]}")
-            hint = f"; did you mean {LOGGED[name]}?" if name in LOGGED else nearest(name, NAMES)
+            hint = f"; did you mean {LOGGED[name]}?" if name in LOGGED else _nearest(name, NAMES)
             self._refuse(node, f"no such metric{hint}; there are {', '.join(NAMES)}")
         self.depths[name] = max(depth, self.depths.get(name, 0))
         self._figures.setdefault(name, node)
@@ -243,7 +243,6 @@ def _readable(value: float) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean NAME?`, or nothing."""
+def _nearest(name: str, names: Iterable[str]) -> str:
     close = get_close_matches(name, list(names), 1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
