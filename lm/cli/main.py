@@ -3,8 +3,11 @@
 import logging
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from lm import __version__
 from lm.errors import LmError, RequestError
@@ -104,8 +107,18 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             raise
-        _print_error(f"lm {name}: {type(error).__name__}: {error} (--debug shows where)")
+        _print_error(f"lm {name}: {type(error).__name__}: {error} ({_place(error)}; --debug shows the traceback)")
         return 1
+
+
+def _place(error: Exception) -> str:
+    """The last line that an exception passed of ours or of a user's callback: `lm/data/loader.py, line 120`."""
+    root, libraries = Path(__file__).parents[2], [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__)
+           if Path(frame.filename).is_relative_to(root / "lm")
+           or not any(Path(frame.filename).is_relative_to(library) for library in libraries)]  # fmt: skip
+    file = Path(own[-1].filename)
+    return f"{file.relative_to(root) if file.is_relative_to(root) else file}, line {own[-1].lineno}"
 
 
 def _print_error(message: str) -> None:

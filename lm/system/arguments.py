@@ -153,8 +153,12 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(r"^(\S+): Unable to load config .*", r"\1 is a group of options: give each with its name", text)
     text = re.sub(r"Not a valid subclass of (\w+)", r"expected the options of a \1", text)
     text = re.sub(r" Subclass types expect .*", "", text)
+    text = re.sub(r"Problem with given class_path '(\S+)': ((?:No module|module '\S+' has no) .*?), got .*",
+                  r"class_path \1: \2; the file my_callbacks.py of a class_path my_callbacks.MyCallback has to be in a "
+                  "folder of PYTHONPATH, or in this one with `python -m lm`", text)  # fmt: skip
     text = re.sub(r"Expected a dot import path string: .*?(?=, got )", "expected a class_path or options", text)
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
+    text = re.sub(r"expected dict, got \[", "expected lines such as `name: value` without a dash, got the list [", text)
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r"expected expected", "expected", text)
     text = re.sub(r"argument --(\S+?)(/\S+)?: expected one argument", r"--\1 needs a value", text)

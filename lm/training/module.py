@@ -154,8 +154,9 @@ class LanguageModule(LightningModule):
 
         for number, micro_batch in enumerate(micro_batches, start=1):
             if STOP.half_time_over:  # a signal came, and the time to finish this step is over
-                self._drop_step(generators)
-                trainer.stop_after_last_step()  # saves, and raises Interrupted
+                self._zero_grad()
+                checkpoint_state.restore_generators(generators)
+                trainer.end_run(f"; the next one was not done within {trainer.stop_within / 2:g} s")
             # Ranks exchange gradients once, in the backward pass of the last micro-batch.
             with optimizer.toggle_model(sync_grad=number == len(micro_batches)):
                 loss_sum += self.forward_backward(micro_batch).sum()
@@ -201,11 +202,6 @@ class LanguageModule(LightningModule):
             factor = torch.where(finite, factor, torch.nan)
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
-    def _drop_step(self, generators: dict[str, Tensor]) -> None:
-        """Undo the micro-batches of this step."""
-        self._zero_grad()
-        checkpoint_state.restore_generators(generators)
-
     def _zero_grad(self) -> None:
         (self.graphed or self.optimizers()).zero_grad()
 
@@ -222,21 +218,18 @@ class LanguageModule(LightningModule):
         """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""
         return build_optimizer(self.decoder, self.optimizer_config, fused_rows(self.config))
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of optimizer step `step` (0 is the first), where a group has none of its own."""
-        return self.optimizer_config.lr * lr_fraction(step, self.trainer.max_steps, self.schedule_config)
-
     def logged_metrics(self) -> dict[str, float]:
         """What a log line says of the steps since the last one, which are then in `recent_steps`.
 
         Called on every rank; waits for the device.
         """
         loss, self.recent_steps = self.stats.read()
+        fraction = lr_fraction(self.global_step - 1, self.trainer.max_steps, self.schedule_config)
         return {
             "train/loss": loss,
             "train/max_loss": max((s.loss for s in self.recent_steps if math.isfinite(s.loss)), default=math.nan),
             "train/perplexity": perplexity(loss),
-            "optim/lr": self.learning_rate(self.global_step - 1),
+            "optim/lr": self.optimizer_config.lr * fraction,
             "optim/grad_norm": self.recent_steps[-1].grad_norm,
             "optim/param_norm": total_norm([p.detach() for p in self.decoder.parameters()]).item(),
         }

@@ -58,7 +58,7 @@ def said(*arguments: str, code: int | None = 2) -> str:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         found = main(arguments)
     assert code is None or found == code, err.getvalue()
-    assert "--debug shows where" not in err.getvalue(), err.getvalue()
+    assert "--debug shows" not in err.getvalue(), err.getvalue()
     return out.getvalue() + err.getvalue()
 
 

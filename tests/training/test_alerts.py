@@ -195,7 +195,8 @@ HOSTILE = [
     "x" * 10**6,
 ]  # fmt: skip
 WRONG = {
-    "los > 10": "did you mean loss?", "gradnorm > 1": "did you mean grad_norm?", "mediam(loss, 5) > 1": "median?",
+    "los > 10": "did you mean loss?", "train_loss > 1": "did you mean loss?", "train/loss > 1": "write loss",
+    "gradnorm > 1": "did you mean grad_norm?", "mediam(loss, 5) > 1": "median?",
     "loss": "compare it", "not loss": "compare it", "loss and lr > 1": "compare it", "loss + 1": "compare it",
     "1 > 2": "no metric", "(loss > 1) > 2": "a number is needed", "(loss > 1) + 1 > 2": "a number is needed",
     "median(loss) > 1": "median(loss, 100)", "median(loss, 0) > 1": "1 to 10,000", "median(loss, -1) > 1": "1 to",

@@ -8,12 +8,13 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
+from trainings import lm, make_workplace, write_config
 
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start
 from lm.training.callbacks.budget import STALE, Budget, BudgetConfig, Cost, Meter, Sidecar, judge
-from lm.training.pace import Pace
+from lm.training.callbacks.logging import Pace
 
 
 class Clock:
@@ -263,6 +264,14 @@ def test_a_run_whose_budget_is_spent_is_not_gone_on_with(tmp_path, monkeypatch):
     (tmp_path / "budget.json").write_text('{"spent_usd": 2000, "hours_elapsed": 0.5}')
     with pytest.raises(RuntimeError, match=r"\$2,000.00 of \$2,000.00 are spent"):
         Simulation(tmp_path, monkeypatch, hourly(2000))
+
+
+def test_a_budget_that_is_spent_before_the_first_step_ends_with_3(tmp_path):
+    folder = make_workplace(tmp_path)
+    budget = {"cap_usd": 0.01, "rate_usd_per_hr": 1e6}
+    fit = lm(folder, "fit", "--config", str(write_config(folder, **{"guards.budget": budget})), expect=3)
+    assert fit.stderr.splitlines()[-1].endswith(" of $0.01 are spent: the end, without a checkpoint")
+    assert Run(folder / "checkpoints/small").status() == "stopped"
 
 
 def test_a_dry_run_says_what_it_would_do_and_goes_on(tmp_path, monkeypatch):

@@ -237,8 +237,9 @@ def test_a_wrong_guard_on_the_command_line_is_one_line(workplace):
     for command in ("fit", "plan"):
         done = lm(workplace, command, "--config", config, expect=2)
         assert len(done.stderr.splitlines()) == 1 and "did you mean loss" in done.stderr
-    done = lm(workplace, "fit", "--config", config, "--guards.alerts", '{"loss > 1": "panic"}', expect=2)
-    assert len(done.stderr.splitlines()) == 1 and "warn" in done.stderr
+    for alerts, cure in {'{"loss > 1": "stopp"}': "'stop'", '["loss > 1: stop"]': "without a dash"}.items():
+        done = lm(workplace, "fit", "--config", config, "--guards.alerts", alerts, expect=2)
+        assert len(done.stderr.splitlines()) == 1 and cure in done.stderr
     assert not (workplace / "checkpoints" / "wrong").exists()
 
 
