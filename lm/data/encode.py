@@ -119,47 +119,37 @@ def record_path(unit: Unit, recipe: Recipe) -> Path:
     return recipe.folder / f"{blake2b(repr(made_of).encode(), digest_size=16).hexdigest()}.json"
 
 
-def encode_unit(unit: Unit, recipe: Recipe) -> int:
+def encode_unit(unit: Unit, recipe: Recipe) -> None:
     """Write the parts of a unit, and its record last.
-
-    Returns:
-        About how many bytes of text were encoded.
 
     Raises:
         RunError: a file cannot be read; names the file and line or row.
     """
     path = record_path(unit, recipe)
     encoder, sizes = _tools(recipe)
-    tokenizer = encoder.tokenizer
-    eos = np.array([tokenizer.eos_id], encoder.dtype).tobytes()
-    record: dict[str, Any] = {"parts": [], "lowest": None, "highest": None}
-    document: dict[str, Any] | None = None
+    eos = np.array([encoder.tokenizer.eos_id], encoder.dtype).tobytes()
+    record: dict[str, Any] = {"parts": []}
     with ExitStack() as stack:
         open_parts: dict[str, _Part] = {}
-        for piece, ids in _encoded(unit_pieces(unit, recipe.text_key, tokenizer), encoder):
-            if document is None:
-                value = split_hash(piece.content)
-                split = piece.split or ("val" if value < recipe.val_fraction else "train")
+        part: _Part | None = None  # of the document that has begun
+        for piece, ids in _encoded(unit_pieces(unit, recipe.text_key, encoder.tokenizer), encoder):
+            if part is None:
+                split = piece.split or ("val" if split_hash(piece.content) < recipe.val_fraction else "train")
                 if split not in open_parts:
-                    name = f"{path.stem}-{len(record['parts']):03d}-{split}"
-                    open_parts[split] = _Part(stack, recipe.folder / name, split)
+                    file = recipe.folder / f"{path.stem}-{len(record['parts']):03d}-{split}"
+                    open_parts[split] = _Part(stack, file, split)
                     record["parts"].append(open_parts[split].counts)
                 part = open_parts[split]
-                document = {"hash": value, "part": part.counts["file"], "start": part.counts["tokens"], "bytes": 0}
             text = isinstance(piece.content, str)
-            document["bytes"] += _utf8_length(piece.content) if text else int(sizes[ids].sum())
+            part.counts["bytes"] += _utf8_length(piece.content) if text else int(sizes[ids].sum())
             part.write(ids.tobytes(), len(ids), eos if piece.last else b"")
             if piece.last:
-                document["stop"] = part.end_document(document["bytes"])
-                for name, better in (("lowest", min), ("highest", max)):
-                    record[name] = better(record[name] or document, document, key=lambda entry: entry["hash"])
-                document = None
                 if part.counts["tokens"] >= recipe.shard_tokens:
                     open_parts.pop(split).close()
+                part = None
         for part in open_parts.values():
             part.close()
     write_atomically(path, json.dumps(record))
-    return unit.text_bytes
 
 
 def _encoded(pieces: Iterable[Piece], encoder: Encoder) -> Iterator[tuple[Piece, np.ndarray]]:
@@ -206,16 +196,12 @@ class _Part:
         self.counts = {"file": path.name, "split": split, "tokens": 0, "documents": 0, "bytes": 0}
 
     def write(self, ids: bytes, count: int, end: bytes) -> None:
+        """Add a row of ids, and the token that ends its document, if it does."""
         self._file.write(ids)
         self._file.write(end)
         self._rows.append(count + bool(end))
         self.counts["tokens"] += self._rows[-1]
-
-    def end_document(self, size: int) -> int:
-        """Count a document of so many bytes; returns the token after it."""
-        self.counts["documents"] += 1
-        self.counts["bytes"] += size
-        return self.counts["tokens"]
+        self.counts["documents"] += bool(end)
 
     def close(self) -> None:
         with self._file, open(_rows_path(self._path), "wb") as rows:
