@@ -170,7 +170,7 @@ class DataModule(LightningDataModule):
         try:
             made = dict(parse_json(file.read_bytes()).get("options", {}))
         except (OSError, AttributeError, TypeError, ValueError) as error:
-            raise RequestError(f"{file} is damaged ({error}); run `lm data prepare` again") from error
+            raise RequestError(f"{file} is damaged ({error}); `rm -r {self.path}`, and it is made again") from error
         learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(self.prepare_options.tokenizer, [])
         for name in ["val_fraction", "text_key", *learned]:
             wanted = getattr(self.prepare_options, name)

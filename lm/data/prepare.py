@@ -153,8 +153,8 @@ def _warn_of_small_validation(output: Path, splits: dict[str, dict[str, Any]]) -
     fraction = math.ceil(120 * FEW_TOKENS / sum(tokens.values())) / 100  # a fifth more, since documents differ in size
     cure = f"with --val_fraction {fraction}" if fraction <= 0.5 else "from more text"
     log.warning(
-        "validation has %s tokens, too few for a loss that means anything (at least %s): `rm -r %s`, and prepare it "
-        "again %s", f"{tokens['val']:,}", f"{FEW_TOKENS:,}", output, cure,
+        "the validation split is too small for a loss that means anything (%s of at least %s tokens): `rm -r %s`, and "
+        "prepare it again %s", f"{tokens['val']:,}", f"{FEW_TOKENS:,}", output, cure,
     )  # fmt: skip
 
 

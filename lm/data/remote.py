@@ -27,8 +27,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
+from fsspec.utils import glob_translate
 
-from lm.errors import LmError, RequestError, RunError
+from lm.errors import LmError, RequestError, RunError, first_line
 from lm.system.process import reader_pool
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,10 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     named = {posixpath.relpath(file.path, path): file for file in found if file.type == pafs.FileType.File}
     if pattern is None:
         return Listing(filesystem, path, prefix, dict(sorted(named.items())), "folder")
-    matches = _glob_expression(pattern).fullmatch
+    try:
+        matches = re.compile(glob_translate(pattern)).fullmatch
+    except (ValueError, re.error) as error:
+        raise RequestError(f"{source} is no pattern of files: {first_line(error)}") from error
     chosen = {name: named[name] for name in sorted(named) if matches(name)}
     if not chosen:
         raise RequestError(f"{source}: no file matches")
@@ -148,15 +152,6 @@ def _split_glob(source: str) -> tuple[str, str | None]:
         return source, None
     folder, slash, _ = url[: wildcard.start()].rpartition("/")
     return (folder or slash or ".") + mark + query, url[len(folder + slash) :]
-
-
-def _glob_expression(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a shell's pattern: `*` and `?` stay in a folder, `**/` is any number of folders."""
-    meanings = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.findall(r"\*\*/|\*\*|\[!?[^\]]+\]|.", pattern)
-    return re.compile(
-        "".join(meanings.get(part) or (part.replace("[!", "[^") if part[1:] else re.escape(part)) for part in parts)
-    )
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -313,18 +308,13 @@ def unreadable(name: str, error: Exception) -> RunError:
     )
 
 
-def first_line(error: BaseException) -> str:
-    """An exception as part of a one-line message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
 # ---- cache -----------------------------------------------------------------------------------------------------------
 
-AROUND_BLOCK = 128 + 4  # bytes of a kept block beside its tokens: NumPy's header and a checksum
+CHECKSUM = 4  # bytes before the tokens of a kept block
 
 
-def _checksum(block: np.ndarray) -> bytes:
-    return zlib.crc32(block).to_bytes(4, "little")
+def _checksum(tokens: np.ndarray | bytes) -> bytes:
+    return zlib.crc32(tokens).to_bytes(CHECKSUM, "little")
 
 
 class BlockCache:
@@ -345,27 +335,24 @@ class BlockCache:
     @staticmethod
     def key(*facts) -> str:
         """A file name from everything that decides a block's content (URL, size, row groups, column, dtype)."""
-        return hashlib.blake2b(repr(facts).encode(), digest_size=20).hexdigest() + ".npy"
+        return hashlib.blake2b(repr(facts).encode(), digest_size=20).hexdigest()
 
-    def get(self, key: str) -> np.ndarray | None:
+    def get(self, key: str, dtype: np.dtype) -> np.ndarray | None:
         """The block kept under `key`, or None; it becomes the most recently used."""
         path = self.folder / key
         try:
-            with open(path, "rb") as file:
-                block = np.load(file, allow_pickle=False)
-                if file.read() != _checksum(block):
-                    raise ValueError("its checksum is another")
+            content = path.read_bytes()
             os.utime(path)
-            return block
         except OSError:  # not there, most often
             return None
-        except Exception:  # damaged, for instance by a machine that lost power: fetch it again
+        if content[:CHECKSUM] != _checksum(content[CHECKSUM:]):  # for instance a machine lost power: fetch it again
             path.unlink(missing_ok=True)
             return None
+        return np.frombuffer(content, dtype, offset=CHECKSUM)
 
     def put(self, key: str, block: np.ndarray) -> None:
         """Keep a block, if it fits at all; a full disk is a warning, since training works without a cache."""
-        needed = block.nbytes + AROUND_BLOCK
+        needed = block.nbytes + CHECKSUM
         if needed > self.max_bytes:
             return
         temporary = None
@@ -374,8 +361,8 @@ class BlockCache:
             self._make_room(needed)
             with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".tmp", delete=False) as file:
                 temporary = file.name
-                np.save(file, block, allow_pickle=False)
                 file.write(_checksum(block))
+                file.write(block)
             os.replace(temporary, self.folder / key)
         except FileNotFoundError:  # another process made room by removing our temporary file
             return

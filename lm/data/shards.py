@@ -29,19 +29,20 @@ from lm.data.parquet import DAMAGE, LAYOUT, TOKENIZER_KEY, BadBlock, Column, foo
 from lm.data.remote import (
     PATIENCE,
     BlockCache,
-    first_line,
     is_remote,
     list_files,
     open_file,
     unreadable,
     with_retries,
 )
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError, RunError, first_line
 from lm.system.files import parse_json
 
 BLOCK_TOKENS = 2**20  # long enough to be read at full speed, short enough for a quick first batch
 FOOTERS_KEPT = 256  # parsed footers of files in use: parsing one takes a tenth of the time of reading a block
 FOOTER_THREADS = 16
+SUFFIX = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
+HIDDEN = re.compile(r"(^|/)[._]")
 
 # ---- which shards there are ------------------------------------------------------------------------------------------
 
@@ -112,8 +113,7 @@ def find_shards(
     listing = list_files(source, patience)
     files = listing.files
     if listing.kind == "folder":
-        hidden = re.compile(r"(^|/)[._]")
-        files = {name: file for name, file in files.items() if name.endswith(".parquet") and not hidden.search(name)}
+        files = {name: file for name, file in files.items() if SUFFIX.search(name) and not HIDDEN.search(name)}
     if not files:
         raise RequestError(f"{source}: the folder holds no .parquet file")
     shards = [
@@ -145,7 +145,9 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict 
             with filesystem.open_input_stream(place) as stream:
                 manifest = parse_json(stream.read())
         except ValueError as error:
-            raise RequestError(f"{place} is damaged ({first_line(error)}); run `lm data prepare` again") from error
+            raise RequestError(
+                f"{place} is damaged ({first_line(error)}); remove its folder and run `lm data prepare` again"
+            ) from error
         splits = manifest.get("splits") if isinstance(manifest, dict) and "layout" in manifest else None
         if isinstance(splits, dict) and inside:
             raise RequestError(f"{source} is a prepared folder: give it as data.path, or name one split: {path}/train")
@@ -158,7 +160,8 @@ def _from_manifest(
     manifest: dict, source: str, split: str, shards: list[Shard], column: Column, tokenizer_sha256: str | None
 ) -> tuple[list[Shard], int]:
     """The shards with the manifest's token counts, once these are the files that it lists."""
-    place = f"{source.rstrip('/')}/../manifest.json"
+    folder = posixpath.dirname(source.rstrip("/")) or "."
+    place, anew = f"{folder}/manifest.json", f"remove {folder} and run `lm data prepare` again"
     if manifest["layout"] != LAYOUT:
         raise RequestError(f"{place}: layout {manifest['layout']!r} is not {LAYOUT}; made by another version of lm?")
     try:
@@ -168,28 +171,24 @@ def _from_manifest(
         }
         tokenizer, vocab_size, made = str(manifest["tokenizer"]), int(manifest["vocab_size"]), manifest["column"]
     except (KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"{place} is damaged ({error!r}); run `lm data prepare` again") from error
+        raise RequestError(f"{place} is damaged ({error!r}); {anew}") from error
     if made != column.name:
         raise RequestError(f"{place}: the token column is {made!r}, not {column.name!r}; set data.column")
     _check_tokenizer(source, tokenizer, tokenizer_sha256)
     found = {f"{split}/{shard.name}": shard for shard in shards}
     complete = []
     for file, (size, counts, digest) in entries.items():
-        if file.startswith("/") or ".." in file.split("/"):
-            raise RequestError(f"{place} lists {file!r}, which is outside of its folder")
         if file not in found:
-            raise RequestError(f"{place} lists {file!r}, which is missing; fetch it, or prepare the folder again")
+            raise RequestError(f"{place} lists {file!r}, which is missing; fetch it, or {anew}")
         shard = replace(found[file], row_groups=counts, digest=digest)
         if shard.size != size:
             raise RequestError(
                 f"shard {shard.file} has {shard.size} bytes where the manifest says {size}: "
-                "it is truncated or was changed; fetch it, or prepare the folder again"
+                f"it is truncated or was changed; fetch it, or {anew}"
             )
         complete.append(shard)
     for file in found.keys() - entries.keys():
-        raise RequestError(
-            f"shard {found[file].file} is not in its manifest; move it away, or prepare the folder again"
-        )
+        raise RequestError(f"shard {found[file].file} is not in its manifest; move it away")
     if not is_remote(source):
         _check_newer(complete, manifest["modified"])
     return complete, vocab_size
@@ -324,8 +323,8 @@ class Shards:
         if total == 0:
             longest = max((block.tokens for block in self.blocks), default=0)
             raise RequestError(
-                f"{self.source}: {self.tokens} tokens in {len(self._shards)} shards, at most {longest} of them in one "
-                f"run, but a window takes {seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
+                f"{self.source}: {self.tokens} tokens, at most {longest} of them in one block, but a window takes "
+                f"{seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
             )
         return total
 
@@ -356,7 +355,7 @@ class Shards:
             shard.file, shard.size, shard.modified, shard.digest, tuple(block.row_groups), column.name,
             column.dtype.name,
         )
-        tokens = self.cache.get(key) if self.cache else None
+        tokens = self.cache.get(key, column.dtype) if self.cache else None
         if tokens is None or tokens.shape != (block.tokens,) or not column.holds(tokens):
             try:
                 tokens = self._decode(block)

@@ -25,12 +25,14 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from lm.errors import RequestError
+from lm.errors import RequestError, first_line
 from lm.system.files import parse_json
 
 Begin = Literal["nothing", "eos"]  # what a text begins with; documents follow the token that ended the one before
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
+
+HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.json)")  # as of a model: `gpt2`, `org/name`
 
 # Names of the token that ends a document in other people's tokenizers, the clearest first.
 END_NAMES = (
@@ -74,7 +76,7 @@ class Tokenizer:
             self.description: dict[str, Any] = parse_json(text)
             self.backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise RequestError(f"{name} is not a tokenizer.json: {_first_line(error)}") from error
+            raise RequestError(f"{name} is not a tokenizer.json: {first_line(error)}") from error
         self.text = text
         self.config = config if isinstance(config, dict) else {}
         self.backend.no_truncation()
@@ -101,9 +103,13 @@ class Tokenizer:
             text = file.read_text("utf-8")
             config = parse_json(beside.read_text("utf-8")) if beside.exists() else None
         except FileNotFoundError as error:
-            raise RequestError(f"tokenizer {file} is not there: give a tokenizer.json or a folder with one") from error
+            hub = f"; of a model on the Hugging Face hub: `hf download {path} tokenizer.json --local-dir {path}`"
+            raise RequestError(
+                f"tokenizer {file} is not there: give a tokenizer.json or a folder with one"
+                f"{hub if HUB_NAME.fullmatch(str(path)) and not Path(path).exists() else ''}"
+            ) from error
         except (OSError, ValueError) as error:
-            raise RequestError(f"tokenizer {file} cannot be read: {_first_line(error)}") from error
+            raise RequestError(f"tokenizer {file} cannot be read: {first_line(error)}") from error
         return cls(text, config, eos_token, name=str(file))
 
     def _end(self, wanted: str | None, name: str) -> str:
@@ -239,10 +245,6 @@ def _content(token: Any) -> str | None:
     """A token of a tokenizer_config.json, which is a string or an object."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # ---- encoder ---------------------------------------------------------------------------------------------------------
