@@ -51,34 +51,21 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Text that one process encodes at once.
+    """Text that one process encodes at once."""
 
-    Args:
-        slices: (file, part, parts) as `read_pieces` takes them.
-        text_bytes: about how much text it is.
-    """
-
-    slices: tuple[tuple[TextFile, int, int], ...]
-    text_bytes: int
+    slices: tuple[tuple[TextFile, int, int], ...]  # file, part and parts, as `read_pieces` takes them
+    text_bytes: int  # about
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How every unit is encoded.
+    """How every unit is encoded."""
 
-    Args:
-        folder: for the parts; has the tokenizer too.
-        tokenizer: its digest and the token that ends a document.
-        text_key: key or column of the text.
-        val_fraction: fraction of the documents that are for validation.
-        shard_tokens: a part is closed after the document that makes it as long as this.
-    """
-
-    folder: Path
-    tokenizer: str
-    text_key: str
-    val_fraction: float
-    shard_tokens: int
+    folder: Path  # for the parts; has the tokenizer too
+    tokenizer: str  # its digest and the token that ends a document
+    text_key: str  # or column
+    val_fraction: float  # of the documents
+    shard_tokens: int  # a part is closed after the document that makes it as long as this
 
 
 def plan_units(files: list[TextFile]) -> list[Unit]:
@@ -221,16 +208,7 @@ def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
 
 
 def write_shard(path: Path, slices: Sequence[Slice], folder: Path) -> dict[str, Any]:
-    """Copy slices of parts together.
-
-    Args:
-        path: of the shard.
-        slices: one after the other.
-        folder: of the parts and the tokenizer.
-
-    Returns:
-        The shard's entry of the manifest.
-    """
+    """Copy slices of the parts in `folder` to one shard; returns its entry of the manifest."""
     tokenizer = Tokenizer.load(folder)
     dtype = id_type(tokenizer.vocab_size)
     writer = ShardWriter(path, dtype, tokenizer.sha256)
@@ -263,16 +241,13 @@ def run_tasks(
         doing: label of the progress bar.
         workers: processes; one a core if None.
 
-    Returns:
-        The results, in the order of the tasks.
-
     Raises:
         RunError: a process died.
     """
     columns = (TextColumn(doing), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task(doing, total=sum(sizes))
-        workers = _cores() if workers is None else workers
+        workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         if workers == 1 or sum(sizes) <= SMALL_WORK:
             results = []
             for task, size in zip(tasks, sizes, strict=True):
@@ -299,10 +274,6 @@ def run_tasks(
                 "a worker process died, perhaps because memory ran out; the same command continues from here, and "
                 "fewer --workers need less memory"
             ) from error
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _start_worker() -> None:

@@ -57,14 +57,9 @@ def footer_digest(footer: bytes) -> str:
 
 
 class Column:
-    """The column of token ids in Parquet files, read by pyarrow.
-
-    Args:
-        name: of the column.
-        vocab_size: ids are in [0, vocab_size); None if not known.
+    """The column of token ids in Parquet files: [0, vocab_size), or [0, 2^31) where the vocabulary is not known.
 
     Attributes:
-        limit: ids are below it.
         dtype: of decoded ids: uint16 where they fit, else uint32.
     """
 
@@ -112,15 +107,7 @@ class Column:
         return [count_one(group) for group in range(parquet.metadata.num_row_groups)]
 
     def decode(self, parquet: pq.ParquetFile, group: int, file: str) -> np.ndarray:
-        """All tokens of a row group, end to end.
-
-        Args:
-            parquet: the open file.
-            group: index of the row group.
-            file: its name, for messages.
-
-        Returns:
-            (tokens,) of `dtype`, every id inside the vocabulary.
+        """All tokens of a row group, end to end: (tokens,) of `dtype`, every id inside the vocabulary.
 
         Raises:
             BadBlock: nulls, or ids outside the vocabulary; names row group and row.

@@ -96,21 +96,13 @@ class PrepareOptions:
 
 
 class Split(NamedTuple):
-    """The tokens of a split.
+    """The tokens of a split."""
 
-    Args:
-        name: "train" or "val".
-        documents: how many.
-        tokens: with the one that ends each document.
-        bytes: UTF-8 bytes of the documents.
-        slices: of the parts.
-    """
-
-    name: str
+    name: str  # "train" or "val"
     documents: int
-    tokens: int
-    bytes: int
-    slices: list[Slice]
+    tokens: int  # with the one that ends each document
+    bytes: int  # of the documents in UTF-8
+    slices: list[Slice]  # of the parts
 
 
 def prepare(options: PrepareOptions) -> dict[str, Any]:
@@ -327,16 +319,7 @@ def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, t
 
 
 def divide(parts: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """The splits of a preparation.
-
-    Args:
-        parts: of all units, in order.
-        val_fraction: fraction of the documents for validation; 0 for one split only.
-        tokenizer: that the parts were encoded with.
-        folder: of the parts.
-
-    Returns:
-        "train", and "val" unless no validation was asked for.
+    """The splits that the parts of all units make: "train", and "val" unless no validation was asked for.
 
     Raises:
         RequestError: there is no text.

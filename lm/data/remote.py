@@ -85,21 +85,13 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
 
 
 class Listing(NamedTuple):
-    """The files that a path, folder, glob or URL means.
-
-    Args:
-        filesystem: where they are.
-        path: of the file or folder there, or of the folder before a glob's first wildcard.
-        prefix: what makes a URL of a path.
-        files: by their names below `path`, in order; for a file its own name.
-        kind: what the source is.
-    """
+    """The files that a path, folder, glob or URL means."""
 
     filesystem: pafs.FileSystem
-    path: str
-    prefix: str
-    files: dict[str, pafs.FileInfo]
-    kind: Literal["file", "folder", "glob"]
+    path: str  # there, of the file or folder, or of the folder before a glob's first wildcard
+    prefix: str  # what makes a URL of a path
+    files: dict[str, pafs.FileInfo]  # by their names below `path`, in order; for a file its own name
+    kind: Literal["file", "folder", "glob"]  # of the source
 
 
 def list_files(source: str, patience: float = PATIENCE) -> Listing:
@@ -158,14 +150,7 @@ def _split_glob(source: str) -> tuple[str, str | None]:
 
 
 def open_file(filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> pa.NativeFile:
-    """Open a file for reading; a remote one reads with retries.
-
-    Args:
-        filesystem: where it is, as `open_filesystem` found it.
-        path: its path there.
-        name: its path or URL.
-        patience: seconds for all attempts of one read.
-    """
+    """Open a file for reading; a remote one, by its `name`, reads with retries."""
     if not is_remote(name):
         return filesystem.open_input_file(path)
     return pa.PythonFile(RemoteFile(filesystem, path, name, patience), mode="r")
@@ -234,9 +219,6 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
         name: path or URL of what is read.
         patience: seconds for all attempts together.
 
-    Returns:
-        What `read` returns.
-
     Raises:
         RunError: the last attempt failed too.
     """
@@ -269,11 +251,7 @@ class _NoAnswer(OSError):
 
 
 def _call_within(seconds: float, read: Callable):
-    """Call `read` in a thread; one that takes longer is left to itself.
-
-    Raises:
-        _NoAnswer: it took longer.
-    """
+    """Call `read` in a thread; one that takes longer is left to itself, and is a `_NoAnswer`."""
     pool = reader_pool(1)
     future = pool.submit(read)
     pool.shutdown(wait=False)

@@ -9,8 +9,6 @@ at a stride of `seq_len`, so that each token is a target once. Windows do not cr
 """
 
 import errno
-import hashlib
-import json
 import posixpath
 import re
 from collections import Counter
@@ -25,16 +23,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from lm.data.parquet import DAMAGE, LAYOUT, TOKENIZER_KEY, BadBlock, Column, footer_digest, read_footer
-from lm.data.remote import (
-    PATIENCE,
-    BlockCache,
-    is_remote,
-    list_files,
-    open_file,
-    unreadable,
-    with_retries,
-)
+from lm.data.parquet import COLUMN, DAMAGE, LAYOUT, TOKENIZER_KEY, BadBlock, Column, footer_digest, read_footer
+from lm.data.remote import PATIENCE, BlockCache, is_remote, list_files, open_file, unreadable, with_retries
 from lm.errors import RequestError, RunError, first_line
 from lm.system.files import parse_json
 
@@ -49,29 +39,17 @@ HIDDEN = re.compile(r"(^|/)[._]")
 
 @dataclass(frozen=True)
 class Shard:
-    """One Parquet file.
+    """One Parquet file."""
 
-    Args:
-        file: its path or URL, for messages.
-        name: its path below the source, which stays the same when the folder is moved.
-        filesystem: where it is.
-        path: its path there.
-        size: bytes.
-        modified: when it last changed, ns; None where the file system does not say.
-        patience: seconds for all attempts of one read, where it is remote.
-        row_groups: tokens of each row group.
-        digest: `footer_digest` of its footer; None where the manifest has none.
-    """
-
-    file: str
-    name: str
+    file: str  # its path or URL, for messages
+    name: str  # its path below the source, which stays the same when the folder is moved
     filesystem: pafs.FileSystem
-    path: str
-    size: int
-    modified: int | None
-    patience: float
-    row_groups: tuple[int, ...] = ()
-    digest: str | None = None
+    path: str  # there
+    size: int  # bytes
+    modified: int | None  # ns; None where the file system does not say
+    patience: float  # seconds for all attempts of one read, where it is remote
+    row_groups: tuple[int, ...] = ()  # tokens of each
+    digest: str | None = None  # of its footer; None where the manifest has none
 
     @contextmanager
     def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pq.ParquetFile, str | None]]:
@@ -95,20 +73,9 @@ class Shard:
 def find_shards(
     source: str, column: Column, tokenizer_sha256: str | None = None, patience: float = PATIENCE
 ) -> tuple[list[Shard], int | None]:
-    """Find the shards of a folder, glob, file or URL, and count their tokens without reading them.
+    """The shards of a folder, glob, file or URL with their token counts, and the manifest's size of the vocabulary.
 
-    Args:
-        source: what was asked for.
-        column: the column of token ids.
-        tokenizer_sha256: of the tokenizer in use; None does not compare.
-        patience: seconds for all attempts of one remote read.
-
-    Returns:
-        The shards, and the manifest's size of the vocabulary; None where there is no manifest.
-
-    Raises:
-        RequestError: nothing there, or it is not what it should be; names the file.
-        RunError: a remote file system failed again and again.
+    The size is None where there is no manifest. `Shards.open` says what the arguments are, and what is raised.
     """
     listing = list_files(source, patience)
     files = listing.files
@@ -272,13 +239,8 @@ class Shards:
 
     @classmethod
     def open(
-        cls,
-        source: str | Sequence[str],
-        column: str = "input_ids",
-        vocab_size: int | None = None,
-        tokenizer_sha256: str | None = None,
-        cache: BlockCache | None = None,
-        patience: float = PATIENCE,
+        cls, source: str | Sequence[str], column: str = COLUMN, vocab_size: int | None = None,
+        tokenizer_sha256: str | None = None, cache: BlockCache | None = None, patience: float = PATIENCE,
     ) -> "Shards":
         """Find shards and learn their token counts; tokens are read only where the footers have no statistics.
 
@@ -334,10 +296,7 @@ class Shards:
         return max(self.blocks, key=lambda block: block.tokens)
 
     def read(self, index: int) -> np.ndarray:
-        """Read one block.
-
-        Args:
-            index: into `blocks`.
+        """Read one block of `blocks`.
 
         Returns:
             (tokens,) uint16 where the vocabulary has at most 65536 ids, else uint32; all ids inside the vocabulary.
@@ -395,11 +354,6 @@ class Shards:
             Fingerprint(shard.name, shard.size, sum(shard.row_groups), shard.digest) for shard in self._shards.values()
         ]
 
-    @property
-    def digest(self) -> str:
-        """The fingerprint in 16 hex digits."""
-        return hashlib.blake2b(json.dumps(self.fingerprint()).encode(), digest_size=8).hexdigest()
-
 
 def _blocks(shard: Shard) -> Iterator[Block]:
     """Group row groups for as long as they stay within BLOCK_TOKENS."""
@@ -437,13 +391,8 @@ class Fingerprint(NamedTuple):
     digest: str | None = None  # of its content; None where it is not known
 
 
-def describe_difference(old, new, most: int = 3) -> str:
-    """How two fingerprints differ, in one line; empty if they are equal.
-
-    Args:
-        old, new: fingerprints, or their JSON.
-        most: how many differences to spell out.
-    """
+def describe_difference(old: Sequence, new: Sequence) -> str:
+    """How two fingerprints, or their JSON, differ, in one line; empty if they are equal."""
     old, new = [Fingerprint(*entry) for entry in old], [Fingerprint(*entry) for entry in new]
     before, after = {entry.name: entry for entry in old}, {entry.name: entry for entry in new}
     lines = [f"{name} is gone" for name in before.keys() - after.keys()]
@@ -456,5 +405,5 @@ def describe_difference(old, new, most: int = 3) -> str:
             lines.append(f"{name} is as long as it was and holds something else")
     if not lines and [entry[:3] for entry in old] != [entry[:3] for entry in new]:
         lines = ["the same shards in another order"]
-    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
-    return ", ".join(sorted(lines)[:most] + more)
+    more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
+    return ", ".join(sorted(lines)[:3] + more)

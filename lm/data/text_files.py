@@ -58,21 +58,13 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file of an input.
+    """One file of an input."""
 
-    Args:
-        name: its path or URL.
-        kind: "text" (one document), "jsonl", "parquet" or "flat" (token ids as nanoGPT keeps them).
-        compression: "gzip", "zstd", "bz2", "xz" or None.
-        size: bytes, as it is stored.
-        modified: when it last changed, ns; None where the file system does not say.
-    """
-
-    name: str
-    kind: str
-    compression: str | None
-    size: int
-    modified: int | None
+    name: str  # its path or URL
+    kind: str  # "text" (one document), "jsonl", "parquet" or "flat" (token ids as nanoGPT keeps them)
+    compression: str | None  # "gzip", "zstd", "bz2", "xz"
+    size: int  # bytes, as it is stored
+    modified: int | None  # ns; None where the file system does not say
 
     @property
     def text_bytes(self) -> int:
@@ -174,19 +166,12 @@ def _text_file(name: str, info: pafs.FileInfo) -> TextFile:
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one.
+    """A document, or a part of a long one."""
 
-    Args:
-        where: file and line, row or token, for messages.
-        content: text, or (n,) ids without the end-of-text token.
-        last: whether the document ends here.
-        split: "train" or "val" where the file's name decides it.
-    """
-
-    where: str
-    content: str | np.ndarray
-    last: bool
-    split: str | None = None
+    where: str  # file and line, row or token, for messages
+    content: str | np.ndarray  # text, or (n,) ids without the end-of-text token
+    last: bool  # whether the document ends here
+    split: str | None = None  # "train" or "val" where the file's name decides it
 
 
 def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tuple[str, str]]:

@@ -319,13 +319,13 @@ def test_a_fingerprint_tells_changed_shards_and_survives_moving_them(tmp_path):
     old = Shards.open(str(tmp_path / "one"))
     (tmp_path / "one").rename(tmp_path / "two")
     moved = Shards.open(str(tmp_path / "two"))
-    assert moved.digest == old.digest and describe_difference(old.fingerprint(), moved.fingerprint()) == ""
+    assert moved.fingerprint() == old.fingerprint()
+    assert describe_difference(old.fingerprint(), moved.fingerprint()) == ""
     saved = json.loads(json.dumps(old.fingerprint()))
     write_folder(tmp_path / "two", [50, 61])
     (tmp_path / "two/00002.parquet").rename(tmp_path / "two/00003.parquet")
     new = Shards.open(str(tmp_path / "two"))
     difference = describe_difference(saved, new.fingerprint())
-    assert new.digest != old.digest
     for part in ("00002.parquet is gone", "00003.parquet is new", "00001.parquet had", "60 tokens, now"):
         assert part in difference
 
