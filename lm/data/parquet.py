@@ -213,23 +213,14 @@ class ShardWriter:
         )  # fmt: skip
 
     def write(self, tokens: np.ndarray, rows: np.ndarray) -> None:
-        """Add rows.
-
-        Args:
-            tokens: (n,) ids of all rows.
-            rows: (r,) tokens of each row; their sum is n.
-        """
+        """Add rows: (n,) ids of all of them, and (r,) how many tokens each has."""
         self._ends = np.concatenate([self._ends, len(self._tokens) + np.cumsum(rows)])
         self._tokens = np.concatenate([self._tokens, tokens])
         while len(self._tokens) >= ROW_GROUP_TOKENS:
             self._write_group(ROW_GROUP_TOKENS)
 
     def close(self) -> int:
-        """Finish the file; it is on the disk then.
-
-        Returns:
-            Bytes of the file.
-        """
+        """Finish the file, which is on the disk then; returns its bytes."""
         if len(self._tokens):
             self._write_group(len(self._tokens))
         self._parquet.add_key_value_metadata({DIGEST_KEY: self._tokens_digest.hexdigest()})

@@ -53,8 +53,8 @@ class PrepareOptions:
     """What to make shards from, and how.
 
     Args:
-        input: Files, folders, globs or URLs: plain text, JSON lines, Parquet (also .gz, .zst), nanoGPT's .bin; or
-            embedded:sotu, 11 MB of speeches to try things with.
+        input: Files, folders, globs or URLs: plain text, JSON lines, Parquet (also .gz, .zst, .bz2, .xz), nanoGPT's
+            .bin; or embedded:sotu, 11 MB of speeches to try things with.
         output: Folder to make: train/ val/ tokenizer.json manifest.json.
         tokenizer: A tokenizer.json or its folder; "bpe" or "char" learns one from the training documents.
         vocab_size: Tokens of a "bpe"; other tokenizers have their own.

@@ -212,8 +212,8 @@ def read_pieces(
         if file.kind == "text":
             documents = [(file.name, _decoded(file))]
         else:
-            read = _json_lines if file.kind == "jsonl" else _parquet
-            documents = ((where, (text,)) for where, text in read(file, part, parts, text_key))
+            readers = {"jsonl": _json_lines, "parquet": _parquet}
+            documents = ((where, (text,)) for where, text in readers[file.kind](file, part, parts, text_key))
         for where, chunks in documents:
             yield from (Piece(where, text, last) for text, last in _cut(chunks) if text)
     except LmError:

@@ -88,11 +88,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, eos_token: str | None = None) -> "Tokenizer":
-        """Read a tokenizer.
-
-        Args:
-            path: a `tokenizer.json`, or a folder with one.
-            eos_token: the token that ends a document, where the files do not say.
+        """Read a `tokenizer.json`, or the one in a folder.
 
         Raises:
             RequestError: there is none, it cannot be read, or no token is known to end a document.
@@ -145,11 +141,7 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of UTF-8 that each token stands for.
-
-        Returns:
-            (vocab_size,) int32; 0 for special tokens and for ids that no token has.
-        """
+        """(vocab_size,) int32, the bytes of UTF-8 of each token; 0 for special tokens and for ids that no token has."""
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         added = self.backend.get_added_tokens_decoder()
         for token, number in self.vocabulary.items():
@@ -179,11 +171,7 @@ class Tokenizer:
         return "ByteLevel" in [decoder.get("type"), *(part["type"] for part in decoder.get("decoders", []))]
 
     def files(self, model_max_length: int | None = None) -> dict[str, str]:
-        """Names and contents of what `transformers.AutoTokenizer.from_pretrained(folder)` needs.
-
-        Args:
-            model_max_length: context of the model, in tokens.
-        """
+        """Names and contents of what `transformers.AutoTokenizer.from_pretrained(folder)` needs."""
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
         for name in ("bos_token", "unk_token", "pad_token"):
             if token := _content(self.config.get(name)):
@@ -226,11 +214,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_char(texts: Iterable[str]) -> Tokenizer:
-    """One token a character, in the order of Unicode, after `<|endoftext|>` (0) and `<|unknown|>` (1).
-
-    Args:
-        texts: every character in them gets a token.
-    """
+    """One token for every character of the texts, in Unicode's order, after `<|endoftext|>` (0), `<|unknown|>` (1)."""
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
@@ -256,13 +240,9 @@ def id_type(vocab_size: int) -> np.dtype:
 
 
 class Encoder:
-    """Texts to ids.
-
-    Args:
-        tokenizer: of any kind.
+    """Texts to ids, uint16 or uint32, by a tokenizer of any kind.
 
     Attributes:
-        dtype: of the ids, uint16 or uint32.
         way: "words", "characters" or "tokenizers": how texts are encoded.
     """
 
@@ -373,11 +353,7 @@ def _cuts_alike(find: Callable[[str], list[str]], tokenizer: Tokenizer) -> bool:
 
 
 def translate(pattern: str) -> re.Pattern[str] | None:
-    r"""An expression of `tokenizers` as one of `re`, with `\p{..}` and `\s` spelled out; None if it says more.
-
-    Args:
-        pattern: in the syntax of Oniguruma.
-    """
+    r"""An expression of Oniguruma as one of `re`, with `\p{..}` and `\s` spelled out; None if it says more."""
     parts, inside = [], False
     for sign in re.findall(r"\\p\{\w+\}|\\.|\[|\]|[^\\\[\]]", pattern, re.DOTALL):
         category = sign.startswith(r"\p") or sign == BLANK

@@ -103,11 +103,7 @@ def device_name(device: torch.device | str = "cpu") -> str:
 
 
 def memory_bytes(device: torch.device | str = "cpu") -> int | None:
-    """The memory of a device: all of a GPU's; for a CPU the machine's, or a container's limit where that is less.
-
-    Returns:
-        Bytes; None where the system does not say.
-    """
+    """Bytes of a device: all of a GPU's; for a CPU the machine's, or a container's limit where that is less."""
     import torch
 
     device = torch.device(device)
@@ -117,16 +113,10 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
 
 
 def cpu_half_precision(cpuinfo: str | None = None) -> str | None:
-    """The half precision that this CPU multiplies faster than fp32.
+    """The half precision that this CPU multiplies faster than fp32: "bf16", or None where the system names none.
 
     These have it in hardware: AMX-BF16 or AVX512-BF16 on x86, BF16 with SVE on Arm. On others torch emulates it,
-    several times slower than fp32.
-
-    Args:
-        cpuinfo: the text of `/proc/cpuinfo`; read from this machine if not given.
-
-    Returns:
-        "bf16", or None where there is none or the system does not say.
+    several times slower than fp32. `cpuinfo` is the text of `/proc/cpuinfo`, read from this machine if not given.
     """
     lines = re.findall(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo,
                        re.MULTILINE)
@@ -197,13 +187,10 @@ DEVICES = {
 
 
 def find_device(name: str) -> tuple[Device, int]:
-    """A device by its name, so that a training can be planned for another machine.
+    """A device by its name, so that a training can be planned for another machine, and how many of them there are.
 
     Args:
-        name: such as "h200"; "cpu"; "auto" for the device that this machine would train on.
-
-    Returns:
-        The device, and how many of them this machine has; 1 for a device by name.
+        name: such as "h200", of which there is 1; "cpu"; "auto" for the device that this machine would train on.
 
     Raises:
         RequestError: the name is not known.
