@@ -86,15 +86,10 @@ class Batch:
     def num_tokens(self) -> int:
         """How many targets count. They are counted before a batch moves to a device, which then is not waited for."""
         if self.mask is None:
-            return self.num_positions
+            return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
         if self._counted is None:
             self._counted = int(self.mask.sum())
         return self._counted
-
-    @property
-    def num_positions(self) -> int:
-        """How many targets there are, B x T, whether they count or not."""
-        return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
 
     def split(self, rows: int) -> "list[Batch]":
         """Micro-batches of `rows` rows each, in order. They are views, and carry neither `cursor` nor `bad`."""

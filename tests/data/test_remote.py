@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import threading
 import time
 
@@ -21,32 +20,16 @@ KEPT = BLOCK.nbytes + 4  # with its checksum
 
 
 @pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    """A bucket `corpus` on moto's server with a prepared folder: the client, and the tokens of its shards."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    with pytest.MonkeyPatch.context() as patch:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
-        server.start()
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        client = boto3.client("s3")
-        client.create_bucket(Bucket="corpus")
-        folder = tmp_path_factory.mktemp("corpus")
-        tokens = write_folder(folder / "train", [500, 600, 700])
-        write_manifest(folder)
-        for path in sorted(folder.rglob("*.*")):
-            client.upload_file(str(path), "corpus", f"v1/{path.relative_to(folder)}")
-        client.upload_file(str(folder / "train/00000.parquet"), "corpus", "bare/00000.parquet")
-        yield client, tokens
-        server.stop()
+def s3(s3_client, tmp_path_factory):
+    """A bucket `corpus` with a prepared folder: the client, and the tokens of its shards."""
+    s3_client.create_bucket(Bucket="corpus")
+    folder = tmp_path_factory.mktemp("corpus")
+    tokens = write_folder(folder / "train", [500, 600, 700])
+    write_manifest(folder)
+    for path in sorted(folder.rglob("*.*")):
+        s3_client.upload_file(str(path), "corpus", f"v1/{path.relative_to(folder)}")
+    s3_client.upload_file(str(folder / "train/00000.parquet"), "corpus", "bare/00000.parquet")
+    return s3_client, tokens
 
 
 def all_tokens(shards):

@@ -7,7 +7,6 @@ import json
 import logging
 import lzma
 import posixpath
-import socket
 
 import numpy as np
 import pyarrow as pa
@@ -269,35 +268,12 @@ def test_a_truncated_or_damaged_compressed_file_is_named(name, tmp_path):
 # ---- remote ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def bucket():
-    """A bucket on moto's S3 server at the loopback device."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    with pytest.MonkeyPatch.context() as patch:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
-        server.start()
-        settings = {
-            "ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test",
-            "DEFAULT_REGION": "us-east-1", "EC2_METADATA_DISABLED": "true",
-        }  # fmt: skip
-        for name, value in settings.items():
-            patch.setenv(f"AWS_{name}", value)
-        client = boto3.client("s3")
-        client.create_bucket(Bucket="texts")
-        yield client
-        server.stop()
-
-
-def test_texts_on_s3_are_read(bucket, tmp_path):
+def test_texts_on_s3_are_read(s3_client, tmp_path):
+    s3_client.create_bucket(Bucket="texts")
     write_parquet(tmp_path / "c.parquet", DOCUMENTS)
-    bucket.upload_file(str(tmp_path / "c.parquet"), "texts", "a/c.parquet")
-    bucket.put_object(Bucket="texts", Key="a/b.jsonl.gz", Body=gzip.compress(json_lines(DOCUMENTS)))
-    bucket.put_object(Bucket="texts", Key="a/d.jsonl", Body=json_lines(DOCUMENTS))
+    s3_client.upload_file(str(tmp_path / "c.parquet"), "texts", "a/c.parquet")
+    s3_client.put_object(Bucket="texts", Key="a/b.jsonl.gz", Body=gzip.compress(json_lines(DOCUMENTS)))
+    s3_client.put_object(Bucket="texts", Key="a/d.jsonl", Body=json_lines(DOCUMENTS))
     assert texts_of("s3://texts/a") == DOCUMENTS * 3
     assert texts_of("s3://texts/a/*.jsonl") == DOCUMENTS
     files = find_files(["s3://texts/a/"])
