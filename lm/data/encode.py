@@ -30,7 +30,7 @@ from lm.data.parquet import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.text_files import Piece, TextFile, read_pieces
 from lm.data.tokenizer import Encoder, Tokenizer, id_type
 from lm.errors import RunError
-from lm.system.files import write_atomically
+from lm.system.files import sync, write_atomically
 
 UNIT_BYTES = 64 * 2**20  # of text, about; smaller for a small corpus, so that all processes have something to do
 SMALLEST_UNIT = 4 * 2**20
@@ -191,11 +191,10 @@ class _Part:
         self.counts["documents"] += bool(end)
 
     def close(self) -> None:
-        with self._file, open(_rows_path(self._path), "wb") as rows:
-            np.save(rows, np.array(self._rows, np.int64))
-            for file in (self._file, rows):
-                file.flush()
-                os.fsync(file.fileno())
+        self._file.close()
+        np.save(_rows_path(self._path), np.array(self._rows, np.int64))
+        for path in (self._path, _rows_path(self._path)):
+            sync(path)
 
 
 def _rows_path(part: Path) -> Path:

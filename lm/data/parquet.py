@@ -3,7 +3,6 @@
 `data/encode` writes shards with `ShardWriter`; `data/shards` reads them, and anyone's, with `Column`.
 """
 
-import os
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lm.errors import RequestError, RunError
+from lm.system.files import sync
 
 LARGEST_ID = 2**31  # ids are below it where no vocabulary is known: what an int32 tensor can hold
 TOKENIZER_KEY = b"lm.tokenizer"  # in the footers of our shards: SHA-256 of the tokenizer that made them
@@ -227,8 +227,7 @@ class ShardWriter:
         self._parquet.close()
         with pa.OSFile(str(self.path)) as file:
             self.digest = footer_digest(read_footer(file))
-        with open(self.path, "rb") as file:
-            os.fsync(file.fileno())
+        sync(self.path)
         return self.path.stat().st_size
 
     def _write_group(self, count: int) -> None:

@@ -123,7 +123,9 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     if given is None and any(file.kind == "flat" for file in files):
         raise RequestError("a .bin holds token ids: give the tokenizer.json that they were made with (--tokenizer)")
     plan = _plan(options, files, given)
-    manifest = _finished(output, plan)
+    manifest, *differences = _compare(output, MANIFEST, plan)
+    if difference := ", ".join(filter(None, differences)):
+        raise RequestError(f"{output} was made otherwise: {difference}; {START_ANEW.format(output)}")
     if manifest is not None:
         log.info("%s is finished with these options and files; nothing to do", output)
     else:
@@ -202,14 +204,6 @@ def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | Non
         del kept[name]
     sources = [{"name": file.name, "size": file.size, "modified": file.modified} for file in files]
     return {"sources": sources, "options": kept}
-
-
-def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a finished folder, if there is one."""
-    manifest, *differences = _compare(output, MANIFEST, plan)
-    if difference := ", ".join(filter(None, differences)):
-        raise RequestError(f"{output} was made otherwise: {difference}; {START_ANEW.format(output)}")
-    return manifest
 
 
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
