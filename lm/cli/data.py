@@ -28,9 +28,8 @@ def prepare(**options: Any) -> None:
     manifest = make(settings)
     for name, split in manifest["splits"].items():
         log.info(
-            "%s: %s documents, %s tokens, %.2f bytes a token, %d shard%s", name, f"{split['documents']:,}",
+            "%s: %s documents, %s tokens, %.2f bytes a token, %d shards", name, f"{split['documents']:,}",
             format_count(split["tokens"]), split["bytes"] / split["tokens"], len(split["shards"]),
-            "s" * (len(split["shards"]) != 1),
         )  # fmt: skip
     log.info("train on it: lm fit --config tiny.yaml --data.path %s --data.prepare null", settings.output)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,6 @@ log = logging.getLogger(__name__)
 LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
 FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
 MANIFEST, PARTS, PLAN = "manifest.json", ".parts", ".parts/plan.json"
-START_ANEW = "give another --output, or `rm -r {}` first"
 CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
 
 
@@ -125,7 +125,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     plan = _plan(options, files, given)
     manifest, *differences = _compare(output, MANIFEST, plan)
     if difference := ", ".join(filter(None, differences)):
-        raise RequestError(f"{output} was made otherwise: {difference}; {START_ANEW.format(output)}")
+        raise RequestError(f"{output} was made otherwise: {difference}; {_start_anew(output)}")
     if manifest is not None:
         log.info("%s is finished with these options and files; nothing to do", output)
     else:
@@ -148,7 +148,7 @@ def _warn_of_small_validation(output: Path, splits: dict[str, dict[str, Any]]) -
     cure = f"with --val_fraction {fraction}" if fraction <= 0.5 else "from more text"
     log.warning(
         "the validation split is too small for a loss that means anything (%s of at least %s tokens): `rm -r %s`, and "
-        "prepare it again %s", f"{tokens['val']:,}", f"{FEW_TOKENS:,}", output, cure,
+        "prepare it again %s", f"{tokens['val']:,}", f"{FEW_TOKENS:,}", quote(str(output)), cure,
     )  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
         parts.mkdir(parents=True)
     if options:
         raise RequestError(
-            f"{output} holds an unfinished preparation that was begun otherwise: {options}; {START_ANEW.format(output)}"
+            f"{output} holds an unfinished preparation that was begun otherwise: {options}; {_start_anew(output)}"
         )
     if files:
         log.info("other files than when it was begun (%s): what they change is done again", files)
@@ -224,6 +224,10 @@ def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
             (parts / name).unlink(missing_ok=True)
     if begun is None or files:
         write_atomically(output / PLAN, json.dumps(plan))
+
+
+def _start_anew(output: Path) -> str:
+    return f"give another --output, or `rm -r {quote(str(output))}` first"
 
 
 def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, Any] | None, str, str]:
@@ -238,7 +242,7 @@ def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, A
     except FileNotFoundError:
         return None, "", ""
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"{file} is damaged ({error}); {START_ANEW.format(output)}") from error
+        raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
     files = [
         f"{name} {'is new' if name not in before else 'is missing' if name not in after else 'has changed'}"
         for name in sorted({**before, **after})

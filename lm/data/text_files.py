@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -130,7 +131,7 @@ def _find(source: str) -> Iterator[TextFile]:
         cure = NOT_TEXT.get(_split_suffixes(path)[0])
         if cure:
             name = listing.prefix + path
-            raise RequestError(f"{name} is not plain text: {cure.format(name)}; or leave it out")
+            raise RequestError(f"{name} is not plain text: {cure.format(quote(name))}; or leave it out")
         yield _text_file(listing.prefix + path, file)
 
 

@@ -141,7 +141,11 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
-        """(vocab_size,) int32, the bytes of UTF-8 of each token; 0 for special tokens and for ids that no token has."""
+        """Bytes of UTF-8 that each token stands for.
+
+        Returns:
+            (vocab_size,) int32; 0 for special tokens and for ids that no token has.
+        """
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         added = self.backend.get_added_tokens_decoder()
         for token, number in self.vocabulary.items():

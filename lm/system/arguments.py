@@ -54,7 +54,7 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
     """
     parser = Parser(prog=prog, allow_abbrev=False, description=(function.__doc__ or "").partition("\n\n")[0])
     parser.add_function_arguments(function, as_group=False, as_positional=True)
-    kinds = {action.dest: str(getattr(action, "_typehint", "")) for action in parser._actions}
+    kinds = {name: str(getattr(action, "_typehint", "")) for action in parser._actions for name in [action.dest]}
     flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
     lists = [name for name, kind in kinds.items() if "list[" in kind]
     spelled = spell_out(arguments, flags, lists)
@@ -168,7 +168,13 @@ def shorten(message: str, known: list[str], other_names: dict[str, str]) -> str:
 
 
 def unknown_option(name: str, known: list[str], other_names: dict[str, str]) -> str:
-    """A message for an option that does not exist: what to use instead of it, or the nearest of the known names."""
+    """A message for an option that does not exist: the one to use instead, or the nearest name.
+
+    Args:
+        name: as it was typed, without dashes.
+        known: the options that there are.
+        other_names: options that people may expect -> what to use instead.
+    """
     if name in other_names:
         return f"there is no option {name!r}: {other_names[name]}"
     name = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
