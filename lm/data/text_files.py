@@ -204,6 +204,7 @@ def read_pieces(
         tokenizer: that flat ids were made with.
 
     Raises:
+        RequestError: a plain text file holds something else.
         RunError: the file cannot be read; names the file and line or row.
     """
     try:
