@@ -86,15 +86,10 @@ class Batch:
     def num_tokens(self) -> int:
         """How many targets count. They are counted before a batch moves to a device, which then is not waited for."""
         if self.mask is None:
-            return self.num_positions
+            return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
         if self._counted is None:
             self._counted = int(self.mask.sum())
         return self._counted
-
-    @property
-    def num_positions(self) -> int:
-        """How many targets there are, B x T, whether they count or not."""
-        return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
 
     def split(self, rows: int) -> "list[Batch]":
         """Micro-batches of `rows` rows each, in order. They are views, and carry neither `cursor` nor `bad`."""
@@ -156,15 +151,12 @@ class Stream(IterableDataset):
     micro-batches only divide them, so that any division sees the same samples in every step.
 
     Args:
-        shards: where tokens are read.
-        order: which window each sample is.
         seq_len: T, the targets of a row.
         start: the first sample that was not trained on yet.
         global_batch: samples of an optimizer step over all ranks.
         rank: this process; it takes every `world`-th sample of a step.
         world: number of processes.
         shuffle_buffer: tokens of decoded blocks to hold at most; None takes what the order's lanes need.
-        reading: what to do when a block cannot be read, or not soon.
 
     Raises:
         ValueError: `global_batch` is not a multiple of `world`.
@@ -205,13 +197,11 @@ class Windows(IterableDataset):
     in lockstep: missing rows are filled up with rows whose mask is False.
 
     Args:
-        shards: where tokens are read.
         seq_len: T, the targets of a row.
         micro_batch: B, the rows of a batch.
         limit: how many windows; None takes all.
         rank: this process; each takes one run of consecutive windows.
         world: number of processes.
-        reading: what to do when a block cannot be read, or not soon.
     """
 
     def __init__(
@@ -242,18 +232,7 @@ class Windows(IterableDataset):
 def assemble(
     shards: Shards, order: Order, seq_len: int, requests: Iterator[Request], capacity: int, reading: Reading = Reading()
 ) -> Iterator[Batch]:
-    """Turn requests into batches.
-
-    Args:
-        shards: where tokens are read.
-        order: which window each sample is.
-        seq_len: T.
-        requests: what to make.
-        capacity: tokens of decoded blocks to hold at most; at least the largest block.
-        reading: what to do when a block cannot be read, or not soon.
-
-    Yields:
-        A batch of (B, T + 1) tokens for each request.
+    """Turn requests into batches, with at most `capacity` tokens of decoded blocks, and at least the largest block.
 
     Raises:
         DataError: a block cannot be read; names the file.
@@ -334,11 +313,6 @@ class BlockBuffer:
 
     Samples are wanted (`want`) some way ahead of being taken, in the same order, and their numbers serve as the clock.
     The block whose latest wanted sample is the oldest is dropped first, but never before that sample is taken.
-
-    Args:
-        shards: what is read.
-        capacity: tokens.
-        timeout: seconds to wait for a block.
     """
 
     def __init__(self, shards: Shards, capacity: int, timeout: float = TIMEOUT) -> None:

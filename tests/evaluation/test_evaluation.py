@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from lm.data.datamodule import Texts
+from lm.data.datamodule import text_batches
 from lm.data.encode import split_hash
 from lm.data.loader import Batch, Windows
 from lm.data.prepare import PrepareOptions, prepare
@@ -405,8 +405,7 @@ def corpus(tmp_path_factory, tokenizer) -> Path:
 def test_texts_are_measured_as_validation_and_predict_count_them(corpus, tokenizer):
     """Each token once, windows that do not overlap, and the sums of `TokenLoss`."""
     decoder, counted = decoder_of(tokenizer), TokenLoss()
-    rows = Texts([str(corpus / "texts.jsonl")], tokenizer, seq_len=32, micro_batch=4, rows=deque())
-    for batch in rows:
+    for batch in text_batches([str(corpus / "texts.jsonl")], tokenizer, seq_len=32, micro_batch=4, rows=deque()):
         with torch.no_grad():
             losses = decoder(batch.input_ids, labels=batch.labels).per_token
         counted.update(losses, batch.labels, torch.from_numpy(tokenizer.token_bytes()))

@@ -295,10 +295,10 @@ def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:
     return {name: float(one_of(values)) / unit for name, (one_of, values, unit) in known.items() if values}
 
 
-def _gpus(trainer: Trainer) -> list[str] | None:
+def _gpus(trainer: Trainer) -> list[str]:
     """The UUIDs of this node's GPUs that are trained on, since torch and NVML may count them differently."""
     if trainer.strategy.root_device.type != "cuda":
-        return None
+        return []
     here = range(torch.cuda.device_count())
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in trainer.device_ids if index in here]
 
