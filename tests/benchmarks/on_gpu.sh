@@ -16,7 +16,7 @@
 #           pip download --no-deps --dest wheels jsonargparse docstring-parser typeshed-client
 #   -o  where results go; without it build/on_gpu
 #
-# A part ends within nine minutes, whatever happens in it. Parts, in the order of a run that names none:
+# A part ends within nine minutes, whatever happens in it (PART_SECONDS sets another limit). Parts, in the order of a run that names none:
 #
 #   tests                 the GPU tests but slow ones and the sanitizer, four at once where pytest-xdist is there
 #   kernels               each kernel in bf16 beside eager mode and inductor; kernels:fp16 and kernels:fp32 can be named
@@ -44,7 +44,7 @@ cd "$(dirname "$0")/../.." || exit 1
 from_here() { [[ $1 == /* ]] && echo "$1" || echo "$here/$1"; }
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; }
 
-part_seconds=530  # and 10 more for what does not end by itself
+part_seconds=${PART_SECONDS:-530}  # and 10 more for what does not end by itself
 defaults='tests kernels steps:pretrain-350m steps:wide-heads peers memory profile fit sanitizer'
 others='trainings kernels:fp16 steps:pretrain-50m steps:pretrain-350m-2048 steps:fp8 steps:tiny'
 
@@ -74,7 +74,7 @@ done
 
 # ---- Python and what it needs ----------------------------------------------------------------------------------------
 
-work=$(mktemp -d) || exit 1
+work=$(mktemp -d) && mkdir "$work/packages" || exit 1
 trap 'rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM HUP  # by way of the trap on EXIT
 export PYTHONPATH=$PWD:$work/packages${PYTHONPATH:+:$PYTHONPATH}
@@ -128,9 +128,9 @@ if torch.cuda.is_available():
 gpu=${device:+yes}
 device=${device:-cpu}
 stamp=$(date -u +%F)
-name=$stamp-$device
-results=$out/$name
-archive=$out/on-gpu-$name-$(date -u +%H%M%S).tar.gz
+label=$stamp-$device
+results=$out/$label
+archive=$out/on-gpu-$label-$(date -u +%H%M%S).tar.gz
 mkdir -p "$results" || exit 1
 summary=() failed=0 deadline=0
 
@@ -161,7 +161,8 @@ run() {
 # Everything there is so far in one file.
 pack() {
     printf '%s\n' "${summary[@]}" > "$results/summary-$(basename "$archive" .tar.gz).txt"
-    tar -czf "$archive.part" -C "$out" "$name" && mv "$archive.part" "$archive"
+    tar --warning=no-file-changed -czf "$archive.part" -C "$out" "$label"
+    [ $? -le 1 ] && mv "$archive.part" "$archive"  # 1: a process that is being ended still writes to its log
 }
 trap 'jobs -p | xargs -r kill; pack; rm -rf "$work"' EXIT
 
