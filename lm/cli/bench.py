@@ -355,7 +355,7 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
     interval = config.trainer.checkpoint_interval
     predicted = Step(  # as `lm plan` does; on a CPU the process itself comes on top
         steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
-        module.compile_mode, steps.accumulate, module.cuda_graphs,
+        module.compile_mode, steps.accumulate, module.cuda_graphs, checkpointing=module.activation_checkpointing,
     )  # fmt: skip
     return {
         **facts,

@@ -103,6 +103,7 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
     return Step(
         steps.micro_batch_size, steps.seq_len, precision, kernels, model.compile, steps.accumulate, model.cuda_graphs,
         steps.world_size, config.trainer.strategy == "fsdp2" and steps.world_size > 1,
+        model.activation_checkpointing,
     )  # fmt: skip
 
 

@@ -97,13 +97,13 @@ class GraphedMicroBatch:
 
     Args:
         parameters: what gets gradients.
-        forward_backward: takes tokens `(B, T + 1)`, always of one shape, and returns a tensor that is not
-            differentiable. It must not wait for the device.
+        forward_backward: takes tokens `(B, T + 1)`, always of one shape, and what else it was called with, and returns
+            a tensor that is not differentiable. It must not wait for the device.
         capture: whether there is a device that can record; otherwise every call runs as usual.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], forward_backward: Callable[[Tensor], Tensor], capture: bool
+        self, parameters: Iterable[nn.Parameter], forward_backward: Callable[..., Tensor], capture: bool
     ) -> None:
         self.gradients = []
         for parameter in parameters:
@@ -112,32 +112,37 @@ class GraphedMicroBatch:
         self.forward_backward = forward_backward
         self.stream = torch.cuda.Stream() if capture else None  # warmed up and recorded on one that is not the default
         self.calls = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.recorded: dict[tuple, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # and what it returns, by constants
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """What `forward_backward` returns for these tokens; the gradients are added to the buffers."""
+    def __call__(self, tokens: Tensor, *constants: object) -> Tensor:
+        """What `forward_backward` returns for these tokens; the gradients are added to the buffers.
+
+        There is a graph for each value of `constants`, which are on the host.
+        """
         self.calls += 1
         if self.stream is None:
-            return self.forward_backward(tokens)
+            return self.forward_backward(tokens, *constants)
         if self.calls <= WARMUP:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                result = self.forward_backward(tokens)
+                result = self.forward_backward(tokens, *constants)
             torch.cuda.current_stream().wait_stream(self.stream)
             return result
-        if self.graph is None:
-            self._record(tokens)
+        if constants not in self.recorded:
+            self._record(tokens, constants)
+        graph, result = self.recorded[constants]
         self.tokens.copy_(tokens, non_blocking=True)
-        self.graph.replay()
-        return self.result.clone()
+        graph.replay()
+        return result.clone()
 
     def zero_grad(self) -> None:
         """Clear the gradients, and keep their buffers."""
         torch._foreach_zero_(self.gradients)
 
-    def _record(self, tokens: Tensor) -> None:
-        self.tokens = tokens.clone()
-        self.graph = torch.cuda.CUDAGraph()
+    def _record(self, tokens: Tensor, constants: tuple) -> None:
+        if not self.recorded:
+            self.tokens = tokens.clone()
+        graph, pool = torch.cuda.CUDAGraph(), next((graph.pool() for graph, _ in self.recorded.values()), None)
         # Other threads, which pin memory for the next batches, may do what they like meanwhile.
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.result = self.forward_backward(self.tokens)
+        with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
+            self.recorded[constants] = graph, self.forward_backward(self.tokens, *constants)
