@@ -1,4 +1,4 @@
-"""Kills, corrupts and goes on with real trainings at random until the time is up.
+"""Kills, corrupts and resumes real trainings at random until the time is up.
 
     python tests/faults/soak.py --minutes 60 --seed 1
 
@@ -50,7 +50,7 @@ class Soak:
         self.folder, self.counts = folder, Counter()
         self.place = make_workplace(folder / "workplace")
         self.registry = folder / "registry" / "runs.db"
-        # The package as it is now: what is edited while the soak goes on does not disturb it.
+        # The package as it is now: what is edited during the soak does not disturb it.
         shutil.copytree(HERE.parent.parent / "lm", folder / "package" / "lm")
         write_config(self.place, "soak", **CONFIG)
         code, words = self.wait(self.start("uninterrupted"), "uninterrupted")
