@@ -174,7 +174,7 @@ class OneRun:
 
     @staticmethod
     def least(whole: set[int], last: int) -> int:
-        """The step to go on from. A kill between a checkpoint's last rename and the link to it leaves a step beyond
+        """The step to resume from. A kill between a checkpoint's last rename and the link to it leaves a step beyond
         `last`, which may be taken or not."""
         return max((step for step in whole if step <= last), default=max(whole, default=0))
 

@@ -19,7 +19,7 @@ SHARDS = "data/many/train"
 
 
 def fit(folder, name, *callbacks, expect=0, **changes):
-    """Train `name` or go on with it; its losses are those in `trace.jsonl`."""
+    """Train `name` or resume it; its losses are those in `trace.jsonl`."""
     named = [{"class_path": "recorder.Recorder"}, *callbacks]
     config = write_config(folder, name, **{**MANY, "trainer.callbacks": named, **changes})
     done = lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=expect)

@@ -25,7 +25,7 @@ KILL = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL",
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """A run that was killed after ten steps and went on from step 6; histograms every 4 steps."""
+    """A run that was killed after ten steps and resumed from step 6; histograms every 4 steps."""
     place = make_workplace(tmp_path_factory.mktemp("curves"))
     changes = {"trainer.histogram_interval": 4, "trainer.max_steps": STEPS, "trainer.keep_checkpoints": 5}
     write_config(place, **changes, **{"trainer.callbacks": [KILL]})
@@ -113,7 +113,7 @@ def test_an_event_file_stays_small(killed):
 
 
 def test_a_replay_is_bounded(tmp_path):
-    """However long a run is, going on with it writes no more points over tokens again than TensorBoard shows."""
+    """However long a run is, resuming it writes no more points over tokens again than TensorBoard shows."""
     run = Run.create("long", tmp_path)
     lines = ({"step": step, "tokens": step * 10, "time": 1.0, "train/loss": 2.0} for step in range(1, 2501))
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
