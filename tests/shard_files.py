@@ -54,7 +54,8 @@ def write_manifest(folder: Path, split: str = "train", vocab_size: int = 1000, t
     tokens = sum(sum(shard["row_groups"]) for shard in shards)
     manifest = {
         "layout": 1, "column": COLUMN, "dtype": "uint16", "tokenizer": tokenizer, "vocab_size": vocab_size, "eos_id": 0,
-        "splits": {split: {"documents": 1, "tokens": tokens, "bytes": 1, "shards": shards}}, "sources": [], "options": {},
+        "splits": {split: {"documents": 1, "tokens": tokens, "bytes": 1, "shards": shards}},
+        "sources": [], "options": {},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return manifest
