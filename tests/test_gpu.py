@@ -264,7 +264,8 @@ def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, ops
 def test_every_attention_kernel_that_is_measured_gives_the_same_losses(tmp_path, monkeypatch):
     monkeypatch.setenv("LM_KERNEL_CACHE", str(tmp_path))
     config = VARIANTS["windows"]
-    shape = Shape(2, 256, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.windows, False)
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    shape = Shape(2, 256, *heads, config.windows, False)
     device = torch.device("cuda")
     times = measured(device, torch.bfloat16, shape)
     assert "flash" in times and list(tmp_path.iterdir())

@@ -39,8 +39,10 @@ def checkpoint_activations(
     if mode == "none":
         return
     if mode == "selective" and compile != "none" and torch.__version__ < SELECTIVE_FROM:
-        raise RequestError(f"model.activation_checkpointing selective with model.compile {compile} saves no memory before "
-                           f"torch {SELECTIVE_FROM}, and this is {torch.__version__}: take block, or update torch")
+        raise RequestError(
+            f"model.activation_checkpointing selective with model.compile {compile} saves no memory before torch "
+            f"{SELECTIVE_FROM}, and this is {torch.__version__}: take block, or update torch"
+        )
     for layer in decoder.layers:
         part = layer if mode == "block" else layer.mlp
         part.forward = functools.partial(
