@@ -392,7 +392,7 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
     optimizer_ms = statistics.median(timer.optimizer_steps) * 1e3
     predicted = Step(  # as `lm plan` does; on a CPU the process itself comes on top
         steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
-        module.compile_mode, steps.accumulate, module.cuda_graphs,
+        module.compile_mode, steps.accumulate, module.cuda_graphs, checkpointing=module.activation_checkpointing,
     )  # fmt: skip
     return {
         **facts,

@@ -111,6 +111,7 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
     return Step(
         steps.micro_batch_size, steps.seq_len, precision, kernels, model.compile, steps.accumulate, model.cuda_graphs,
         steps.world_size, config.trainer.strategy == "fsdp2" and steps.world_size > 1,
+        model.activation_checkpointing,
     )  # fmt: skip
 
 
@@ -263,8 +264,9 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     """The facts of a config, as far as they can be known, and the findings on it."""
     found: dict[str, Any] = {"config": config.run or config_name(config)}
     noted: list[Finding] = []
-    cpu = config.device == "auto" and config.trainer.accelerator == "cpu"
-    device, here = (Device("", None, None), 1) if config.strict else find_device("cpu" if cpu else config.device)
+    wanted = config.device or "auto"
+    cpu = wanted == "auto" and config.trainer.accelerator == "cpu"
+    device, here = (Device("", None, None), 1) if config.strict else find_device("cpu" if cpu else wanted)
     try:
         refuse_what_a_fit_would(config)
         world_size = ranks(config.trainer.devices, here) * config.trainer.num_nodes

@@ -64,8 +64,8 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scaling is not None or self.copy is not None:
-            return linear(x, self.weight, self.scaling, self.copy)
+        if self.scaling is not None:
+            return linear(x, self.weight, self.scaling)
         return F.linear(x, self.weight.to(x.dtype))
 
 

@@ -15,6 +15,7 @@ from types import MethodType
 import torch
 from torch import Tensor
 
+from lm.kernels.linear import linear
 from lm.kernels.operations import FusedOps
 from lm.model.attention import AttentionMask, attend
 from lm.model.decoder import IGNORED, MLP, Block, Decoder, Linear, RMSNorm, Rotary, SelfAttention
@@ -70,7 +71,8 @@ def attention_forward(
     # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
     q, k, v = ops.qk_norm_rope(qkv, q_weight, k_weight, *rotary, part.heads, part.kv_heads, eps)
     out = attend(q, k, v, mask, part.dropout if part.training else 0.0)  # (B, T, H, D)
-    return part.o_proj(out.flatten(2)), stream  # (B, T, C)
+    proj = part.o_proj
+    return linear(out.flatten(2), proj.weight, proj.scaling, proj.copy), stream  # (B, T, C)
 
 
 def mlp_forward(

@@ -200,7 +200,7 @@ def test_show_puts_all_that_matters_on_a_page(trained):
 
 
 def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
-    """A run that was interrupted goes on with it."""
+    """A run that was interrupted resumes with it."""
     before = trained.read("run.json")
     trained.describe(status="interrupted", reason="SIGTERM")
     command = runs("show", str(trained.path)).stdout.splitlines()[-1].removeprefix("next").strip()
@@ -416,7 +416,7 @@ def test_a_chart_shows_where_a_curve_goes():
     assert sum(ord(character) > 0x2800 and ord(character) < 0x2900 for line in gap for character in line) == 2
 
 
-def test_curves_of_a_chart_are_told_apart_without_colour():
+def test_curves_of_a_chart_differ_without_colour():
     series = [Series(f"c{index}", range(80), [float(index)] * 80) for index in range(6)]
     lines = chart(series, 80, 20, title="loss").split("\n")
     for marker, one in zip(MARKERS, series, strict=False):

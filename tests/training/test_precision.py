@@ -437,7 +437,7 @@ def fit(folder, name, *callbacks, expect=0, **changes):
     return lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=expect)
 
 
-def test_a_run_trains_validates_and_goes_on_exactly(tmp_path):
+def test_a_run_trains_validates_and_resumes_exactly(tmp_path):
     folder = make_workplace(tmp_path)
     said = fit(folder, "straight").stderr
     assert said.count("precision: fp8-rowwise in 4 of the blocks' 8 matrices; bf16 in layers.1.*") == 1
