@@ -201,7 +201,7 @@ def write_random_data(folder: Path, vocab_size: int, data: Namespace) -> None:
     shard = {"file": "train/00000.parquet", "size": writer.close(), "row_groups": writer.row_groups}
     manifest = {
         "layout": LAYOUT, "column": COLUMN, "tokenizer": tokenizer.sha256, "vocab_size": vocab_size,
-        "splits": {"train": {"shards": [shard]}},
+        "splits": {"train": {"tokens": count, "shards": [shard]}},
     }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
