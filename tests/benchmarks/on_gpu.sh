@@ -24,7 +24,8 @@
 #   steps:wide-heads      the same model with heads 128 wide, in eager mode and inductor
 #   peers                 two of our modes beside transformers, litgpt, nanoGPT and Liger, those that are there;
 #                         peers:NAME,NAME chooses others, such as peers:lm:none,litgpt
-#   memory                the memory that `lm plan` expects beside what a step takes, and what a checkpoint costs
+#   memory                the memory that `lm plan` expects beside what a step takes, at three micro-batches and with
+#                         activation checkpointing, and what a checkpoint costs
 #   profile               where the time of a step goes, with a trace
 #   fit                   a training once whole, and once killed and resumed: the losses have to be the same
 #   sanitizer             compute-sanitizer over the kernels' tests, both of its tools at once
@@ -236,13 +237,16 @@ peers() {
         --output "$results/$stamp-peers-$config-$device.json"
 }
 
+# Three micro-batches, and the largest with activation checkpointing; the one with the most memory times a checkpoint.
 memory() {
-    local config=tiny batch=8Ki size
+    local config=tiny batch=8Ki case size kept
     [ -n "$gpu" ] && config=pretrain-350m batch=64Ki
-    for size in 4 8 16; do  # the last one times a checkpoint too
-        run "memory-$config-$size" "$python" -m lm bench step --config $config.yaml --steps 4 \
+    for case in 4-none 8-none 16-none 16-selective 16-block; do
+        size=${case%-*} kept=${case#*-}
+        run "memory-$config-$case" "$python" -m lm bench step --config $config.yaml --steps 4 \
             --trainer.log_interval 2 --data.micro_batch_size $size --data.global_batch_tokens $batch \
-            --checkpoints $((size / 16)) --output "$results/$stamp-memory-$config-$size-$device.json"
+            --model.activation_checkpointing $kept --checkpoints $([ $case = 16-none ] && echo 1 || echo 0) \
+            --output "$results/$stamp-memory-$config-$case-$device.json"
     done
 }
 
