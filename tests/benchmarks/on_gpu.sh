@@ -147,7 +147,7 @@ run() {
         return 1
     fi
     echo "== $name: $*"
-    timeout --kill-after 10 "$left" "$@" > "$results/$name.log" 2>&1 &  # so that a signal is heard meanwhile
+    timeout --kill-after 10 "$left" "$@" <&0 > "$results/$name.log" 2>&1 &  # so that a signal is heard meanwhile
     wait $!
     code=$?
     tail -n 25 "$results/$name.log"
@@ -289,7 +289,7 @@ def losses(run):
     return {entry["step"]: entry["train/loss"] for entry in entries if "train/loss" in entry}
 
 whole, killed = losses("whole"), losses("killed")
-assert whole.keys() == killed.keys(), (sorted(whole), sorted(killed))
+assert whole and whole.keys() == killed.keys(), (sorted(whole), sorted(killed))
 apart = max(abs(whole[step] - killed[step]) for step in whole)
 print(f"{len(whole)} steps, loss {whole[min(whole)]:.3f} to {whole[max(whole)]:.3f}; killed and whole are {apart} apart")
 assert apart < 0.02

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("on_gpu.sh")
-# A Python that lacks nothing and sees no GPU, in which kernels hang, peers break and a profile works.
+# A Python that lacks nothing and sees no GPU, in which kernels hang, peers break, a profile works and `lm` does nothing.
 PYTHON = f"""#!/bin/sh
 case "$*" in
     -c*) exit 0 ;;
     *bench_kernels*) echo begun; exec sleep 100 ;;
     *peers.py*) exit 3 ;;
     *profile*) echo "PYTHONPATH=$PYTHONPATH"; ls "${{PYTHONPATH#*:}}" ;;
+    "-m lm"*) exit 0 ;;
     *) exec {sys.executable} "$@" ;;
 esac
 """
@@ -85,6 +86,14 @@ def test_of_the_wheels_only_what_is_missing_is_taken_and_the_project_is_on_the_p
     assert begin("profile").wait(timeout=60) == 0
     path, *unpacked = packed(tmp_path)["profile-tiny.log"].splitlines()
     assert path.startswith(f"PYTHONPATH={SCRIPT.parents[2]}:") and unpacked == ["nowhere_installed"]
+
+
+def test_the_losses_of_the_killed_training_are_really_compared(begin, tmp_path):
+    assert begin("fit").wait(timeout=60) == 1
+    files = packed(tmp_path)
+    (summary,) = (text for name, text in files.items() if name.startswith("summary"))
+    assert "fit-resumed: done" in summary and "fit-same: exit code 1" in summary
+    assert "AssertionError: ([], [])" in files["fit-same.log"]
 
 
 @pytest.mark.parametrize("part", ["kernel", "steps:pretrain-1b", "fit:again"])
