@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]  # lm,
 import plain_ops
 from kernel_usage import kernel_usage
 
-from lm.errors import RequestError
+from lm.errors import RequestError, RunError
 from lm.kernels import cross_entropy, qk_norm_rope, rms_norm, runtime, swiglu
 from lm.model import attention
 from lm.model.decoder import rotary_table
@@ -461,6 +461,9 @@ def kernels(
         print(json_format.dumps(found))
     else:
         show(found)
+    broken = [name for name, case in found["cases"].items() if "unavailable" in case]
+    if broken:
+        raise RunError(f"{', '.join(broken)} could not be measured")
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -481,9 +484,17 @@ def report(cases: Cases, stopwatch: Stopwatch, rounds: int, inductor: bool) -> d
         "copy": {"gb_per_second": stopwatch.copy_rate / 1e9, "bytes": stopwatch.copy_bytes},
         "launch_us": stopwatch.launch_seconds(rounds) * 1e6 if device.type == "cuda" else None,
         "usage": usage(cases),
-        "cases": {case.name: measure(case, stopwatch, rounds, inductor) for case in cases.all()},
+        "cases": {case.name: attempt(case, stopwatch, rounds, inductor) for case in cases.all()},
         "formulas": FORMULAS,
     }
+
+
+def attempt(case: Case, stopwatch: Stopwatch, rounds: int, inductor: bool) -> dict[str, Any]:
+    """`measure`, or why that is impossible: an op that breaks does not take the figures of the others with it."""
+    try:
+        return measure(case, stopwatch, rounds, inductor)
+    except Exception as error:
+        return {"shape": case.shape, "unavailable": in_one_line(error)}
 
 
 def measure(case: Case, stopwatch: Stopwatch, rounds: int, inductor: bool) -> dict[str, Any]:
@@ -517,8 +528,13 @@ def refuses(function: Callable[..., Any], case: Case) -> str | None:
     try:
         prepare("forward_backward", function, case.inputs())()
     except Exception as error:  # whatever a compiler may run into
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return in_one_line(error)
     return None
+
+
+def in_one_line(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def prepare(name: str, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
@@ -591,6 +607,9 @@ def show(found: dict[str, Any]) -> None:
                 rate, share = ours["gb_per_second"], ours["of_copy_rate"]
                 moving.add_row(name, one, f"{rate:,.1f}", f"{share:.1%}", *ratios)
     console.print(moving, multiplying)
+    for name, case in found["cases"].items():
+        if "unavailable" in case:
+            console.print(f"{name} is unavailable: {case['unavailable']}")
     for reason in dict.fromkeys(case["inductor"] for case in found["cases"].values() if "inductor" in case):
         console.print(f"inductor is {reason}")
     if found["launch_us"] is not None:
@@ -610,6 +629,6 @@ def show(found: dict[str, Any]) -> None:
 if __name__ == "__main__":
     try:
         call_with(kernels, sys.argv[1:], prog="bench_kernels.py")
-    except RequestError as error:
+    except (RequestError, RunError) as error:
         print(f"bench_kernels.py: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -3,13 +3,14 @@
 import contextlib
 import io
 import json
+from dataclasses import replace
 
 import bench_kernels
 import pytest
 import torch
 from bench_kernels import FORMULAS, SMALL, Cases, kernels, show
 
-from lm.errors import RequestError
+from lm.errors import RequestError, RunError
 from lm.kernels import runtime
 from lm.system.arguments import call
 
@@ -112,6 +113,23 @@ def test_a_compiler_that_is_missing_is_said_and_the_rest_is_measured(monkeypatch
     monkeypatch.setattr(torch, "compile", lambda function, **options: missing)
     shown = printed_by(call, kernels, [*QUICK, "--dtype", "fp32"], "bench")
     assert "inductor is unavailable: RuntimeError: no C++ compiler\n" in shown and "swiglu_linear" in shown
+
+
+def test_an_op_that_breaks_does_not_take_the_others_along(monkeypatch, tmp_path, capsys):
+    """Its reason stands in its place, the file is written, and the command fails."""
+    def one_breaks(cases):
+        def refuse(*inputs):
+            raise RuntimeError("no such kernel\nand more")
+
+        whole = cases.rms_norm()
+        return [whole, replace(whole, name="broken", ours=refuse)]
+
+    monkeypatch.setattr(Cases, "all", one_breaks)
+    with pytest.raises(RunError, match="^broken could not be measured"):
+        kernels(tokens=128, rounds=1, inductor=False, output=tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())["cases"]
+    assert found["broken"]["unavailable"] == "RuntimeError: no such kernel" and found["rms_norm"]["forward"]["ours"]
+    assert "broken is unavailable: RuntimeError: no such kernel" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", [("--tokens", "100"), ("--rounds", "0"), ("--dtype", "int8")])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("on_gpu.sh")
-# A Python that lacks nothing and sees no GPU, in which kernels hang, peers break, a profile works and `lm` does nothing.
+# A Python that lacks nothing and sees no GPU. Kernels hang in it, peers break, a profile works, `lm` does nothing.
 PYTHON = f"""#!/bin/sh
 case "$*" in
     -c*) exit 0 ;;
