@@ -9,7 +9,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 
 from lm.errors import RequestError
-from lm.kernels.linear import MULTIPLE, Scaling
+from lm.kernels.fp8 import Scaling
+from lm.kernels.linear import MULTIPLE
 from lm.model.decoder import Linear
 from lm.system.hardware import cpu_half_precision, device_name, has_fp8
 
@@ -18,7 +19,7 @@ Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-tenso
 
 
 class Float8Precision(MixedPrecision):
-    """`bf16-mixed`, and the products of the blocks' matrices in FP8 (see `kernels/linear`).
+    """`bf16-mixed`, and the products of the blocks' matrices in FP8 (see `kernels/fp8` and `kernels/linear`).
 
     Weights and what the optimizer holds stay fp32; attention, the norms, the embedding and the output matrix compute as
     in `bf16-mixed`. So do the matrices that `keep` names, by default those of the last block: the weight gradients
