@@ -36,3 +36,8 @@ class Interrupted(LmError):
     """A signal stopped the run after a checkpoint; `--ckpt_path auto` resumes it."""
 
     exit_code = 75
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as part of a one-line message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

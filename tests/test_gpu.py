@@ -44,8 +44,8 @@ def test_tokens_widen_on_the_device_as_on_the_host():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
-def test_every_precision_learns_clips_and_goes_on_exactly(tmp_path, precision):
-    """Stopped after step 6 and gone on with: the losses of a run that was never stopped, to the bit."""
+def test_every_precision_learns_clips_and_resumes_exactly(tmp_path, precision):
+    """Stopped after step 6 and resumed: the losses of a run that was never stopped, to the bit."""
     folder = make_workplace(tmp_path)
     changes = {"trainer.accelerator": "gpu", "trainer.devices": 1, "trainer.precision": precision}
     lm(folder, "fit", "--config", str(write_config(folder, "straight", **changes)))
@@ -306,8 +306,8 @@ def test_an_fp8_micro_batch_is_recorded_and_replayed_to_the_bit(scaling, mode, d
 @needs_fp8
 @scalings
 @pytest.mark.parametrize("graphs", [False, True])
-def test_fp8_learns_and_goes_on_exactly(tmp_path, scaling, graphs):
-    """Stopped and gone on with, as every other precision; what it trains to is near what bf16 does."""
+def test_fp8_learns_and_resumes_exactly(tmp_path, scaling, graphs):
+    """Stopped and resumed, as every other precision; what it trains to is near what bf16 does."""
     folder = make_workplace(tmp_path)
     changes = {"trainer.accelerator": "gpu", "trainer.devices": 1, "model.decoder.dropout": 0.0}
     lm(folder, "fit", "--config", str(write_config(folder, "bf16", **changes, **{"trainer.precision": "bf16-mixed"})))

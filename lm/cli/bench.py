@@ -28,6 +28,7 @@ from tokenizers import models
 
 from lm.cli.config import config_name, config_parser
 from lm.cli.plan import find_tokenizer, with_vocabulary
+from lm.cli.runs import folder_bytes
 from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -37,8 +38,7 @@ from lm.model.estimates import Step, parameters, training_memory
 from lm.system.files import write_atomically
 from lm.system.hardware import device_name, peak_flops
 from lm.system.process import run_facts, seconds_since_process_start
-from lm.system.units import Count, format_bytes, format_count
-from lm.training.callbacks.checkpoints import Checkpoints
+from lm.system.units import Count, format_bytes, format_count, plural
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
 from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.run_folder import RunFolder
@@ -110,15 +110,16 @@ def fit_briefly(
     watch: Callable[[Trainer, LanguageModule], None] = lambda trainer, module: None,
     **options: Any,
 ) -> Trainer:
-    """Train for a few steps on one device, with everything that `lm fit` has, and leave nothing behind.
+    """Train for a few steps on one device, with everything that `lm fit` does for a step, and leave nothing behind.
 
-    Guards watch and do nothing. The schedule is constant, since the configured one is for a longer run.
+    Guards watch and do nothing; there are no samples and no evaluations. The schedule is constant, since the
+    configured one is for a longer run.
 
     Args:
         config: as `ConfigParser.read` gives it.
         steps: optimizer steps.
         callbacks: beside those of `lm fit` and of the config.
-        own_data: train on the config's data, which must be there; else on random tokens, without samples and tasks.
+        own_data: train on the config's data, which must be there; else on random tokens.
         watch: called before the fit.
         options: of the Trainer, in place of the config's.
 
@@ -136,7 +137,6 @@ def fit_briefly(
     root = Path(config.trainer.default_root_dir)
     # Beside the runs: a checkpoint is timed, and the system's temporary folder may lie in memory.
     with tempfile.TemporaryDirectory(prefix=".lm-bench-", dir=root if root.is_dir() else ".") as folder:
-        samples, evaluation = (config.samples, config.evaluation) if own_data else (SamplesConfig(), EvaluationConfig())
         data_options = vars(config.data)
         if not own_data:
             write_random_data(Path(folder) / "data", find_vocab_size(config), config.data)
@@ -152,7 +152,8 @@ def fit_briefly(
             "default_root_dir": str(Path(folder) / "runs"), **options,
         }  # fmt: skip
         run_folder = RunFolder(None, "bench", "", register=False)
-        standard = standard_callbacks(request, run_folder, config.guards.harmless(), samples, evaluation)
+        guards = config.guards.harmless()
+        standard = standard_callbacks(request, run_folder, guards, SamplesConfig(), EvaluationConfig())
         trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *standard, *callbacks]})
         watch(trainer, module)
         try:
@@ -228,8 +229,8 @@ def print_heading(console: Console, found: dict[str, Any]) -> None:
     """Print what `describe_training` found as two lines."""
     console.print(
         f"{found['config']}: {format_count(found['parameters'])} parameters, {found['micro_batch_size']} x "
-        f"{found['seq_len']} tokens x {found['accumulate']} micro-batches, {found['precision']}; {found['device']}, "
-        f"{found['threads']} threads, torch {found['versions']['torch']}"
+        f"{found['seq_len']} tokens x {plural(found['accumulate'], 'micro-batch')}, {found['precision']}; "
+        f"{found['device']}, {found['threads']} threads, torch {found['versions']['torch']}"
     )
     console.print(
         f"compile: {found['compile']}{', CUDA graphs' * found['cuda_graphs']}; kernels: {found['kernels']}; "
@@ -280,14 +281,6 @@ def peak_memory(device: torch.device) -> int | None:
 # ---- the steps that are timed ----------------------------------------------------------------------------------------
 
 
-class Saving(NamedTuple):
-    """What a checkpoint took."""
-
-    stall_seconds: float  # while training waits
-    total_seconds: float  # until it is whole on the disk
-    bytes: int
-
-
 class StepTimer(Callback):
     """Times stretches of optimizer steps, then some checkpoints.
 
@@ -302,10 +295,11 @@ class StepTimer(Callback):
 
     Attributes:
         stretches: their times.
-        savings: those of the checkpoints.
+        savings: of each checkpoint the seconds that training waits, and those until it is whole on the disk.
         first_step: seconds of the first optimizer step, with all that is compiled and loaded in it.
         first_step_age: seconds from the start of the process to the end of that step.
         peak_bytes: most memory in use when the warm-up was over; None where it is not known.
+        checkpoint_bytes: of the last checkpoint.
     """
 
     def __init__(self, *, warmup: int, stretch: int, rounds: int, checkpoints: int) -> None:
@@ -313,7 +307,7 @@ class StepTimer(Callback):
         self.measured = warmup + rounds * stretch
         self.steps = self.measured + checkpoints
         self.stretches: list[Stretch] = []
-        self.savings: list[Saving] = []
+        self.savings: list[tuple[float, float]] = []
         self.first_step = self.first_step_age = 0.0
         self.peak_bytes: int | None = None
 
@@ -339,18 +333,12 @@ class StepTimer(Callback):
     def between_stretches(self, trainer: Trainer, module: LanguageModule, step: int) -> None:
         """Do what is not timed as a step; called before, between and after the stretches."""
         if step > self.measured:
-            self.savings.append(_save(trainer, module.device))
-
-
-def _save(trainer: Trainer, device: torch.device) -> Saving:
-    checkpoints: Checkpoints = trainer.checkpoint_callback
-    clock = Clock(device)
-    checkpoints.save(trainer)
-    stall = clock.read().seconds
-    trainer.checkpoint_io.drain()
-    total = clock.read().seconds
-    folder = trainer.run.checkpoint("last")
-    return Saving(stall, total, sum(file.stat().st_size for file in folder.iterdir()))
+            clock = Clock(module.device)
+            trainer.checkpoint_callback.save(trainer)
+            stall = clock.read().seconds
+            trainer.checkpoint_io.drain()
+            self.savings.append((stall, clock.read().seconds))
+            self.checkpoint_bytes = folder_bytes(trainer.run.checkpoint("last"))
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
@@ -363,8 +351,12 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
     peak = peak_flops(facts["device"], facts["precision"])
     ms_per_step = statistics.median(stretch.seconds for stretch in timer.stretches) / timer.stretch * 1e3
     rate = steps.tokens_per_step / ms_per_step * 1e3
-    stall = statistics.median(saving.stall_seconds for saving in timer.savings) * 1e3
+    stall, total = (statistics.median(seconds) * 1e3 for seconds in zip(*timer.savings, strict=True))
     interval = config.trainer.checkpoint_interval
+    predicted = Step(  # as `lm plan` does; on a CPU the process itself comes on top
+        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
+        module.compile_mode, steps.accumulate, module.cuda_graphs, checkpointing=module.activation_checkpointing,
+    )  # fmt: skip
     return {
         **facts,
         "turns": len(timer.stretches),
@@ -377,27 +369,17 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
         "first_step_s": timer.first_step_age,
         "first_step": {"step_s": timer.first_step, "warm_up_s": timer.first_step - ms_per_step / 1e3},
         "peak_memory_bytes": timer.peak_bytes,
-        "predicted_memory_bytes": predicted_memory(trainer, module),
+        "predicted_memory_bytes": training_memory(module.config, predicted, module.optimizer_config.state)["peak"],
         "checkpoint": {
             "stall_ms": stall,
-            "total_ms": statistics.median(saving.total_seconds for saving in timer.savings) * 1e3,
-            "bytes": timer.savings[-1].bytes,
+            "total_ms": total,
+            "bytes": timer.checkpoint_bytes,
             "interval_steps": interval,
             "stall_share": stall / (interval * ms_per_step),
         },
         "flops_per_token": module.flops_per_token,
         "formulas": FORMULAS,
     }  # fmt: skip
-
-
-def predicted_memory(trainer: Trainer, module: LanguageModule) -> int:
-    """Peak bytes of tensors as `lm plan` counts them; on a CPU the process itself comes on top."""
-    steps = trainer.steps
-    step = Step(
-        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
-        module.compile_mode, steps.accumulate, module.cuda_graphs,
-    )  # fmt: skip
-    return training_memory(module.config, step, module.optimizer_config.state)["peak"]
 
 
 def show_times(found: dict[str, Any]) -> None:

@@ -17,11 +17,11 @@ from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lm.cli.options import CONFIG, OTHER_NAMES, find_config, read_config
+from lm.cli.options import CONFIG, find_config, read_config
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
-from lm.runs.registry import record_run
-from lm.runs.resume import find_checkpoint, refuse_changed_config, repair_links
+from lm.runs.registry import find_run, record_run
+from lm.runs.resume import checkpoint_folder, find_checkpoint, is_of_a_run, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run
 from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
@@ -41,12 +41,6 @@ LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.inpu
          "evaluation.tasks")  # fmt: skip
 
 
-class TrainingErrors(OneLineErrors):
-    """One-line errors that know what Lightning users may expect to find."""
-
-    other_names = OTHER_NAMES
-
-
 class ConfigFile(ActionConfigFile):
     """`--config`, looked up in `configs/` too."""
 
@@ -57,7 +51,7 @@ class ConfigFile(ActionConfigFile):
         ActionConfigFile.apply_config(parser, cfg, dest, str(path))
 
 
-class ConfigParser(TrainingErrors, Parser):
+class ConfigParser(Parser):
     """Reads a training's config, for a command that is not `fit`. `config_parser` makes one."""
 
     flags: tuple[str, ...] = ()  # options that need no value
@@ -149,7 +143,7 @@ def config_name(config: Namespace) -> str:
 # ---- fit, validate, test, predict ------------------------------------------------------------------------------------
 
 
-class TrainingParser(TrainingErrors, LightningArgumentParser):
+class TrainingParser(OneLineErrors, LightningArgumentParser):
     """LightningCLI's parser with errors of one line."""
 
 
@@ -268,19 +262,12 @@ def _chosen_run(arguments: list[str]) -> Run:
     options = dict(pairwise([*arguments, ""]))
     options |= dict(a.split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
     root = options.get("--trainer.default_root_dir", str(ROOT))
-    if "--run" in options:
-        return Run.named(options["--run"], root)
     checkpoint = options.get("--ckpt_path", "best")
-    if checkpoint not in ("best", "last", "auto"):
-        folder = Path(checkpoint).resolve()
-        if not folder.is_dir():
-            raise RequestError(f"--ckpt_path {checkpoint}: there is no such folder; or give best, last or auto")
+    if "--run" not in options and not is_of_a_run(checkpoint):
+        folder = checkpoint_folder(checkpoint).resolve()
         if (folder.parent / "run.json").exists():
             return Run(folder.parent)
-    run = Run.newest(root)
-    if run is None:
-        raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or give --config")
-    return run
+    return find_run(options.get("--run"), root, otherwise=", or give --config")
 
 
 def main(arguments: list[str]) -> None:
@@ -291,6 +278,7 @@ def main(arguments: list[str]) -> None:
     command, rest = arguments[0], arguments[1:]
     if command != "fit" and not any(a in ("-c", "--config") or a.startswith("--config=") for a in rest):
         run = _chosen_run(rest)
-        rest = ["--config", str(run.config), "--run", run.name, *rest]
+        there = ["--run", run.name, "--trainer.default_root_dir", str(run.path.parent)]
+        rest = ["--config", str(run.config), *there, *rest]
     sys.argv = [sys.argv[0], *arguments]
     TrainingCLI([command, *spell_out(rest, FLAGS, LISTS)])

@@ -18,13 +18,12 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 
 from lm.errors import RequestError
-from lm.inference.model_card import Card, model_card
+from lm.inference.export import Card, check_reload, model_card
 from lm.inference.pretrained import Pretrained, load_pretrained
-from lm.inference.reload_check import check_reload
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
-from lm.runs.resume import chosen_model
+from lm.runs.resume import chosen_model, hub_hint
 from lm.runs.run import ROOT
 from lm.system.files import new_folder
 from lm.training.checkpoint_state import model_files
@@ -49,8 +48,10 @@ def export(
     """Write a model to a folder for others: weights, tokenizer and a model card, as Hugging Face's libraries read them.
 
     Args:
-        run: Name of the run; the newest if not given.
-        ckpt_path: `best`, `last` or a folder with a model; the best if not given.
+        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
+            the newest of all.
+        ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or a folder with
+            a model; the best if not given.
         output: The folder to make, which must be empty or not there.
         dtype: Number format of the weights; as they are stored if not given.
         name: What the model card calls the model; the folder's name if not given.
@@ -67,11 +68,8 @@ def export(
         model = load_pretrained(chosen_model(run, ckpt_path, root), device="cpu", dtype=dtype and getattr(torch, dtype))
         model.decoder.to(model.dtype)
         write_model(model, Card(name or Path(output).resolve().name, license, tuple(language or [])), folder)
-        found = check_reload(folder, model)
-    log.info(
-        "a new process loaded it with %s: logits in fp32 differ by %.1e of the largest, %d greedy tokens are the same",
-        found.loader, found.difference, found.tokens,
-    )  # fmt: skip
+        loader, difference = check_reload(folder, model)
+    log.info("a new process loaded it with %s: logits in fp32 differ by %.1e of the largest", loader, difference)
     if license == "unknown":
         log.info("the model card says that the licence is unknown: choose one with --license before you publish it")
     print(output)
@@ -122,12 +120,22 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
         output: The folder to make, which must be empty or not there.
         eos_token: The token that ends a document, where the model's files do not tell.
     """
+    if hint := hub_hint(input):
+        raise RequestError(f"--input {input} is no folder{hint}")
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
     source, target = Path(input), Path(output)
-    _refuse_places(source, target)
-    model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
+    if not source.is_dir():
+        raise RequestError(f"--input {source} is no folder; give one with a config.json and safetensors in it")
+    if not (source / "tokenizer.json").exists() and (source / "config.json").exists():
+        raise RequestError(
+            f"{source} has no tokenizer.json; transformers makes one: "
+            f"AutoTokenizer.from_pretrained({input!r}).save_pretrained({input!r})"
+        )
+    if (target.parent / "run.json").exists():
+        raise RequestError(f"--output {target} is in the folder of a run, which it would be taken for a checkpoint of")
     with new_folder(target) as folder:
+        model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
         write_files(folder, checkpoint_content(model))
         # Without a digest in the checkpoint, so that a person may change it: another dropout or context is no damage.
         (folder / "model.yaml").write_text(describe_shape(model.config, source, target), encoding="utf-8")
@@ -138,7 +146,7 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
 
 
 def checkpoint_content(model: Pretrained) -> dict[str, object]:
-    """What `write_folder` is given: a checkpoint before the first step.
+    """What `write_files` is given: a checkpoint before the first step.
 
     Lightning counts from the beginning where there are no `loops`, and an optimizer without state begins anew.
     """
@@ -168,19 +176,3 @@ def describe_shape(config: DecoderConfig, source: Path, target: Path) -> str:
         f"# lm fit --config YOURS.yaml --config {target / 'model.yaml'} --ckpt_path {target} --run NAME\n"
     )
     return head + yaml.safe_dump({"model": {"decoder": shape}}, sort_keys=False)
-
-
-def _refuse_places(source: Path, target: Path) -> None:
-    if not source.is_dir():
-        raise RequestError(f"--input {source} is no folder; give one with a config.json and safetensors in it")
-    if not any((source / name).exists() for name in ("config.json", "run.json")):
-        raise RequestError(f"--input {source} is no model: it has no config.json")
-    if not (source / "tokenizer.json").exists() and not (source / "run.json").exists():
-        raise RequestError(
-            f"{source} has no tokenizer.json; transformers makes one: "
-            f"AutoTokenizer.from_pretrained({str(source)!r}).save_pretrained({str(source)!r})"
-        )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
-    if (target.parent / "run.json").exists():
-        raise RequestError(f"--output {target} is in the folder of a run, which it would be taken for a checkpoint of")

@@ -13,9 +13,10 @@ from lm.data.prepare import prepare as make
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.runs.run import ROOT, Run
+from lm.runs.registry import find_run
+from lm.runs.run import ROOT
 from lm.system.files import DAMAGE, parse_json
-from lm.system.units import format_count
+from lm.system.units import format_count, plural
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,8 @@ def prepare(**options: Any) -> None:
     manifest = make(settings)
     for name, split in manifest["splits"].items():
         log.info(
-            "%s: %s documents, %s tokens, %.2f bytes a token, %d shards", name, f"{split['documents']:,}",
-            format_count(split["tokens"]), split["bytes"] / split["tokens"], len(split["shards"]),
+            "%s: %s, %s tokens, %.2f bytes a token, %s", name, plural(split["documents"], "document"),
+            format_count(split["tokens"]), split["bytes"] / split["tokens"], plural(len(split["shards"]), "shard"),
         )  # fmt: skip
     log.info("train on it: lm fit --config tiny.yaml --data.path %s --data.prepare null", settings.output)
 
@@ -160,9 +161,7 @@ def show(
     # Not above, because it needs torch and the other two commands do not.
     from lm.inspection.data import is_injected, open_data, read_step, samples_at, split_documents, steps_taken
 
-    folder = Run.named(run, root) if run else Run.newest(root)
-    if folder is None:
-        raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`")
+    folder = find_run(run, root)
     step = steps_taken(folder) if step is None else step
     _, count = samples_at(folder, step)
     data, injected = open_data(folder), is_injected(folder, step)

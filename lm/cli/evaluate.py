@@ -35,7 +35,6 @@ from lm.training.callbacks.logging import EventFile
 
 log = logging.getLogger(__name__)
 
-WIDE = 100  # columns of a terminal that has room for every score
 SPLITS = ("train", "val", "test", "validation")
 Bar = Callable[[str, int, int | None], None]  # a name, how much of it is done, and how much there is
 
@@ -60,8 +59,10 @@ def evaluate(
     """Measure a checkpoint on tasks, texts or shards, and keep the result with its run.
 
     Args:
-        run: Name of the run, under the root or in the registry; the newest if not given.
-        ckpt_path: `best`, `last`, or the folder of a checkpoint or of a Hugging Face model; the best if not given.
+        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
+            the newest of all.
+        ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or the folder of
+            a checkpoint or of a Hugging Face model; the best if not given.
         tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
         texts: Files, folders, globs or URLs of text, for bits per byte of each.
         shards: Folders or globs of shards of token ids, for bits per byte of each.
@@ -197,7 +198,7 @@ def show_evaluation(found: dict[str, Any]) -> None:
     """Print the result as tables."""
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     if found["tasks"]:
-        console.print(_tasks(found["tasks"], every=console.width >= WIDE))
+        console.print(_tasks(found["tasks"]))
     if found["texts"]:
         console.print(_texts(found["texts"]))
     step = "" if found["step"] is None else f", step {found['step']:,}"
@@ -207,18 +208,14 @@ def show_evaluation(found: dict[str, Any]) -> None:
         console.print("95 % intervals; centred accuracy: 0 is guessing, 1 is all correct", soft_wrap=True)
 
 
-def _tasks(tasks: dict[str, Any], every: bool) -> Table:
+def _tasks(tasks: dict[str, Any]) -> Table:
     table = _table("task", "shots", "items", "right", "guessing", "centred", "perplexity")
-    for name in ("acc", "acc_norm") if every else ():
-        table.add_column(name, justify="right")
     for name, task in tasks.items():
         low, high = task["interval"]
-        shares = ("" if task[key] is None else f"{task[key]:.1%}" for key in ("acc", "acc_norm"))
         table.add_row(
             harmless(name), str(task["num_fewshot"]), f"{task['items']:,}",
             f"{task['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})", f"{task['baseline']:.1%}",
             f"{task['centered']:.3f}", "" if task["perplexity"] is None else f"{task['perplexity']:.2f}",
-            *(shares if every else ()),
         )  # fmt: skip
     return table
 

@@ -80,7 +80,6 @@ class Settings:
         self.sampling()
 
     def sampling(self) -> Sampling:
-        """How tokens are chosen."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
     def options(self) -> dict[str, Any]:
@@ -105,8 +104,10 @@ def generate(
     """Continue prompts. Without any, continue standard input; on a terminal, ask for one prompt after the other.
 
     Args:
-        run: Name of the run, under the root or in the registry; the newest if not given.
-        ckpt_path: `best`, `last`, or the folder of a checkpoint or of a Hugging Face model; the best if not given.
+        run: Name of the run, under the root or in the registry: `mine` means that one and not `mine-2`. If not given,
+            the newest of all.
+        ckpt_path: `best`, `last`, `auto` (the newest that is whole), a step such as `step-00000100`, or the folder of
+            a checkpoint or of a Hugging Face model; the best if not given.
         prompt: Texts to continue; an empty one begins a document.
         prompt_file: A file with more prompts, one a line.
         num_samples: Texts for each prompt.
@@ -132,9 +133,9 @@ def generate(
     refuse_long_prompts(model, prompts, chosen)
     prompts = [text for text in prompts for _ in range(num_samples)]
     if len(prompts) == 1 and not json:
-        shown = stream_to_terminal(model, prompts[0], chosen, step)
-        log.info("%s", shown.summary(chosen.seed))
-        if shown.reason == "Ctrl-C":
+        _, summary, reason = stream_to_terminal(model, prompts[0], chosen, step)
+        log.info("%s", summary)
+        if reason == "Ctrl-C":
             raise KeyboardInterrupt
         return
     written, first_token, seconds = write_texts(model, prompts, chosen, step)
@@ -145,13 +146,24 @@ def generate(
             "device": device_name(model.device), "dtype": dtype_name(model),
             "kernels": model.kernels, "compile": mode,
             **asdict(chosen),
-            "samples": [describe_text(one) for one in written],
+            "samples": [
+                {
+                    "prompt": one.prompt, "text": one.text, "reason": one.reason,
+                    "token_ids": [token.id for token in one.tokens], "tokens": [token.text for token in one.tokens],
+                    "log_probabilities": [token.log_probability for token in one.tokens],
+                }
+                for one in written
+            ],
             "new_tokens": tokens, "first_token_seconds": first_token, "seconds": seconds,
             "tokens_per_second": tokens / seconds,
         }  # fmt: skip
         print(jsonlib.dumps(found, ensure_ascii=False))
         return
-    print_texts(written)
+    console = Console()
+    for number, one in enumerate(written, start=1):
+        console.rule(f"{number} of {len(written)}")
+        print_text(one.prompt, "bold")
+        print_text(one.text + "\n")
     log.info("%d tokens, %.0f tokens/s, seed %d", tokens, tokens / seconds, chosen.seed)
 
 
@@ -198,15 +210,13 @@ def choose_step(model: Pretrained, compile: Compile) -> tuple[str, Step]:
     Raises:
         RequestError: it cannot run so here.
     """
-    mode, why = compile, ""
-    if compile == "auto" and model.device.type == "cuda":
-        mode = "cuda_graphs"
-    elif compile == "auto":
-        mode, why = "none", " (compiling takes longer here than it saves)"
+    mode = compile
+    if compile == "auto":
+        mode = "cuda_graphs" if model.device.type == "cuda" else "none"
     check_step(STEPS[mode], model.device)
     if mode == "inductor":
         compile_decoder(model.decoder, "inductor")
-    log.info("%s, %s; %s; compile %s%s", device_name(model.device), dtype_name(model), model.kernels, mode, why)
+    log.info("%s, %s; %s; compile %s", device_name(model.device), dtype_name(model), model.kernels, mode)
     return mode, STEPS[mode]
 
 
@@ -246,72 +256,31 @@ def write_texts(
     return written, first_token, time.perf_counter() - began
 
 
-def describe_text(written: Written) -> dict[str, Any]:
-    """A text and its tokens as JSON."""
-    return {
-        "prompt": written.prompt, "text": written.text, "reason": written.reason,
-        "token_ids": [token.id for token in written.tokens],
-        "tokens": [token.text for token in written.tokens],
-        "log_probabilities": [token.log_probability for token in written.tokens],
-    }  # fmt: skip
-
-
-def print_texts(written: list[Written]) -> None:
-    """Print each text after its prompt, below a rule with its number."""
-    console = Console()
-    for number, one in enumerate(written, start=1):
-        console.rule(f"{number} of {len(written)}")
-        print_text(one.prompt, "bold")
-        print_text(one.text + "\n")
-
-
 # ---- one text, while it is written -----------------------------------------------------------------------------------
-
-
-@dataclass
-class Shown:
-    """A text that was written and shown."""
-
-    text: str
-    tokens: int
-    reason: Reason | Literal["Ctrl-C"] | None
-    seconds: float
-
-    def summary(self, seed: int) -> str:
-        """Its tokens, rate, end and seed, in a line."""
-        rate = f"{self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else "at once"
-        return f"{self.tokens} tokens, {rate}, ended by {self.reason}, seed {seed}"
 
 
 def stream_to_terminal(
     model: Pretrained, prompt: str, settings: Settings, step: Step, begin: str | None = None
-) -> Shown:
-    """Write a text to standard output while it comes, after its prompt.
-
-    Args:
-        model: that writes it.
-        prompt: the text to continue.
-        settings: how.
-        step: how the decoder is run.
-        begin: what to show before it; the prompt if not given.
+) -> tuple[str, str, Reason | Literal["Ctrl-C"] | None]:
+    """Write a text to standard output while it comes, after `begin`, which is its prompt if not given.
 
     Returns:
-        The text, also where Ctrl-C ended it.
+        The text, also where Ctrl-C ended it; its tokens, rate, end and seed in a line; and why it ended.
     """
-    began, shown = time.perf_counter(), Shown("", 0, None, 0.0)
+    began, text, tokens, reason = time.perf_counter(), "", 0, None
     news: Iterator[NewText] = stream_text(model.decoder, model.tokenizer, [prompt], **settings.options(), step=step)
     print_text(prompt if begin is None else begin, "bold")
     with closing(news), interruptible() as interrupted:
         for new in news:
             print_text(new.text)
-            shown.text += new.text
-            shown.tokens += new.token is not None
-            shown.reason = "Ctrl-C" if interrupted.is_set() else new.reason
-            if shown.reason is not None:
+            text += new.text
+            tokens += new.token is not None
+            reason = "Ctrl-C" if interrupted.is_set() else new.reason
+            if reason is not None:
                 break
     print_text("\n")
-    shown.seconds = time.perf_counter() - began
-    return shown
+    rate = tokens / (time.perf_counter() - began)
+    return text, f"{tokens} tokens, {rate:,.0f} tokens/s, ended by {reason}, seed {settings.seed}", reason
 
 
 @contextmanager
@@ -344,27 +313,14 @@ def print_text(text: str, style: str | None = None) -> None:
 # ---- interactive -----------------------------------------------------------------------------------------------------
 
 HELP = """A line is a prompt, and the model continues it. An empty line continues the text so far.
-  {names}
-                 shows a setting; with a value after it, such as /temperature 0.7 or /top_k none, changes it
-  /settings      shows all of them
-  /reset         forgets the text and restores the settings
-  /quit          leaves, as Ctrl-D does
-  /help          shows this
-Ctrl-C ends a text, Ctrl-D leaves."""
+/temperature 0.7 changes a setting, /top_k none takes it away. Ctrl-C ends a text, Ctrl-D leaves. The settings:"""
 
 
 class Repl:
-    """Reads lines until the input ends.
-
-    Args:
-        model: that writes.
-        settings: to begin with.
-        step: how the decoder is run.
-    """
+    """Reads lines until the input ends."""
 
     def __init__(self, model: Pretrained, settings: Settings, step: Step) -> None:
-        self.model, self.step = model, step
-        self.settings = self.given = settings
+        self.model, self.settings, self.step = model, settings, step
         self.text = ""
 
     def run(self) -> None:
@@ -393,39 +349,29 @@ class Repl:
         seed = self.settings.seed
         seed = random.randrange(DRAWN_SEEDS) if seed is None else seed
         prompt = line or self.text
-        shown = stream_to_terminal(self.model, prompt, replace(self.settings, seed=seed), self.step, begin=line)
-        self.text = prompt + shown.text
-        print(shown.summary(seed))
+        settings = replace(self.settings, seed=seed)
+        text, summary, _ = stream_to_terminal(self.model, prompt, settings, self.step, begin=line)
+        self.text = prompt + text
+        print(summary)
 
     def run_command(self, line: str) -> None:
-        """Do what stands after a slash.
+        """Show the help or a setting, or change a setting.
 
         Raises:
-            RequestError: there is no such command, or its value means nothing.
+            RequestError: there is no such setting, or its value means nothing.
         """
         name, _, value = line.partition(" ")
         names = list(asdict(self.settings))
-        if name in ("quit", "exit"):
-            raise EOFError
+        if name not in (*names, "help"):
+            close = difflib.get_close_matches(name, names, 1)
+            raise RequestError(f"there is no /{name}; {f'did you mean /{close[0]}?' if close else '/help lists them'}")
         if name == "help":
-            print(HELP.format(names=" ".join("/" + name for name in names)))
-        elif name == "settings":
-            for setting in names:
-                self._print_setting(setting)
-        elif name == "reset":
-            self.settings, self.text = self.given, ""
-        elif name in names:
-            if value.strip():
-                self.settings = replace(self.settings, **{name: read_setting(name, value)})
-            self._print_setting(name)
-        else:
-            close = difflib.get_close_matches(name, [*names, "help", "settings", "reset"], 1)
-            hint = f"did you mean /{close[0]}?" if close else "/help lists them"
-            raise RequestError(f"there is no /{name}; {hint}")
-
-    def _print_setting(self, name: str) -> None:
-        value = getattr(self.settings, name)
-        print(f"{name} {'none' if value in (None, []) else value}")
+            print(HELP)
+        elif value.strip():
+            self.settings = replace(self.settings, **{name: read_setting(name, value)})
+        for shown in names if name == "help" else [name]:
+            value = getattr(self.settings, shown)
+            print(f"{shown} {'none' if value in (None, []) else value}")
 
 
 def read_setting(name: str, value: str) -> Any:

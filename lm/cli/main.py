@@ -3,8 +3,11 @@
 import logging
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from lm import __version__
 from lm.errors import LmError, RequestError
@@ -30,7 +33,7 @@ COMMANDS = {
     "runs ls": ("lm.cli.runs:ls", "every run: its status, step, losses, tokens a second and age"),
     "runs show": ("lm.cli.runs:show", "one run on a page: progress, losses, model, checkpoints, machine"),
     "runs compare": ("lm.cli.runs_compare:compare", "curves of runs in one chart, and the settings they differ in"),
-    "runs export": ("lm.cli.runs_export:export", "a run for others: metrics, pictures, weights, and a manifest"),
+    "runs export": ("lm.cli.runs_compare:export", "a run for others: metrics, pictures, weights, and a manifest"),
     "runs rm": ("lm.cli.runs:rm", "remove a run and its checkpoints, after asking"),
     "runs rebuild": ("lm.cli.runs:rebuild", "rebuild the registry of runs from the run folders"),
     "monitor": ("lm.cli.monitor:monitor", "watch runs live in the terminal, or print their state as JSON"),
@@ -40,6 +43,12 @@ COMMANDS = {
 # Names that people may try -> the command.
 OTHER_NAMES = {"train": "fit", "pretrain": "fit", "resume": "fit", "eval": "evaluate", "sample": "generate",
                "prepare": "data prepare", "inspect": "data inspect", "compare": "runs compare"}  # fmt: skip
+# What a value without an option is meant for.
+MEANT = {
+    "generate": "--prompt {value}", "data prepare": "--input {value} --output data/{name}",
+    "data show": "--run {value}", "evaluate": "--tasks {value}", "export": "--output {value}",
+    "import": "--input {value} --output models/{name}", "scale": "--depth {value}",
+}  # fmt: skip
 # Those that take a training's config, and so all of its options.
 TRAINING = ("fit", "validate", "test", "predict", "plan", "profile", "bench step")
 
@@ -98,8 +107,18 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             raise
-        _print_error(f"lm {name}: {type(error).__name__}: {error} (--debug shows where)")
+        _print_error(f"lm {name}: {type(error).__name__}: {error} ({_place(error)}; --debug shows the traceback)")
         return 1
+
+
+def _place(error: Exception) -> str:
+    """The last line that an exception passed of ours or of a user's callback: `lm/data/loader.py, line 120`."""
+    root, libraries = Path(__file__).parents[2], [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__)
+           if Path(frame.filename).is_relative_to(root / "lm")
+           or not any(Path(frame.filename).is_relative_to(library) for library in libraries)]  # fmt: skip
+    file = Path(own[-1].filename)
+    return f"{file.relative_to(root) if file.is_relative_to(root) else file}, line {own[-1].lineno}"
 
 
 def _print_error(message: str) -> None:
@@ -127,7 +146,7 @@ def _dispatch(name: str, rest: list[str]) -> int:
         return 0
     from lm.system.arguments import call
 
-    return call(getattr(import_module(module), function), rest, prog=f"lm {name}") or 0
+    return call(getattr(import_module(module), function), rest, f"lm {name}", MEANT.get(name)) or 0
 
 
 def _unknown_command(arguments: list[str]) -> str:

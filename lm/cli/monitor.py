@@ -1,6 +1,6 @@
 """`lm monitor`: runs that are training, live in a terminal, or once as JSON for programs. It only reads their files.
 
-`runs/live` reads them. Functions that end in `_facts` give labels and values, and `page` arranges them in lines,
+`runs/history` reads them. Functions that end in `_facts` give labels and values, and `page` arranges them in lines,
 never more or wider than the terminal.
 """
 
@@ -16,7 +16,6 @@ import tty
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from select import select
-from types import FrameType
 from typing import Any
 
 from rich.ansi import AnsiDecoder
@@ -27,8 +26,7 @@ from rich.text import Text
 from lm.cli.charts import chart
 from lm.cli.runs import STYLES, to_json
 from lm.errors import RequestError
-from lm.runs.history import Series, smooth
-from lm.runs.live import LiveRun
+from lm.runs.history import LiveRun, Series, smooth
 from lm.runs.metrics import METRICS
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, Run
@@ -105,10 +103,9 @@ def machine_facts(state: dict[str, Any], most: int) -> list[Fact]:
 
 def _machine(reading: dict[str, Any], most: int) -> list[Fact]:
     gpus = reading["gpus"] or []
+    facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
     if len(gpus) > most:
         facts = [(f"{len(gpus)} GPUs", *_gpu(combine_gpus(gpus)))]
-    else:
-        facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
     cpu, memory, process = reading["cpu"], reading["memory"], reading["process"]
     if cpu["load_percent"] is not None:
         facts.append(("CPU", f"{cpu['load_percent']:.0f}% of {cpu['cores']} cores", ""))
@@ -121,20 +118,14 @@ def _machine(reading: dict[str, Any], most: int) -> list[Fact]:
 
 def combine_gpus(gpus: list[dict[str, Any]]) -> dict[str, Any]:
     """Several GPUs as one: mean load, the fullest memory, the highest temperature, the power of all."""
-
-    def over(name: str, summary: Any) -> Any:
-        known = [gpu[name] for gpu in gpus if gpu[name] is not None]
-        return summary(known) if known else None
-
-    return {
-        "load_percent": over("load_percent", statistics.fmean),
-        "memory_used_bytes": over("memory_used_bytes", max),
-        "memory_total_bytes": over("memory_total_bytes", max),
-        "temperature_celsius": over("temperature_celsius", max),
-        "power_watts": over("power_watts", sum),
-        "power_limit_watts": over("power_limit_watts", sum),
-        "clocks_limited_by": list(dict.fromkeys(limit for gpu in gpus for limit in gpu["clocks_limited_by"] or [])),
-    }
+    summaries = {
+        "load_percent": statistics.fmean, "memory_used_bytes": max, "memory_total_bytes": max,
+        "temperature_celsius": max, "power_watts": sum, "power_limit_watts": sum,
+    }  # fmt: skip
+    known = {name: [gpu[name] for gpu in gpus if gpu[name] is not None] for name in summaries}
+    combined = {name: summary(known[name]) if known[name] else None for name, summary in summaries.items()}
+    limits = dict.fromkeys(limit for gpu in gpus for limit in gpu["clocks_limited_by"] or [])
+    return {**combined, "clocks_limited_by": list(limits)}
 
 
 def _gpu(gpu: dict[str, Any]) -> tuple[str, str]:
@@ -216,7 +207,7 @@ def run_block(watch: LiveRun, width: int, height: int) -> list[Text]:
     head = [title_line(state, width), progress_line(state, width)]
     if state.get("reason") and state["status"] not in ("running", "dead"):
         head.append(Text(f"{state['status']}: {one_line(state['reason'])}"))
-    if width >= WIDE and height >= 14 and watch.curves["train/loss"].points()[0]:
+    if width >= WIDE and height >= 14 and watch.curve("train/loss").x:
         return fit_lines([*head, *_wide(watch, width, height - len(head))], width, height)
     numbers, said = facts_in_row(training_facts(state), width), alert_lines(state, 3)
     below = [*facts_in_row(machine_facts(state, 2), width), *facts_in_row(checkpoint_facts(state), width)]
@@ -228,8 +219,9 @@ def run_block(watch: LiveRun, width: int, height: int) -> list[Text]:
 
 def _wide(watch: LiveRun, width: int, height: int) -> list[Text]:
     right = max(SIDE, width // 4)
-    sides = (_side(watch.state, right, gpus, airy) for gpus, airy in ((8, True), (1, True), (1, False)))
-    side = next((side for side in sides if len(side) <= height), _side(watch.state, right, 1, False))
+    side = _side(watch.state, right, 8, True)
+    if len(side) > height:
+        side = _side(watch.state, right, 1, False)
     left = width - right - 2
     small = min(BELOW[1], height // 3)
     if height - small < LOSS[1] or small < BELOW[0]:
@@ -256,16 +248,15 @@ def _side(state: dict[str, Any], width: int, gpus: int, airy: bool) -> list[Text
 
 def _loss(watch: LiveRun, width: int, height: int) -> list[Text]:
     """The training loss, a smoothed line through it, and the validations."""
-    steps, losses = watch.curves["train/loss"].points()
-    smoothed = smooth(losses, 1 - 1 / max(1.0, len(losses) / 60))
-    validation = watch.curves["val/loss"].points()
-    curves = [Series("loss", steps, losses), Series("smoothed", steps, smoothed), Series("validation", *validation)]
-    shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(steps) > 30)]
-    y_range = range_after_start(losses + validation[1], losses)
+    loss, validation = watch.curve("train/loss"), watch.curve("val/loss")
+    smoothed = smooth(loss.y, 1 - 1 / max(1.0, len(loss.y) / 60))
+    curves = [loss, Series("smoothed", loss.x, smoothed), Series("validation", validation.x, validation.y)]
+    shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(loss.x) > 30)]
+    y_range = range_after_start([*loss.y, *validation.y], loss.y)
     return chart_lines(shown, width, height, "" if len(shown) > 1 else "loss", y_range)
 
 
-def range_after_start(values: list[float], losses: list[float]) -> tuple[float, float] | None:
+def range_after_start(values: list[float], losses: Sequence[float]) -> tuple[float, float] | None:
     """The range of the y axis without the first tenth of the losses, whose fall would make the rest look flat."""
     known = [value for value in values if math.isfinite(value)]
     rest = [value for value in losses[len(losses) // 10 :] if math.isfinite(value)]
@@ -277,9 +268,7 @@ def range_after_start(values: list[float], losses: list[float]) -> tuple[float, 
 
 def _small(watch: LiveRun, width: int, height: int) -> list[Text]:
     wide = (width - 2 * (len(SMALL) - 1)) // len(SMALL)
-    labels = {name: METRICS[name].label for name in SMALL}
-    curves = [(Series(label, *watch.curves[name].points(most=wide)), label) for name, label in labels.items()]
-    blocks = [chart_lines([curve], wide, height, label) for curve, label in curves]
+    blocks = [chart_lines([watch.curve(name, wide)], wide, height, METRICS[name].label) for name in SMALL]
     return join_blocks(blocks, width, [wide] * len(SMALL))
 
 
@@ -352,10 +341,8 @@ def monitor(
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # where there are no braille dots
     console = Console()
-    live = sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once
-    chosen = [find_run(name, root) for name in runs] or default_runs(root)
-    watches = [LiveRun(run) for run in chosen]
-    if live:
+    watches = [LiveRun(run) for run in [find_run(name, root) for name in runs] or default_runs(root)]
+    if sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once:
         follow_runs(watches, console, interval)
         return
     for watch in watches:
@@ -388,7 +375,8 @@ def default_runs(root: str) -> list[Run]:
 def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> None:
     """Show a page until q or Ctrl-C, updated at every interval and when the terminal's size changes."""
     try:
-        with _keys() as pressed, _leave_when_terminated(), Live(
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which gives the screen back
+        with _keys() as pressed, Live(
             console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
         ) as screen:
             while True:
@@ -400,7 +388,7 @@ def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> No
                     if size != console.size:
                         size = console.size
                         lines = page(watches, size.width, max(1, size.height - 1))
-                        lines.append(_foot(size.width))
+                        lines += fit_lines([Text("q leaves; the runs continue", "dim")], size.width, 1)
                         text = Text("\n", no_wrap=True, end="").join(lines[: size.height])
                         screen.update(text, refresh=True)
                     if time.monotonic() - looked >= interval:
@@ -409,13 +397,6 @@ def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> No
                         return
     except KeyboardInterrupt:
         return
-
-
-def _foot(width: int) -> Text:
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-    line = Text("q leaves; the runs continue", "dim", no_wrap=True)
-    line.truncate(width)
-    return line.append(" " * max(0, width - line.cell_len - len(now)) + now if line.cell_len + len(now) < width else "")
 
 
 @contextmanager
@@ -436,17 +417,3 @@ def _keys() -> Iterator:
         yield pressed
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-@contextmanager
-def _leave_when_terminated() -> Iterator[None]:
-    """Restore the screen after a SIGTERM too."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -7,7 +7,8 @@ and docstrings alone. The values are checked by `cli/config`, whose parser is ma
 import ast
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import docstring_parser
 
 import lm
 from lm.errors import RequestError
-from lm.system.arguments import shown, unknown_option
+from lm.system.arguments import nearest_option, shown, unknown_options
 from lm.system.files import parse_yaml
 
 PACKAGE = Path(lm.__file__).parent
@@ -42,17 +43,44 @@ FREQUENT = [
 ]  # fmt: skip
 FREQUENT_WITHOUT_FIT = ["trainer.precision", "trainer.accelerator", "data.val", "data.test", "data.texts",
                         "data.val_tokens", "data.micro_batch_size"]  # fmt: skip
-# Options of Lightning that have another name here, or that follow from others.
-OTHER_NAMES = {
-    "trainer.accumulate_grad_batches": "it follows from data.global_batch_tokens and data.micro_batch_size",
-    "trainer.val_check_interval": "give trainer.val_interval, in optimizer steps",
-    "trainer.limit_val_batches": "give data.val_tokens",
-    "trainer.max_epochs": "give trainer.max_steps or trainer.max_tokens",
-    "trainer.log_every_n_steps": "give trainer.log_interval",
-    "trainer.logger": "TensorBoard and metrics.jsonl are always written to the run folder",
-    "data.num_workers": "leave it out; threads of the training process read the data, which is faster",
-    "data.batch_size": "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step",
-}
+BATCH = "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step"
+ACCUMULATION = "it follows from data.global_batch_tokens and data.micro_batch_size"
+EPOCHS = "give trainer.max_steps or trainer.max_tokens"
+# The last part of what Lightning, Hugging Face, nanoGPT and others call an option -> what to use here.
+SYNONYMS = {
+    "accumulate_grad_batches": ACCUMULATION, "gradient_accumulation_steps": ACCUMULATION, "batch_size": BATCH,
+    "per_device_train_batch_size": BATCH, "max_epochs": EPOCHS, "num_train_epochs": EPOCHS, "epochs": EPOCHS,
+    "logger": "TensorBoard and metrics.jsonl are always written to the run folder",
+    "num_workers": "leave it out; threads of the training process read the data, which is faster",
+} | {
+    synonym: f"did you mean {option!r}?" for option, synonyms in {
+        "trainer.max_steps": "max_iters num_steps train_steps total_steps",
+        "trainer.val_interval": "val_check_interval eval_interval eval_every eval_steps val_every",
+        "trainer.checkpoint_interval": "save_every save_interval save_steps ckpt_interval checkpoint_every",
+        "trainer.keep_checkpoints": "save_total_limit save_top_k",
+        "trainer.log_interval": "log_every_n_steps log_every logging_steps",
+        "trainer.gradient_clip_val": "grad_clip gradient_clip max_grad_norm clip",
+        "trainer.precision": "dtype mixed_precision amp",
+        "trainer.devices": "gpus num_gpus",
+        "trainer.default_root_dir": "out_dir output_dir root",
+        "model.optimizer.lr": "learning_rate max_lr peak_lr",
+        "model.optimizer.weight_decay": "wd decay",
+        "model.optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
+        "model.schedule.name": "lr_scheduler lr_scheduler_type scheduler",
+        "model.schedule.warmup_steps": "warmup warmup_iters num_warmup_steps",
+        "model.schedule.final_fraction": "min_lr min_lr_ratio",
+        "model.decoder.hidden_size": "n_embd n_embed d_model dim embed_dim width",
+        "model.decoder.num_hidden_layers": "n_layer n_layers num_layers depth",
+        "model.decoder.num_attention_heads": "n_head n_heads num_heads",
+        "model.decoder.num_key_value_heads": "n_kv_head n_kv_heads num_kv_heads",
+        "model.decoder.intermediate_size": "ffn_dim d_ff mlp_dim n_inner",
+        "model.decoder.max_position_embeddings": "context_length block_size max_seq_len sequence_len n_ctx context",
+        "data.val_tokens": "limit_val_batches eval_iters",
+        "data.path": "dataset data_path data_dir",
+        "seed_everything": "seed",
+        "ckpt_path": "resume resume_from_checkpoint checkpoint",
+    }.items() for synonym in synonyms.split()
+}  # fmt: skip
 USAGE = dict.fromkeys(("validate", "test", "predict"), "[--run NAME] [--ckpt_path PATH]")
 # What the parser takes in addition to the options.
 PARSERS_OWN = {"c", "h", "help", "print_config", "verbose", "weights_only", "return_predictions"}
@@ -73,9 +101,10 @@ CONFIG = Option("config", "file", None, "A YAML file, looked up in configs/ too;
 SEED = Option("seed_everything", "int", "1337", "Seed of the weights and of the order of the samples.")
 FIT = [
     CONFIG,
-    Option("run", "name", None, "Name of the run; for `fit` the config's, otherwise the newest run, if not given."),
-    Option("ckpt_path", "path", None,
-           "A checkpoint: `best`, `last`, `auto` (the newest whole one, else a fresh start), or a folder."),
+    Option("run", "name", None, "Name of the run: if not given, the config's for `fit`, otherwise the newest of all. "
+           "With a config, the newest of `mine`, `mine-2` and so on is resumed, validated or tested."),
+    Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, or `auto`: the newest that is whole, "
+           "for `fit` else a fresh start."),
     Option("force", "bool", None, "Resume although the config or the data is not the run's any more."),
     SEED,
 ]  # fmt: skip
@@ -227,37 +256,45 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         raise RequestError(f"{arguments[0]!r} is no option; did you mean `lm {command} --config {arguments[0]}`?")
     leaves = {option.name for option in (*training_options(command), *FIT)}  # a config may carry those of a fit
+    unknown = {}
     files = [value for name, value in zip(arguments, arguments[1:]) if name in ("-c", "--config")]
     files += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
     if command == "fit" and not files and not any(one.startswith(("--data.", "--print_config")) for one in arguments):
         raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
-    for file in files:
-        path = find_config(file)
-        _refuse_keys(read_config(path), leaves, "", f"config {path}: ")
-    for argument in arguments:
-        name = argument.removeprefix("--").partition("=")[0].removesuffix("+")
-        if argument.startswith("--") and name not in PARSERS_OWN:
-            _refuse_unknown(name, leaves, "")
+    for path in map(find_config, files):
+        found = [name for name in _keys(read_config(path), leaves) if not _is_known(name, leaves)]
+        if found:
+            unknown[f"config {path}: "] = found
+    typed = [argument.removeprefix("--").partition("=")[0].removesuffix("+")
+             for argument in arguments if argument.startswith("--")]  # fmt: skip
+    if found := [name for name in typed if name not in PARSERS_OWN and not _is_known(name, leaves)]:
+        unknown[""] = found
+    if unknown:
+        known = sorted(leaves | _groups(leaves))
+        raise RequestError("; ".join(
+            where + unknown_options({name: SYNONYMS.get(name.rpartition(".")[2]) or nearest_option(name, known)
+                                     for name in names})
+            for where, names in unknown.items()
+        ))  # fmt: skip
 
 
-def _refuse_keys(document: dict[str, Any], leaves: set[str], place: str, where: str) -> None:
+def _keys(document: dict[str, Any], leaves: set[str], place: str = "") -> Iterator[str]:
+    """The names of a config's keys, with dots; below a name that is unknown there are no more."""
     for key, value in document.items():
         name = f"{place}{key}"
-        _refuse_unknown(name, leaves, where)
-        if isinstance(value, dict) and name not in leaves:
-            _refuse_keys(value, leaves, f"{name}.", where)
+        yield name
+        if isinstance(value, dict) and name not in leaves and _is_known(name, leaves):
+            yield from _keys(value, leaves, f"{name}.")
 
 
-def _refuse_unknown(name: str, leaves: set[str], where: str) -> None:
-    """Refuse what is no option, no group of options, and nothing within an option's value or a class by path."""
-    groups = _groups(leaves)
+def _is_known(name: str, leaves: set[str]) -> bool:
+    """Whether a name is an option, a group of options, or within an option's value or a class by path."""
     parts = name.split(".")
     within = any(".".join(parts[:count]) in leaves for count in range(1, len(parts) + 1))
-    if not (within or name in groups or CLASS_KEYS & set(parts)):
-        raise RequestError(where + unknown_option(name, sorted(leaves | groups), OTHER_NAMES))
+    return within or name in _groups(leaves) or bool(CLASS_KEYS & set(parts))
 
 
-def _groups(leaves: set[str]) -> set[str]:
+def _groups(leaves: Iterable[str]) -> set[str]:
     """The groups that options are in, such as `model` and `model.optimizer`."""
     return {".".join(leaf.split(".")[:count]) for leaf in leaves for count in range(1, leaf.count(".") + 1)}
 
@@ -274,8 +311,12 @@ def find_config(name: str) -> Path:
     for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
         if path.is_file():
             return path
-    have = ", ".join(sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})) or "none"
-    raise RequestError(f"no config {name!r} here or in configs/; configs/ has: {have}")
+    have = sorted({path.name for folder in CONFIGS for path in folder.glob("*.yaml")})
+    here = Path(name).parent
+    beside = {str(path) for path in (*here.glob("*.y*ml"), *here.parent.glob(f"*/{Path(name).name}"))}
+    close = get_close_matches(name, [*sorted(beside), *have], 3, cutoff=0.75)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"configs/ has: {', '.join(have) or 'none'}"
+    raise RequestError(f"no config {name!r} here or in configs/; {hint}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -288,6 +329,8 @@ def read_config(path: Path) -> dict[str, Any]:
         document = parse_yaml(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RequestError(f"config {path} cannot be read: {error}") from error
+    if document is None:
+        raise RequestError(f"config {path} is empty; configs/tiny.yaml is one to begin with")
     if not isinstance(document, dict):
         raise RequestError(f"config {path} holds {shown(document)} where options such as `trainer:` belong")
     for name in GROUPS:

@@ -13,17 +13,17 @@ from jsonargparse import Namespace
 from rich.console import Console
 
 from lm.cli import plan_checks as findings
-from lm.cli.config import ConfigParser, config_name, config_parser
+from lm.cli.config import config_name, config_parser
 from lm.cli.plan_checks import Finding
 from lm.data.datamodule import DataModule
-from lm.data.shards import Shards
+from lm.data.prepare import LEARNED
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError
 from lm.model.config import DecoderConfig
 from lm.model.estimates import Step, checkpoint_bytes, flops_per_token, largest_micro_batch, parameters, training_memory
 from lm.system.files import disk_space
 from lm.system.hardware import Device, find_device, peak_flops
-from lm.system.units import format_bytes, format_count, format_duration
+from lm.system.units import format_bytes, format_count, format_duration, plural
 from lm.training.optim import OptimizerConfig
 from lm.training.precision import precision_for_cpu
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
@@ -35,67 +35,41 @@ RESERVE_BYTES = 2**30  # CUDA context and library workspaces; on a CPU Python an
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
 
 
-def model_facts(config: DecoderConfig, seq_len: int) -> dict[str, Any]:
-    """Parameters by part, and operations a token."""
-    return {
-        "parameters": parameters(config),
-        "flops_per_token": flops_per_token(config, seq_len),
-        "tied": config.tie_word_embeddings,
-        "vocab_size": config.vocab_size,
-    }
-
-
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
+def is_prepared(data: Namespace) -> bool:
+    """Whether the first fit has no data to make."""
+    return not data.path or not data.prepare or (Path(data.path) / "manifest.json").exists()
+
+
 def find_tokenizer(data: Namespace) -> Tokenizer | None:
-    """The tokenizer of a config's data; None where it is still to be made.
-
-    Raises:
-        RequestError: it is not there, and nothing says what to make it from.
-    """
-    if data.tokenizer is None and not (Path(data.path) / "tokenizer.json").exists() and data.prepare:
-        return Tokenizer.load(data.prepare.tokenizer) if data.prepare.tokenizer not in ("bpe", "char") else None
-    if data.tokenizer is None and not Path(data.path).is_dir():
-        raise RequestError(
-            f"data.path {data.path} is not there: make it with `lm data prepare --input TEXTS --output {data.path}`"
-        )
-    return Tokenizer.load(data.tokenizer or data.path)
+    """The tokenizer of a config's data; None where it is still to be made."""
+    if is_prepared(data) or data.tokenizer:
+        return Tokenizer.load(data.tokenizer or data.path)
+    return None if data.prepare.tokenizer in LEARNED else Tokenizer.load(data.prepare.tokenizer)
 
 
-def data_facts(data: Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def data_facts(data: Namespace) -> dict[str, Any]:
     """Tokens and shards by split, and how well the tokenizer fits a sample of them.
 
     Raises:
         RequestError: shards are missing, damaged or made with another tokenizer; names the file.
     """
-    sources = {"train": data.train, "val": data.val}
-    if data.path and not (Path(data.path) / "manifest.json").exists():
-        if data.prepare is None:
-            raise RequestError(
-                f"data.path {data.path} holds no manifest.json: make another folder with `lm data prepare "
-                "--input TEXTS --output FOLDER`"
-            )
+    if not is_prepared(data):
         return {"prepared": False, "from": list(data.prepare.input)}
-    found: dict[str, Any] = {"prepared": True}
-    for split, source in sources.items():
-        if source is None and data.path and (Path(data.path) / split).is_dir():
-            source = str(Path(data.path) / split)
-        if source is None:
-            continue
-        shards = Shards.open(source, data.column, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256)
-        windows = shards.require_windows(data.seq_len)
-        found[split] = {
-            "tokens": shards.tokens, "shards": len(shards.fingerprint()), "windows": windows,
-            "dtype": str(shards.column.dtype), "bytes_per_token": _fit_of_sample(shards, tokenizer),
-        }  # fmt: skip
-    return found
-
-
-def _fit_of_sample(shards: Shards, tokenizer: Tokenizer) -> float:
-    """UTF-8 bytes a token over the first block of the shards: a measure of how well the tokenizer fits the texts."""
-    ids = shards.read(0)
-    return float(tokenizer.token_bytes()[ids].sum() / len(ids))
+    opened = DataModule(**vars(data))
+    opened.prepare_data()  # which makes nothing: it looks whether the folder was made with these options
+    opened.setup("fit")
+    sizes = opened.tokenizer.token_bytes()
+    return {"prepared": True} | {
+        split: {
+            "tokens": shards.tokens, "shards": len(shards.fingerprint()),
+            "windows": int(shards.windows(data.seq_len).sum()), "dtype": str(shards.column.dtype),
+            "bytes_per_token": float(sizes[shards.read(0)].mean()),  # UTF-8 of the first block
+        }
+        for split, shards in opened.shards.items()
+    }  # fmt: skip
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -129,6 +103,7 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
     return Step(
         steps.micro_batch_size, steps.seq_len, precision, kernels, model.compile, steps.accumulate, model.cuda_graphs,
         steps.world_size, config.trainer.strategy == "fsdp2" and steps.world_size > 1,
+        model.activation_checkpointing,
     )  # fmt: skip
 
 
@@ -164,7 +139,7 @@ def time_facts(
         rate = ASSUMED_MFU * (peak_flops(device.name, "bf16") if fp8 else peak) / flops
         basis = f"{ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
         if model_parameters < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH:
-            basis += ", and more than so little work a kernel can reach"
+            basis += "; a model or micro-batch as small as this reaches less"
     else:
         return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give --bench FILE"}
     rate *= steps["world_size"]
@@ -196,12 +171,6 @@ def measured_rate(file: Path, model_parameters: int, seq_len: int) -> tuple[floa
             f"has {model_parameters:,} and {seq_len:,}"
         )
     return rate, ", ".join([str(file), *(str(found[name]) for name in ("device", "precision") if name in found)])
-
-
-def disk_facts(decoder: DecoderConfig, step: Step, config: Namespace) -> dict[str, Any]:
-    """Bytes of a checkpoint, of all that are there at once (kept, best and the one in flight), and what is free."""
-    one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
-    return disk_space(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)._asdict()
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -239,7 +208,7 @@ def plan(arguments: list[str]) -> None:
     Raises:
         RequestError: the config has errors; they are on the page.
     """
-    config = plan_parser().read(arguments)
+    config = config_parser("lm plan", PlanOptions).read(arguments)
     if config.mfu is not None and not 0 < config.mfu <= 1:
         raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
     if config.rate_usd_per_hr is not None and config.rate_usd_per_hr < 0:
@@ -256,12 +225,7 @@ def plan(arguments: list[str]) -> None:
     else:
         show_plan(found, noted)
     if errors:
-        raise RequestError(f"{config_name(config)}: {len(errors)} error{'s' * (len(errors) > 1)}: {errors[0].what}")
-
-
-def plan_parser() -> ConfigParser:
-    """The parser of a config and of the options of `lm plan`."""
-    return config_parser("lm plan", PlanOptions)
+        raise RequestError(f"{config_name(config)}: {plural(len(errors), 'error')}: {errors[0].what}")
 
 
 def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
@@ -290,8 +254,9 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     """The facts of a config, as far as they can be known, and the findings on it."""
     found: dict[str, Any] = {"config": config.run or config_name(config)}
     noted: list[Finding] = []
-    cpu = config.device == "auto" and config.trainer.accelerator == "cpu"
-    device, here = (Device("", None, None), 1) if config.strict else find_device("cpu" if cpu else config.device)
+    wanted = config.device or "auto"
+    cpu = wanted == "auto" and config.trainer.accelerator == "cpu"
+    device, here = (Device("", None, None), 1) if config.strict else find_device("cpu" if cpu else wanted)
     try:
         refuse_what_a_fit_would(config)
         world_size = ranks(config.trainer.devices, here) * config.trainer.num_nodes
@@ -306,8 +271,8 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     data, tokenizer = {"prepared": False, "from": []}, None
     if not config.strict:
         try:
+            data = data_facts(config.data)
             tokenizer = find_tokenizer(config.data)
-            data = data_facts(config.data, tokenizer)
         except (LmError, OSError) as error:
             noted.append(Finding("error", str(error), ""))
             data = {"unknown": True}
@@ -324,7 +289,10 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
         noted.append(Finding("advice", "the model's size is not known before the tokenizer is made",
                              "--model.decoder.vocab_size N"))  # fmt: skip
         return found, noted
-    found["model"] = model_facts(decoder, config.data.seq_len)
+    found["model"] = {
+        "parameters": parameters(decoder), "flops_per_token": flops_per_token(decoder, config.data.seq_len),
+        "tied": decoder.tie_word_embeddings, "vocab_size": decoder.vocab_size,
+    }  # fmt: skip
     noted += findings.of_model(found["model"], found["steps"])
     if config.strict:
         return found, noted
@@ -336,8 +304,10 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
         found["steps"], found["model"]["flops_per_token"], device, precision, config.mfu, config.bench,
         found["model"]["parameters"]["total"], config.rate_usd_per_hr,
     )  # fmt: skip
-    found["disk"] = disk_facts(decoder, step, config)
-    noted += findings.of_device(found["memory"], found["disk"], found["steps"], device, config, precision)
+    one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
+    space = disk_space(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)
+    found["disk"] = space._asdict()
+    noted += findings.of_device(found["memory"], space, found["steps"], device, config, precision)
     order = ("error", "warning", "advice")
     return found, sorted(noted, key=lambda finding: order.index(finding.level))
 
@@ -400,7 +370,7 @@ def show_plan(found: dict[str, Any], noted: list[Finding]) -> None:
             console.print(f"{'':8}{finding.cure}")
     counts = {level: sum(finding.level == level for finding in noted) for level in colours}
     state = "not ready" if counts["error"] else "ready"
-    said = [f"{count} {level}{'s' * (count > 1 and level != 'advice')}" for level, count in counts.items() if count]
+    said = [plural(count, level).replace("advices", "advice") for level, count in counts.items() if count]
     console.print(f"[bold]{state}[/bold]{': ' * bool(said)}{', '.join(said)}")
 
 
@@ -417,8 +387,8 @@ def _model_lines(found: dict[str, Any]) -> list[str]:
 def _data_lines(found: dict[str, Any]) -> list[str]:
     data = found["data"]
     return [
-        f"{split}: {format_count(data[split]['tokens'])} tokens in {data[split]['shards']:,} shards, "
-        f"{data[split]['windows']:,} samples, {data[split]['bytes_per_token']:.2f} bytes of text a token"
+        f"{split}: {format_count(data[split]['tokens'])} tokens in {plural(data[split]['shards'], 'shard')}, "
+        f"{plural(data[split]['windows'], 'sample')}, {data[split]['bytes_per_token']:.2f} bytes of text a token"
         for split in ("train", "val") if split in data
     ] or ["not there yet"]  # fmt: skip
 
@@ -427,11 +397,11 @@ def _steps_lines(found: dict[str, Any]) -> list[str]:
     steps = found["steps"]
     epochs = f", {steps['epochs']:.2f} epochs" if "epochs" in steps else ""
     return [
-        f"{steps['micro_batch_size']:,} x {steps['seq_len']:,} tokens x {steps['accumulate']:,} micro-batches x "
-        f"{steps['world_size']:,} ranks = {steps['tokens_per_step']:,} tokens a step",
-        f"{steps['max_steps']:,} steps = {format_count(steps['tokens'])} tokens{epochs}; warm-up "
-        f"{steps['warmup_steps']:,} ({steps['warmup_share']:.1%}), {steps['validations']:,} validations, "
-        f"{steps['checkpoints']:,} checkpoints",
+        f"{steps['micro_batch_size']:,} x {steps['seq_len']:,} tokens x {plural(steps['accumulate'], 'micro-batch')} x "
+        f"{plural(steps['world_size'], 'rank')} = {steps['tokens_per_step']:,} tokens a step",
+        f"{plural(steps['max_steps'], 'step')} = {format_count(steps['tokens'])} tokens{epochs}; warm-up "
+        f"{steps['warmup_steps']:,} ({steps['warmup_share']:.1%}), {plural(steps['validations'], 'validation')}, "
+        f"{plural(steps['checkpoints'], 'checkpoint')}",
     ]
 
 

@@ -10,17 +10,20 @@ from jsonargparse import Namespace
 
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
+from lm.model.config import DecoderConfig
 from lm.system.files import DiskSpace
 from lm.system.hardware import Device
 from lm.system.units import format_bytes, format_count
 from lm.training.callbacks.evaluation import EvaluationConfig
 from lm.training.optim import GroupConfig
+from lm.training.schedule import warmup_problem
 
 LONG_WARMUP = 0.2  # share of the run
 MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
 FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
 NEARLY_FULL = 0.92  # of the device's memory
 HALF_EMPTY = 0.45
+CUDNN_GAIN = 1.7  # over flash attention 2 on Hopper, 1.7 to 2.3 times (transformers issue 48163)
 LONG_VALIDATION = 0.1  # share of the time
 FP8_FROM = (8, 9)  # compute capability
 ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's matrix units
@@ -37,29 +40,25 @@ class Finding(NamedTuple):
 def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     """Findings on the steps of the run, from the config alone."""
     warmup, total = steps["warmup_steps"], steps["max_steps"]
-    if warmup >= total:
-        yield Finding("error", f"the warm-up of {warmup:,} steps is not over when the run of {total:,} steps is",
-                      "lower model.schedule.warmup_steps")
+    if problem := warmup_problem(warmup, total, None, 1):
+        yield Finding("error", problem, "lower model.schedule.warmup_steps")
     elif steps["warmup_share"] > LONG_WARMUP:
         yield Finding("warning", f"warm-up takes {warmup:,} of {total:,} steps, {steps['warmup_share']:.0%} of the run",
                       "lower model.schedule.warmup_steps, or train longer")
     for name, count in (("val_interval", "validated"), ("checkpoint_interval", "saved")):
         interval = config.trainer[name]
         if interval > total:
-            yield Finding("advice", f"trainer.{name} {interval:,} is more than the run's {total:,} steps: it is "
-                          f"{count} at the end alone", f"lower trainer.{name}")  # fmt: skip
+            yield Finding("advice", f"trainer.{name} {interval:,} is more than the run's {total:,} steps: the run is "
+                          f"{count} at its end alone", f"lower trainer.{name}")  # fmt: skip
     yield from _of_fp8(steps, config)
     if config.model.decoder.tie_word_embeddings and config.model.optimizer.groups.output != GroupConfig():
         yield Finding("error", "model.optimizer.groups.output: the output matrix of this model is its embedding",
                       "set model.optimizer.groups.embedding")
-    if config.model.cuda_graphs and config.model.document_mask:
-        yield Finding("error", "model.cuda_graphs does not go with model.document_mask: how many documents there are "
-                      "differs from batch to batch", "turn one of them off")  # fmt: skip
     if config.model.cuda_graphs and config.data.on_bad_shard == "skip":
         yield Finding("error", "model.cuda_graphs does not go with data.on_bad_shard skip: what is skipped differs "
                       "from batch to batch", "set data.on_bad_shard to raise")  # fmt: skip
     if config.model.cuda_graphs and steps["world_size"] > 1:
-        yield Finding("error", f"model.cuda_graphs needs one device, and these are {steps['world_size']}",
+        yield Finding("error", f"model.cuda_graphs needs one device, and this run has {steps['world_size']}",
                       "set trainer.devices 1, or turn it off")
 
 
@@ -71,7 +70,7 @@ def _of_fp8(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
             yield Finding("error", f"trainer.fp8_keep is for FP8, and trainer.precision is {precision}", "leave it out")
         return
     if steps["micro_batch_size"] * steps["seq_len"] % MULTIPLE:
-        yield Finding("error", f"{precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
+        yield Finding("error", f"{precision} takes multiples of {MULTIPLE} tokens a micro-batch, and this one has "
                       f"{steps['micro_batch_size']} x {steps['seq_len']}", "change data.micro_batch_size")  # fmt: skip
     if keep is not None:
         return
@@ -95,12 +94,12 @@ def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
     ratio = steps["tokens"] / model["parameters"]["total"]
     if ratio < FEW_TOKENS:
         yield Finding("warning", f"{format_count(steps['tokens'])} tokens are {ratio:.2g} for each of "
-                      f"{format_count(model['parameters']['total'])} parameters; 20 make the best of the operations",
-                      "train longer, or take a smaller model")  # fmt: skip
+                      f"{format_count(model['parameters']['total'])} parameters; about 20 give the lowest loss for the "
+                      "compute", "train longer, or take a smaller model")  # fmt: skip
     if model["vocab_size"] % ROWS:
         padded = -(-model["vocab_size"] // ROWS) * ROWS
-        yield Finding("advice", f"a vocabulary of {model['vocab_size']:,} is no multiple of {ROWS}, with which matrix "
-                      "units are fastest", f"--model.decoder.vocab_size {padded}")  # fmt: skip
+        yield Finding("advice", f"a vocabulary of {model['vocab_size']:,} is not a multiple of {ROWS}: GPUs multiply "
+                      "such matrices more slowly", f"--model.decoder.vocab_size {padded}")  # fmt: skip
 
 
 def of_vocabulary(tokenizer_size: int, vocab_size: int) -> Iterator[Finding]:
@@ -111,7 +110,7 @@ def of_vocabulary(tokenizer_size: int, vocab_size: int) -> Iterator[Finding]:
     elif vocab_size - tokenizer_size > max(ROWS, vocab_size // 10):
         yield Finding("warning", f"{vocab_size - tokenizer_size:,} of {vocab_size:,} rows of the embedding belong to "
                       f"no token of the tokenizer, which has {tokenizer_size:,}",
-                      "is it the right one? Else leave model.decoder.vocab_size out")  # fmt: skip
+                      "if this is the right tokenizer, leave model.decoder.vocab_size out")  # fmt: skip
 
 
 def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
@@ -123,11 +122,10 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     per_epoch, epochs = steps["steps_per_epoch"], steps["epochs"]
     samples = steps["tokens_per_step"] // steps["seq_len"]
     arithmetic = f"{data['train']['windows']:,} samples / {samples:,} a step = {per_epoch:,.1f} steps an epoch"
-    if per_epoch < steps["warmup_steps"]:
-        yield Finding("error", f"the data ends before the warm-up does: {arithmetic}, and the warm-up takes "
-                      f"{steps['warmup_steps']:,} of {steps['max_steps']:,}", "give more data, a smaller "
-                      f"data.global_batch_tokens, or --model.schedule.warmup_steps {max(1, int(per_epoch))} and fewer "
-                      "steps")  # fmt: skip
+    if per_epoch < steps["warmup_steps"] < steps["max_steps"]:
+        problem = warmup_problem(steps["warmup_steps"], steps["max_steps"], data["train"]["windows"], samples)
+        yield Finding("error", problem, "give more data, a smaller data.global_batch_tokens, or "
+                      f"--model.schedule.warmup_steps {max(1, int(per_epoch))} and fewer steps")  # fmt: skip
     elif epochs > MANY_EPOCHS:
         yield Finding("warning", f"every token is seen {epochs:.1f} times: {arithmetic}, and the run has "
                       f"{steps['max_steps']:,}; beyond {MANY_EPOCHS} epochs repeated tokens teach little",
@@ -155,34 +153,55 @@ def of_tasks(evaluation: EvaluationConfig, data: dict[str, Any]) -> Iterator[Fin
                       "set evaluation.interval, or give data.val")  # fmt: skip
 
 
-def of_device(memory: dict[str, Any], disk: dict[str, Any], steps: dict[str, Any], device: Device,
+def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
               config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
     """Findings on the device, its memory and the disk."""
     if config.model.kernels in ("on", True) and (device.capability is None or device.capability < (8, 0)):
         yield Finding("error", f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
     if precision != config.trainer.precision:
-        yield Finding("advice", f"{device.name} is not good at {config.trainer.precision}, so {precision} is taken",
-                      f"--trainer.precision {precision} says it")  # fmt: skip
+        yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is taken",
+                      f"--trainer.precision {precision} says so")  # fmt: skip
     if precision.startswith("fp8") and (device.capability is None or device.capability < FP8_FROM):
         yield Finding("error", f"{device.name} has no FP8 arithmetic", "--trainer.precision bf16-mixed")
     if precision.startswith("bf16") and device.capability is not None and device.capability < (8, 0):
         yield Finding("warning", f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
+    yield from _of_windows(steps, device, config.model.decoder, config.model.document_mask)
     if config.model.cuda_graphs and device.capability is None:
         yield Finding("error", f"model.cuda_graphs needs a CUDA device, and this is {device.name}", "turn it off")
     if memory["device"] is None:
         yield Finding("warning", f"how much memory {device.name} has is not known", "name one with --device")
     else:
-        yield from _of_memory(memory, steps, device)
-    if not DiskSpace(**disk).suffices:
-        yield Finding("error", str(DiskSpace(**disk)), "free some, or set trainer.default_root_dir to another disk")
+        yield from _of_memory(memory, steps, device, config)
+    if not disk.suffices:
+        yield Finding("error", str(disk), "free some, or set trainer.default_root_dir to another disk")
 
 
-def _of_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device) -> Iterator[Finding]:
+def _of_windows(
+    steps: dict[str, Any], device: Device, decoder: DecoderConfig, documents: bool
+) -> Iterator[Finding]:  # fmt: skip
+    """On Hopper cuDNN's attention, which takes no windows, may do all tokens faster than flash attention a window."""
+    length = steps["seq_len"]
+    narrow = sorted({window for window in decoder.windows if window is not None and window < length})
+    if documents or not narrow or device.capability is None or device.capability[0] != 9:
+        return
+    window = narrow[-1]
+    share = (window - window * (window - 1) / (2 * length)) / ((length + 1) / 2)  # of the pairs of tokens
+    if share > 1 / CUDNN_GAIN:
+        yield Finding("advice", f"layers with a window of {window:,} do {share:.0%} of the work of full attention, "
+                      f"by a kernel that is {CUDNN_GAIN} times slower on {device.name}: they may cost time",
+                      "try model.decoder.window_pattern L with `lm bench step`")  # fmt: skip
+
+
+def _of_memory(
+    memory: dict[str, Any], steps: dict[str, Any], device: Device, config: Namespace
+) -> Iterator[Finding]:  # fmt: skip
     share, best, asked = memory["total"] / memory["device"], memory["largest_micro_batch"], steps["micro_batch_size"]
     need = f"{format_bytes(memory['total'])} of {device.name}'s {format_bytes(memory['device'])}"
+    block = config.model.activation_checkpointing == "block"
+    recompute = "" if block else "--model.activation_checkpointing block, or "
     if share > 1 and best is None:
-        yield Finding("error", f"a step takes {need}, and one sample at a time is too much as well",
-                      "take a smaller model or context, or shard it with trainer.strategy fsdp2")
+        yield Finding("error", f"a step takes {need}, and even one sample at a time does not fit",
+                      f"{recompute}take a smaller model or context, or shard it with trainer.strategy fsdp2")
     elif share > 1:
         yield Finding("error", f"a step takes {need}",
                       f"--data.micro_batch_size {best}: the largest that fits, and the run stays the same")  # fmt: skip

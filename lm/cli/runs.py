@@ -1,6 +1,6 @@
 """`lm runs ls`, `show`, `rm` and `rebuild`: all runs of a user, one run on a page, its removal, and their registry.
 
-Nothing here imports torch. `cli/runs_compare` and `cli/runs_export` have the other commands.
+Nothing here imports torch. `cli/runs_compare` has the other commands.
 """
 
 import json as jsonlib
@@ -232,6 +232,7 @@ def describe_run(run: Run) -> dict[str, Any]:
     config = run.settings()
     steps, status = run.steps(), run.status()
     best, last = run.link("best"), run.link("last") or next(reversed(steps.values()), None)
+    samples = read_samples(run)
     return {
         **registry.facts(run),
         "max_tokens": state.get("max_tokens"),
@@ -255,7 +256,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         "alerts": run.alerts(),
         "post_mortems": sorted(str(path) for path in run.path.glob("postmortem-*") if path.is_dir()),
         "evaluation": merge_evaluations(run.evaluations()),
-        "samples": last_samples(run),
+        "samples": [sample for sample in samples if sample["step"] == samples[-1]["step"]],
         "next": next_command(run, status),
     }  # fmt: skip
 
@@ -281,12 +282,6 @@ def count_parameters(file: Path) -> int | None:
             return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())
     except (OSError, SafetensorError):
         return None
-
-
-def last_samples(run: Run) -> list[dict[str, Any]]:
-    """The newest samples of the run, one a prompt."""
-    samples = read_samples(run)
-    return [sample for sample in samples if sample["step"] == samples[-1]["step"]]
 
 
 def next_command(run: Run, status: str) -> str:

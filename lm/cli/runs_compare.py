@@ -1,6 +1,13 @@
-"""`lm runs compare`: curves of several runs in one chart, where they ended, and the settings in which they differ."""
+"""`lm runs compare`: curves of runs in one chart, and the settings that differ. `lm runs export`: a run for others.
 
+Nothing here imports torch.
+"""
+
+import csv
+import json as jsonlib
 import math
+import shutil
+import time
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,14 +19,17 @@ from rich.text import Text
 
 from lm.cli.charts import MARKERS, chart
 from lm.cli.runs import summarize, to_json
-from lm.errors import RequestError
+from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
 from lm.runs.history import Series, curve, differences, labels
-from lm.runs.run import ROOT
+from lm.runs.metrics import METRICS
+from lm.runs.run import ROOT, Run
+from lm.system.files import digest, load_checksummed, new_folder
 
 CHART_HEIGHT = 20
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
 DASHES = ("-", "--", "-.", ":")  # so that curves are told apart without colour
+PLAIN = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), "header_style": "dim"}  # a table without borders
 
 
 def compare(
@@ -81,28 +91,19 @@ def compare(
 
 def _no_metric(metric: str, metrics: list[list[dict[str, Any]]]) -> str:
     known = sorted({key for lines in metrics for line in lines for key in line if "/" in key})
-    close = get_close_matches(metric, known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none yet'}"
+    close = [name for name in known if name.endswith(f"/{metric}")] or get_close_matches(metric, known, 1)
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are: {', '.join(known) or 'none yet'}"
     return f"none of the runs has a metric {metric!r}; {hint}"
 
 
 def draw_curves(path: Path, series: Sequence[Series], x_label: str, y_label: str, title: str = "") -> None:
-    """Write a picture of curves over one pair of axes; a legend tells several apart.
-
-    Args:
-        path: the PNG file; one that is there is replaced.
-        series: the curves. Values that are not finite leave a gap.
-        x_label, y_label, title: the texts.
-    """
+    """Write a PNG of curves over one pair of axes; values that are not finite leave a gap."""
     from lm.inspection.drawing import figure  # matplotlib takes half a second
 
     drawn, axes = figure()
     for index, one in enumerate(series):
-        sparse = len(one.x) <= 30  # a curve of few points, such as validations, shows them
-        axes.plot(
-            list(one.x), list(one.y), DASHES[index % len(DASHES)], label=one.name, linewidth=1.4,
-            marker="o" if sparse else None, markersize=3,
-        )  # fmt: skip
+        marker = "o" if len(one.x) <= 30 else None  # a curve of few points, such as validations, shows them
+        axes.plot(one.x, one.y, DASHES[index % len(DASHES)], label=one.name, linewidth=1.4, marker=marker, markersize=3)
     axes.set(xlabel=x_label, ylabel=y_label, title=title)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -115,7 +116,7 @@ def draw_curves(path: Path, series: Sequence[Series], x_label: str, y_label: str
 
 
 def _print_values(console: Console, rows: list[dict[str, Any]], metric: str) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(**PLAIN)
     table.add_column("")
     table.add_column("run", overflow="fold")
     table.add_column("status")
@@ -135,7 +136,7 @@ def _print_settings(console: Console, names: list[str], differing: dict[str, lis
     if not differing:
         console.print("the configs are the same")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(**PLAIN)
     table.add_column("setting", overflow="fold")
     for name in names:
         table.add_column(Text(name), overflow="fold", justify="right")
@@ -148,3 +149,128 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) or not math.isfinite(value) else f"{value:.5g}"
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+PICTURES = {  # file -> the metrics that it shows
+    "loss.png": ("train/loss", "val/loss"),
+    "grad_norm.png": ("optim/grad_norm",),
+    "throughput.png": ("perf/tokens_per_second",),
+}
+
+
+def export(
+    run: str, output: str | None = None, checkpoint: Literal["last", "best", "none"] = "last", root: str = str(ROOT)
+) -> None:
+    """Write a run to a folder for others: manifest, metrics, pictures, config, TensorBoard files and weights.
+
+    Args:
+        run: Name under the root or in the registry, or a path.
+        output: The folder to make, which must be empty or not there; `exports/RUN` if not given.
+        checkpoint: Whose weights to take; none leaves them out.
+        root: Folder of the runs.
+    """
+    found = registry.find_run(run, root)
+    target = Path("exports") / found.name if output is None else Path(output)
+    with new_folder(target) as folder:
+        write_export(found, None if checkpoint == "none" else found.checkpoint(checkpoint), folder)
+    print(target)
+
+
+def write_export(run: Run, checkpoint: Path | None, folder: Path) -> None:
+    """Fill a folder with everything; the manifest, which has a digest of every other file, comes last.
+
+    Raises:
+        RunError: the weights are not those that the checkpoint was written with.
+    """
+    metrics = run.metrics()
+    write_metrics(metrics, folder)
+    draw_pictures(metrics, folder, run.name)
+    if run.config.exists():
+        shutil.copyfile(run.config, folder / "config.yaml")
+    for events in run.path.glob("events.out.tfevents.*"):
+        shutil.copy2(events, folder / events.name)
+    if checkpoint is not None:
+        shutil.copyfile(checkpoint / "model.safetensors", folder / "final.safetensors")
+        if digest(folder / "final.safetensors") != weights_digest(checkpoint):
+            raise RunError(f"{checkpoint / 'model.safetensors'} is damaged: its digest is not the one that was written")
+    manifest = manifest_of(run, metrics, checkpoint)
+    manifest["files"] = {path.name: digest(path) for path in sorted(folder.iterdir())}
+    text = jsonlib.dumps(jsonlib.loads(to_json(manifest)), indent=2, ensure_ascii=False)
+    (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
+
+
+def manifest_of(run: Run, metrics: list[dict[str, Any]], checkpoint: Path | None) -> dict[str, Any]:
+    """The manifest without its files: how the run was made, on what, at what cost, and where it ended."""
+    described, facts = run.read("run.json"), registry.facts(run)
+    finals = {name: summarize(metrics, name) for name in ("train/loss", "val/loss", "val/bpb")}
+    return {
+        "format": 1,
+        "run": run.name,
+        "status": facts["status"], "reason": facts["reason"],
+        "seed": run.settings().get("seed_everything"),
+        "config_sha256": facts["config_sha256"],
+        "versions": {"python": described.get("python"), **described.get("versions", {})},
+        "git": described.get("git"),
+        "command": described.get("command"),
+        "machine": {name: described.get(name) for name in ("host", "device", "world_size")},
+        "cost": run.read("budget.json") or None,
+        "started": facts["started"],
+        "last_logged": _utc(metrics[-1]["time"]) if metrics else None,
+        "exported": _utc(time.time()),
+        "steps": facts["step"],
+        "tokens": facts["tokens"],
+        "final": {
+            name: {key: found[key] for key in ("last", "lowest", "lowest_step")}
+            for name, found in finals.items() if found
+        },
+        "checkpoint": None if checkpoint is None else {
+            "step": int(checkpoint.name.removeprefix("step-")), "sha256": weights_digest(checkpoint)
+        },
+    }  # fmt: skip
+
+
+def write_metrics(metrics: list[dict[str, Any]], folder: Path) -> None:
+    """Write `metrics.csv` and `metrics.parquet`: one row a step and name, by step; numbers are exact in both."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    values: dict[tuple[int, str], float] = {}
+    for line in metrics:
+        for name, value in line.items():
+            if name != "step":
+                values[line["step"], {"tokens": "data/tokens"}.get(name, name)] = float(value)
+    rows = sorted((step, name, value) for (step, name), value in values.items())
+    with open(folder / "metrics.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("step", "name", "value"))
+        writer.writerows((step, name, repr(value)) for step, name, value in rows)
+    columns = list(zip(*rows, strict=True)) or [(), (), ()]
+    schema = pa.schema({"step": pa.int64(), "name": pa.string(), "value": pa.float64()})
+    pq.write_table(pa.table([list(column) for column in columns], schema=schema), folder / "metrics.parquet")
+
+
+def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> None:
+    """Draw the `PICTURES` that there are values for."""
+    for file, names in PICTURES.items():
+        series = [curve(METRICS[name].label, metrics, name, "step") for name in names]
+        series = [one for one in series if one.x]
+        if series:
+            draw_curves(folder / file, series, "optimizer step", METRICS[names[0]].unit, title)
+
+
+def weights_digest(checkpoint: Path) -> str:
+    """The digest of the weights that a checkpoint was written with.
+
+    Raises:
+        LmError: its trainer.json is damaged.
+    """
+    try:
+        return load_checksummed((checkpoint / "trainer.json").read_bytes())["digests"]["model.safetensors"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LmError(f"{checkpoint / 'trainer.json'} is damaged; choose another with --checkpoint") from error
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -20,6 +20,7 @@ HEAD_DIM = 128
 ASPECT = 64  # width / depth
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; the batch comes out even on so many, and on 4, 2 and 1
+DEVICE_TOKENS = 16_384  # the most tokens that a device runs at once, before `lm plan --fit` says how many fit
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,6 @@ def recipe(
     steps: int | None = None,
     vocab_size: int = 32_768,
     seq_len: int = 2_048,
-    device_tokens: int = 16_384,
 ) -> Recipe:
     """The recipe of a depth and a horizon.
 
@@ -76,7 +76,6 @@ def recipe(
         steps: as optimizer steps. Exactly one of the three.
         vocab_size: rows of the embedding.
         seq_len: context, in tokens.
-        device_tokens: the most tokens that a device runs at once.
 
     Raises:
         RequestError: the shape is impossible, or the horizon is less than one optimizer step.
@@ -100,7 +99,7 @@ def recipe(
     rate = learning_rate(steps * tokens * (each - 6 * vocab_size * decoder.hidden_size), tokens)
     return Recipe(
         decoder=decoder, parameters=count, flops_per_token=each, batch=batch,
-        micro_batch=micro_batch(batch, device_tokens // seq_len), steps=steps, learning_rate=rate,
+        micro_batch=micro_batch(batch, seq_len), steps=steps, learning_rate=rate,
         weight_decay=weight_decay(rate, steps, steps * tokens / count),
         warmup_steps=warmup_steps(steps, tokens),
     )  # fmt: skip
@@ -144,7 +143,7 @@ def mlp_width(width: int) -> int:
 
     Three matrices of it hold as many parameters as two of `4 x width` (Shazeer, 2020, arXiv:2002.05202).
     """
-    return _round_up(math.ceil(8 * width / 3), HEAD_DIM)
+    return _round_up(8 * width / 3, HEAD_DIM)
 
 
 def window_pattern(depth: int) -> str:
@@ -160,7 +159,7 @@ def sliding_window(seq_len: int) -> int:
 
     Source: nanochat, nanochat/gpt.py.
     """
-    return min(seq_len, _round_up(math.ceil(seq_len / 4), 128))
+    return min(seq_len, _round_up(seq_len / 4, 128))
 
 
 # ---- the horizon and the batch ---------------------------------------------------------------------------------------
@@ -180,9 +179,9 @@ def tokens_of_steps(steps: int) -> float:
     return (2_048 * 0.0306 * steps) ** (1 / (1 - 0.383))
 
 
-def micro_batch(batch: int, most: int) -> int:
-    """Samples a device runs at once: a power of two up to `most` that leaves every device of a node a share."""
-    return power_of_two(min(max(1, most), max(1, batch // DEVICES)), down=True)
+def micro_batch(batch: int, seq_len: int) -> int:
+    """Samples a device runs at once: a power of two that leaves every device of a node a share."""
+    return power_of_two(min(DEVICE_TOKENS // seq_len, batch // DEVICES), down=True)
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
@@ -231,14 +230,14 @@ def power_of_two(number: float, down: bool = False) -> int:
     return 2 ** (math.floor(exponent) if down else round(exponent))
 
 
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
+def _round_up(number: float, unit: int) -> int:
+    return math.ceil(number / unit) * unit
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 DATA = "data/pretrain-32k"
-VOCAB_SIZE, SEQ_LEN, DEVICE_TOKENS = Count(32_768), Count(2_048), Count(16_384)
+VOCAB_SIZE, SEQ_LEN = Count(32_768), Count(2_048)
 INTERVAL = 250  # optimizer steps between validations, and between checkpoints
 VALIDATED = 16  # batches a validation reads: a fiftieth of the work between two of them
 
@@ -298,7 +297,6 @@ def scale(
     max_steps: Count | None = None,
     vocab_size: Count = VOCAB_SIZE,
     seq_len: Count = SEQ_LEN,
-    device_tokens: Count = DEVICE_TOKENS,
     data: str = DATA,
     optimizer: Literal["adamw", "muon"] = "adamw",
 ) -> None:
@@ -311,7 +309,6 @@ def scale(
         max_steps: In place of it: optimizer steps.
         vocab_size: Rows of the embedding; at least the tokenizer's.
         seq_len: Context, in tokens.
-        device_tokens: The most tokens that a device runs at once.
         data: Folder that `lm data prepare` made, or will make.
         optimizer: AdamW, or Muon for the matrices in the blocks.
 
@@ -325,20 +322,16 @@ def scale(
     given = {f"--{name}": value for name, value in horizons.items() if value is not None}
     if len(given) > 1:
         raise RequestError(f"{' and '.join(given)} each give the length of the run: give one of them")
-    positive = {**given, "--vocab_size": vocab_size, "--device_tokens": device_tokens}
-    for name, value in positive.items():
+    for name, value in {**given, "--vocab_size": vocab_size}.items():
         if not 0 < value < math.inf:
             raise RequestError(f"{name} {value} must be above 0")
-    if not data:
-        raise RequestError("--data is empty: give the folder that `lm data prepare` made, or will make")
     if not given:
         target_param_data_ratio = TOKENS_PER_PARAMETER
     made = recipe(
         depth, tokens_per_parameter=target_param_data_ratio, flops=target_flops, steps=max_steps,
-        vocab_size=vocab_size, seq_len=seq_len, device_tokens=device_tokens,
+        vocab_size=vocab_size, seq_len=seq_len,
     )  # fmt: skip
-    settings = {"vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN),
-                "device_tokens": (device_tokens, DEVICE_TOKENS), "data": (data, DATA),
+    settings = {"vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN), "data": (data, DATA),
                 "optimizer": (optimizer, "adamw")}  # fmt: skip
     changed = {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
     options = "".join(f" {name} {value}" for name, value in {**given, **changed}.items())
@@ -346,15 +339,7 @@ def scale(
 
 
 def write_yaml(made: Recipe, command: str, horizon: str, data: str, optimizer: str) -> str:
-    """The YAML of a recipe, with a reason on every line that follows from the depth.
-
-    Args:
-        made: the recipe.
-        command: the command line that makes this file again.
-        horizon: why the run is so long.
-        data: folder of the shards.
-        optimizer: `adamw` or `muon`.
-    """
+    """The YAML of a recipe: `command` makes it again, and `horizon` is why the run is so long."""
     decoder = made.decoder
     memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
     reasons = {

@@ -6,6 +6,7 @@ The stop after `data/loader` on a batch's way; `training/module` is next. It kno
 import logging
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Any
@@ -28,7 +29,9 @@ from lm.system.units import Count
 log = logging.getLogger(__name__)
 
 
-class Texts:
+def text_batches(
+    sources: list[str], tokenizer: Tokenizer, seq_len: int, micro_batch: int, rows: deque[tuple[str, int]]
+) -> Iterator[Batch]:
     """Masked batches of documents, for `lm predict`: every document is cut into windows.
 
     A document begins with the end-of-text token as its first context, as it does in training, and every one of its
@@ -37,39 +40,25 @@ class Texts:
     Args:
         sources: files, folders or URLs, as `lm data prepare --input` takes them.
         seq_len: predicted tokens of a row.
-        micro_batch: rows of a batch.
-        rows: gets the name and first token index of every row, in order.
+        micro_batch: rows of a batch; those that fill up the last one do not count.
+        rows: gets the name of the document and the first token of every row, in order.
     """
 
-    def __init__(
-        self, sources: list[str], tokenizer: Tokenizer, *, seq_len: int, micro_batch: int, rows: deque[tuple[str, int]]
-    ) -> None:
-        self.sources = sources
-        self.tokenizer = tokenizer
-        self.seq_len = seq_len
-        self.micro_batch = micro_batch
-        self.rows = rows
+    def windows() -> Iterator[np.ndarray]:
+        for name, text in read_documents(sources):
+            ids = np.asarray([tokenizer.eos_id, *tokenizer.encode(text)], dtype=np.int32)
+            for start in range(0, len(ids) - 1, seq_len):
+                rows.append((name, start))
+                yield ids[start : start + seq_len + 1]
 
-    def __iter__(self) -> Iterator[Batch]:
-        pending: list[np.ndarray] = []
-        for name, text in read_documents(self.sources):
-            ids = np.asarray([self.tokenizer.eos_id, *self.tokenizer.encode(text)], dtype=np.int32)
-            for start in range(0, len(ids) - 1, self.seq_len):
-                self.rows.append((name, start))
-                pending.append(ids[start : start + self.seq_len + 1])
-                if len(pending) == self.micro_batch:
-                    yield self._batch(pending)
-                    pending = []
-        if pending:
-            yield self._batch(pending)
-
-    def _batch(self, rows: list[np.ndarray]) -> Batch:
-        tokens = np.full((self.micro_batch, self.seq_len + 1), self.tokenizer.eos_id, dtype=np.int32)  # (B, T + 1)
-        mask = np.zeros((self.micro_batch, self.seq_len), dtype=bool)  # (B, T)
-        for index, row in enumerate(rows):
+    every = windows()
+    while group := list(islice(every, micro_batch)):
+        tokens = np.full((micro_batch, seq_len + 1), tokenizer.eos_id, dtype=np.int32)  # (B, T + 1)
+        mask = np.zeros((micro_batch, seq_len), dtype=bool)  # (B, T)
+        for index, row in enumerate(group):
             tokens[index, : len(row)] = row
             mask[index, : len(row) - 1] = True
-        return Batch(torch.from_numpy(tokens), cursor=None, mask=torch.from_numpy(mask))
+        yield Batch(torch.from_numpy(tokens), mask=torch.from_numpy(mask))
 
 
 class DataModule(LightningDataModule):
@@ -170,7 +159,7 @@ class DataModule(LightningDataModule):
         try:
             made = dict(parse_json(file.read_bytes()).get("options", {}))
         except (OSError, AttributeError, TypeError, ValueError) as error:
-            raise RequestError(f"{file} is damaged ({error}); run `lm data prepare` again") from error
+            raise RequestError(f"{file} is damaged ({error}); `rm -r {self.path}`, and it is made again") from error
         learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(self.prepare_options.tokenizer, [])
         for name in ["val_fraction", "text_key", *learned]:
             wanted = getattr(self.prepare_options, name)
@@ -240,9 +229,7 @@ class DataModule(LightningDataModule):
         """The samples of the texts of `data.texts`, in order."""
         if not self.texts:
             raise RequestError("nothing to predict on: give text files, JSONL or Parquet with --data.texts")
-        return Texts(
-            self.texts, self.tokenizer, seq_len=self.seq_len, micro_batch=self.micro_batch_size, rows=self.predicted
-        )
+        return text_batches(self.texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted)
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """In one copy, through page-locked memory, so that it does not make the device wait."""

@@ -30,7 +30,7 @@ from lm.data.parquet import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.text_files import Piece, TextFile, read_pieces
 from lm.data.tokenizer import Encoder, Tokenizer, id_type
 from lm.errors import RunError
-from lm.system.files import write_atomically
+from lm.system.files import sync, write_atomically
 
 UNIT_BYTES = 64 * 2**20  # of text, about; smaller for a small corpus, so that all processes have something to do
 SMALLEST_UNIT = 4 * 2**20
@@ -51,34 +51,21 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Text that one process encodes at once.
+    """Text that one process encodes at once."""
 
-    Args:
-        slices: (file, part, parts) as `read_pieces` takes them.
-        text_bytes: about how much text it is.
-    """
-
-    slices: tuple[tuple[TextFile, int, int], ...]
-    text_bytes: int
+    slices: tuple[tuple[TextFile, int, int], ...]  # file, part and parts, as `read_pieces` takes them
+    text_bytes: int  # about
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How every unit is encoded.
+    """How every unit is encoded."""
 
-    Args:
-        folder: for the parts; has the tokenizer too.
-        tokenizer: its digest and the token that ends a document.
-        text_key: key or column of the text.
-        val_fraction: fraction of the documents that are for validation.
-        shard_tokens: a part is closed after the document that makes it as long as this.
-    """
-
-    folder: Path
-    tokenizer: str
-    text_key: str
-    val_fraction: float
-    shard_tokens: int
+    folder: Path  # for the parts; has the tokenizer too
+    tokenizer: str  # its digest and the token that ends a document
+    text_key: str  # or column
+    val_fraction: float  # of the documents
+    shard_tokens: int  # a part is closed after the document that makes it as long as this
 
 
 def plan_units(files: list[TextFile]) -> list[Unit]:
@@ -119,47 +106,37 @@ def record_path(unit: Unit, recipe: Recipe) -> Path:
     return recipe.folder / f"{blake2b(repr(made_of).encode(), digest_size=16).hexdigest()}.json"
 
 
-def encode_unit(unit: Unit, recipe: Recipe) -> int:
+def encode_unit(unit: Unit, recipe: Recipe) -> None:
     """Write the parts of a unit, and its record last.
-
-    Returns:
-        About how many bytes of text were encoded.
 
     Raises:
         RunError: a file cannot be read; names the file and line or row.
     """
     path = record_path(unit, recipe)
     encoder, sizes = _tools(recipe)
-    tokenizer = encoder.tokenizer
-    eos = np.array([tokenizer.eos_id], encoder.dtype).tobytes()
-    record: dict[str, Any] = {"parts": [], "lowest": None, "highest": None}
-    document: dict[str, Any] | None = None
+    eos = np.array([encoder.tokenizer.eos_id], encoder.dtype).tobytes()
+    record: dict[str, Any] = {"parts": []}
     with ExitStack() as stack:
         open_parts: dict[str, _Part] = {}
-        for piece, ids in _encoded(unit_pieces(unit, recipe.text_key, tokenizer), encoder):
-            if document is None:
-                value = split_hash(piece.content)
-                split = piece.split or ("val" if value < recipe.val_fraction else "train")
+        part: _Part | None = None  # of the document that has begun
+        for piece, ids in _encoded(unit_pieces(unit, recipe.text_key, encoder.tokenizer), encoder):
+            if part is None:
+                split = piece.split or ("val" if split_hash(piece.content) < recipe.val_fraction else "train")
                 if split not in open_parts:
-                    name = f"{path.stem}-{len(record['parts']):03d}-{split}"
-                    open_parts[split] = _Part(stack, recipe.folder / name, split)
+                    file = recipe.folder / f"{path.stem}-{len(record['parts']):03d}-{split}"
+                    open_parts[split] = _Part(stack, file, split)
                     record["parts"].append(open_parts[split].counts)
                 part = open_parts[split]
-                document = {"hash": value, "part": part.counts["file"], "start": part.counts["tokens"], "bytes": 0}
             text = isinstance(piece.content, str)
-            document["bytes"] += _utf8_length(piece.content) if text else int(sizes[ids].sum())
+            part.counts["bytes"] += _utf8_length(piece.content) if text else int(sizes[ids].sum())
             part.write(ids.tobytes(), len(ids), eos if piece.last else b"")
             if piece.last:
-                document["stop"] = part.end_document(document["bytes"])
-                for name, better in (("lowest", min), ("highest", max)):
-                    record[name] = better(record[name] or document, document, key=lambda entry: entry["hash"])
-                document = None
                 if part.counts["tokens"] >= recipe.shard_tokens:
                     open_parts.pop(split).close()
+                part = None
         for part in open_parts.values():
             part.close()
     write_atomically(path, json.dumps(record))
-    return unit.text_bytes
 
 
 def _encoded(pieces: Iterable[Piece], encoder: Encoder) -> Iterator[tuple[Piece, np.ndarray]]:
@@ -206,23 +183,18 @@ class _Part:
         self.counts = {"file": path.name, "split": split, "tokens": 0, "documents": 0, "bytes": 0}
 
     def write(self, ids: bytes, count: int, end: bytes) -> None:
+        """Add a row of ids, and the token that ends its document, if it does."""
         self._file.write(ids)
         self._file.write(end)
         self._rows.append(count + bool(end))
         self.counts["tokens"] += self._rows[-1]
-
-    def end_document(self, size: int) -> int:
-        """Count a document of so many bytes; returns the token after it."""
-        self.counts["documents"] += 1
-        self.counts["bytes"] += size
-        return self.counts["tokens"]
+        self.counts["documents"] += bool(end)
 
     def close(self) -> None:
-        with self._file, open(_rows_path(self._path), "wb") as rows:
-            np.save(rows, np.array(self._rows, np.int64))
-            for file in (self._file, rows):
-                file.flush()
-                os.fsync(file.fileno())
+        self._file.close()
+        np.save(_rows_path(self._path), np.array(self._rows, np.int64))
+        for path in (self._path, _rows_path(self._path)):
+            sync(path)
 
 
 def _rows_path(part: Path) -> Path:
@@ -235,16 +207,7 @@ def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
 
 
 def write_shard(path: Path, slices: Sequence[Slice], folder: Path) -> dict[str, Any]:
-    """Copy slices of parts together.
-
-    Args:
-        path: of the shard.
-        slices: one after the other.
-        folder: of the parts and the tokenizer.
-
-    Returns:
-        The shard's entry of the manifest.
-    """
+    """Copy slices of the parts in `folder` to one shard; returns its entry of the manifest."""
     tokenizer = Tokenizer.load(folder)
     dtype = id_type(tokenizer.vocab_size)
     writer = ShardWriter(path, dtype, tokenizer.sha256)
@@ -277,16 +240,13 @@ def run_tasks(
         doing: label of the progress bar.
         workers: processes; one a core if None.
 
-    Returns:
-        The results, in the order of the tasks.
-
     Raises:
         RunError: a process died.
     """
     columns = (TextColumn(doing), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task(doing, total=sum(sizes))
-        workers = _cores() if workers is None else workers
+        workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         if workers == 1 or sum(sizes) <= SMALL_WORK:
             results = []
             for task, size in zip(tasks, sizes, strict=True):
@@ -313,10 +273,6 @@ def run_tasks(
                 "a worker process died, perhaps because memory ran out; the same command continues from here, and "
                 "fewer --workers need less memory"
             ) from error
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _start_worker() -> None:

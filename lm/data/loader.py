@@ -59,17 +59,19 @@ class Batch:
         mask: (B, T) bool, False where a target does not count; None when all of them count.
         bad: for every row that could not be read, what is wrong with its shard.
         counted: how many values of the mask are True, where that is known.
+        row_documents: how many documents each row's inputs hold at most; None: not counted.
     """
 
     def __init__(
         self, tokens: Tensor, cursor: Cursor | None = None, mask: Tensor | None = None, bad: tuple[str, ...] = (),
-        counted: int | None = None,
+        counted: int | None = None, row_documents: tuple[int, ...] | None = None,
     ) -> None:
         self.tokens = tokens
         self.cursor = cursor
         self.mask = mask
         self.bad = bad
         self._counted = counted
+        self.row_documents = row_documents
 
     @property
     def input_ids(self) -> Tensor:
@@ -86,24 +88,31 @@ class Batch:
     def num_tokens(self) -> int:
         """How many targets count. They are counted before a batch moves to a device, which then is not waited for."""
         if self.mask is None:
-            return self.num_positions
+            return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
         if self._counted is None:
             self._counted = int(self.mask.sum())
         return self._counted
 
-    @property
-    def num_positions(self) -> int:
-        """How many targets there are, B x T, whether they count or not."""
-        return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
-
     def split(self, rows: int) -> "list[Batch]":
         """Micro-batches of `rows` rows each, in order. They are views, and carry neither `cursor` nor `bad`."""
-        if self.mask is None:
-            return [Batch(tokens) for tokens in self.tokens.split(rows)]
+        parts = [slice(start, start + rows) for start in range(0, len(self.tokens), rows)]
         return [
-            Batch(tokens, mask=mask)
-            for tokens, mask in zip(self.tokens.split(rows), self.mask.split(rows), strict=True)
-        ]
+            Batch(
+                self.tokens[part], mask=None if self.mask is None else self.mask[part],
+                row_documents=None if self.row_documents is None else self.row_documents[part],
+            )
+            for part in parts
+        ]  # fmt: skip
+
+    def count_documents(self, eos_id: int) -> None:
+        """Count the documents of each row, while the tokens are on the host."""
+        ends = (self.tokens[:, :-1].numpy() == eos_id).sum(1)  # (B,)
+        self.row_documents = tuple((ends + 1).tolist())
+
+    @property
+    def max_documents(self) -> int | None:
+        """There are no more documents than this in all rows: a power of two, so that few values occur."""
+        return None if self.row_documents is None else 1 << (sum(self.row_documents) - 1).bit_length()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """The same batch on another device; `non_blocking` from pinned memory overlaps the copy with compute."""
@@ -115,7 +124,7 @@ class Batch:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         mask, counted = (None, None) if self.mask is None else (function(self.mask), self.num_tokens)
-        return Batch(function(self.tokens), self.cursor, mask, self.bad, counted)
+        return Batch(function(self.tokens), self.cursor, mask, self.bad, counted, self.row_documents)
 
 
 def _to_int64(tokens: Tensor) -> Tensor:
@@ -156,15 +165,12 @@ class Stream(IterableDataset):
     micro-batches only divide them, so that any division sees the same samples in every step.
 
     Args:
-        shards: where tokens are read.
-        order: which window each sample is.
         seq_len: T, the targets of a row.
         start: the first sample that was not trained on yet.
         global_batch: samples of an optimizer step over all ranks.
         rank: this process; it takes every `world`-th sample of a step.
         world: number of processes.
         shuffle_buffer: tokens of decoded blocks to hold at most; None takes what the order's lanes need.
-        reading: what to do when a block cannot be read, or not soon.
 
     Raises:
         ValueError: `global_batch` is not a multiple of `world`.
@@ -205,13 +211,11 @@ class Windows(IterableDataset):
     in lockstep: missing rows are filled up with rows whose mask is False.
 
     Args:
-        shards: where tokens are read.
         seq_len: T, the targets of a row.
         micro_batch: B, the rows of a batch.
         limit: how many windows; None takes all.
         rank: this process; each takes one run of consecutive windows.
         world: number of processes.
-        reading: what to do when a block cannot be read, or not soon.
     """
 
     def __init__(
@@ -242,18 +246,7 @@ class Windows(IterableDataset):
 def assemble(
     shards: Shards, order: Order, seq_len: int, requests: Iterator[Request], capacity: int, reading: Reading = Reading()
 ) -> Iterator[Batch]:
-    """Turn requests into batches.
-
-    Args:
-        shards: where tokens are read.
-        order: which window each sample is.
-        seq_len: T.
-        requests: what to make.
-        capacity: tokens of decoded blocks to hold at most; at least the largest block.
-        reading: what to do when a block cannot be read, or not soon.
-
-    Yields:
-        A batch of (B, T + 1) tokens for each request.
+    """Turn requests into batches, with at most `capacity` tokens of decoded blocks, and at least the largest block.
 
     Raises:
         DataError: a block cannot be read; names the file.
@@ -334,11 +327,6 @@ class BlockBuffer:
 
     Samples are wanted (`want`) some way ahead of being taken, in the same order, and their numbers serve as the clock.
     The block whose latest wanted sample is the oldest is dropped first, but never before that sample is taken.
-
-    Args:
-        shards: what is read.
-        capacity: tokens.
-        timeout: seconds to wait for a block.
     """
 
     def __init__(self, shards: Shards, capacity: int, timeout: float = TIMEOUT) -> None:

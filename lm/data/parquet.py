@@ -3,7 +3,6 @@
 `data/encode` writes shards with `ShardWriter`; `data/shards` reads them, and anyone's, with `Column`.
 """
 
-import os
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lm.errors import RequestError, RunError
+from lm.system.files import sync
 
 LARGEST_ID = 2**31  # ids are below it where no vocabulary is known: what an int32 tensor can hold
 TOKENIZER_KEY = b"lm.tokenizer"  # in the footers of our shards: SHA-256 of the tokenizer that made them
@@ -57,14 +57,9 @@ def footer_digest(footer: bytes) -> str:
 
 
 class Column:
-    """The column of token ids in Parquet files, read by pyarrow.
-
-    Args:
-        name: of the column.
-        vocab_size: ids are in [0, vocab_size); None if not known.
+    """The column of token ids in Parquet files: [0, vocab_size), or [0, 2^31) where the vocabulary is not known.
 
     Attributes:
-        limit: ids are below it.
         dtype: of decoded ids: uint16 where they fit, else uint32.
     """
 
@@ -112,15 +107,7 @@ class Column:
         return [count_one(group) for group in range(parquet.metadata.num_row_groups)]
 
     def decode(self, parquet: pq.ParquetFile, group: int, file: str) -> np.ndarray:
-        """All tokens of a row group, end to end.
-
-        Args:
-            parquet: the open file.
-            group: index of the row group.
-            file: its name, for messages.
-
-        Returns:
-            (tokens,) of `dtype`, every id inside the vocabulary.
+        """All tokens of a row group, end to end: (tokens,) of `dtype`, every id inside the vocabulary.
 
         Raises:
             BadBlock: nulls, or ids outside the vocabulary; names row group and row.
@@ -226,31 +213,21 @@ class ShardWriter:
         )  # fmt: skip
 
     def write(self, tokens: np.ndarray, rows: np.ndarray) -> None:
-        """Add rows.
-
-        Args:
-            tokens: (n,) ids of all rows.
-            rows: (r,) tokens of each row; their sum is n.
-        """
+        """Add rows: (n,) ids of all of them, and (r,) how many tokens each has."""
         self._ends = np.concatenate([self._ends, len(self._tokens) + np.cumsum(rows)])
         self._tokens = np.concatenate([self._tokens, tokens])
         while len(self._tokens) >= ROW_GROUP_TOKENS:
             self._write_group(ROW_GROUP_TOKENS)
 
     def close(self) -> int:
-        """Finish the file; it is on the disk then.
-
-        Returns:
-            Bytes of the file.
-        """
+        """Finish the file, which is on the disk then; returns its bytes."""
         if len(self._tokens):
             self._write_group(len(self._tokens))
         self._parquet.add_key_value_metadata({DIGEST_KEY: self._tokens_digest.hexdigest()})
         self._parquet.close()
         with pa.OSFile(str(self.path)) as file:
             self.digest = footer_digest(read_footer(file))
-        with open(self.path, "rb") as file:
-            os.fsync(file.fileno())
+        sync(self.path)
         return self.path.stat().st_size
 
     def _write_group(self, count: int) -> None:

@@ -9,12 +9,16 @@ finished when it has a `manifest.json`, which is written last; until then `.part
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from shlex import quote
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from lm.data.encode import (
     Recipe,
@@ -39,8 +43,9 @@ from lm.system.units import Count
 log = logging.getLogger(__name__)
 
 LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
-MANIFEST, PLAN = "manifest.json", "plan.json"
-CUT_SEARCH = 4096  # tokens in which the end of a line is looked for
+FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
+MANIFEST, PARTS, PLAN = "manifest.json", ".parts", ".parts/plan.json"
+CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
 
 
 @dataclass
@@ -48,8 +53,8 @@ class PrepareOptions:
     """What to make shards from, and how.
 
     Args:
-        input: Files, folders, globs or URLs: plain text, JSON lines, Parquet (also .gz, .zst), nanoGPT's .bin; or
-            embedded:sotu, 11 MB of speeches to try things with.
+        input: Files, folders, globs or URLs: plain text, JSON lines, Parquet (also .gz, .zst, .bz2, .xz), nanoGPT's
+            .bin; or embedded:sotu, 11 MB of speeches to try things with.
         output: Folder to make: train/ val/ tokenizer.json manifest.json.
         tokenizer: A tokenizer.json or its folder; "bpe" or "char" learns one from the training documents.
         vocab_size: Tokens of a "bpe"; other tokenizers have their own.
@@ -90,21 +95,14 @@ class PrepareOptions:
             raise RequestError("--shard_tokens and --sample_bytes are at least 1")
 
 
-@dataclass
-class Split:
-    """Args:
-    name: "train" or "val".
-    documents: how many.
-    tokens: with the one that ends each document.
-    bytes: UTF-8 bytes of the documents.
-    slices: its tokens.
-    """
+class Split(NamedTuple):
+    """The tokens of a split."""
 
-    name: str
+    name: str  # "train" or "val"
     documents: int
-    tokens: int
-    bytes: int
-    slices: list[Slice]
+    tokens: int  # with the one that ends each document
+    bytes: int  # of the documents in UTF-8
+    slices: list[Slice]  # of the parts
 
 
 def prepare(options: PrepareOptions) -> dict[str, Any]:
@@ -119,25 +117,39 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
         Interrupted: stopped by Ctrl-C; the same command continues.
     """
     options.check()
-    output, parts = Path(options.output), Path(options.output) / ".parts"
+    output, parts = Path(options.output), Path(options.output) / PARTS
     files = find_files(options.input)
     given = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token)
     if given is None and any(file.kind == "flat" for file in files):
         raise RequestError("a .bin holds token ids: give the tokenizer.json that they were made with (--tokenizer)")
     plan = _plan(options, files, given)
-    manifest = _finished(output, plan)
+    manifest, *differences = _compare(output, MANIFEST, plan)
+    if difference := ", ".join(filter(None, differences)):
+        raise RequestError(f"{output} was made otherwise: {difference}; {_start_anew(output)}")
     if manifest is not None:
         log.info("%s is finished with these options and files; nothing to do", output)
-        shutil.rmtree(parts, ignore_errors=True)
-        return manifest
-    _begin(output, parts, plan)
-    try:
-        manifest = _make(options, output, parts, files, given) | plan
-    except KeyboardInterrupt as error:
-        raise Interrupted("stopped; the same command continues from here") from error
-    write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-    shutil.rmtree(parts)
+    else:
+        _begin(output, parts, plan)
+        try:
+            manifest = _make(options, output, parts, files, given) | plan
+        except KeyboardInterrupt as error:
+            raise Interrupted("stopped; the same command continues from here") from error
+        write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    shutil.rmtree(parts, ignore_errors=True)
+    _warn_of_small_validation(output, manifest["splits"])
     return manifest
+
+
+def _warn_of_small_validation(output: Path, splits: dict[str, dict[str, Any]]) -> None:
+    tokens = {name: split["tokens"] for name, split in splits.items()}
+    if tokens.get("val", FEW_TOKENS) >= FEW_TOKENS:
+        return
+    fraction = math.ceil(120 * FEW_TOKENS / sum(tokens.values())) / 100  # a fifth more, since documents differ in size
+    cure = f"with --val_fraction {fraction}" if fraction <= 0.5 else "from more text"
+    log.warning(
+        "the validation split is too small for a loss that means anything (%s of at least %s tokens): `rm -r %s`, and "
+        "prepare it again %s", f"{tokens['val']:,}", f"{FEW_TOKENS:,}", quote(str(output)), cure,
+    )  # fmt: skip
 
 
 def _make(
@@ -153,8 +165,8 @@ def _make(
         log.info("continuing: %d of %d units are done", len(units) - len(left), len(units))
     tasks = [(unit, recipe) for unit in left]
     run_tasks(encode_unit, tasks, [unit.text_bytes for unit in left], "encoding", options.workers)
-    records = [json.loads(record_path(unit, recipe).read_text()) for unit in units]
-    splits = divide(records, options.val_fraction, tokenizer, parts)
+    encoded = [part for unit in units for part in json.loads(record_path(unit, recipe).read_text())["parts"]]
+    splits = divide(encoded, options.val_fraction, tokenizer, parts)
     for name in ("train", "val"):
         shutil.rmtree(output / name, ignore_errors=True)  # of a killed attempt
     shards = [shard for split in splits for shard in _shards(output, split, options.shard_tokens)]
@@ -194,38 +206,33 @@ def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | Non
     return {"sources": sources, "options": kept}
 
 
-def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a finished folder, if there is one."""
-    manifest, *differences = _compare(output / MANIFEST, plan)
-    if any(differences):
-        difference = ", ".join(filter(None, differences))
-        raise RequestError(f"{output} was made otherwise: {difference}; remove it or give another --output")
-    return manifest
-
-
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
     """Take an empty folder, or one where the same preparation was stopped."""
-    begun, options, files = _compare(parts / PLAN, plan)
+    begun, options, files = _compare(output, PLAN, plan)
     if begun is None:
-        if output.is_dir() and any(entry.name != ".parts" for entry in output.iterdir()):
+        if output.is_dir() and any(entry.name != PARTS for entry in output.iterdir()):
             raise RequestError(f"{output} is not empty, and no preparation that can continue; give another --output")
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
     if options:
         raise RequestError(
-            f"{output} holds an unfinished preparation that was begun otherwise: {options}; "
-            "remove it or give another --output"
+            f"{output} holds an unfinished preparation that was begun otherwise: {options}; {_start_anew(output)}"
         )
     if files:
         log.info("other files than when it was begun (%s): what they change is done again", files)
         for name in ("tokenizer_config.json", "tokenizer.json"):
             (parts / name).unlink(missing_ok=True)
     if begun is None or files:
-        write_atomically(parts / PLAN, json.dumps(plan))
+        write_atomically(output / PLAN, json.dumps(plan))
 
 
-def _compare(file: Path, plan: dict[str, Any]) -> tuple[dict[str, Any] | None, str, str]:
+def _start_anew(output: Path) -> str:
+    return f"give another --output, or `rm -r {quote(str(output))}` first"
+
+
+def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, Any] | None, str, str]:
     """A manifest or plan, and how its options and its files differ from a plan, in words; None where there is none."""
+    file = output / name
     try:
         made = parse_json(file.read_bytes())
         old, new = made["options"], plan["options"]
@@ -235,7 +242,7 @@ def _compare(file: Path, plan: dict[str, Any]) -> tuple[dict[str, Any] | None, s
     except FileNotFoundError:
         return None, "", ""
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"{file} is damaged ({error}); remove its folder or give another --output") from error
+        raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
     files = [
         f"{name} {'is new' if name not in before else 'is missing' if name not in after else 'has changed'}"
         for name in sorted({**before, **after})
@@ -309,39 +316,19 @@ def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, t
 # ---- training and validation -----------------------------------------------------------------------------------------
 
 
-def divide(records: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """The splits of a preparation.
-
-    Args:
-        records: of all units, in order.
-        val_fraction: fraction of the documents for validation; 0 for one split only.
-        tokenizer: that the parts were encoded with.
-        folder: of the parts.
-
-    Returns:
-        "train", and "val" unless no validation was asked for.
+def divide(parts: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
+    """The splits that the parts of all units make: "train", and "val" unless no validation was asked for.
 
     Raises:
         RequestError: there is no text.
     """
-    parts = [part for record in records for part in record["parts"]]
     train, val = (_gather(name, [part for part in parts if part["split"] == name]) for name in ("train", "val"))
-    documents = train.documents + val.documents
-    if documents == 0:
+    if train.documents and (val.documents or val_fraction == 0):
+        return [train, val] if val.documents else [train]
+    only = train if train.documents else val._replace(name="train")
+    if only.documents == 0:
         raise RequestError("the input holds no text: every document is empty")
-    if documents == 1 and val_fraction > 0:
-        return _cut(train if train.documents else val, val_fraction, tokenizer, folder)
-    if val.documents == 0 and val_fraction > 0:
-        log.info("no document fell to validation by its hash: the one that was nearest to it is taken")
-        _move(min((record["lowest"] for record in records if record["lowest"]), key=_by_hash), train, val)
-    elif train.documents == 0:
-        log.info("every document fell to validation by its hash: the one that was farthest from it is for training")
-        _move(max((record["highest"] for record in records if record["highest"]), key=_by_hash), val, train)
-    return [train, val] if val.documents else [train]
-
-
-def _by_hash(document: dict[str, Any]) -> float:
-    return document["hash"]
+    return _cut(only, val_fraction, tokenizer, folder) if val_fraction > 0 else [only]
 
 
 def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
@@ -349,34 +336,29 @@ def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
     return Split(name, documents, tokens, size, [Slice(part["file"], 0, part["tokens"]) for part in parts])
 
 
-def _move(document: dict[str, Any], source: Split, target: Split) -> None:
-    """Take one document out of a split and into the other, which is empty."""
-    file, start, stop = document["part"], document["start"], document["stop"]
-    for split, sign in ((source, -1), (target, 1)):
-        split.documents += sign
-        split.tokens += sign * (stop - start)
-        split.bytes += sign * document["bytes"]
-    target.slices = [Slice(file, start, stop)]
-    around = []
-    for part, first, end in source.slices:
-        around += [Slice(part, first, start), Slice(part, stop, end)] if part == file else [Slice(part, first, end)]
-    source.slices = [piece for piece in around if piece.start < piece.stop]
-
-
-def _cut(only: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """Cut the only document near its end, at the end of a line if there is one."""
-    [(file, _, stop)] = only.slices
-    if stop < 2:
+def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
+    """Cut a few documents, which the hash left in one split, near their end: at the end of a document or a line."""
+    if whole.tokens < 2:
         raise RequestError("the input is a single token: there is nothing to train on")
-    ids = part_ids(folder, file, id_type(tokenizer.vocab_size))
-    edge = min(stop - 1, max(1, round(stop * (1 - val_fraction))))
-    for place in range(edge, min(edge + CUT_SEARCH, stop - 1)):
-        if tokenizer.decode(ids[place - 1 : place]).endswith("\n"):
-            edge = place
-            break
-    log.info("there is one document: its last %s of %s tokens are for validation", f"{stop - edge:,}", f"{stop:,}")
-    size = int(tokenizer.token_bytes()[ids[edge:]].sum())
+    dtype = id_type(tokenizer.vocab_size)
+    edge = min(whole.tokens - 1, max(1, round(whole.tokens * (1 - val_fraction))))
+    ends = np.cumsum([piece.stop for piece in whole.slices])
+    index = int(np.searchsorted(ends, edge, side="right"))  # of the slice that is cut
+    file, _, stop = whole.slices[index]
+    ids = part_ids(folder, file, dtype)
+    first = edge - int(ends[index]) + stop
+    last_tokens = ("\n", tokenizer.eos_token)
+    near = range(first, min(first + CUT_SEARCH, stop))
+    cut = next((at for at in near if at == 0 or tokenizer.decode(ids[at - 1 : at]).endswith(last_tokens)), first)
+    kept, held_out = [*whole.slices[:index], Slice(file, 0, cut)], [Slice(file, cut, stop), *whole.slices[index + 1 :]]
+    val = np.concatenate([part_ids(folder, name, dtype)[start:end] for name, start, end in held_out])
+    size, documents = int(tokenizer.token_bytes()[val].sum()), int((val == tokenizer.eos_id).sum())
+    shared = int(cut > 0 and ids[cut - 1] != tokenizer.eos_id)  # documents that are in both
+    log.info(
+        "too few documents to hold some out: validation gets the last %s of %s tokens", f"{len(val):,}",
+        f"{whole.tokens:,}",
+    )  # fmt: skip
     return [
-        Split("train", 1, edge, only.bytes - size, [Slice(file, 0, edge)]),
-        Split("val", 1, stop - edge, size, [Slice(file, edge, stop)]),
+        Split("train", whole.documents - documents + shared, whole.tokens - len(val), whole.bytes - size, kept),
+        Split("val", documents, len(val), size, held_out),
     ]

@@ -38,10 +38,7 @@ def rare_rows(rare: np.ndarray, seed: int, step: int, samples: int, length: int)
         seed: of the run.
         step: optimizer step, 1 is the first.
         samples: G, of the step over all ranks.
-        length: T + 1, tokens of a sample.
-
-    Returns:
-        (G, T + 1), of the type of `rare`.
+        length: T + 1, tokens of a sample; the result is (G, T + 1).
     """
     # numpy promises the stream of a bit generator for good, and not what its Generator makes of it (NEP 19).
     drawn = np.random.Philox(key=np.array([seed % 2**64, step], dtype=np.uint64)).random_raw(samples * length)

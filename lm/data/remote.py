@@ -27,8 +27,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
+from fsspec.utils import glob_translate
 
-from lm.errors import LmError, RequestError, RunError
+from lm.errors import LmError, RequestError, RunError, first_line
 from lm.system.process import reader_pool
 
 log = logging.getLogger(__name__)
@@ -84,21 +85,13 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
 
 
 class Listing(NamedTuple):
-    """The files that a path, folder, glob or URL means.
-
-    Args:
-        filesystem: where they are.
-        path: of the file or folder there, or of the folder before a glob's first wildcard.
-        prefix: what makes a URL of a path.
-        files: by their names below `path`, in order; for a file its own name.
-        kind: what the source is.
-    """
+    """The files that a path, folder, glob or URL means."""
 
     filesystem: pafs.FileSystem
-    path: str
-    prefix: str
-    files: dict[str, pafs.FileInfo]
-    kind: Literal["file", "folder", "glob"]
+    path: str  # there, of the file or folder, or of the folder before a glob's first wildcard
+    prefix: str  # what makes a URL of a path
+    files: dict[str, pafs.FileInfo]  # by their names below `path`, in order; for a file its own name
+    kind: Literal["file", "folder", "glob"]  # of the source
 
 
 def list_files(source: str, patience: float = PATIENCE) -> Listing:
@@ -130,7 +123,10 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     named = {posixpath.relpath(file.path, path): file for file in found if file.type == pafs.FileType.File}
     if pattern is None:
         return Listing(filesystem, path, prefix, dict(sorted(named.items())), "folder")
-    matches = _glob_expression(pattern).fullmatch
+    try:
+        matches = re.compile(glob_translate(pattern)).fullmatch
+    except (ValueError, re.error) as error:
+        raise RequestError(f"{source} is no pattern of files: {first_line(error)}") from error
     chosen = {name: named[name] for name in sorted(named) if matches(name)}
     if not chosen:
         raise RequestError(f"{source}: no file matches")
@@ -150,27 +146,11 @@ def _split_glob(source: str) -> tuple[str, str | None]:
     return (folder or slash or ".") + mark + query, url[len(folder + slash) :]
 
 
-def _glob_expression(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a shell's pattern: `*` and `?` stay in a folder, `**/` is any number of folders."""
-    meanings = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.findall(r"\*\*/|\*\*|\[!?[^\]]+\]|.", pattern)
-    return re.compile(
-        "".join(meanings.get(part) or (part.replace("[!", "[^") if part[1:] else re.escape(part)) for part in parts)
-    )
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def open_file(filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> pa.NativeFile:
-    """Open a file for reading; a remote one reads with retries.
-
-    Args:
-        filesystem: where it is, as `open_filesystem` found it.
-        path: its path there.
-        name: its path or URL.
-        patience: seconds for all attempts of one read.
-    """
+    """Open a file for reading; a remote one, by its `name`, reads with retries."""
     if not is_remote(name):
         return filesystem.open_input_file(path)
     return pa.PythonFile(RemoteFile(filesystem, path, name, patience), mode="r")
@@ -239,9 +219,6 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
         name: path or URL of what is read.
         patience: seconds for all attempts together.
 
-    Returns:
-        What `read` returns.
-
     Raises:
         RunError: the last attempt failed too.
     """
@@ -274,11 +251,7 @@ class _NoAnswer(OSError):
 
 
 def _call_within(seconds: float, read: Callable):
-    """Call `read` in a thread; one that takes longer is left to itself.
-
-    Raises:
-        _NoAnswer: it took longer.
-    """
+    """Call `read` in a thread; one that takes longer is left to itself, and is a `_NoAnswer`."""
     pool = reader_pool(1)
     future = pool.submit(read)
     pool.shutdown(wait=False)
@@ -313,18 +286,13 @@ def unreadable(name: str, error: Exception) -> RunError:
     )
 
 
-def first_line(error: BaseException) -> str:
-    """An exception as part of a one-line message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
 # ---- cache -----------------------------------------------------------------------------------------------------------
 
-AROUND_BLOCK = 128 + 4  # bytes of a kept block beside its tokens: NumPy's header and a checksum
+CHECKSUM = 4  # bytes before the tokens of a kept block
 
 
-def _checksum(block: np.ndarray) -> bytes:
-    return zlib.crc32(block).to_bytes(4, "little")
+def _checksum(tokens: np.ndarray | bytes) -> bytes:
+    return zlib.crc32(tokens).to_bytes(CHECKSUM, "little")
 
 
 class BlockCache:
@@ -345,27 +313,24 @@ class BlockCache:
     @staticmethod
     def key(*facts) -> str:
         """A file name from everything that decides a block's content (URL, size, row groups, column, dtype)."""
-        return hashlib.blake2b(repr(facts).encode(), digest_size=20).hexdigest() + ".npy"
+        return hashlib.blake2b(repr(facts).encode(), digest_size=20).hexdigest()
 
-    def get(self, key: str) -> np.ndarray | None:
+    def get(self, key: str, dtype: np.dtype) -> np.ndarray | None:
         """The block kept under `key`, or None; it becomes the most recently used."""
         path = self.folder / key
         try:
-            with open(path, "rb") as file:
-                block = np.load(file, allow_pickle=False)
-                if file.read() != _checksum(block):
-                    raise ValueError("its checksum is another")
+            content = path.read_bytes()
             os.utime(path)
-            return block
         except OSError:  # not there, most often
             return None
-        except Exception:  # damaged, for instance by a machine that lost power: fetch it again
+        if content[:CHECKSUM] != _checksum(content[CHECKSUM:]):  # for instance a machine lost power: fetch it again
             path.unlink(missing_ok=True)
             return None
+        return np.frombuffer(content, dtype, offset=CHECKSUM)
 
     def put(self, key: str, block: np.ndarray) -> None:
         """Keep a block, if it fits at all; a full disk is a warning, since training works without a cache."""
-        needed = block.nbytes + AROUND_BLOCK
+        needed = block.nbytes + CHECKSUM
         if needed > self.max_bytes:
             return
         temporary = None
@@ -374,8 +339,8 @@ class BlockCache:
             self._make_room(needed)
             with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".tmp", delete=False) as file:
                 temporary = file.name
-                np.save(file, block, allow_pickle=False)
                 file.write(_checksum(block))
+                file.write(block)
             os.replace(temporary, self.folder / key)
         except FileNotFoundError:  # another process made room by removing our temporary file
             return

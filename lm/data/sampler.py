@@ -27,9 +27,7 @@ U64 = (1 << 64) - 1
 def lanes_for(largest_block: int, shuffle_buffer: int) -> int:
     """How many lanes fit a shuffle buffer: a power of two from 1 to 64 (`Stream` checks that one block fits at all).
 
-    Args:
-        largest_block: tokens of the largest block.
-        shuffle_buffer: tokens that may be held in memory.
+    Both arguments are in tokens.
     """
     fitting = shuffle_buffer // max(1, largest_block) - BLOCKS_AHEAD
     return 1 << (min(MAX_LANES, max(1, fitting)).bit_length() - 1)
@@ -63,13 +61,10 @@ class Order:
         self._recent = (-1, None, None)  # the epoch used last, its blocks and their starts
 
     def locate(self, samples) -> tuple[np.ndarray, np.ndarray]:
-        """Find samples.
+        """The block of each sample, and its window in that block: two (n,) int64 arrays.
 
         Args:
             samples: (n,) indices >= 0; index `epoch * total + j` is the j-th sample of that epoch.
-
-        Returns:
-            Two (n,) int64 arrays: the block of each sample, and its window in that block.
         """
         epochs, places = np.divmod(np.asarray(samples, dtype=np.int64), self.total)
         blocks, windows = np.empty_like(places), np.empty_like(places)

@@ -9,8 +9,6 @@ at a stride of `seq_len`, so that each token is a target once. Windows do not cr
 """
 
 import errno
-import hashlib
-import json
 import posixpath
 import re
 from collections import Counter
@@ -25,52 +23,33 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from lm.data.parquet import DAMAGE, LAYOUT, TOKENIZER_KEY, BadBlock, Column, footer_digest, read_footer
-from lm.data.remote import (
-    PATIENCE,
-    BlockCache,
-    first_line,
-    is_remote,
-    list_files,
-    open_file,
-    unreadable,
-    with_retries,
-)
-from lm.errors import RequestError, RunError
+from lm.data.parquet import COLUMN, DAMAGE, LAYOUT, TOKENIZER_KEY, BadBlock, Column, footer_digest, read_footer
+from lm.data.remote import PATIENCE, BlockCache, is_remote, list_files, open_file, unreadable, with_retries
+from lm.errors import RequestError, RunError, first_line
 from lm.system.files import parse_json
 
 BLOCK_TOKENS = 2**20  # long enough to be read at full speed, short enough for a quick first batch
 FOOTERS_KEPT = 256  # parsed footers of files in use: parsing one takes a tenth of the time of reading a block
 FOOTER_THREADS = 16
+SUFFIX = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
+HIDDEN = re.compile(r"(^|/)[._]")
 
 # ---- which shards there are ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One Parquet file.
+    """One Parquet file."""
 
-    Args:
-        file: its path or URL, for messages.
-        name: its path below the source, which stays the same when the folder is moved.
-        filesystem: where it is.
-        path: its path there.
-        size: bytes.
-        modified: when it last changed, ns; None where the file system does not say.
-        patience: seconds for all attempts of one read, where it is remote.
-        row_groups: tokens of each row group.
-        digest: `footer_digest` of its footer; None where the manifest has none.
-    """
-
-    file: str
-    name: str
+    file: str  # its path or URL, for messages
+    name: str  # its path below the source, which stays the same when the folder is moved
     filesystem: pafs.FileSystem
-    path: str
-    size: int
-    modified: int | None
-    patience: float
-    row_groups: tuple[int, ...] = ()
-    digest: str | None = None
+    path: str  # there
+    size: int  # bytes
+    modified: int | None  # ns; None where the file system does not say
+    patience: float  # seconds for all attempts of one read, where it is remote
+    row_groups: tuple[int, ...] = ()  # tokens of each
+    digest: str | None = None  # of its footer; None where the manifest has none
 
     @contextmanager
     def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pq.ParquetFile, str | None]]:
@@ -94,26 +73,14 @@ class Shard:
 def find_shards(
     source: str, column: Column, tokenizer_sha256: str | None = None, patience: float = PATIENCE
 ) -> tuple[list[Shard], int | None]:
-    """Find the shards of a folder, glob, file or URL, and count their tokens without reading them.
+    """The shards of a folder, glob, file or URL with their token counts, and the manifest's size of the vocabulary.
 
-    Args:
-        source: what was asked for.
-        column: the column of token ids.
-        tokenizer_sha256: of the tokenizer in use; None does not compare.
-        patience: seconds for all attempts of one remote read.
-
-    Returns:
-        The shards, and the manifest's size of the vocabulary; None where there is no manifest.
-
-    Raises:
-        RequestError: nothing there, or it is not what it should be; names the file.
-        RunError: a remote file system failed again and again.
+    The size is None where there is no manifest. `Shards.open` says what the arguments are, and what is raised.
     """
     listing = list_files(source, patience)
     files = listing.files
     if listing.kind == "folder":
-        hidden = re.compile(r"(^|/)[._]")
-        files = {name: file for name, file in files.items() if name.endswith(".parquet") and not hidden.search(name)}
+        files = {name: file for name, file in files.items() if SUFFIX.search(name) and not HIDDEN.search(name)}
     if not files:
         raise RequestError(f"{source}: the folder holds no .parquet file")
     shards = [
@@ -145,7 +112,9 @@ def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict 
             with filesystem.open_input_stream(place) as stream:
                 manifest = parse_json(stream.read())
         except ValueError as error:
-            raise RequestError(f"{place} is damaged ({first_line(error)}); run `lm data prepare` again") from error
+            raise RequestError(
+                f"{place} is damaged ({first_line(error)}); remove its folder and run `lm data prepare` again"
+            ) from error
         splits = manifest.get("splits") if isinstance(manifest, dict) and "layout" in manifest else None
         if isinstance(splits, dict) and inside:
             raise RequestError(f"{source} is a prepared folder: give it as data.path, or name one split: {path}/train")
@@ -158,7 +127,8 @@ def _from_manifest(
     manifest: dict, source: str, split: str, shards: list[Shard], column: Column, tokenizer_sha256: str | None
 ) -> tuple[list[Shard], int]:
     """The shards with the manifest's token counts, once these are the files that it lists."""
-    place = f"{source.rstrip('/')}/../manifest.json"
+    folder = posixpath.dirname(source.rstrip("/")) or "."
+    place, anew = f"{folder}/manifest.json", f"remove {folder} and run `lm data prepare` again"
     if manifest["layout"] != LAYOUT:
         raise RequestError(f"{place}: layout {manifest['layout']!r} is not {LAYOUT}; made by another version of lm?")
     try:
@@ -166,30 +136,28 @@ def _from_manifest(
             str(one["file"]): (one["size"], tuple(map(int, one["row_groups"])), one.get("digest"))
             for one in manifest["splits"][split]["shards"]
         }
+        if sum(sum(counts) for _, counts, _ in entries.values()) != manifest["splits"][split]["tokens"]:
+            raise ValueError("row groups do not add up to the tokens of the split")
         tokenizer, vocab_size, made = str(manifest["tokenizer"]), int(manifest["vocab_size"]), manifest["column"]
     except (KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"{place} is damaged ({error!r}); run `lm data prepare` again") from error
+        raise RequestError(f"{place} is damaged ({error!r}); {anew}") from error
     if made != column.name:
         raise RequestError(f"{place}: the token column is {made!r}, not {column.name!r}; set data.column")
     _check_tokenizer(source, tokenizer, tokenizer_sha256)
     found = {f"{split}/{shard.name}": shard for shard in shards}
     complete = []
     for file, (size, counts, digest) in entries.items():
-        if file.startswith("/") or ".." in file.split("/"):
-            raise RequestError(f"{place} lists {file!r}, which is outside of its folder")
         if file not in found:
-            raise RequestError(f"{place} lists {file!r}, which is missing; fetch it, or prepare the folder again")
+            raise RequestError(f"{place} lists {file!r}, which is missing; fetch it, or {anew}")
         shard = replace(found[file], row_groups=counts, digest=digest)
         if shard.size != size:
             raise RequestError(
                 f"shard {shard.file} has {shard.size} bytes where the manifest says {size}: "
-                "it is truncated or was changed; fetch it, or prepare the folder again"
+                f"it is truncated or was changed; fetch it, or {anew}"
             )
         complete.append(shard)
     for file in found.keys() - entries.keys():
-        raise RequestError(
-            f"shard {found[file].file} is not in its manifest; move it away, or prepare the folder again"
-        )
+        raise RequestError(f"shard {found[file].file} is not in its manifest; move it away")
     if not is_remote(source):
         _check_newer(complete, manifest["modified"])
     return complete, vocab_size
@@ -273,13 +241,8 @@ class Shards:
 
     @classmethod
     def open(
-        cls,
-        source: str | Sequence[str],
-        column: str = "input_ids",
-        vocab_size: int | None = None,
-        tokenizer_sha256: str | None = None,
-        cache: BlockCache | None = None,
-        patience: float = PATIENCE,
+        cls, source: str | Sequence[str], column: str = COLUMN, vocab_size: int | None = None,
+        tokenizer_sha256: str | None = None, cache: BlockCache | None = None, patience: float = PATIENCE,
     ) -> "Shards":
         """Find shards and learn their token counts; tokens are read only where the footers have no statistics.
 
@@ -324,8 +287,8 @@ class Shards:
         if total == 0:
             longest = max((block.tokens for block in self.blocks), default=0)
             raise RequestError(
-                f"{self.source}: {self.tokens} tokens in {len(self._shards)} shards, at most {longest} of them in one "
-                f"run, but a window takes {seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
+                f"{self.source}: {self.tokens} tokens, at most {longest} of them in one block, but a window takes "
+                f"{seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
             )
         return total
 
@@ -335,10 +298,7 @@ class Shards:
         return max(self.blocks, key=lambda block: block.tokens)
 
     def read(self, index: int) -> np.ndarray:
-        """Read one block.
-
-        Args:
-            index: into `blocks`.
+        """Read one block of `blocks`.
 
         Returns:
             (tokens,) uint16 where the vocabulary has at most 65536 ids, else uint32; all ids inside the vocabulary.
@@ -356,7 +316,7 @@ class Shards:
             shard.file, shard.size, shard.modified, shard.digest, tuple(block.row_groups), column.name,
             column.dtype.name,
         )
-        tokens = self.cache.get(key) if self.cache else None
+        tokens = self.cache.get(key, column.dtype) if self.cache else None
         if tokens is None or tokens.shape != (block.tokens,) or not column.holds(tokens):
             try:
                 tokens = self._decode(block)
@@ -396,11 +356,6 @@ class Shards:
             Fingerprint(shard.name, shard.size, sum(shard.row_groups), shard.digest) for shard in self._shards.values()
         ]
 
-    @property
-    def digest(self) -> str:
-        """The fingerprint in 16 hex digits."""
-        return hashlib.blake2b(json.dumps(self.fingerprint()).encode(), digest_size=8).hexdigest()
-
 
 def _blocks(shard: Shard) -> Iterator[Block]:
     """Group row groups for as long as they stay within BLOCK_TOKENS."""
@@ -438,13 +393,8 @@ class Fingerprint(NamedTuple):
     digest: str | None = None  # of its content; None where it is not known
 
 
-def describe_difference(old, new, most: int = 3) -> str:
-    """How two fingerprints differ, in one line; empty if they are equal.
-
-    Args:
-        old, new: fingerprints, or their JSON.
-        most: how many differences to spell out.
-    """
+def describe_difference(old: Sequence, new: Sequence) -> str:
+    """How two fingerprints, or their JSON, differ, in one line; empty if they are equal."""
     old, new = [Fingerprint(*entry) for entry in old], [Fingerprint(*entry) for entry in new]
     before, after = {entry.name: entry for entry in old}, {entry.name: entry for entry in new}
     lines = [f"{name} is gone" for name in before.keys() - after.keys()]
@@ -457,5 +407,5 @@ def describe_difference(old, new, most: int = 3) -> str:
             lines.append(f"{name} is as long as it was and holds something else")
     if not lines and [entry[:3] for entry in old] != [entry[:3] for entry in new]:
         lines = ["the same shards in another order"]
-    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
-    return ", ".join(sorted(lines)[:most] + more)
+    more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
+    return ", ".join(sorted(lines)[:3] + more)

@@ -9,12 +9,14 @@ import codecs
 import io
 import json
 import logging
+import lzma
 import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -22,21 +24,31 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from lm.data.remote import first_line, is_remote, list_files, open_file, open_filesystem
+from lm.data.remote import is_remote, list_files, open_file, open_filesystem
 from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError, RunError
+from lm.errors import LmError, RequestError, RunError, first_line
 
 log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded:"
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".bin": "flat"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2", ".xz": "xz"}
+KINDS = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".bin": "flat",
+}  # fmt: skip
 TEXT_SUFFIXES = set(
-    ".txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .css .csv .tsv .yaml .yml .toml .ini .cfg "
+    ".txt .text .md .markdown .rst .tex .org .adoc .xml .css .yaml .yml .toml .ini .cfg "
     ".py .pyi .pyx .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .rs .go .java .kt .scala .cs .js .mjs .jsx .ts .tsx .rb .php "
     ".pl .lua .r .jl .hs .ml .mli .clj .ex .exs .erl .swift .f90 .f .asm .s .sh .bash .zsh .sql .vim .el .lisp .scm "
     ".proto .cmake .tf .zig .nim .dart .v .sv .vhd".split()
 )
+PANDOC = "`pandoc -t plain -o {0}.txt {0}` makes text of it"
+TABLE = "make Parquet of it (pandas: read_csv, to_parquet), and name the column of its text with --text_key"
+NOT_TEXT = {  # suffixes -> what to do
+    ".pdf": "`pdftotext {0}` makes text of it",
+    **dict.fromkeys((".html", ".htm", ".docx", ".odt", ".rtf", ".epub"), PANDOC),
+    **dict.fromkeys((".csv", ".tsv", ".xlsx"), TABLE),
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and give its files"),
+}
 DENSITY = 4  # bytes of text in a byte of a compressed file, about
 PIECE = 8 * 2**20  # characters of a text, or ids, that are held at once
 PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
@@ -47,21 +59,13 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file of an input.
+    """One file of an input."""
 
-    Args:
-        name: its path or URL.
-        kind: "text" (one document), "jsonl", "parquet" or "flat" (token ids as nanoGPT keeps them).
-        compression: "gzip", "zstd" or None.
-        size: bytes, as it is stored.
-        modified: when it last changed, ns; None where the file system does not say.
-    """
-
-    name: str
-    kind: str
-    compression: str | None
-    size: int
-    modified: int | None
+    name: str  # its path or URL
+    kind: str  # "text" (one document), "jsonl", "parquet" or "flat" (token ids as nanoGPT keeps them)
+    compression: str | None  # "gzip", "zstd", "bz2", "xz"
+    size: int  # bytes, as it is stored
+    modified: int | None  # ns; None where the file system does not say
 
     @property
     def text_bytes(self) -> int:
@@ -82,6 +86,8 @@ class TextFile:
         stream = io.BufferedReader(self.open(), 2**23 if is_remote(self.name) else 2**20)
         if self.compression is None:
             return stream
+        if self.compression == "xz":
+            return lzma.open(stream)
         return io.BufferedReader(pa.CompressedInputStream(stream, self.compression), 2**20)
 
 
@@ -89,14 +95,14 @@ def find_files(inputs: Sequence[str]) -> list[TextFile]:
     """Find all files of several inputs.
 
     Args:
-        inputs: files, folders, globs (`data/**/*.md`), URLs of any of them, or `embedded:sotu`. A file that is named
-            is read as text whatever its suffix; of a folder, known suffixes only and no hidden files.
+        inputs: files, folders, globs (`data/**/*.md`), URLs of any of them, or `embedded:sotu`. Of a folder, files
+            with known suffixes are taken; a file that is named is read as text, whatever its suffix.
 
     Returns:
         The files by name, each once.
 
     Raises:
-        RequestError: there is nothing; names the input.
+        RequestError: there is nothing, or something that is no text; names it.
     """
     found = {file.name: file for source in inputs for file in _find(source)}
     if not found:
@@ -115,13 +121,17 @@ def _find(source: str) -> Iterator[TextFile]:
         visible = {name: file for name, file in files.items() if not re.search(r"(^|/)\.", name)}
         files = {name: file for name, file in visible.items() if _is_known(name)}
         skipped = Counter(posixpath.splitext(name)[1] or "no suffix" for name in visible.keys() - files.keys())
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in skipped.most_common(5))
+        if not files:
+            raise RequestError(f"{source}: the folder holds no text, JSON lines or Parquet, but {kinds or 'nothing'}")
         if skipped:
-            kinds = ", ".join(f"{count} {suffix}" for suffix, count in skipped.most_common(5))
-            log.info("%s: skipped %d files that are not known to be text (%s)", source, sum(skipped.values()), kinds)
-    if not files:
-        raise RequestError(f"{source}: the folder holds no text, JSON lines or Parquet")
+            log.info("%s: skipped files that are not known to be text: %s", source, kinds)
     for file in files.values():
         path = file.path if "://" in file.path else posixpath.normpath(file.path)
+        cure = NOT_TEXT.get(_split_suffixes(path)[0])
+        if cure:
+            name = listing.prefix + path
+            raise RequestError(f"{name} is not plain text: {cure.format(quote(name))}; or leave it out")
         yield _text_file(listing.prefix + path, file)
 
 
@@ -157,19 +167,12 @@ def _text_file(name: str, info: pafs.FileInfo) -> TextFile:
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one.
+    """A document, or a part of a long one."""
 
-    Args:
-        where: file and line, row or token, for messages.
-        content: text, or (n,) ids without the end-of-text token.
-        last: whether the document ends here.
-        split: "train" or "val" where the file's name decides it.
-    """
-
-    where: str
-    content: str | np.ndarray
-    last: bool
-    split: str | None = None
+    where: str  # file and line, row or token, for messages
+    content: str | np.ndarray  # text, or (n,) ids without the end-of-text token
+    last: bool  # whether the document ends here
+    split: str | None = None  # "train" or "val" where the file's name decides it
 
 
 def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tuple[str, str]]:
@@ -201,6 +204,7 @@ def read_pieces(
         tokenizer: that flat ids were made with.
 
     Raises:
+        RequestError: a plain text file holds something else.
         RunError: the file cannot be read; names the file and line or row.
     """
     try:
@@ -210,13 +214,13 @@ def read_pieces(
         if file.kind == "text":
             documents = [(file.name, _decoded(file))]
         else:
-            read = _json_lines if file.kind == "jsonl" else _parquet
-            documents = ((where, (text,)) for where, text in read(file, part, parts, text_key))
+            readers = {"jsonl": _json_lines, "parquet": _parquet}
+            documents = ((where, (text,)) for where, text in readers[file.kind](file, part, parts, text_key))
         for where, chunks in documents:
             yield from (Piece(where, text, last) for text, last in _cut(chunks) if text)
     except LmError:
         raise
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
         raise RunError(f"{file.name} cannot be read ({first_line(error)}); is it damaged or truncated?") from error
 
 
@@ -233,7 +237,7 @@ def _cut(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _decoded(file: TextFile) -> Iterator[str]:
-    decoder, lines = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, lines = codecs.getincrementaldecoder("utf-8-sig")(), 0
     with file.stream() as stream:
         while True:
             data = stream.read(PIECE)
@@ -241,10 +245,12 @@ def _decoded(file: TextFile) -> Iterator[str]:
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
                 line = lines + error.object.count(b"\n", 0, error.start) + 1
-                raise RunError(
+                raise RequestError(
                     f"{file.name}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text; "
                     "convert the file, or leave it out"
                 ) from error
+            if "\0" in text:
+                raise RequestError(f"{file.name} is not plain text: it holds zero bytes; convert it, or leave it out")
             yield text
             if not data:
                 return
@@ -277,9 +283,9 @@ def _json_text(line: bytes, key: str) -> str:
     ValueError: what is wrong with the line.
     """
     try:
-        entry = json.loads(line.decode("utf-8"))
+        entry = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte 0x{line[error.start]:02x} is not UTF-8 text") from error
+        raise ValueError(f"byte 0x{error.object[error.start]:02x} is not UTF-8 text") from error
     except ValueError as error:
         raise ValueError(f"not a JSON object on one line ({first_line(error)})") from error
     if not isinstance(entry, dict):
@@ -322,23 +328,15 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))
         for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=[column]):
-            try:
-                texts = batch.column(0).to_pylist()
-            except UnicodeDecodeError as error:
-                bad = next(i for i in range(len(batch)) if not _is_text(batch.column(0)[i]))
-                raise RunError(f"{file.name}, row {row + bad}: column {column!r} is not UTF-8 text") from error
-            for offset, text in enumerate(texts):
+            for row, value in enumerate(batch.column(0), start=row):
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:
+                    raise RunError(f"{file.name}, row {row}: column {column!r} is not UTF-8 text") from error
                 if text is None:
-                    raise RunError(f"{file.name}, row {row + offset}: column {column!r} is null; leave such rows out")
-                yield f"{file.name}, row {row + offset}", text
-            row += len(texts)
-
-
-def _is_text(value: pa.Scalar) -> bool:
-    try:
-        return value.as_py() is not None
-    except UnicodeDecodeError:
-        return False
+                    raise RunError(f"{file.name}, row {row}: column {column!r} is null; leave such rows out")
+                yield f"{file.name}, row {row}", text
+            row += 1
 
 
 def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:

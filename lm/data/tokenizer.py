@@ -25,12 +25,14 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from lm.errors import RequestError
+from lm.errors import RequestError, first_line
 from lm.system.files import parse_json
 
 Begin = Literal["nothing", "eos"]  # what a text begins with; documents follow the token that ended the one before
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
+
+HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.json)")  # as of a model: `gpt2`, `org/name`
 
 # Names of the token that ends a document in other people's tokenizers, the clearest first.
 END_NAMES = (
@@ -74,7 +76,7 @@ class Tokenizer:
             self.description: dict[str, Any] = parse_json(text)
             self.backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise RequestError(f"{name} is not a tokenizer.json: {_first_line(error)}") from error
+            raise RequestError(f"{name} is not a tokenizer.json: {first_line(error)}") from error
         self.text = text
         self.config = config if isinstance(config, dict) else {}
         self.backend.no_truncation()
@@ -86,11 +88,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, eos_token: str | None = None) -> "Tokenizer":
-        """Read a tokenizer.
-
-        Args:
-            path: a `tokenizer.json`, or a folder with one.
-            eos_token: the token that ends a document, where the files do not say.
+        """Read a `tokenizer.json`, or the one in a folder.
 
         Raises:
             RequestError: there is none, it cannot be read, or no token is known to end a document.
@@ -101,9 +99,13 @@ class Tokenizer:
             text = file.read_text("utf-8")
             config = parse_json(beside.read_text("utf-8")) if beside.exists() else None
         except FileNotFoundError as error:
-            raise RequestError(f"tokenizer {file} is not there: give a tokenizer.json or a folder with one") from error
+            hub = f"; of a model on the Hugging Face hub: `hf download {path} tokenizer.json --local-dir {path}`"
+            raise RequestError(
+                f"tokenizer {file} is not there: give a tokenizer.json or a folder with one"
+                f"{hub if HUB_NAME.fullmatch(str(path)) and not Path(path).exists() else ''}"
+            ) from error
         except (OSError, ValueError) as error:
-            raise RequestError(f"tokenizer {file} cannot be read: {_first_line(error)}") from error
+            raise RequestError(f"tokenizer {file} cannot be read: {first_line(error)}") from error
         return cls(text, config, eos_token, name=str(file))
 
     def _end(self, wanted: str | None, name: str) -> str:
@@ -139,32 +141,34 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of UTF-8 that each token stands for.
+        """Bytes of UTF-8 that each token stands for inside a text.
+
+        Tokens are decoded between two words, so that marks such as `##`, `</w>` and `▁` count as the blank that they
+        stand for, or as nothing. At the borders of a document that is a blank too many for some tokenizers.
 
         Returns:
             (vocab_size,) int32; 0 for special tokens and for ids that no token has.
         """
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         added = self.backend.get_added_tokens_decoder()
+        word, spelled = self.encode("the") or [self.eos_id], []
+        byte_fallback = self.description["model"].get("byte_fallback")
         for token, number in self.vocabulary.items():
-            if number not in added:
-                sizes[number] = self._size(token)
-            elif not added[number].special:
+            if number in added:
+                sizes[number] = 0 if added[number].special else len(token.encode())
+            elif self.byte_level:
+                sizes[number] = len(token)  # one character of the byte alphabet is one byte
+            elif byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
+                sizes[number] = 1
+            elif self.backend.decoder is None:
                 sizes[number] = len(token.encode())
+            else:
+                spelled.append(number)
+        between = [[word[-1], number, word[0]] for number in spelled]
+        decoded = self.backend.decode_batch([[word[-1], word[0]], *between], skip_special_tokens=False)
+        empty, *whole = (len(text.encode()) for text in decoded)
+        sizes[spelled] = np.maximum(0, np.array(whole, dtype=np.int32) - empty)
         return sizes
-
-    def _size(self, token: str) -> int:
-        if self.byte_level:
-            return len(token)  # one character of the byte alphabet is one byte
-        if self.description["model"].get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token):
-            return 1
-        return len((token.replace("▁", " ") if self._blocks_are_blanks else token).encode())
-
-    @cached_property
-    def _blocks_are_blanks(self) -> bool:
-        """Whether it writes a blank as sentencepiece does."""
-        steps = [self.description.get(step) for step in ("normalizer", "pre_tokenizer", "decoder")]
-        return '"▁"' in json.dumps(steps, ensure_ascii=False)
 
     @cached_property
     def byte_level(self) -> bool:
@@ -173,11 +177,7 @@ class Tokenizer:
         return "ByteLevel" in [decoder.get("type"), *(part["type"] for part in decoder.get("decoders", []))]
 
     def files(self, model_max_length: int | None = None) -> dict[str, str]:
-        """Names and contents of what `transformers.AutoTokenizer.from_pretrained(folder)` needs.
-
-        Args:
-            model_max_length: context of the model, in tokens.
-        """
+        """Names and contents of what `transformers.AutoTokenizer.from_pretrained(folder)` needs."""
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
         for name in ("bos_token", "unk_token", "pad_token"):
             if token := _content(self.config.get(name)):
@@ -220,11 +220,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_char(texts: Iterable[str]) -> Tokenizer:
-    """One token a character, in the order of Unicode, after `<|endoftext|>` (0) and `<|unknown|>` (1).
-
-    Args:
-        texts: every character in them gets a token.
-    """
+    """One token for every character of the texts, in Unicode's order, after `<|endoftext|>` (0), `<|unknown|>` (1)."""
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
@@ -241,10 +237,6 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 # ---- encoder ---------------------------------------------------------------------------------------------------------
 
 
@@ -254,13 +246,9 @@ def id_type(vocab_size: int) -> np.dtype:
 
 
 class Encoder:
-    """Texts to ids.
-
-    Args:
-        tokenizer: of any kind.
+    """Texts to ids, uint16 or uint32, by a tokenizer of any kind.
 
     Attributes:
-        dtype: of the ids, uint16 or uint32.
         way: "words", "characters" or "tokenizers": how texts are encoded.
     """
 
@@ -371,11 +359,7 @@ def _cuts_alike(find: Callable[[str], list[str]], tokenizer: Tokenizer) -> bool:
 
 
 def translate(pattern: str) -> re.Pattern[str] | None:
-    r"""An expression of `tokenizers` as one of `re`, with `\p{..}` and `\s` spelled out; None if it says more.
-
-    Args:
-        pattern: in the syntax of Oniguruma.
-    """
+    r"""An expression of Oniguruma as one of `re`, with `\p{..}` and `\s` spelled out; None if it says more."""
     parts, inside = [], False
     for sign in re.findall(r"\\p\{\w+\}|\\.|\[|\]|[^\\\[\]]", pattern, re.DOTALL):
         category = sign.startswith(r"\p") or sign == BLANK

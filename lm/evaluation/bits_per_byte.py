@@ -27,7 +27,9 @@ class CorpusResult:
 
     loss: float  # mean over all tokens, in nats
     perplexity: float  # its exponential
-    bits_per_byte: float  # nats of the tokens that stand for text, over the UTF-8 bytes of that text, over ln 2
+    # Nats over the UTF-8 bytes of the text, over ln 2. Shards have no text: there it is what the tokens stand for, and
+    # special tokens are left out above and below.
+    bits_per_byte: float
     stderr: float  # standard error of `bits_per_byte` over samples
     loss_stderr: float  # that of `loss`
     tokens: int  # predicted
@@ -74,19 +76,21 @@ def texts_bits_per_byte(
         raise RequestError(f"stride {stride} must be between 1 and the {seq_len} tokens of a window")
     if max_documents is not None and max_documents < 1:
         raise RequestError(f"max_documents {max_documents} must be at least 1")
-    documents = islice(read_documents(inputs, text_key), max_documents)
-    rows = (
-        (sample, row)
-        for sample, (_, text) in enumerate(documents)
-        for row in _windows([tokenizer.eos_id, *tokenizer.encode(text)], seq_len, stride)
-    )
+    sizes: list[int] = []  # bytes of each document, from its text
+
+    def rows() -> Iterator[tuple[int, Row]]:
+        for sample, (_, text) in enumerate(islice(read_documents(inputs, text_key), max_documents)):
+            sizes.append(len(text.encode()))
+            for row in _windows([tokenizer.eos_id, *tokenizer.encode(text)], seq_len, stride):
+                yield sample, row
+
     sums = _Sums(tokenizer)
-    for _ in sums.add(decoder, rows, batch_tokens, seq_len):
+    for _ in sums.add(decoder, rows(), batch_tokens, seq_len):
         if progress is not None:
             progress(sums.counted)
     if not sums.counted:
         raise RequestError(f"{', '.join(inputs)}: there is no text to predict")
-    return sums.result()
+    return sums.result(sizes)
 
 
 def shards_bits_per_byte(
@@ -180,8 +184,11 @@ class _Sums:
         self.samples[sample] += nats.sum(), len(nats), nats[sizes > 0].sum(), sizes.sum()
         self.counted += len(nats)
 
-    def result(self) -> CorpusResult:
+    def result(self, sizes: Sequence[int] | None = None) -> CorpusResult:
+        """The means; `sizes` are the bytes of each sample where its text is known."""
         nats, tokens, text_nats, text_bytes = np.array(self.samples).T  # (samples,) each
+        if sizes is not None:
+            text_nats, text_bytes = nats, np.array(sizes[: len(nats)])
         loss, size = nats.sum() / tokens.sum(), text_bytes.sum()
         return CorpusResult(
             loss=float(loss),

@@ -76,8 +76,8 @@ def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Tas
             )
         if len(task.items) <= task.num_fewshot:
             raise RequestError(
-                f"task {task.label!r}: {len(task.items)} items in {task.source} are too few for {task.num_fewshot} "
-                "solved ones before each question; lower num_fewshot"
+                f"task {task.label!r}: the items of {task.source}, {len(task.items)}, are too few for "
+                f"{task.num_fewshot} solved ones before each question; lower num_fewshot"
             )
         known[task.label] = task
     return list(known.values())
@@ -184,21 +184,18 @@ def _items(file: Path) -> list[Item]:
         items = []
         with open(file, "rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    items.append(_object(line, f"{file}, line {number}"))
+                if not line.strip():
+                    continue
+                try:
+                    items.append(parse_json(line))
+                except ValueError as error:
+                    raise RequestError(f"{file}, line {number}: not a JSON object on one line ({error})") from error
+                if not isinstance(items[-1], dict):
+                    kind = type(items[-1]).__name__
+                    raise RequestError(f"{file}, line {number}: a JSON {kind} where one object a line is expected")
     if not items:
         raise RequestError(f"{file} has no items")
     return items
-
-
-def _object(line: bytes, place: str) -> Item:
-    try:
-        item = parse_json(line.decode("utf-8"))
-    except ValueError as error:
-        raise RequestError(f"{place}: not a JSON object on one line ({error})") from error
-    if not isinstance(item, dict):
-        raise RequestError(f"{place}: a JSON {type(item).__name__} where one object a line is expected")
-    return item
 
 
 def _kind(item: Item, file: Path) -> Kind:

@@ -86,18 +86,12 @@ def stream_text(
 ) -> Iterator[NewText]:
     """Continue texts and yield what follows as soon as it is sure; once for every token, row after row.
 
-    Args:
-        decoder: on any device.
-        tokenizer: that it was trained with.
+    Args: as for `generation.stream`, and:
         prompts: an empty one begins a document.
-        max_new_tokens: the most tokens that follow a prompt. Where the context is full before, a row ends there.
-        sampling: how tokens are chosen.
         stop: strings; a row ends before the first of them.
         seed: of the random numbers; a new one if not given.
         ignore_eos: continue after the end of a document, whose token is then part of the text, by its name.
         begin: `eos` puts the end-of-text token before a prompt, which makes it the beginning of a document.
-        alternatives: how many of the likeliest tokens to report beside every one that was written.
-        step: how the decoder is run; see `generation.DecodeStep`.
 
     Raises:
         RequestError: as `generation.stream`; or a stop string is empty, or a prompt is no Unicode text.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
-from lm.inspection.drawing import SEQUENTIAL, figure, heat_map, label_axes, visible
+from lm.inspection.drawing import SEQUENTIAL, figure, label_axes, visible
 from lm.model.attention import AttentionMask, chosen_kernels, dense_mask
 from lm.model.decoder import Block, Decoder
 
@@ -26,16 +26,6 @@ class Attention(NamedTuple):
 
     tokens: list[str]  # T, the text of each, with visible blanks and line ends
     maps: np.ndarray  # (layers, heads, T, T), as from `attention_maps`
-
-
-class HeadStatistics(NamedTuple):
-    """Averages over the tokens of a text, `(layers, heads)` each. The first token, which has no choice, is left out."""
-
-    entropy: np.ndarray  # of the weights, in bits: 0 where all is on one token
-    distance: np.ndarray  # to what is attended to, in tokens: 0 for the token itself
-    first: np.ndarray  # weight on the first token, in [0, 1]
-    previous: np.ndarray  # weight on the token before, in [0, 1]
-    itself: np.ndarray  # weight on the token itself, in [0, 1]
 
 
 @torch.no_grad()
@@ -86,28 +76,6 @@ def attention_of(model: Pretrained, text: str) -> Attention:
     return Attention([visible(model.tokenizer.decode([token])) for token in ids], attention_maps(model.decoder, ids))
 
 
-def head_statistics(maps: np.ndarray) -> HeadStatistics:
-    """The statistics of every head, of maps `(layers, heads, T, T)`.
-
-    Raises:
-        RequestError: there is only one token.
-    """
-    length = maps.shape[-1]
-    if length < 2:
-        raise RequestError("one token attends to itself alone: take a text of two tokens or more")
-    time = np.arange(length)
-    weights = maps[:, :, 1:]  # (layers, heads, T - 1, T)
-    logarithms = np.log2(weights, out=np.zeros_like(weights), where=weights > 0)
-    distance = np.abs(time[1:, None] - time)  # (T - 1, T)
-    return HeadStatistics(
-        entropy=-(weights * logarithms).sum(-1).mean(-1),
-        distance=(weights * distance).sum(-1).mean(-1),
-        first=weights[..., 0].mean(-1),
-        previous=weights[:, :, time[1:] - 1, time[:-1]].mean(-1),
-        itself=weights[:, :, time[1:] - 1, time[1:]].mean(-1),
-    )
-
-
 def draw_attention(attention: Attention, layer: int, heads: Sequence[int] | None = None) -> Figure:
     """A heat map of each head of a layer, or of some heads, all counted from 0; a text of up to 40 tokens reads well.
 
@@ -146,22 +114,6 @@ def draw_all_heads(maps: np.ndarray) -> Figure:
             axes.set_title(f"head {head}", fontsize=9)
     _scale(picture, image)
     picture.suptitle("All heads: rows are tokens, columns what they attend to", fontsize=11)
-    return picture
-
-
-def draw_head_statistics(statistics: HeadStatistics) -> Figure:
-    """A heat map a statistic, layers downwards and heads rightwards."""
-    titles = {"entropy": "entropy (bits)", "distance": "mean distance (tokens)", "first": "weight on the first token",
-              "previous": "weight on the token before", "itself": "weight on itself"}  # fmt: skip
-    layers, heads = statistics.entropy.shape
-    names = [str(layer) for layer in range(layers)], [str(head) for head in range(heads)]
-    picture, grid = figure(2, 3, width=max(9, 1.5 * heads + 3), height=1.6 + 0.8 * layers)
-    for axes, (name, title) in zip(grid.flat, titles.items(), strict=False):
-        values = getattr(statistics, name)
-        heat_map(axes, values, *names, 0, values.max())
-        label_axes(axes, title, "head", "layer")
-        axes.grid(visible=False)
-    grid.flat[-1].remove()
     return picture
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lm.data.datamodule import DataModule
@@ -14,17 +13,14 @@ from lm.data.remote import is_remote
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.inspection.drawing import BLUE, COLORS, VERMILION, Html, figure, heat_map, label_axes, table, visible, wrapped
+from lm.inspection.drawing import BLUE, VERMILION, Html, figure, label_axes, table, visible, wrapped
 from lm.runs.run import Run
 from lm.system.arguments import Parser
 from lm.system.files import DAMAGE
-from lm.system.units import format_count
 
 SHARES = (0.5, 0.9, 0.99)  # of a text, for which `measure_use` says how many tokens make it up
 PLACES = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # keys of `data:` that are files or folders
 BINS = 40
-FEW = 50  # documents that make no histogram
-UNUSED_SHOWN = 40  # tokens that never occur, in a table
 TEXT_WIDTH = 90  # characters of a line of a sample
 
 
@@ -44,36 +40,21 @@ class Documents(NamedTuple):
         return float(self.bytes.sum() / total) if total else float("nan")
 
 
-def read_tokens(shards: Shards, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-    """The tokens `start` to `stop` of all shards laid end to end, in pieces (n,); no other block is read."""
-    stop = shards.tokens if stop is None else min(stop, shards.tokens)
-    first = 0
+def read_tokens(shards: Shards, stop: int | None = None) -> Iterator[np.ndarray]:
+    """The first `stop` tokens of all shards laid end to end, or all of them, in pieces (n,)."""
+    left = shards.tokens if stop is None else stop
     for index, block in enumerate(shards.blocks):
-        if first < stop and first + block.tokens > start:
-            yield shards.read(index)[max(0, start - first) : stop - first]
-        first += block.tokens
+        if left > 0:
+            yield shards.read(index)[:left]
+        left -= block.tokens
 
 
-def count_tokens(shards: Shards, vocab_size: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """How often each token occurs between two places, as in `read_tokens`: (V,) int64."""
+def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np.ndarray:
+    """How often each token occurs among the first `stop` tokens: (V,) int64."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for tokens in read_tokens(shards, start, stop):
+    for tokens in read_tokens(shards, stop):
         counts += np.bincount(tokens, minlength=vocab_size)
     return counts
-
-
-def count_parts(shards: Shards, vocab_size: int, parts: int, most: int) -> np.ndarray:
-    """How often each token occurs in equal parts of the shards, by the first `most` tokens of each part: (P, V)."""
-    edges = [shards.tokens * part // parts for part in range(parts + 1)]
-    return np.stack([
-        count_tokens(shards, vocab_size, start, min(stop, start + most))
-        for start, stop in zip(edges, edges[1:], strict=False)
-    ])  # fmt: skip
-
-
-def part_names(parts: int, tokens: int) -> list[str]:
-    """Names of equal parts of a text of so many tokens: the token that each begins with, counted from 0."""
-    return [format_count(tokens * part // parts) for part in range(parts)]
 
 
 def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = None) -> Documents:
@@ -87,7 +68,7 @@ def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = N
     sizes = tokenizer.token_bytes()
     found_tokens, found_bytes = [], []
     open_tokens = open_bytes = 0  # of the document that continues from the piece before
-    for tokens in read_tokens(shards, 0, stop):
+    for tokens in read_tokens(shards, stop):
         ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
         upto = np.concatenate([[0], np.cumsum(sizes[tokens], dtype=np.int64)])  # bytes before each token
         edges = np.concatenate([[0], ends])
@@ -199,25 +180,6 @@ def most_moved(before: np.ndarray, after: np.ndarray, tokenizer: Tokenizer, most
         Moved(int(i), token_text(tokenizer, i), float(shares[0][i]), float(shares[1][i]), float(parts[i]))
         for i in np.argsort(-parts, kind="stable")[:most] if parts[i]
     ]  # fmt: skip
-
-
-def divergence_by_chance(before: np.ndarray, after: np.ndarray, draws: int = 8, seed: int = 0) -> float:
-    """The divergence of two texts that are alike: both are drawn, token by token, from what the two have together.
-
-    Real texts of one kind are further apart, since a document keeps to its words.
-
-    Args:
-        before, after: (V,) counts of the two, whose totals are the lengths of the texts drawn.
-        draws: pairs of texts to average over.
-        seed: of the draws.
-
-    Returns:
-        The mean, in bits.
-    """
-    random = np.random.default_rng(seed)
-    together = (before + after) / (before.sum() + after.sum())
-    pairs = [random.multinomial([int(before.sum()), int(after.sum())], together) for _ in range(draws)]  # (2, V) each
-    return float(np.mean([jensen_shannon(one, other) for one, other in pairs]))
 
 
 # ---- the samples of a step -------------------------------------------------------------------------------------------
@@ -336,19 +298,16 @@ def split_documents(token_ids: list[int], data: DataModule) -> list[str]:
 def draw_document_lengths(splits: Mapping[str, Documents], context: int) -> Figure:
     """How long the documents of each split are; the context, in tokens, is marked."""
     made, axes = figure(1, 1, width=8, height=4)
-    _draw_histograms(axes, {name: one.tokens for name, one in splits.items()})
+    longest = max(int(one.tokens.max(initial=1)) for one in splits.values())
+    edges = np.geomspace(1, longest + 1, BINS + 1)
+    for name, one in splits.items():
+        count = len(one.tokens)
+        shares = np.full(count, 100 / max(1, count))
+        label = f"{name}, {count:,} documents"
+        axes.hist(one.tokens, edges, weights=shares, histtype="stepfilled", alpha=0.5, label=label)
     axes.axvline(context, color=VERMILION, linestyle="--", label=f"context, {context:,} tokens")
+    axes.set_xscale("log")
     label_axes(axes, "length of documents", "tokens", "% of the documents")
-    return made
-
-
-def draw_bytes_per_token(splits: Mapping[str, Documents]) -> Figure:
-    """How many bytes a token of each document stands for; dashed lines are the split as a whole."""
-    made, axes = figure(1, 1, width=8, height=4)
-    _draw_histograms(axes, {name: one.bytes / one.tokens for name, one in splits.items()})
-    for index, one in enumerate(splits.values()):
-        axes.axvline(one.bytes_per_token, color=COLORS[index], linestyle="--", linewidth=1)
-    label_axes(axes, "what the tokenizer makes of the documents", "UTF-8 bytes a token", "% of the documents")
     return made
 
 
@@ -365,44 +324,6 @@ def draw_frequencies(counts: np.ndarray, frequent: Sequence[TokenCount]) -> Figu
     ranks.loglog(np.arange(1, len(falling) + 1), falling, color=BLUE, linewidth=1.8)
     label_axes(ranks, "frequency by rank", "rank (logarithmic)", "occurrences (logarithmic)")
     return made
-
-
-def draw_divergences(divergences: np.ndarray, names: Sequence[str], what: str = "") -> Figure:
-    """How far texts are apart, two by two: (P, P) in bits; `what` says what their names are of."""
-    made, axes = figure(1, 1, width=8, height=1.2 + 0.42 * len(names))
-    heat_map(axes, divergences, names, names, 0.0, float(np.nanmax(divergences)) or 1.0, digits=3)
-    label_axes(axes, "Jensen-Shannon divergence of the distributions of tokens (bits)", what, what)
-    axes.grid(False)
-    return made
-
-
-def _draw_histograms(axes: Axes, values: Mapping[str, np.ndarray]) -> None:
-    """Shares of each in the same bins; where there are few, a mark for each on the axis instead."""
-    edges, logarithmic = _bins(np.concatenate(list(values.values())))
-    for index, (name, one) in enumerate(values.items()):
-        label = f"{name}, {len(one):,} documents"
-        if len(one) < FEW:
-            low_down = np.full(len(one), 0.03)
-            axes.plot(one, low_down, "|", color=COLORS[index], markersize=14, markeredgewidth=2.5, label=label,
-                      transform=axes.get_xaxis_transform())  # fmt: skip
-            continue
-        shares = np.full(len(one), 100 / len(one))
-        axes.hist(one, edges, weights=shares, histtype="stepfilled", alpha=0.5, color=COLORS[index], label=label)
-    axes.set_ylim(bottom=0)
-    if logarithmic:
-        axes.set_xscale("log")
-
-
-def _bins(values: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Edges of bins, and whether they grow evenly in logarithm, as they do for values of several sizes."""
-    if not len(values):
-        return np.array([0.0, 1.0]), False
-    low, high = float(values.min()), float(values.max())
-    if values.dtype.kind in "iu" and high - low < BINS:
-        return np.arange(low - 0.5, high + 1), False  # one for each whole number
-    if low > 0 and high > 10 * low:
-        return np.geomspace(low, high, BINS + 1), True
-    return np.linspace(low, max(high, low + 1e-6), BINS + 1), False
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -429,13 +350,6 @@ def use_table(uses: Mapping[str, VocabularyUse]) -> Html:
     ]
     names = [f"tokens that make up {share:.0%}" for share in SHARES]
     return table(rows, ("text", "vocabulary", "never used", "share", *names, "entropy (nats a token)"))
-
-
-def unused_table(use: VocabularyUse, tokenizer: Tokenizer) -> Html:
-    """Tokens that never occur: those with the highest ids, which the tokenizer learnt last."""
-    shown = use.unused[::-1][:UNUSED_SHOWN].tolist()
-    texts = wrapped("  ".join(token_text(tokenizer, token) for token in shown), TEXT_WIDTH)
-    return table([(len(use.unused), texts)], ("never used", f"of them, the last {len(shown)} by id"))
 
 
 def moved_table(moved: Sequence[Moved], before: str, after: str) -> Html:

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 # Eight colours that people with every kind of colour vision tell apart (Okabe and Ito, "Color Universal Design", 2008).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, BLACK = COLORS
+BLUE, ORANGE, _, VERMILION, *_, BLACK = COLORS
 # For amounts: lightness grows evenly, so it reads in grey, too. Lines leave out the brightest, which white swallows.
 SEQUENTIAL = colormaps["viridis"]
 COLORMAP_OF_LINES = ListedColormap(SEQUENTIAL(range(226)), "lines")
@@ -71,9 +71,8 @@ def label_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
 
 
 def heat_map(
-    axes: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], low: float, high: float,
-    digits: int = 2,
-) -> None:  # fmt: skip
+    axes: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], low: float, high: float
+) -> None:
     """A heat map with the number in every cell.
 
     Args:
@@ -81,7 +80,6 @@ def heat_map(
         values: `(rows, columns)`; what is not finite stays white.
         rows, columns: their names.
         low, high: the values of the darkest and of the brightest colour.
-        digits: of a number, after the point.
     """
     axes.pcolormesh(np.ma.masked_invalid(values), cmap=SEQUENTIAL, vmin=low, vmax=high, edgecolors="white")
     axes.set_xticks(np.arange(len(columns)) + 0.5, columns)
@@ -92,7 +90,7 @@ def heat_map(
         if np.isfinite(value):
             ink = "black" if value > low + 0.6 * (high - low) else "white"
             middle = (column + 0.5, row + 0.5)
-            axes.annotate(f"{value:.{digits}f}", middle, color=ink, ha="center", va="center", fontsize=8)
+            axes.annotate(f"{value:.2f}", middle, color=ink, ha="center", va="center", fontsize=8)
 
 
 # ---- tables and text -------------------------------------------------------------------------------------------------

@@ -6,18 +6,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from lm.inspection.drawing import BLUE, GREEN, ORANGE, PURPLE, VERMILION, Html, figure, label_axes, table, wrapped
+from lm.inspection.drawing import VERMILION, Html, figure, label_axes, table, wrapped
 from lm.runs import registry
-from lm.runs.history import (
-    Interval,
-    Series,
-    curve,
-    differences,
-    labels,
-    read_samples,
-    spread,
-    time_spent,
-)
+from lm.runs.history import Series, curve, differences, labels, read_samples, time_spent
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.units import format_count
@@ -29,8 +20,6 @@ AXES = {  # x of a curve -> what it is drawn over, and the label of the axis
     "time": ("time", "hours since the first log line"),
 }
 STYLES = ("-", "--", "-.", ":")  # so that curves differ without colour, too
-PAUSE_COLORS = {"validation": ORANGE, "evaluation": GREEN, "other": PURPLE}
-SHOWN_PAUSE = 1e-3  # of the whole time; shorter ones are too narrow to be seen
 TEXT_WIDTH = 56  # characters of a line of a sample
 
 
@@ -61,50 +50,17 @@ def draw_comparison(runs: Sequence[Run], metric: str = "train/loss", y: str = "n
     return made
 
 
-def draw_throughput(found: Sequence[Interval], checkpoints: Sequence[int] = ()) -> Figure:
-    """Tokens a second and the share of waiting for data over the run's time, with its pauses.
-
-    Args:
-        found: `intervals(run.metrics())`.
-        checkpoints: steps that a checkpoint was taken after, `run.steps()`; they do not stop training.
-    """
+def draw_throughput(run: Run) -> Figure:
+    """Tokens a second and the share of waiting for data over the run's time."""
+    lines = run.metrics("perf/tokens_per_second")
     made, (speed, waiting) = figure(2, 1, width=9, height=5.5, sharex=True, height_ratios=[3, 1])
-    # A pause has no speed, so the line is broken there: two points a stretch, and a gap.
-    minutes, rates, waits = [], [], []
-    shown = found[-1].ended * SHOWN_PAUSE if found else 0.0
-    for one in found:
-        for begin, end in _stretches(one):
-            minutes += [begin / 60, end / 60, end / 60]
-            rates += [one.tokens_per_second, one.tokens_per_second, np.nan]
-            waits += [100 * one.waiting if one.waiting is not None else np.nan] * 2 + [np.nan]
-    speed.plot(minutes, rates, color=BLUE, linewidth=1.8, label="while training")
-    waiting.plot(minutes, waits, color=BLUE, linewidth=1.8)
-    for kind, color in PAUSE_COLORS.items():
-        pauses = [pause for one in found for pause in one.pauses if pause.kind == kind and pause.seconds >= shown]
-        spans = [(pause.began / 60, pause.seconds / 60) for pause in pauses]
-        for panel in (speed, waiting) if spans else ():
-            panel.broken_barh(spans, (0, 1), color=color, alpha=0.45, linewidth=0, label=f"pause: {kind}",
-                              transform=panel.get_xaxis_transform())  # fmt: skip
-    if checkpoints and found:
-        ended = np.interp(checkpoints, [one.step for one in found], [one.ended / 60 for one in found])
-        bottom = speed.get_xaxis_transform()
-        speed.plot(ended, np.full(len(ended), 0.03), "^", color="black", transform=bottom, label="checkpoint kept")
-    speed.set_ylim(bottom=0)
+    for panel, name in ((speed, "perf/tokens_per_second"), (waiting, "perf/data_wait")):
+        _draw_curves(panel, [curve(METRICS[name].label, lines, name, "time")])
+        panel.set_ylim(bottom=0)
     speed.yaxis.set_major_formatter(lambda value, _: format_count(value))
-    waiting.set_ylim(bottom=0)
     label_axes(speed, "throughput", "", "tokens a second")
-    label_axes(waiting, "waiting for data", "minutes since training began", "% of the time")
-    speed.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
-    if waiting.get_legend():
-        waiting.get_legend().remove()
+    label_axes(waiting, "waiting for data", AXES["time"][1], "share of the time")
     return made
-
-
-def _stretches(one: Interval) -> list[tuple[float, float]]:
-    """The times of training in an interval, without its pauses: (from, to) in seconds."""
-    begins = [one.began, *(pause.began + pause.seconds for pause in one.pauses)]
-    ends = [*(pause.began for pause in one.pauses), one.ended]
-    return [(begin, end) for begin, end in zip(begins, ends, strict=True) if end - begin > 1e-6]
 
 
 def _draw_curves(axes: Any, series: Sequence[Series]) -> None:
@@ -138,9 +94,9 @@ def summary_table(run: Run) -> Html:
     return table([(name, value) for name, value in rows.items() if value not in (None, "")], ("", ""))
 
 
-def time_table(found: Sequence[Interval]) -> Html:
-    """Seconds of training and of each kind of pause, as the log lines show them."""
-    spent = time_spent(list(found))
+def time_table(run: Run) -> Html:
+    """Seconds of training and of pauses, as the log lines show them."""
+    spent = time_spent(run.metrics())
     total = sum(spent.values()) or 1.0
     return table(
         [(name, round(seconds, 1), f"{seconds / total:.1%}") for name, seconds in spent.items()],
@@ -167,7 +123,8 @@ def alerts_table(run: Run) -> Html:
 def samples_table(run: Run, most: int = 8) -> Html:
     """What the model wrote from each prompt, at no more than `most` steps, spread over the run."""
     samples = read_samples(run)
-    steps = spread(sorted({sample["step"] for sample in samples}), most)
+    every = sorted({sample["step"] for sample in samples})
+    steps = [every[int(place)] for place in np.linspace(0, len(every) - 1, min(most, len(every)))]
     prompts = list(dict.fromkeys(sample["prompt"] for sample in samples))
     texts = {(sample["step"], sample["prompt"]): wrapped(sample["text"], TEXT_WIDTH) for sample in samples}
     rows = [(step, *(texts.get((step, prompt), "") for prompt in prompts)) for step in steps]

@@ -1,4 +1,4 @@
-"""A model's weights: how many, how they are distributed, what rank they have, how far two models are apart."""
+"""A model's weights: how many, how they are distributed, their singular values, how far two models are apart."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -21,7 +22,6 @@ from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
 
 COLUMNS = 3  # panels beside each other
-LEADING = 8  # singular directions that are compared
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
@@ -78,23 +78,6 @@ def parameter_table(parts: Sequence[Part]) -> Html:
     return table(rows, ("part", "weights", "shape of each", "parameters", "share (%)", "MiB"))
 
 
-def draw_parameters(parts: Sequence[Part]) -> Figure:
-    """The parts as bars, the share of each at its end."""
-    picture, axes = figure(height=0.9 + 0.32 * len(parts))
-    bars = axes.barh([part.name for part in parts], [part.parameters for part in parts], color=BLUE)
-    axes.bar_label(bars, [_percent(part.share) for part in parts], padding=4, fontsize=9)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    label_axes(axes, f"{sum(part.parameters for part in parts):,} parameters by part", "parameters")
-    axes.grid(visible=False, axis="y")
-    return picture
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.001 else "< 0.1%"
-
-
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -103,19 +86,6 @@ class Histogram(NamedTuple):
 
     edges: np.ndarray  # (bins + 1,), ascending
     density: np.ndarray  # (bins,), of probability: it integrates to one
-    mean: float
-    std: float
-
-
-class Spectrum(NamedTuple):
-    """The singular values of one matrix, and two ways to say how many of them count.
-
-    Both are between 1 and the number of singular values, and equal to it where all are alike.
-    """
-
-    values: np.ndarray  # (min(rows, columns),), descending
-    stable_rank: float  # sum of squares over the largest square (Rudelson and Vershynin, 2007, arXiv:math/0503442)
-    effective_rank: float  # exp of the entropy of values / sum(values) (Roy and Vetterli, EUSIPCO 2007)
 
 
 def matrices(decoder: Decoder) -> dict[str, Tensor]:
@@ -138,32 +108,25 @@ def weight_histograms(decoder: Decoder, bins: int = 80) -> dict[str, Histogram]:
     for name, weight in matrices(decoder).items():
         values = _finite(name, weight).cpu().numpy().ravel()
         density, edges = np.histogram(values, min(bins, math.isqrt(values.size)), density=True)
-        found[name] = Histogram(edges, density, float(values.mean()), float(values.std()))
+        found[name] = Histogram(edges, density)
     return found
 
 
-def spectra(decoder: Decoder) -> dict[str, Spectrum]:
-    """The singular values of every matrix.
+def spectra(decoder: Decoder) -> dict[str, np.ndarray]:
+    """The singular values of every matrix `(min(rows, columns),)`, descending.
+
+    They are the roots of the smaller Gram matrix's eigenvalues, which takes a twentieth of the time and is exact to
+    1e-8 of the largest.
 
     Raises:
         RequestError: a weight is not finite.
     """
-    return {name: spectrum(_finite(name, weight)) for name, weight in matrices(decoder).items()}
-
-
-def spectrum(matrix: Tensor) -> Spectrum:
-    """The singular values of a matrix `(rows, columns)`, and its ranks; these are 0 where it is zero everywhere.
-
-    They are the roots of the smaller Gram matrix's eigenvalues, which takes a twentieth of the time and is exact to
-    1e-8 of the largest.
-    """
-    tall = (matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT).double()
-    values = torch.linalg.eigvalsh(tall.mT @ tall).clamp(min=0).sqrt().flip(0).cpu().numpy()
-    if not values.any():
-        return Spectrum(values, 0.0, 0.0)
-    shares = values / values.sum()
-    entropy = -(shares * np.log(np.maximum(shares, np.finfo(float).tiny))).sum()
-    return Spectrum(values, float((values**2).sum() / values[0] ** 2), float(np.exp(entropy)))
+    found = {}
+    for name, weight in matrices(decoder).items():
+        matrix = _finite(name, weight).double()
+        tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT
+        found[name] = torch.linalg.eigvalsh(tall.mT @ tall).clamp(min=0).sqrt().flip(0).cpu().numpy()
+    return found
 
 
 def _finite(name: str, weight: Tensor) -> Tensor:
@@ -184,45 +147,15 @@ def draw_histograms(histograms: Mapping[str, Histogram]) -> Figure:
     return picture
 
 
-def draw_spectra(found: Mapping[str, Spectrum]) -> Figure:
+def draw_spectra(found: Mapping[str, np.ndarray]) -> Figure:
     """A panel a kind of matrix with the singular values of every layer, as shares of the largest."""
 
-    def curve(axes: Axes, one: Spectrum, color: Any) -> None:
-        axes.plot(np.arange(1, len(one.values) + 1), one.values / one.values[0], color=color, linewidth=1.2)
+    def curve(axes: Axes, values: np.ndarray, color: Any) -> None:
+        axes.plot(np.arange(1, len(values) + 1), values / values[0], color=color, linewidth=1.2)
 
     picture = _by_kind(found, curve, "which singular value", "share of the largest")
     picture.suptitle("Singular values")
     return picture
-
-
-def draw_ranks(found: Mapping[str, Spectrum]) -> Figure:
-    """Effective ranks as shares of the largest possible, a row a kind of matrix of the blocks and a column a layer."""
-    names = [name for name in found if layer_of(name) is not None]
-    shares = _by_kind_and_layer(names, [found[name].effective_rank / len(found[name].values) for name in names])
-    picture, axes = figure(width=max(6, 3.2 + 0.55 * shares.values.shape[1]), height=1.2 + 0.4 * len(shares.kinds))
-    _draw_grid(axes, shares, 1.0, "Effective rank as a share of the full rank")
-    return picture
-
-
-class _Grid(NamedTuple):
-    """A number for each kind of matrix and each layer."""
-
-    kinds: list[str]
-    values: np.ndarray  # (kinds, layers)
-
-
-def _by_kind_and_layer(names: Sequence[str], values: Sequence[float]) -> _Grid:
-    kinds = list(dict.fromkeys(kind_of(name) for name in names))
-    grid = np.full((len(kinds), 1 + max(layer_of(name) for name in names)), np.nan)
-    for name, value in zip(names, values, strict=True):
-        grid[kinds.index(kind_of(name)), layer_of(name)] = value
-    return _Grid(kinds, grid)
-
-
-def _draw_grid(axes: Axes, grid: _Grid, top: float, title: str) -> None:
-    heat_map(axes, grid.values, grid.kinds, [str(layer) for layer in range(grid.values.shape[1])], 0, top)
-    label_axes(axes, title, "layer")
-    axes.grid(visible=False)
 
 
 Curve = Callable[[Axes, Any, Any], None]  # draws one weight's numbers in a colour
@@ -257,10 +190,6 @@ class Change(NamedTuple):
     name: str  # as in Hugging Face's files
     relative: float  # Frobenius norm of the difference over that of the first; infinite where the first is zero
     cosine: float  # between the two as vectors, in [-1, 1]
-    # How much of the space of the first's LEADING singular directions, of inputs and of outputs, the second's keep, in
-    # [0, 1]; by chance LEADING over rows or columns. NaN for what is no matrix.
-    directions: float
-    stable_rank: float  # of the difference: 1 where one direction changed; NaN for what is no matrix or did not change
 
 
 class Divergence(NamedTuple):
@@ -282,28 +211,12 @@ def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
     if before.config != after.config:
         raise RequestError(f"the models differ in shape: {before.config} and {after.config}")
     first, second = (to_huggingface(dict(model.named_parameters()), model.config) for model in (before, after))
-    return [_change(name, old.double().cpu(), second[name].double().cpu()) for name, old in first.items()]
-
-
-def _change(name: str, old: Tensor, new: Tensor) -> Change:
-    difference = new - old
-    changed = bool(difference.any())
-    relative = (difference.norm() / old.norm()).item() if changed else 0.0
-    cosine = torch.nn.functional.cosine_similarity(old.flatten(), new.flatten(), dim=0).clamp(-1, 1).item()
-    if old.ndim != 2:
-        return Change(name, relative, cosine, math.nan, math.nan)
-    kept = [(a.mT @ b).square().sum() / a.shape[1] for a, b in zip(_leading(old), _leading(new), strict=True)]
-    rank = spectrum(difference).stable_rank if changed else math.nan
-    return Change(name, relative, cosine, min(1.0, (sum(kept) / 2).item()), rank)
-
-
-def _leading(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal bases of the leading singular directions: of outputs `(rows, n)` and of inputs `(columns, n)`."""
-    if matrix.shape[0] < matrix.shape[1]:
-        inputs, outputs = _leading(matrix.mT)
-        return outputs, inputs
-    inputs = torch.linalg.eigh(matrix.mT @ matrix)[1][:, -LEADING:]  # the smaller of the two Gram matrices
-    return torch.linalg.qr(matrix @ inputs)[0], inputs
+    changes = []
+    for name, weight in first.items():
+        old, new = weight.double().cpu().flatten(), second[name].double().cpu().flatten()
+        relative = ((new - old).norm() / old.norm()).item() if (new != old).any() else 0.0
+        changes.append(Change(name, relative, F.cosine_similarity(old, new, dim=0).clamp(-1, 1).item()))
+    return changes
 
 
 def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[str]) -> Divergence:
@@ -337,21 +250,21 @@ def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[st
 def change_table(changes: Sequence[Change]) -> Html:
     """The weights and how they changed, the most changed first."""
     ordered = sorted(changes, key=lambda change: change.relative, reverse=True)
-    columns = ("weight", "relative change", "cosine", "directions kept", "stable rank of the change")
-    return table(ordered, columns)
+    return table(ordered, ("weight", "relative change", "cosine"))
 
 
 def draw_weight_drift(changes: Sequence[Change]) -> Figure:
-    """Relative change and kept directions of the blocks' matrices, a row a kind and a column a layer."""
-    inside = [change for change in changes if layer_of(change.name) is not None and not math.isnan(change.directions)]
-    names = [change.name for change in inside]
-    sizes = _by_kind_and_layer(names, [change.relative for change in inside])
-    kept = _by_kind_and_layer(names, [change.directions for change in inside])
-    kinds, layers = sizes.values.shape
-    picture, (left, right) = figure(1, 2, width=max(9, 4 + 1.1 * layers), height=1.2 + 0.4 * kinds, sharey=True)
-    top = max(np.nanmax(sizes.values), 1e-12)
-    _draw_grid(left, sizes, top, "Size of the change, as a share of the weights")
-    _draw_grid(right, kept, 1.0, f"How much of the {LEADING} leading directions is kept")
+    """Relative change of the blocks' weights, a row a kind and a column a layer."""
+    inside = [change for change in changes if layer_of(change.name) is not None]
+    kinds = list(dict.fromkeys(kind_of(change.name) for change in inside))
+    layers = [str(layer) for layer in range(1 + max(layer_of(change.name) for change in inside))]
+    values = np.full((len(kinds), len(layers)), np.nan)
+    for change in inside:
+        values[kinds.index(kind_of(change.name)), layer_of(change.name)] = change.relative
+    picture, axes = figure(width=max(6, 3.2 + 0.55 * len(layers)), height=1.2 + 0.4 * len(kinds))
+    heat_map(axes, values, kinds, layers, 0, max(np.nanmax(values), 1e-12))
+    label_axes(axes, "Size of the change, as a share of the weights", "layer")
+    axes.grid(visible=False)
     return picture
 
 

@@ -158,7 +158,7 @@ class _QkNormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:
-        saved = ctx.saved_tensors  # once: activation checkpointing computes them at the first access and then drops them
+        saved = ctx.saved_tensors  # once: activation checkpointing drops them after the first access
         dqkv, dweights = BACKWARD(dq, dk, dv, *saved, ctx.eps)
         norms = (None, None) if saved[1] is None else dweights.unbind(0)
         return dqkv, *norms, *(None,) * 6

@@ -224,27 +224,38 @@ def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:
 
 
 @contextmanager
-def chosen_kernels(device: torch.device, masks: Iterable[AttentionMask]) -> Iterator[None]:
-    """Inside the `with`, `scaled_dot_product_attention` takes the best kernel for a device that gives right results."""
+def chosen_kernels(
+    device: torch.device, masks: Iterable[AttentionMask], first: SDPBackend | None = None
+) -> Iterator[None]:
+    """Inside the `with`, `scaled_dot_product_attention` takes the best kernel for a device that gives right results.
+
+    Args:
+        device: of the tensors.
+        masks: of the layers.
+        first: the kernel to prefer where there is no dense mask; None: the one that is usually best.
+    """
     if device.type != "cuda":
         yield
         return
     masked = any(mask.dense is not None for mask in masks)
-    with sdpa_kernel(backends(_capability(device), masked), set_priority=True):
+    known = backends(_capability(device), masked)
+    preferred = [first] if first is not None and not masked else []
+    with sdpa_kernel([*preferred, *(b for b in known if b not in preferred)], set_priority=True):
         yield
 
 
 def describe_attention(
     device: torch.device, dtype: torch.dtype, windows: Iterable[int | None], documents: bool, head_dim: int,
-    dropout: float,
+    dropout: float, first: SDPBackend | None = None,
 ) -> str:  # fmt: skip
-    """The kernels that will run, in words for the log."""
+    """The kernels that will run, in words for the log; `first` as for `chosen_kernels`."""
     capability = _capability(device)
     kernels = {kernel_for(device.type, capability, dtype, window, documents, head_dim, dropout) for window in windows}
     names = []
     if "causal" in kernels and device.type == "cuda":
         wide = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # the only ones for fp32
         best = [b for b in backends(capability, "masked" in kernels) if dtype in HALF or b in wide]
+        best.sort(key=lambda backend: backend != first)  # a stable sort: the others stay as they are
         names.append(", then ".join(b.name.removesuffix("_ATTENTION").lower() for b in best[:2]))
     elif "causal" in kernels:
         names.append("scaled_dot_product_attention")

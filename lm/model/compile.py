@@ -36,15 +36,17 @@ def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing) ->
         )  # fmt: skip
 
 
-def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
-    """Compile every block of a decoder and its loss in place.
+def compile_decoder(decoder: nn.Module, mode: Compile, whole: bool = False) -> None:
+    """Compile every block of a decoder, or all together, and its loss in place.
 
     A block's `forward` is compiled and not its `__call__`: names of parameters do not change, and hooks around a block
     (FSDP2 has some) stay outside of the graph.
 
     Args:
-        decoder: has `layers` and `cross_entropy`.
+        decoder: has `layers`, `run_blocks` and `cross_entropy`.
         mode: `none` leaves it as it is.
+        whole: all blocks and the last norm are one graph. Compiling takes much longer then, in proportion to the
+            layers, and operations of neighbouring blocks may be joined.
     """
     if mode == "none":
         return
@@ -54,8 +56,11 @@ def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
     # A traced backward pass would run under autocast, and that of eager mode does not. Off, both compute the same.
     torch._functorch.config.backward_pass_autocast = "off"
     backend = triton_free if mode == "triton_free" else "inductor"
-    for layer in decoder.layers:
-        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
+    if whole:
+        decoder.run_blocks = torch.compile(decoder.run_blocks, backend=backend, fullgraph=True)
+    else:
+        for layer in decoder.layers:
+            layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
     decoder.cross_entropy = torch.compile(decoder.cross_entropy, backend=backend, fullgraph=True)
 
 
@@ -92,13 +97,13 @@ class GraphedMicroBatch:
 
     Args:
         parameters: what gets gradients.
-        forward_backward: takes tokens `(B, T + 1)`, always of one shape, and returns a tensor that is not
-            differentiable. It must not wait for the device.
+        forward_backward: takes tokens `(B, T + 1)`, always of one shape, and what else it was called with, and returns
+            a tensor that is not differentiable. It must not wait for the device.
         capture: whether there is a device that can record; otherwise every call runs as usual.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], forward_backward: Callable[[Tensor], Tensor], capture: bool
+        self, parameters: Iterable[nn.Parameter], forward_backward: Callable[..., Tensor], capture: bool
     ) -> None:
         self.gradients = []
         for parameter in parameters:
@@ -107,32 +112,37 @@ class GraphedMicroBatch:
         self.forward_backward = forward_backward
         self.stream = torch.cuda.Stream() if capture else None  # warmed up and recorded on one that is not the default
         self.calls = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.recorded: dict[tuple, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # and what it returns, by constants
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """What `forward_backward` returns for these tokens; the gradients are added to the buffers."""
+    def __call__(self, tokens: Tensor, *constants: object) -> Tensor:
+        """What `forward_backward` returns for these tokens; the gradients are added to the buffers.
+
+        There is a graph for each value of `constants`, which are on the host.
+        """
         self.calls += 1
         if self.stream is None:
-            return self.forward_backward(tokens)
+            return self.forward_backward(tokens, *constants)
         if self.calls <= WARMUP:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                result = self.forward_backward(tokens)
+                result = self.forward_backward(tokens, *constants)
             torch.cuda.current_stream().wait_stream(self.stream)
             return result
-        if self.graph is None:
-            self._record(tokens)
+        if constants not in self.recorded:
+            self._record(tokens, constants)
+        graph, result = self.recorded[constants]
         self.tokens.copy_(tokens, non_blocking=True)
-        self.graph.replay()
-        return self.result.clone()
+        graph.replay()
+        return result.clone()
 
     def zero_grad(self) -> None:
         """Clear the gradients, and keep their buffers."""
         torch._foreach_zero_(self.gradients)
 
-    def _record(self, tokens: Tensor) -> None:
-        self.tokens = tokens.clone()
-        self.graph = torch.cuda.CUDAGraph()
+    def _record(self, tokens: Tensor, constants: tuple) -> None:
+        if not self.recorded:
+            self.tokens = tokens.clone()
+        graph, pool = torch.cuda.CUDAGraph(), next((graph.pool() for graph, _ in self.recorded.values()), None)
         # Other threads, which pin memory for the next batches, may do what they like meanwhile.
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.result = self.forward_backward(self.tokens)
+        with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
+            self.recorded[constants] = graph, self.forward_backward(self.tokens, *constants)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from lm.errors import RequestError
 from lm.kernels.fp8 import Scaling
@@ -64,8 +65,8 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scaling is not None or self.copy is not None:
-            return linear(x, self.weight, self.scaling, self.copy)
+        if self.scaling is not None:
+            return linear(x, self.weight, self.scaling)
         return F.linear(x, self.weight.to(x.dtype))
 
 
@@ -203,6 +204,7 @@ class Decoder(nn.Module):
         self.config = config
         self.windows = config.windows  # of each layer
         self.fused: FusedOps | None = None
+        self.attention_backend: SDPBackend | None = None  # as `model/attention_choice` found it; None: the usual one
         self.output_copy: Tensor | None = None  # of the output matrix, as `Linear.copy`
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
@@ -260,9 +262,13 @@ class Decoder(nn.Module):
         """The decoder without its output matrix: ids `(B, T)` to normalised states `(B, T, C)`. See `forward`."""
         x = self.embed(input_ids)  # (B, T, C)
         rotary, masks = self.rotary_and_masks(x, document_ids, continuation, max_documents)
-        with chosen_kernels(x.device, masks):
-            for layer, mask in zip(self.layers, masks, strict=True):
-                x = layer(x, rotary, mask)  # (B, T, C)
+        with chosen_kernels(x.device, masks, self.attention_backend):
+            return self.run_blocks(x, rotary, masks)
+
+    def run_blocks(self, x: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
+        """All blocks and the last norm: `(B, T, C)` to `(B, T, C)`."""
+        for layer, mask in zip(self.layers, masks, strict=True):
+            x = layer(x, rotary, mask)  # (B, T, C)
         return self.norm(x)
 
     def cross_entropy(

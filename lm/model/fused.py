@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from lm.kernels.fp8 import Float8, quantize
+from lm.kernels.linear import linear
 from lm.kernels.operations import FusedOps
-from lm.model.attention import AttentionMask, attend, chosen_kernels
-from lm.model.decoder import IGNORED, MLP, Block, Continuation, Decoder, Linear, RMSNorm, Rotary, SelfAttention
+from lm.model.attention import AttentionMask, attend
+from lm.model.decoder import IGNORED, MLP, Block, Decoder, Linear, RMSNorm, Rotary, SelfAttention
 
 
 def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
@@ -33,7 +34,7 @@ def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
     if ops is None:
         return
     decoder.fused = ops
-    decoder.hidden_states = MethodType(hidden_states, decoder)
+    decoder.run_blocks = MethodType(run_blocks, decoder)
     decoder.cross_entropy = MethodType(cross_entropy, decoder)
     for block in decoder.layers:
         block.forward = MethodType(block_forward, block)
@@ -41,16 +42,11 @@ def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
         block.mlp.forward = MethodType(mlp_forward, block.mlp)
 
 
-def hidden_states(
-    decoder: Decoder, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None,
-    max_documents: int | None = None,
-) -> Tensor:  # fmt: skip
-    """`Decoder.hidden_states`: ids `(B, T)` to normalised states `(B, T, C)`."""
-    branch, stream = decoder.embed(input_ids), None  # (B, T, C)
-    rotary, masks = decoder.rotary_and_masks(branch, document_ids, continuation, max_documents)
-    with chosen_kernels(branch.device, masks):
-        for layer, mask in zip(decoder.layers, masks, strict=True):
-            branch, stream = layer(branch, stream, rotary, mask, decoder.fused)  # (B, T, C) each
+def run_blocks(decoder: Decoder, branch: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
+    """`Decoder.run_blocks`: all blocks and the last norm, `(B, T, C)` to `(B, T, C)`."""
+    stream = None
+    for layer, mask in zip(decoder.layers, masks, strict=True):
+        branch, stream = layer(branch, stream, rotary, mask, decoder.fused)  # (B, T, C) each
     return decoder.fused.rms_norm(branch, stream, decoder.norm.weight, decoder.norm.eps)[1]
 
 
@@ -76,7 +72,8 @@ def attention_forward(
     # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
     q, k, v = ops.qk_norm_rope(qkv, q_weight, k_weight, *rotary, part.heads, part.kv_heads, eps)
     out = attend(q, k, v, mask, part.dropout if part.training else 0.0)  # (B, T, H, D)
-    return part.o_proj(out.flatten(2)), stream  # (B, T, C)
+    proj = part.o_proj
+    return linear(out.flatten(2), proj.weight, proj.scaling, proj.copy), stream  # (B, T, C)
 
 
 def mlp_forward(

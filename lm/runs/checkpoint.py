@@ -181,7 +181,7 @@ def read_progress(folder: Path | str | None) -> Progress:
     except RequestError as error:
         raise RequestError(f"checkpoint {folder}: {error}") from error
     except (*DAMAGE, RuntimeError) as error:
-        raise RequestError(f"checkpoint {folder}: its trainer.json was not written by lm ({error})") from error
+        raise RequestError(f"checkpoint {folder}: its trainer.json was not written by lm") from error
 
 
 def read_folder(folder: Path, optimizer: bool = True, verify: bool = True) -> dict[str, Any]:

@@ -22,24 +22,14 @@ def evaluation_record(
 ) -> Evaluation:
     """An evaluation as the line that `evaluations.jsonl` keeps; `Run.evaluations` says what is in it.
 
-    Args:
-        step: the optimizer step of the model; None for a model that no run trained.
-        checkpoint: the name of its folder; None while a run trains.
-        tasks: name -> the fields of its `TaskResult`.
-        core: the mean centred accuracy of these tasks, with its interval.
-        texts: name of texts or shards -> the fields of its `CorpusResult`.
-        settings: the options of the evaluation.
+    The step is None for a model that no run trained, the checkpoint's name while a run trains. Tasks are the fields of
+    `TaskResult` by name, texts those of `CorpusResult`; core is the mean centred accuracy with its interval.
     """
+    mean, interval = core or (None, None)
     return finite_or_none({
-        "step": step,
-        "checkpoint": checkpoint,
-        "time": time.time(),
-        "tasks": tasks,
-        "core": core[0] if core else None,
-        "core_interval": core[1] if core else None,
-        "texts": texts,
-        "settings": settings,
-    })
+        "step": step, "checkpoint": checkpoint, "time": time.time(), "tasks": tasks, "core": mean,
+        "core_interval": interval, "texts": texts, "settings": settings,
+    })  # fmt: skip
 
 
 def is_evaluation(line: Evaluation) -> bool:

@@ -1,42 +1,37 @@
-"""A run's past, read from its files: curves, the settings it was made with, its samples, and where its time went.
+"""What a run's files say: its curves, its settings, its samples, where its time went, and how it stands as it trains.
 
 `lm runs`, `lm monitor` and the notebooks use it. Nothing here imports torch or writes into the run.
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
-from lm.runs.run import Run
-from lm.system.files import flatten, read_lines
+from lm.runs.metrics import METRICS, valid_metrics
+from lm.runs.run import STEP, Run, is_alert
+from lm.system.files import flatten, nonnegative, parse_line, read_lines
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: values that are not finite leave a gap.
+    """One curve: values that are not finite leave a gap."""
 
-    Args:
-        name: for the legend.
-        x: ascending.
-        y: of the same length.
-    """
-
-    name: str
-    x: Sequence[float]
+    name: str  # for the legend
+    x: Sequence[float]  # ascending
     y: Sequence[float]
 
 
 def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step", weight: float = 0.0) -> Series:
-    """One metric of a run.
+    """One metric of a run, by its name in TensorBoard.
 
     Args:
-        name: of the curve.
         lines: `Run.metrics()`.
-        metric: by its name in TensorBoard.
         x: `step` (optimizer steps), `tokens`, or `time`, which is hours since the run's first log line.
         weight: smooth with it, see `smooth`.
     """
@@ -64,6 +59,18 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
     return smoothed
 
 
+def thin(series: Series, most: int) -> Series:
+    """A curve of at most `most` points, means of neighbours; NaN where none of them is finite."""
+    size = max(1, math.ceil(len(series.x) / most))
+    x, y = [], []
+    for begin in range(0, len(series.x), size):
+        pairs = list(zip(series.x[begin : begin + size], series.y[begin : begin + size], strict=True))
+        finite = [pair for pair in pairs if math.isfinite(pair[1])] or [(pairs[0][0], math.nan)]
+        x.append(fmean(step for step, _ in finite))
+        y.append(fmean(value for _, value in finite))
+    return Series(series.name, x, y)
+
+
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -84,14 +91,10 @@ def labels(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def beside(run: Run, most: int = 2) -> list[Run]:
-    """The newest runs beside a run, in the same folder, that have log lines; the newest last.
-
-    Args:
-        most: how many.
-    """
+def beside(run: Run) -> list[Run]:
+    """The two newest runs beside a run, in the same folder, that have log lines; the newest last."""
     others = [other for other in Run.all(run.path.resolve().parent) if other.path.resolve() != run.path.resolve()]
-    return [other for other in others if (other.path / "metrics.jsonl").exists()][-most:] if most else []
+    return [other for other in others if (other.path / "metrics.jsonl").exists()][-2:]
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -109,122 +112,142 @@ def read_samples(run: Run) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda sample: sample["step"])
 
 
-def spread(steps: list[int], most: int) -> list[int]:
-    """At most `most` of ascending steps, evenly spread; with the last one, and with the first one if `most` > 1."""
-    if len(steps) <= most:
-        return steps
-    if most == 1:
-        return steps[-1:]
-    return [steps[round(index * (len(steps) - 1) / (most - 1))] for index in range(most)]
-
-
 # ---- where the time went ---------------------------------------------------------------------------------------------
 
-PAUSES = {"val/": "validation", "eval/": "evaluation"}  # prefix of a line's metrics -> the pause that it ends
-SHORTEST = 1e-3  # seconds; a shorter rest is the writing of the line
 
+def time_spent(lines: list[dict[str, Any]], step: float = math.inf) -> dict[str, float]:
+    """Seconds of a run by their use: `computing`, `waiting for data`, and `pauses`, such as validations and stops.
 
-class Pause(NamedTuple):
-    """Time in which a run did not train.
-
-    Args:
-        began: seconds since the run began to train, by its log lines.
-        seconds: how long.
-        kind: `validation`, `evaluation`, or `other` (samples being generated, a run that was stopped).
-    """
-
-    began: float
-    seconds: float
-    kind: str
-
-
-class Interval(NamedTuple):
-    """From one log line of training to the next.
-
-    Args:
-        step: optimizer step of the line that ends it.
-        began, ended: seconds since the run began to train.
-        tokens: trained on.
-        tokens_per_second: over the time spent training.
-        waiting: the fraction of that time in which training waited for data; None where it was not logged.
-        training: seconds spent training.
-        pauses: in order; with `training` they are the whole interval.
-    """
-
-    step: int
-    began: float
-    ended: float
-    tokens: int
-    tokens_per_second: float
-    waiting: float | None
-    training: float
-    pauses: list[Pause]
-
-
-def intervals(lines: list[dict[str, Any]]) -> list[Interval]:
-    """Divide a run's time by its log lines.
-
-    A line's speed is that of the time without pauses, so the rest of the time between two lines was pauses: validations
-    and evaluations up to their own lines, and other things after these.
+    A line's speed is that of the time without pauses, so tokens over speed is the time of training.
 
     Args:
         lines: `Run.metrics()`.
-
-    Returns:
-        One for each line with a speed, in order.
+        step: the last optimizer step to count.
     """
-    found: list[Interval] = []
-    last = {"step": 0, "tokens": 0, "time": 0.0}  # line of training
-    origin = 0.0
-    between: list[dict[str, Any]] = []  # lines of validations and evaluations since then
-    for line in lines:
-        if "perf/tokens_per_second" not in line:
-            between.append(line)
-            continue
-        tokens = line["tokens"] - last["tokens"]
-        training = tokens / line["perf/tokens_per_second"]
-        if not found:
-            origin = last["time"] = line["time"] - training
-        began, ended = last["time"] - origin, line["time"] - origin
-        training = min(training, ended - began)
-        a_step = training / max(1, line["step"] - last["step"])
-        ends = [(one["step"] - last["step"], one["time"] - origin, _kind(one)) for one in between]
-        pauses = _pauses(began, ended - began - training, a_step, ends)
-        rate, waiting = line["perf/tokens_per_second"], line.get("perf/data_wait")
-        found.append(Interval(line["step"], began, ended, tokens, rate, waiting, training, pauses))
-        last, between = line, []
-    return found
+    trained = [line for line in lines if "perf/tokens_per_second" in line and line["step"] <= step]
+    training, waiting, tokens = [], 0.0, 0
+    for line in trained:
+        training.append((line["tokens"] - tokens) / line["perf/tokens_per_second"])
+        waiting += training[-1] * line.get("perf/data_wait", 0.0)
+        tokens = line["tokens"]
+    elapsed = trained[-1]["time"] - trained[0]["time"] + training[0] if trained else 0.0
+    spent = {"computing": sum(training) - waiting, "waiting for data": waiting}
+    return {**spent, "pauses": max(0.0, elapsed - sum(training))}
 
 
-def time_spent(found: list[Interval]) -> dict[str, float]:
-    """Seconds of a run by their use: `computing`, `waiting for data`, and pauses by kind."""
-    waiting = sum((one.waiting or 0.0) * one.training for one in found)
-    spent = {"computing": sum(one.training for one in found) - waiting, "waiting for data": waiting}
-    for pause in (pause for one in found for pause in one.pauses):
-        name = f"pause: {pause.kind}"
-        spent[name] = spent.get(name, 0.0) + pause.seconds
-    return spent
+# ---- a run while it trains -------------------------------------------------------------------------------------------
+
+POINTS = 1024  # of a curve
+CURVES = ("train/loss", "val/loss", "optim/lr", "optim/grad_norm", "perf/tokens_per_second")
+ALERTS = 20  # the newest, that are kept
 
 
-def _pauses(now: float, left: float, a_step: float, ends: list[tuple[int, float, str]]) -> list[Pause]:
-    """The pauses of an interval.
+class LiveRun:
+    """A run that is being watched: every `refresh` reads only the lines that are new.
 
-    Args:
-        now: when it began.
-        left: seconds of pauses in it.
-        a_step: seconds of training a step.
-        ends: of each pause that has a line: steps taken before it, when it ended, and its kind.
+    Attributes:
+        state: the result of the last `refresh`.
     """
-    pauses, taken = [], 0
-    for steps, ended, kind in ends:
-        now += a_step * (steps - taken)
-        seconds = min(max(0.0, ended - now), left)
-        pauses.append(Pause(now, seconds, kind))
-        now, left, taken = now + seconds, left - seconds, steps
-    if left > SHORTEST:
-        pauses.append(Pause(now, left, "other"))
-    return pauses
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.state: dict[str, Any] = {}
+        self._forget(None)
+
+    def _forget(self, started: str | None) -> None:
+        self._started = started  # the run, among others of the same name
+        self._lines: list[dict[str, float]] = []  # of metrics.jsonl as `Run.metrics` has them, with `CURVES` alone
+        self._alerts: list[dict[str, Any]] = []
+        self._read: dict[str, int] = {}  # file -> bytes of it that were read
+
+    def curve(self, metric: str, most: int = POINTS) -> Series:
+        """One of `CURVES`, in at most `most` points."""
+        return thin(curve(METRICS[metric].label, self._lines, metric), most)
+
+    def refresh(self) -> dict[str, Any]:
+        """Read what is new in the run's files.
+
+        Returns:
+            The object that `lm monitor --json` prints. `status` is `Run.status()`, or `gone` where the folder has
+            vanished; the rest is then that of the refresh before. Times are in seconds; None is not known.
+        """
+        run, now = self.run, time.time()
+        if not run.path.is_dir():
+            self._forget(None)
+            self.state = {"run": run.name, "path": str(run.path), **self.state, "status": "gone"}
+            return self.state
+        facts, live, beat = run.read("run.json"), run.read("state.json"), run.read("heartbeat.json")
+        if facts.get("started") != self._started:  # another run has the name now
+            self._forget(facts.get("started"))
+        self._read_metrics()
+        self._alerts = [*self._alerts, *filter(is_alert, self._new_lines("alerts.jsonl"))][-ALERTS:]
+        status = run.status()
+        validations = [line for line in self._lines if math.isfinite(line.get("val/loss", math.nan))]
+        best, best_step = min(((line["val/loss"], line["step"]) for line in validations), default=(None, None))
+        self.state = {
+            "run": run.name,
+            "path": str(run.path),
+            "status": status,
+            "reason": facts.get("reason"),
+            "phase": live.get("phase") if status == "running" else None,
+            "host": facts.get("host"),
+            "device": facts.get("device"),
+            "world_size": facts.get("world_size"),
+            "step": live.get("step"),
+            "max_steps": live.get("max_steps"),
+            "tokens": live.get("tokens"),
+            "max_tokens": live.get("max_tokens"),
+            "eta_seconds": _eta(live, now) if status == "running" else None,
+            "metrics": live.get("metrics", {}),
+            "best_val_loss": best,
+            "best_val_step": best_step,
+            "checkpoint": _checkpoint(run, "last", now),
+            "best_checkpoint": _checkpoint(run, "best", now),
+            "machine": beat.get("machine") or None,
+            "heartbeat_age_seconds": _age(now, beat.get("time")),
+            "logged_age_seconds": _age(now, live.get("time")),
+            "started_age_seconds": _age(now, facts.get("entered")),
+            "alerts": self._alerts,
+        }
+        return self.state
+
+    def _read_metrics(self) -> None:
+        for line in filter(None, map(valid_metrics, self._new_lines("metrics.jsonl"))):
+            if "resumed_at" in line:
+                self._lines = [before for before in self._lines if before["step"] <= line["resumed_at"]]
+            else:
+                self._lines.append({name: line[name] for name in ("step", *CURVES) if name in line})
+
+    def _new_lines(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a file that were not read before and are whole."""
+        begin = self._read.get(name, 0)
+        try:
+            with open(self.run.path / name, "rb") as file:
+                file.seek(begin)
+                added = file.read()
+        except OSError:
+            return []
+        whole = added[: added.rfind(b"\n") + 1]
+        self._read[name] = begin + len(whole)
+        return [parse_line(line) for line in whole.splitlines()]
 
 
-def _kind(line: dict[str, Any]) -> str:
-    return next((kind for prefix, kind in PAUSES.items() if any(key.startswith(prefix) for key in line)), "other")
+def _age(now: float, then: Any) -> float | None:
+    """Seconds from `then` to `now`; 0 where a clock that was set back says that `then` is still to come."""
+    return None if nonnegative(then) is None else max(0.0, now - then)
+
+
+def _eta(live: dict[str, Any], now: float) -> float | None:
+    """Seconds until the run ends: what the training wrote in its last log line, counted down since."""
+    seconds = live.get("eta_seconds")
+    return None if seconds is None else max(0.0, seconds - (_age(now, live.get("time")) or 0.0))
+
+
+def _checkpoint(run: Run, link: str, now: float) -> dict[str, Any] | None:
+    path = run.link(link)
+    step = STEP.fullmatch(path.name) if path else None
+    try:
+        age = _age(now, path.stat().st_mtime) if step else None
+        return {"name": path.name, "step": int(step[1]), "age_seconds": age} if step else None
+    except OSError:  # it has been removed
+        return None

@@ -105,13 +105,7 @@ class Evidence:
 
 
 def markdown_page(incident: Incident, evidence: Evidence, recovery: str) -> str:
-    """The whole page as Markdown.
-
-    Args:
-        incident: the incident.
-        evidence: its samples and norms.
-        recovery: content of the section on the recovery.
-    """
+    """The whole page; `recovery` is the content of the section on the recovery."""
     acted = f"- {utc(incident.time)}, step {incident.step}: `{incident.guard}`, {incident.action}: {incident.message}"
     return "\n".join([
         f"# Post-mortem: run {incident.run}, step {incident.step}\n",
@@ -254,7 +248,7 @@ def _where(evidence: Evidence) -> list[str]:
             values = [side and side["activations"].get(name, {}).get(kind) for side in (worst, ordinary)]
             cells.append(_beside(*values))
         rows.append([part, *cells])
-    return [text, *reasons, "", *_table(heads, rows), "", *_most_out_of_line(worst, ordinary), NORMS]
+    return [text, *reasons, "", *_table(heads, rows), "", NORMS]
 
 
 NORMS = (
@@ -276,19 +270,6 @@ def _gradient(side: dict[str, Any], part: str) -> float | None:
     if side["gradients"] is None:
         return None
     return math.sqrt(sum(norm * norm for name, norm in side["gradients"].items() if name.startswith(f"{part}.")))
-
-
-def _most_out_of_line(worst: dict[str, Any], ordinary: dict[str, Any] | None) -> list[str]:
-    """The parameters whose gradients are most out of line, in a sentence."""
-    if ordinary is None or not (worst["gradients"] and ordinary["gradients"]):
-        return []
-    times = {
-        name: norm / ordinary["gradients"][name] if ordinary["gradients"][name] else math.nan
-        for name, norm in worst["gradients"].items()
-    }
-    first = sorted(times, key=lambda name: -math.inf if math.isnan(times[name]) else times[name], reverse=True)[:3]
-    named = ", ".join(f"`{name}` ({_number(worst['gradients'][name])}, {times[name]:.1f} times)" for name in first)
-    return [f"The gradients that are most out of line: {named}.", ""]
 
 
 # ---- numbers, code and tables in Markdown ----------------------------------------------------------------------------
@@ -333,19 +314,14 @@ def folder_of(run: Run, step: int) -> Path:
     return run.path / f"postmortem-{step:08d}"
 
 
-def all_of(run: Run) -> list[Path]:
-    """The folders of a run's post-mortems, by step."""
-    return sorted(run.path.glob("postmortem-*"))
-
-
 def steps_of(run: Run) -> list[int]:
-    """The steps that have a post-mortem."""
-    return [int(path.name.removeprefix("postmortem-")) for path in all_of(run)]
+    """The steps that have a post-mortem, in order."""
+    return sorted(int(path.name.removeprefix("postmortem-")) for path in run.path.glob("postmortem-*"))
 
 
 def still_open(run: Run) -> Incident | None:
     """The newest incident that was not closed."""
-    incidents = [facts for path in all_of(run) if (facts := Run(path).read("postmortem.json"))]
+    incidents = [facts for step in steps_of(run) if (facts := Run(folder_of(run, step)).read("postmortem.json"))]
     return next((Incident(**facts) for facts in reversed(incidents) if facts["closed"] is None), None)
 
 
@@ -375,13 +351,9 @@ def add_action(run: Run, incident: Incident, step: int, guard: str, action: str,
 
 
 def close_postmortem(run: Run, incident: Incident, how: str, recovery: str) -> None:
-    """Write how the incident ended. Only the section on the recovery is replaced: people may have edited the rest.
+    """Write how the incident ended, in a word and in sentences.
 
-    Args:
-        run: the run.
-        incident: the incident.
-        how: the end in a word.
-        recovery: the end in sentences.
+    Only the section on the recovery is replaced: people may have edited the rest.
     """
     folder = folder_of(run, incident.step)
     incident.closed = how
@@ -395,23 +367,18 @@ def close_postmortem(run: Run, incident: Incident, how: str, recovery: str) -> N
 
 
 def draw_curves(folder: Path, incident: Incident, after: list[dict[str, Any]]) -> None:
-    """Draw `PICTURES`, with the worst step marked.
-
-    Args:
-        folder: of the post-mortem.
-        incident: the incident; its log lines are the curve before.
-        after: the log lines after it.
-    """
+    """Draw `PICTURES`, with the worst step marked: the log lines up to the incident, and those after it."""
     from matplotlib.figure import Figure  # takes half a second
 
+    curves = ((incident.lines, "log lines before", "tab:blue"),
+              ([*incident.lines[-1:], *after], "log lines after", "tab:green"))  # fmt: skip
     for name, (metric, column) in PICTURES.items():
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        for lines, style in ((incident.lines, {"color": "tab:blue", "label": "log lines before"}),
-                             ([*incident.lines[-1:], *after], {"color": "tab:green", "label": "log lines after"})):
+        for lines, label, color in curves:
             points = [(line["step"], line[metric]) for line in lines if math.isfinite(line.get(metric) or math.nan)]
             if len(lines) > 1 and points:
-                axes.plot(*zip(*points, strict=True), marker=".", zorder=1, **style)
+                axes.plot(*zip(*points, strict=True), marker=".", zorder=1, color=color, label=label)
         steps = [(step[0], step[column]) for step in incident.steps if math.isfinite(step[column])]
         if steps:
             axes.plot(*zip(*steps, strict=True), ".", color="tab:orange", label="steps since the log line before")

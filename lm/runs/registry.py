@@ -186,24 +186,44 @@ def record_run(run: Run, warned: bool = False) -> bool:
 # ---- finding runs ----------------------------------------------------------------------------------------------------
 
 
-def find_run(name: str, root: Path | str = ROOT) -> Run:
-    """The run of a name: a folder under `root`, else one in the registry, else a path.
+def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> Run:
+    """The run of a name: a folder under `root`, else one in the registry, else a path; without a name the newest.
+
+    `otherwise` is another cure for the message where there is no run at all.
 
     Raises:
         RequestError: there is none, or there are several; the message lists them or the nearest names.
     """
+    if name is None:
+        if runs := Run.all(root):
+            return runs[-1]
+        raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`{otherwise}")
     here = Path(root) / name
     if (here / "run.json").is_file():
         return Run(here)
-    paths = [path for row in known_runs() if ((path := Path(row["path"])) / "run.json").is_file()]
-    named = [path for path in paths if path.name == name]
+    named = [path for path in _known_folders() if path.name == name]
     if len(named) > 1:
         raise RequestError(f"several runs are named {name}; give the path of one: {', '.join(map(str, named))}")
     if named:
         return Run(named[0])
     if (Path(name) / "run.json").is_file():
         return Run(Path(name).resolve())
-    names = sorted({path.name for path in paths} | {run.name for run in Run.all(root)})
+    raise unknown_run(name, root)
+
+
+def unknown_run(name: str, root: str | Path) -> RequestError:
+    """The error where no run has a name."""
+    hint = nearest_runs(name, root) or "; `lm runs ls` lists them"
+    return RequestError(f"no run {name!r} under {root} or in the registry{hint}")
+
+
+def nearest_runs(name: str, root: str | Path) -> str:
+    """`; did you mean tiny or tiny-2?`: the names of runs that are like a name; empty where none is."""
+    names = sorted({path.name for path in _known_folders()} | {run.name for run in Run.all(root)})
     close = get_close_matches(name, names, 3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(close)}?" if close else "; `lm runs ls` lists them"
-    raise RequestError(f"no run {name!r} under {root} or in the registry{hint}")
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _known_folders() -> list[Path]:
+    """The folders of runs in the registry that exist."""
+    return [path for row in known_runs() if ((path := Path(row["path"])) / "run.json").is_file()]

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from lm.runs.run import ROOT, STEP, Run
 from lm.system.files import flatten, restore_interrupted, stated_digest
 
 log = logging.getLogger(__name__)
+
+REFERENCES = ("best", "last", "auto")
 
 # With other values of these a run would be another one: another model, other data, another order of the samples.
 FIXED = ("seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
@@ -26,7 +29,7 @@ def find_checkpoint(
     """Resolve `--ckpt_path`.
 
     Args:
-        reference: a folder, `best`, `last`, `auto` or None.
+        reference: a folder, `best`, `last`, `step-...`, `auto` or None.
         name: the run's name: `--run`, or that of the config.
         root: folder of the runs.
         named: the name was given with `--run`, so it is exactly that run and not the newest of `name`, `name-2` ...
@@ -39,52 +42,80 @@ def find_checkpoint(
     Raises:
         RequestError: the checkpoint is not there, or not whole.
     """
-    if reference is None and command == "fit":
+    fit, auto = command == "fit", reference == "auto"
+    if reference is None and fit:
         return None, None
-    if reference not in (None, "best", "last", "auto"):
-        path = Path(reference).resolve()
-        damage = find_damage(path)
-        if damage:
-            raise RequestError(f"--ckpt_path {reference}: {damage}")
-        run = Run(Path(reference).parent if not Path(reference).is_symlink() else path.parent)
+    if not is_of_a_run(reference):
+        path = checkpoint_folder(reference)
+        if damage := find_damage(path):
+            raise RequestError(f"--ckpt_path {reference}: {damage}{_cure(path)}")
+        run = Run(path.resolve().parent if path.is_symlink() else path.parent)
         belongs = (run.path / "run.json").exists() and (not named or run.name == name)
-        if belongs and command == "fit":
+        if belongs and fit:
             run.refuse_if_trained()
-        return path, run if belongs else None
-    if named:
-        run = Run(Path(root) / name)
-        run = run if (run.path / "run.json").exists() else None
-    else:
-        run = Run.newest(root, name)
-    if reference == "auto" and command == "fit":
+        return path.resolve(), run if belongs else None
+    same = [run for run in Run.all(root) if run.name == name] if named else Run.all(root, name)
+    run = same[-1] if same else None
+    if auto and fit:
         _refuse_lost_name(root, name, run)
-    if run is None and reference == "auto" and command == "fit":
-        log.info("no run %r under %s yet: it starts", name, root)
-        return None, None
     if run is None:
-        wanted = reference or "best"
-        raise RequestError(
-            f"no run {name!r} under {root}, so no checkpoint {wanted!r}; start one with `lm fit --config tiny.yaml`"
-        )
-    if command == "fit":
+        if not (auto and fit):
+            raise registry.unknown_run(name, root)
+        log.info("no run %r under %s yet: it starts%s", name, root, registry.nearest_runs(name, root))
+        return None, None
+    if len(same) > 1:
+        log.info("the newest of the runs %s is %s; --run takes another", ", ".join(one.name for one in same), run.name)
+    if fit:
         run.refuse_if_trained()
-    _restore_names(run)
-    if reference != "auto":
-        path = run.checkpoint(reference)
-        if command == "fit" and (damage := find_damage(path)):  # the others find it when they read it
-            raise RequestError(f"--ckpt_path {reference}: {path}: {damage}; `auto` takes the newest whole one")
-        return path, run
-    path = newest_whole(run) or _beginning(run)
-    if path is None and command != "fit":
+    path = _checkpoint_of(run, reference)
+    if path is None and not (path := _beginning(run)) and not fit:
         raise RequestError(f"run {run.path} has no checkpoint yet")
+    if fit and not auto and (damage := find_damage(path)):  # the others find it when they read it
+        raise RequestError(f"--ckpt_path {reference}: {path}: {damage}; `auto` takes the newest whole one")
     return path, run
 
 
-def _restore_names(run: Run) -> None:
-    """Give checkpoints their names back that a kill left aside while they were being replaced."""
+def is_of_a_run(reference: str | None) -> bool:
+    """Whether a `--ckpt_path` names a checkpoint of a run, and no folder."""
+    return reference in (None, *REFERENCES) or STEP.fullmatch(reference) is not None
+
+
+def checkpoint_folder(reference: str) -> Path:
+    """The folder of a `--ckpt_path` that is no name of a run's checkpoint.
+
+    Raises:
+        RequestError: there is no such folder.
+    """
+    path = Path(reference)
+    if path.is_dir():
+        return path
+    close = get_close_matches(reference, REFERENCES, 1)
+    hint = f"did you mean {close[0]}?" if close else f"or give best, last or auto{hub_hint(reference)}"
+    raise RequestError(f"--ckpt_path {reference}: there is no such folder; {hint}")
+
+
+def hub_hint(name: str) -> str:
+    """How to download a model of the Hub, where a name that is no folder may be that of one; else empty."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).parent.exists():
+        return ""
+    return f"; if it is a model of the Hugging Face Hub: `hf download {name} --local-dir {Path(name).name}`"
+
+
+def _cure(path: Path) -> str:
+    """The cure where a folder is no checkpoint but a run or a model."""
+    if (path / "run.json").exists():
+        return f"; it is a run: give one of its checkpoints, such as {path / 'last'}"
+    if (path / "config.json").exists() and not (path / "trainer.json").exists():
+        return f"; it is a model: `lm import --input {path} --output FOLDER` makes a checkpoint of it"
+    return ""
+
+
+def _checkpoint_of(run: Run, reference: str | None) -> Path | None:
+    """The checkpoint of a run that a name means; None for `auto` where there is none yet."""
     if run.status() != "running":
         with suppress(OSError):  # a read-only disk
-            restore_interrupted(run.path / "step-*")
+            restore_interrupted(run.path / "step-*")  # that a kill left aside while they were being replaced
+    return newest_whole(run) if reference == "auto" else run.checkpoint(reference)
 
 
 def _refuse_lost_name(root: str, name: str, found: Run | None) -> None:
@@ -133,24 +164,16 @@ def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT
     Raises:
         RequestError: there is no such run, checkpoint or folder.
     """
-    if ckpt_path not in (None, "best", "last", "auto") and not STEP.fullmatch(ckpt_path):
-        if run:
-            raise RequestError(f"--ckpt_path {ckpt_path} names a folder, so there is no need for --run {run}: give one")
-        path = Path(ckpt_path)
-        if not path.is_dir():
-            raise RequestError(f"--ckpt_path {ckpt_path}: there is no such folder; or give best, last or auto")
-        found = Run(path) if (path / "run.json").exists() else None
-        path = found.checkpoint() if found else path
-    else:
-        found = registry.find_run(run, root) if run else Run.newest(root)
-        if found is None:
-            raise RequestError(
-                f"no run under {root} yet: start one with `lm fit --config tiny.yaml`, or give a --ckpt_path"
-            )
-        _restore_names(found)
-        path = newest_whole(found) if ckpt_path == "auto" else found.checkpoint(ckpt_path)
+    if is_of_a_run(ckpt_path):
+        found = registry.find_run(run, root, otherwise=", or give a --ckpt_path")
+        path = _checkpoint_of(found, ckpt_path)
         if path is None:
             raise RequestError(f"run {found.path} has no checkpoint yet")
+    elif run:
+        raise RequestError(f"--ckpt_path {ckpt_path} names a folder, so there is no need for --run {run}: give one")
+    else:
+        path = checkpoint_folder(ckpt_path)
+        path = Run(path).checkpoint() if (path / "run.json").exists() else path
     log.info("model %s", path)
     return path
 

@@ -13,6 +13,7 @@ import re
 import socket
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,7 @@ class Run:
         It follows from the run's folder and `trainer.default_root_dir`; where the folder of runs has been moved, it is
         the working directory.
         """
-        trainer = self.settings().get("trainer")
-        given = trainer.get("default_root_dir") if isinstance(trainer, dict) else None
+        given = self.settings().get("trainer", {}).get("default_root_dir")
         root = Path(given) if isinstance(given, str) else ROOT
         runs = self.path.resolve().parent
         if not root.is_absolute() and runs.parts[-len(root.parts) :] == root.parts:
@@ -124,9 +124,10 @@ class Run:
     # ---- finding and making runs --------------------------------------------------------------------------------
 
     @classmethod
-    def all(cls, root: Path | str = ROOT) -> list["Run"]:
-        """Every run under `root`, in the order in which they were last started or resumed."""
+    def all(cls, root: Path | str = ROOT, name: str | None = None) -> list["Run"]:
+        """Every run under `root`, or `name`, `name-2`, `name-3` ..., in the order of their last start or resume."""
         runs = [cls(file.parent) for file in Path(root).glob("*/run.json")]
+        runs = [run for run in runs if name in (None, run.read("run.json").get("name"))]
         return sorted(runs, key=lambda run: (*run.entered(), run.name))
 
     def entered(self) -> tuple[float, float]:
@@ -138,25 +139,6 @@ class Run:
     def next_turn(cls, root: Path | str) -> int:
         """The number of the next session, `turn` in run.json: a time would not do, since clocks are set back."""
         return 1 + int(max((run.entered()[0] for run in cls.all(root)), default=0))
-
-    @classmethod
-    def newest(cls, root: Path | str = ROOT, name: str | None = None) -> "Run | None":
-        """Of `name`, `name-2`, `name-3` ... the run that was last started or resumed; of all runs without a name."""
-        runs = [run for run in cls.all(root) if name in (None, run.read("run.json").get("name"))]
-        return runs[-1] if runs else None
-
-    @classmethod
-    def named(cls, name: str, root: Path | str = ROOT) -> "Run":
-        """The run of exactly this name.
-
-        Raises:
-            RequestError: there is none; the message lists the runs under `root`.
-        """
-        run = cls(Path(root) / name)
-        if not (run.path / "run.json").exists():
-            others = ", ".join(other.name for other in cls.all(root)) or "none; start one: `lm fit --config tiny.yaml`"
-            raise RequestError(f"no run {name!r} under {root}; there are: {others}")
-        return run
 
     @classmethod
     def of(cls, checkpoint: Path) -> "Run | None":
@@ -173,7 +155,7 @@ class Run:
         """
         if not re.fullmatch(r"[\w][\w.+=-]*", name):
             raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only")
-        for attempt in range(1, 10_000):
+        for attempt in count(1):
             path = Path(root) / (name if attempt == 1 else f"{name}-{attempt}")
             try:
                 path.mkdir(parents=True)
@@ -182,7 +164,6 @@ class Run:
                 continue
             except OSError as error:
                 raise RequestError(f"cannot make the run folder {path}: {error.strerror}") from error
-        raise RequestError(f"{root} holds ten thousand runs named {name}; choose another with --run")
 
     # ---- one process trains a run -------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -15,19 +17,14 @@ from lm.system.units import Count, parse_count
 
 LONGEST_SHOWN = 60  # characters of a value in a message
 LONGEST_MESSAGE = 300
+FEW_OPTIONS, MOST_UNKNOWN = 10, 6  # that a message lists
 BOOLEANS = ("true", "false", "yes", "no")
 
 register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda value, kind: type(value) is kind)
 
 
 class OneLineErrors:
-    """For parsers: the error of a wrong command line is one line with the nearest name, without fifty lines of usage.
-
-    Attributes:
-        other_names: options that people may expect, which have another name here -> the option to use.
-    """
-
-    other_names: dict[str, str] = {}
+    """For parsers: the error of a wrong command line is one line with the nearest name, not fifty lines of usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raises:
@@ -35,16 +32,20 @@ class OneLineErrors:
         """
         missing = re.search(r"the following arguments are required: (\S+)", message)
         if missing:
-            raise RequestError(f"{missing[1]} is missing; `{self.prog} --help` shows what to give") from ex
-        raise RequestError(shorten(message, known_names(self), self.other_names)) from ex
+            hint = "`lm runs ls` lists them" if missing[1] == "run" else f"`{self.prog} --help` shows what to give"
+            raise RequestError(f"give a {missing[1]}, as in `{self.prog} {missing[1].upper()}`; {hint}") from ex
+        raise RequestError(shorten(message, known_names(self))) from ex
 
 
 class Parser(OneLineErrors, ArgumentParser):
     """The parser of the commands that LightningCLI does not drive."""
 
 
-def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
+def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: str | None = None) -> Any:
     """Call a typed function with the values of a command line; parameters without a default are positional.
+
+    Args:
+        meant: what a value without an option is meant for, to be suggested, with `{value}` and its short `{name}`.
 
     Returns:
         The function's result.
@@ -54,6 +55,9 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str) -> Any:
     """
     parser = Parser(prog=prog, allow_abbrev=False, description=(function.__doc__ or "").partition("\n\n")[0])
     parser.add_function_arguments(function, as_group=False, as_positional=True)
+    if meant and arguments and not arguments[0].startswith("-"):
+        cure = meant.format(value=shlex.quote(arguments[0]), name=re.sub(r"\W+", "-", Path(arguments[0]).stem))
+        raise RequestError(f"{shown(arguments[0])} belongs to no option; did you mean `{prog} {cure}`?")
     kinds = {name: str(getattr(action, "_typehint", "")) for action in parser._actions for name in [action.dest]}
     flags = [name for name, kind in kinds.items() if kind == "<class 'bool'>"]
     lists = [name for name, kind in kinds.items() if "list[" in kind]
@@ -136,8 +140,8 @@ def known_names(parser: Any) -> list[str]:
     return sorted(names)
 
 
-def shorten(message: str, known: list[str], other_names: dict[str, str]) -> str:
-    """jsonargparse's message in one line; for an unknown option with the option to use, or the nearest name."""
+def shorten(message: str, known: list[str]) -> str:
+    """jsonargparse's message in one line; for an unknown option or choice with the nearest ones."""
     text = re.sub(r"\s*\n\s*", " ", message).strip()
     text = re.sub(r'^Parser key "([^"]+)": (?:Not of type Count: )?', r"\1: ", text)
     union = re.search(r"any of the Union subtypes .*? Errors: - (.*) Given value type: .*? Given value: (.*)$", text)
@@ -149,35 +153,47 @@ def shorten(message: str, known: list[str], other_names: dict[str, str]) -> str:
     text = re.sub(r"^(\S+): Unable to load config .*", r"\1 is a group of options: give each with its name", text)
     text = re.sub(r"Not a valid subclass of (\w+)", r"expected the options of a \1", text)
     text = re.sub(r" Subclass types expect .*", "", text)
+    text = re.sub(r"Problem with given class_path '(\S+)': ((?:No module|module '\S+' has no) .*?), got .*",
+                  r"class_path \1: \2; the file my_callbacks.py of a class_path my_callbacks.MyCallback has to be in a "
+                  "folder of PYTHONPATH, or in this one with `python -m lm`", text)  # fmt: skip
     text = re.sub(r"Expected a dot import path string: .*?(?=, got )", "expected a class_path or options", text)
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
+    text = re.sub(r"expected dict, got \[", "expected lines such as `name: value` without a dash, got the list [", text)
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r"expected expected", "expected", text)
     text = re.sub(r"argument --(\S+?)(/\S+)?: expected one argument", r"--\1 needs a value", text)
-    unknown = re.search(
-        r"(?:Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)|[Kk]ey '([^']+)' is not"
-        r"|(?P<kind>Group|Subcommand) '(?P<place>[^']+)' does not accept option '(?P<option>[^']+)')", text
-    )  # fmt: skip
-    if not unknown:
-        return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
-    if unknown["kind"]:
-        name = f"{unknown['place']}.{unknown['option']}" if unknown["kind"] == "Group" else unknown["option"]
-    else:
-        name = next(group for group in unknown.groups() if group)
-    return unknown_option(name, known, other_names)
+    if unrecognized := re.search(r"unrecognized arguments: (.*)", text):
+        names = [word.lstrip("-").partition("=")[0] for word in unrecognized[1].split() if word.startswith("--")]
+        if not names:
+            return f"{shown(unrecognized[1])} belongs to no option"
+        return unknown_options({name: nearest_option(name, known) for name in names})
+    if unknown := re.search(r"Option '([^']+)' is not accepted|[Kk]ey '([^']+)' is not", text):
+        name = unknown[1] or unknown[2]
+        return unknown_options({name: nearest_option(name, known)})
+    text = text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
+    if choice := re.search(r"expected one of (.*?), got '?(\w[^']*)'?$", text):
+        choices = {one.lower(): one for one in re.findall(r"'([^']+)'", choice[1])}
+        given = choice[2].lower()
+        close = [one for one in choices if one.startswith(given)] or get_close_matches(given, choices, 2, cutoff=0.5)
+        text += f"; did you mean {' or '.join(repr(choices[one]) for one in close)}?" if close else ""
+    return text
 
 
-def unknown_option(name: str, known: list[str], other_names: dict[str, str]) -> str:
-    """A message for an option that does not exist: the one to use instead, or the nearest name.
-
-    Args:
-        name: as it was typed, without dashes.
-        known: the options that there are.
-        other_names: options that people may expect -> what to use instead.
-    """
-    if name in other_names:
-        return f"there is no option {name!r}: {other_names[name]}"
-    name = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
+def nearest_option(name: str, known: list[str]) -> str:
+    """A hint for an option that does not exist: the nearest name; without one the options, if they are few."""
     whole = sorted((option for option in known if option.endswith(f".{name}")), key=len)  # `lr`: `model.optimizer.lr`
-    close = whole or get_close_matches(name, known, 1, cutoff=0.5)
-    return f"there is no option {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+    if close := whole or get_close_matches(name, known, 1, cutoff=0.6):
+        return f"did you mean {close[0]!r}?"
+    options = [option for option in known if option not in ("h", "help", "print_shtab") and option[-1] != "+"]
+    return f"there are {', '.join(f'--{option}' for option in options)}" if len(options) <= FEW_OPTIONS else ""
+
+
+def unknown_options(hints: dict[str, str]) -> str:
+    """A message for options that do not exist, as they were typed, each with what to use instead."""
+    cut = {name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}...": hint for name, hint in hints.items()}
+    if len(cut) == 1:
+        [(name, hint)] = cut.items()
+        return f"there is no option {name!r}" + (f"; {hint}" if hint else "")
+    listed = [f"{name!r}{f' ({hint})' if hint else ''}" for name, hint in cut.items()]
+    more = f" and {len(listed) - MOST_UNKNOWN} more" if len(listed) > MOST_UNKNOWN else ""
+    return f"there are no options {', '.join(listed[:MOST_UNKNOWN])}{more}"

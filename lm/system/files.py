@@ -55,15 +55,28 @@ def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text into plain values: no tag makes an object of another kind.
 
     Raises:
-        ValueError: it is no YAML, no UTF-8, nested too deep, or larger than `LARGEST_YAML` with its aliases.
+        ValueError: it is no YAML, no UTF-8, nested too deep, larger than `LARGEST_YAML` with its aliases, or has a key
+            twice, of which YAML would keep the last one.
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):  # in Python: the parser in C crashes the process where values are nested deep
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+            lines: dict[str, int] = {}
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if isinstance(key, yaml.ScalarNode):
+                    line, first = key.start_mark.line + 1, lines.setdefault(key.value, key.start_mark.line + 1)
+                    if line != first:
+                        raise ValueError(f"line {line}: {key.value} is there a second time, after line {first}")
+            return super().construct_mapping(node, deep)
+
     try:
-        # In Python, because the parser in C crashes the process where values are nested deep.
-        document = yaml.load(text, yaml.SafeLoader)
+        document = yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split()).replace('in "<byte string>", ', "at ")) from error
+        message = " ".join(str(error).split()).replace('in "<byte string>", ', "at ")
+        if r"'\t'" in message:
+            message = f"line {error.problem_mark.line + 1} has a tab; indent with blanks"
+        raise ValueError(message) from error
     except RecursionError:
         raise ValueError("values are nested too deep to be read") from None
     except DAMAGE as error:  # `!!int x`
@@ -110,10 +123,7 @@ def nonnegative(value: Any) -> float | None:
 def write_atomically(path: Path, text: str, durable: bool = True) -> None:
     """Replace a file so that a reader sees the old or the new text and never a part.
 
-    Args:
-        path: the file; where it cannot be replaced nothing is left beside it.
-        text: its new content.
-        durable: wait until it would survive a power cut, too.
+    Where it cannot be replaced, nothing is left beside it. `durable` waits until it would survive a power cut, too.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -159,11 +169,7 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path, containing: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; a line that a kill has cut short is left out.
-
-    Args:
-        containing: only lines with one of these texts.
-    """
+    """The objects of the lines that contain one of these texts; a line that a kill has cut short is left out."""
     wanted = [text.encode() for text in containing]
     try:
         text = path.read_bytes()
@@ -193,12 +199,7 @@ class Attempts:
         self._missing: set[str] = set()  # what could not be written at the last attempt
 
     def __call__(self, what: Path | str, write: Callable[[], Any]) -> bool:
-        """Call `write`; whether it succeeded.
-
-        Args:
-            what: the file that it writes, for people.
-            write: may raise an OSError.
-        """
+        """Call `write`, which may raise an OSError; whether it succeeded. `what` names its file for people."""
         try:
             write()
         except OSError as error:
@@ -325,22 +326,14 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what killed writers of a folder left beside it.
-
-    Args:
-        folder: a folder, or a pattern of the names of several, such as `run/step-*`.
-    """
+    """Remove what killed writers of a folder, or of several by a pattern such as `run/step-*`, left beside it."""
     restore_interrupted(folder)
     for path, _, _ in _stale_beside(folder):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def restore_interrupted(folder: Path) -> None:
-    """Rename a folder back that a killed writer had moved aside to replace it.
-
-    Args:
-        folder: as for `remove_stale`.
-    """
+    """Rename a folder, or several as in `remove_stale`, back that a killed writer had moved aside to replace it."""
     for path, kind, name in _stale_beside(folder):
         if kind == "old" and not path.with_name(name).exists():
             os.rename(path, path.with_name(name))

@@ -103,11 +103,7 @@ def device_name(device: torch.device | str = "cpu") -> str:
 
 
 def memory_bytes(device: torch.device | str = "cpu") -> int | None:
-    """The memory of a device: all of a GPU's; for a CPU the machine's, or a container's limit where that is less.
-
-    Returns:
-        Bytes; None where the system does not say.
-    """
+    """Bytes of a device: all of a GPU's; for a CPU the machine's, or a container's limit where that is less."""
     import torch
 
     device = torch.device(device)
@@ -117,16 +113,10 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
 
 
 def cpu_half_precision(cpuinfo: str | None = None) -> str | None:
-    """The half precision that this CPU multiplies faster than fp32.
+    """The half precision that this CPU multiplies faster than fp32: "bf16", or None where the system names none.
 
     These have it in hardware: AMX-BF16 or AVX512-BF16 on x86, BF16 with SVE on Arm. On others torch emulates it,
-    several times slower than fp32.
-
-    Args:
-        cpuinfo: the text of `/proc/cpuinfo`; read from this machine if not given.
-
-    Returns:
-        "bf16", or None where there is none or the system does not say.
+    several times slower than fp32. `cpuinfo` is the text of `/proc/cpuinfo`, read from this machine if not given.
     """
     lines = re.findall(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo,
                        re.MULTILINE)
@@ -197,13 +187,10 @@ DEVICES = {
 
 
 def find_device(name: str) -> tuple[Device, int]:
-    """A device by its name, so that a training can be planned for another machine.
+    """A device by its name, so that a training can be planned for another machine, and how many of them there are.
 
     Args:
-        name: such as "h200"; "cpu"; "auto" for the device that this machine would train on.
-
-    Returns:
-        The device, and how many of them this machine has; 1 for a device by name.
+        name: such as "h200", of which there is 1; "cpu"; "auto" for the device that this machine would train on.
 
     Raises:
         RequestError: the name is not known.
@@ -243,16 +230,14 @@ class Telemetry:
     """Reads CPU, memory, this process and its GPUs. Loads are means since the reading before; None is not known.
 
     Args:
-        gpus: UUIDs of the GPUs to read, or their indices in NVML; those of CUDA_VISIBLE_DEVICES if not given, all GPUs
-            where it is not set.
+        gpus: UUIDs of the GPUs to read.
         nvml: the module `pynvml` or a replacement; imported at the first reading if not given.
     """
 
-    def __init__(self, gpus: Sequence[str] | None = None, nvml: Any = None) -> None:
+    def __init__(self, gpus: Sequence[str] = (), nvml: Any = None) -> None:
         self._wanted = gpus
         self._nvml = nvml
-        self._handles: list[tuple[int | None, Any]] | None = None  # of GPUs; None: NVML does not answer
-        self._opened = False
+        self._handles: list[Any] | None = None  # of the GPUs that NVML knows, from the first reading on
         self._ticks = _ticks()
 
     def read(self) -> dict[str, Any]:
@@ -260,12 +245,14 @@ class Telemetry:
 
         Returns:
             `cpu`: `load_percent` of all cores, `cores`; `memory`: `used_bytes` and `total_bytes` of the machine, or of
-            the container where it has a limit; `process`: `memory_bytes` resident; `gpus`: None where NVML does not
-            answer, else for each `index`, `name`, `load_percent`, `memory_used_bytes`, `memory_total_bytes`,
-            `temperature_celsius`, `power_watts`, `power_limit_watts`, `clocks_limited_by` (reasons, empty where
-            nothing limits them).
+            the container where it has a limit; `process`: `memory_bytes` resident; `gpus`: for each `index`, `name`,
+            `load_percent`, `memory_used_bytes`, `memory_total_bytes`, `temperature_celsius`, `power_watts`,
+            `power_limit_watts`, `clocks_limited_by` (reasons, empty where nothing limits them).
         """
-        return {"cpu": self._cpu(), "memory": memory(), "process": self._process(), "gpus": self._gpus()}
+        if self._handles is None:
+            self._handles = self._open()
+        gpus = [self._gpu(handle) for handle in self._handles]
+        return {"cpu": self._cpu(), "memory": memory(), "process": self._process(), "gpus": gpus}
 
     def _cpu(self) -> dict[str, Any]:
         before, self._ticks = self._ticks, _ticks()
@@ -276,52 +263,30 @@ class Telemetry:
         resident = _read("/proc/self/statm").split()[1:2]  # pages
         return {"memory_bytes": int(resident[0]) * os.sysconf("SC_PAGE_SIZE") if resident else None}
 
-    def _gpus(self) -> list[dict[str, Any]] | None:
-        if not self._opened:
-            self._opened = True
-            self._handles = self._open()
-        return None if self._handles is None else [self._gpu(index, handle) for index, handle in self._handles]
-
-    def _open(self) -> list[tuple[int | None, Any]] | None:
-        """Start NVML and find the GPUs; None where the package, the driver or the GPUs are not there."""
+    def _open(self) -> list[Any]:
+        """Start NVML and find the GPUs; none where the package or the driver is not there."""
+        if not self._wanted:
+            return []
         try:
             self._nvml = self._nvml or import_module("pynvml")
         except ImportError:
-            return None
-        nvml = self._nvml
+            return []
         try:
-            nvml.nvmlInit()
-            count = nvml.nvmlDeviceGetCount()
-        except nvml.NVMLError:
-            return None
-        every = [self._ask("nvmlDeviceGetHandleByIndex", index) for index in range(count)]  # None: the driver lost it
-        wanted = self._wanted if self._wanted is not None else visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        if wanted is None:
-            return list(enumerate(every))
-        found: list[tuple[int | None, Any]] = []
-        for name in wanted:
-            device = self._find(name, every)
-            if device is None:  # CUDA too uses the devices before a wrong name
-                break
-            found.append(device)
-        return found
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError:
+            return []
+        found = [self._ask("nvmlDeviceGetHandleByUUID", uuid) for uuid in self._wanted]
+        return [handle for handle in found if handle is not None]
 
-    def _find(self, name: str, every: list[Any]) -> tuple[int | None, Any] | None:
-        """One GPU by its index, by its UUID or the beginning of it, or a slice of a GPU by its UUID."""
-        if name.isdigit():
-            return (int(name), every[int(name)]) if int(name) < len(every) else None
-        for index, handle in enumerate(every):
-            if (self._ask("nvmlDeviceGetUUID", handle) or "").startswith(name):
-                return index, handle
-        handle = self._ask("nvmlDeviceGetHandleByUUID", name) if name.startswith("MIG-") else None
-        return None if handle is None else (None, handle)
-
-    def _gpu(self, index: int | None, handle: Any) -> dict[str, Any]:
+    def _gpu(self, handle: Any) -> dict[str, Any]:
         ask, nvml = self._ask, self._nvml
         sliced = ask("nvmlDeviceGetMigMode", handle, then=lambda modes: modes[0] == nvml.NVML_DEVICE_MIG_ENABLE)
         used = None if sliced else ask("nvmlDeviceGetMemoryInfo", handle)  # of a sliced GPU it is that of all its users
+        reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:  # drivers before R535 have them under another name
+            reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return {
-            "index": index,
+            "index": ask("nvmlDeviceGetIndex", handle),
             "name": ask("nvmlDeviceGetName", handle),
             "load_percent": None if sliced else ask("nvmlDeviceGetUtilizationRates", handle, then=lambda of: of.gpu),
             "memory_used_bytes": used.used if used else None,
@@ -329,13 +294,8 @@ class Telemetry:
             "temperature_celsius": ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
             "power_watts": ask("nvmlDeviceGetPowerUsage", handle, then=lambda milliwatts: milliwatts / 1e3),
             "power_limit_watts": ask("nvmlDeviceGetEnforcedPowerLimit", handle, then=lambda limit: limit / 1e3),
-            "clocks_limited_by": clock_limits(self._reasons(handle)),
+            "clocks_limited_by": clock_limits(reasons),
         }
-
-    def _reasons(self, handle: Any) -> int | None:
-        """Bits of the reasons for reduced clocks; drivers before R535 have them under another name."""
-        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        return self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) if reasons is None else reasons
 
     def _ask(self, function: str, *arguments: Any, then: Callable[[Any], Any] = lambda value: value) -> Any:
         """The answer of NVML; None where this GPU or driver has none, or lost the device."""
@@ -353,13 +313,6 @@ def clock_limits(reasons: int | None) -> list[str] | None:
     if len(words) > 1:
         words.pop("hardware slowdown", None)
     return list(words)
-
-
-def visible(variable: str | None) -> list[str] | None:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, by index or UUID; None where it is not set and all are visible."""
-    if variable is None:
-        return None
-    return [name.strip() for name in variable.split(",") if name.strip()]
 
 
 def memory() -> dict[str, int | None]:

@@ -36,6 +36,11 @@ def parse_count(value: str | int | float) -> Count:
     return Count(int(number))
 
 
+def plural(number: int, noun: str) -> str:
+    """A number with its noun: 1 shard, 1,024 shards, 2 batches."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def format_count(number: float) -> str:
     """Three significant digits with a suffix, for people: 12_345_678 -> '12.3M'."""
     for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):

@@ -8,10 +8,10 @@ full, and after a division by zero. An undecided condition does not fire.
 import ast
 import math
 import operator
-import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
+from statistics import fmean, median, pstdev
 from typing import Any, NoReturn
 
 from lm.errors import RequestError
@@ -28,24 +28,13 @@ COMPARISONS = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, a
                ast.Eq: operator.eq, ast.NotEq: operator.ne}  # fmt: skip
 LOGIC = (ast.And, ast.Or, ast.Not)
 OPERATORS = {*ARITHMETIC, *COMPARISONS, *LOGIC, ast.USub, type(None)}
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def std(values: list[float]) -> float:
-    """The standard deviation of the values themselves (divided by their number)."""
-    center = mean(values)
-    return math.sqrt(mean([(value - center) * (value - center) for value in values]))
-
-
-WINDOWS = {"mean": mean, "median": statistics.median, "min": min, "max": max, "std": std}
+WINDOWS = {"mean": fmean, "median": median, "min": min, "max": max, "std": pstdev}
 EXAMPLES = {"abs": "abs(lr - 1e-3)", "previous": "previous(loss)"} | {name: f"{name}(loss, 100)" for name in WINDOWS}
 ALLOWED = f"allowed are numbers, metrics, + - * /, comparisons, and, or, not and {', '.join(EXAMPLES)}"
 
 # Name of a metric in an expression -> its name in the log.
 NAMES = {metric.alert: name for name, metric in METRICS.items() if metric.alert} | {"step": "step"}
+LOGGED = {name.replace("/", "_"): metric.alert for name, metric in METRICS.items() if metric.alert}  # a likely mistake
 CLOCKS = {"step", "tokens"}  # in every log line: a new value of theirs alone does not evaluate an expression
 
 
@@ -128,6 +117,8 @@ class Expression:
                 self._add_metric(node, name)
             case ast.Call(func=ast.Name(id=name), keywords=[]):
                 parts = self._check_call(node, name)
+            case ast.BinOp(left=ast.Name(id=group), right=ast.Name(id=name)) if f"{group}/{name}" in NAMES.values():
+                self._refuse(node, f"the name of a metric has no group here: write {LOGGED[f'{group}_{name}']}")
             case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.BoolOp() if {*map(type, operators)} <= OPERATORS:
                 pass
             case _:
@@ -140,7 +131,7 @@ class Expression:
             self._refuse(node, "true or false, where a number is needed; write `and` between two comparisons")
 
     def _check_call(self, node: ast.Call, name: str) -> list[ast.expr]:
-        """The arguments of a call that are numbers of their own: none of a window over a metric."""
+        """The arguments of a call to check: none of a window over a metric."""
         match name, node.args:
             case "abs", [argument]:
                 return [argument]
@@ -162,7 +153,8 @@ class Expression:
         if name not in NAMES:
             if name in EXAMPLES:
                 self._refuse(node, f"a function, written such as {EXAMPLES[name]}")
-            self._refuse(node, f"no such metric{_nearest(name, NAMES)}; there are {', '.join(NAMES)}")
+            hint = f"; did you mean {LOGGED[name]}?" if name in LOGGED else _nearest(name, NAMES)
+            self._refuse(node, f"no such metric{hint}; there are {', '.join(NAMES)}")
         self.depths[name] = max(depth, self.depths.get(name, 0))
         self._figures.setdefault(name, node)
 

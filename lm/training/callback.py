@@ -31,12 +31,6 @@ class Callback(LightningCallback):
         """The global batch `(N, T + 1)` that this callback put in the place of the data's own; None: it did not."""
         return None
 
-    def stop_after_last_step(self, trainer: Trainer) -> None:
-        """A signal came, and the step under way has been dropped: end the run by an exception."""
-
-    def save_last_step(self, trainer: Trainer) -> None:
-        """The data of the next step cannot be read: save the last one before the run ends."""
-
 
 def call_hook(trainer: Trainer, name: str, *args: Any) -> list[Any]:
     """Call a hook of every callback that has it, in their order, with the trainer and `args`.

@@ -51,9 +51,7 @@ class FolderCheckpointIO(CheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Callable[[], None] | None = None,
     ) -> None:
-        """Copy the tensors now and write them in the background.
-
-        One copy at a time is held: where checkpoints are due faster than the disk takes them, this waits.
+        """Copy the tensors now and write them in the background, after the write before.
 
         Args:
             storage_options: Lightning's name for what is ours to use: called after the write, for links and pruning.
@@ -61,7 +59,6 @@ class FolderCheckpointIO(CheckpointIO):
         Raises:
             RunError: an earlier write failed.
         """
-        after_write = storage_options
         self.drain()
         snapshot = {key: deepcopy(value) for key, value in checkpoint.items() if key not in TENSORS}
         for key in TENSORS:
@@ -71,8 +68,8 @@ class FolderCheckpointIO(CheckpointIO):
         def write() -> None:
             write_folder(Path(path), snapshot)
             try:
-                if after_write is not None:
-                    after_write()
+                if storage_options is not None:
+                    storage_options()
             except OSError as error:
                 raise RunError(
                     f"the checkpoint {path} is whole, but the links and older ones beside it cannot be changed: "
@@ -174,8 +171,7 @@ def from_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> dict
     """
     _refuse_other_tokenizer(checkpoint["files"], module.trainer.datamodule.tokenizer)
     restore_weights(module, checkpoint)
-    ranks, rank = checkpoint["ranks"], module.global_rank
-    trainer = module.trainer
+    trainer, ranks, rank = module.trainer, checkpoint["ranks"], module.global_rank
     trainer.pending_validation = checkpoint.get("pending_validation", False) and trainer.datamodule.has_validation
     module.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"])
     trainer.datamodule.consumed = module.cursor.end

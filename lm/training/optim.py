@@ -133,25 +133,17 @@ def parameter_groups(
             settings["rows"] = next((rows for end, rows in fused_rows.items() if name.endswith(end)), whole)
             alike = (lr, decay, settings["rows"], parameter.shape)
         groups.setdefault(alike, {"params": [], **settings})["params"].append(parameter)
-    _refuse_settings_for_nothing(config.groups, met)
-    return list(groups.values())
-
-
-def _refuse_settings_for_nothing(groups: GroupsConfig, met: set[str]) -> None:
-    for kind in vars(groups).keys() - met:
-        if getattr(groups, kind) != GroupConfig():
+    for kind in vars(config.groups).keys() - met:
+        if getattr(config.groups, kind) != GroupConfig():
             tied = "; its output matrix is the embedding: set groups.embedding" if kind == "output" else ""
             raise RequestError(f"model.optimizer.groups.{kind} is for parameters that this model does not have{tied}")
+    return list(groups.values())
 
 
 def build_optimizer(
     module: nn.Module, config: OptimizerConfig, fused_rows: Mapping[str, tuple[int, ...]]
 ) -> torch.optim.Optimizer:
-    """The optimizer of a decoder's parameters, AdamW's part fused where their device has that; see `parameter_groups`.
-
-    Raises:
-        RequestError: settings for a group that this model does not have.
-    """
+    """The optimizer of a decoder's parameters by `parameter_groups`, AdamW's part fused where the device has that."""
     groups = parameter_groups(module.named_parameters(), config, fused_rows)
     common = dict(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
     if config.name == "muon":

@@ -76,7 +76,12 @@ class Float8Precision(MixedPrecision):
                     f"{matrix.out_features} x {matrix.in_features}: change the decoder's sizes, or name it in "
                     "trainer.fp8_keep"
                 )
-        _check_tokens(module, self.precision)
+        data = module.trainer.datamodule  # its tokens are a dimension of the products that are weights' gradients
+        if module.trainer.fitting and data.micro_batch_size * data.seq_len % MULTIPLE:
+            raise RequestError(
+                f"trainer.precision {self.precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
+                f"{data.micro_batch_size} x {data.seq_len}: change data.micro_batch_size or data.seq_len"
+            )
         for name, matrix in matrices.items():
             matrix.scaling = self.scaling if name in chosen else None
         log.info("precision: %s in %d of the blocks' %d matrices; bf16 in %s",
@@ -84,24 +89,8 @@ class Float8Precision(MixedPrecision):
         return module
 
 
-def _check_tokens(module: LightningModule, precision: str) -> None:
-    """A weight's gradient is a sum over the tokens of a micro-batch, so they are a dimension of a product, too."""
-    data = module.trainer.datamodule
-    if module.trainer.fitting and data.micro_batch_size * data.seq_len % MULTIPLE:
-        raise RequestError(
-            f"trainer.precision {precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
-            f"{data.micro_batch_size} x {data.seq_len}: change data.micro_batch_size or data.seq_len"
-        )
-
-
 def choose_precision(precision: Precision, fp8_keep: list[str] | None, accelerator: str) -> str | Float8Precision:
-    """The precision for Lightning: the name of one of its plugins, or ours.
-
-    On a CPU a half precision becomes one that the CPU does well, which is logged; FP8 stays.
-
-    Raises:
-        RequestError: `fp8_keep` without FP8.
-    """
+    """The precision for Lightning, a name or our plugin: on a CPU one that it does well, which is logged; FP8 stays."""
     if precision.startswith("fp8-"):
         return Float8Precision(precision.removeprefix("fp8-"), fp8_keep)
     if fp8_keep is not None:

@@ -33,16 +33,7 @@ class Norms(NamedTuple):
 
 
 def token_losses(module: LightningModule, rows: np.ndarray, micro_batch: int) -> np.ndarray:
-    """The loss of every token of some samples.
-
-    Args:
-        module: the LanguageModule.
-        rows: (N, T + 1) uint16 or int32.
-        micro_batch: samples that run at once.
-
-    Returns:
-        (N, T) fp32, in nats.
-    """
+    """The loss of every token of samples `(N, T + 1)`, `micro_batch` of them at once: `(N, T)` fp32, in nats."""
     with _undisturbed(module), torch.no_grad():
         parts = [_losses(module, rows[first : first + micro_batch]).per_token.float().cpu()
                  for first in range(0, len(rows), micro_batch)]  # fmt: skip
@@ -53,8 +44,7 @@ def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> 
     """Norms of one micro-batch inside the network.
 
     Args:
-        module: the LanguageModule.
-        rows: (B, T + 1) uint16 or int32, as many as a micro-batch of the training has.
+        rows: `(B, T + 1)`, as many as a micro-batch of the training has.
         gradients: take them, too. Not with a sharded model: its gradients are exchanged between ranks on the way.
 
     Returns:
@@ -138,13 +128,9 @@ class StepRef(NamedTuple):
 
 
 def gather_evidence(trainer: Trainer, module: LightningModule, worst: StepRef, ordinary: StepRef | None) -> Evidence:
-    """The samples and norms of a step. Rank zero calls this; every rank does where the model is sharded.
+    """The samples and norms of the worst step, and the norms of an ordinary one before it to compare with.
 
-    Args:
-        trainer: in a fit.
-        module: the LanguageModule.
-        worst: the step.
-        ordinary: a step before it to compare with.
+    Rank zero calls this; every rank does where the model is sharded.
     """
     size, world = trainer.datamodule.micro_batch_size, trainer.world_size
     rows, places = _read(trainer, worst)  # (G, T + 1)

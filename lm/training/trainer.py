@@ -20,7 +20,6 @@ from lm.runs.run import Run
 from lm.system.hardware import keep_freed_memory
 from lm.system.stop_signals import STOP
 from lm.system.units import Count
-from lm.training.callback import call_hook
 from lm.training.checkpoint_state import FolderCheckpointIO
 from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
 from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error, process_bytes
@@ -88,7 +87,7 @@ class Trainer(lightning.Trainer):
             (tensorwise) or for each of its rows (rowwise); Ada, Hopper and later.
         fp8_keep: Matrices that FP8 leaves in bf16, as patterns of their names, such as `layers.0.*` or `*.down_proj`;
             those of the last block if not given.
-        accelerator: Where to train: `auto`, `cpu`, `gpu`, `mps`.
+        accelerator: Where to train; `gpu` is CUDA or, on a Mac, MPS.
         devices: How many devices of a node, or which.
         num_nodes: How many nodes.
         strategy: Over several devices: `ddp` has a whole model on each, `fsdp2` a shard. `auto` is `ddp`.
@@ -115,7 +114,7 @@ class Trainer(lightning.Trainer):
         gradient_clip_val: float | None = 1.0,
         precision: Precision = "32-true",
         fp8_keep: list[str] | None = None,
-        accelerator: str = "auto",
+        accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto",
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
         strategy: Literal["auto", "ddp", "fsdp2"] = "auto",
@@ -138,6 +137,13 @@ class Trainer(lightning.Trainer):
             raise RequestError(f"trainer.stop_within {stop_within} is a number of seconds: from 0 to {YEAR:,}")
         if not 0 < rank_timeout <= YEAR:
             raise RequestError(f"trainer.rank_timeout {rank_timeout} is a number of seconds: more than 0, to {YEAR:,}")
+        present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        present["gpu"] = any(present.values())
+        if not present.get(accelerator, True):
+            raise RequestError(
+                f"trainer.accelerator {accelerator}: PyTorch finds no such device on this machine: give "
+                "--trainer.accelerator cpu, or auto"
+            )
         self._wanted = {"max_steps": max_steps, "max_tokens": max_tokens}
         self.val_interval = val_interval
         self.checkpoint_interval = checkpoint_interval
@@ -168,6 +174,7 @@ class Trainer(lightning.Trainer):
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
             logger=False,
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks or ()),
             enable_progress_bar=False,
             enable_model_summary=False,
             precision=chosen if isinstance(chosen, str) else None,
@@ -212,6 +219,11 @@ class Trainer(lightning.Trainer):
         if self.start.step >= self.steps.max_steps and not self.start.pending_validation:
             log.info("the run has finished: all %d steps are done", self.steps.max_steps)
             return
+        if self.checkpoint_callback is None:
+            log.warning(
+                "this Trainer takes no checkpoints: give it callbacks, such as RunFolder, RunLog, Checkpoints and "
+                "Interrupt of lm.training.callbacks; `lm fit` has all of them"
+            )
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
         datamodule.global_batch = self.steps.global_batch
@@ -234,7 +246,7 @@ class Trainer(lightning.Trainer):
         except Exception as error:
             STOP.disarm()  # the last checkpoint may take longer than stop_within
             if isinstance(error, DataError) and self.fitting:
-                call_hook(self, "save_last_step")
+                self._save_last_step()
             if isinstance(error, LmError) or STOP.received is None or not self.fitting:
                 raise
             # The signal may have ended other processes that this one depends on.
@@ -253,13 +265,33 @@ class Trainer(lightning.Trainer):
         """Whether this is a fit, also while it validates."""
         return self.state.fn == lightning.trainer.states.TrainerFn.FITTING
 
-    def stop_after_last_step(self) -> NoReturn:
-        """End the run as it was after its last whole step.
+    def end_run(self, why: str = "") -> NoReturn:
+        """End the run after its last whole step, with a checkpoint unless a guard wants none; call it on every rank.
 
         Raises:
-            Interrupted: always.
+            GuardStop: `stop` is why.
+            Interrupted: a signal is; `why` the message says more.
         """
-        call_hook(self, "stop_after_last_step")
+        STOP.disarm()
+        if (self.checkpoint_callback.requested or self.stop is None) and self.global_step:
+            self.checkpoint_callback.save(self)
+            self.checkpoint_io.drain()
+        self.strategy.barrier()  # torchrun kills all processes when the first one ends
+        if self.stop is not None:
+            raise self.stop
+        signal = STOP.received.name if STOP.received is not None else "a signal on another rank"
+        where = f"after step {self.global_step} with a checkpoint" if self.global_step else "in the first step"
+        if self.pending_validation:
+            where += ", before its validation was done"
+        raise Interrupted(f"{signal}: stopped {where}{why}; the same command with `--ckpt_path auto` resumes")
+
+    def _save_last_step(self) -> None:
+        """Take a checkpoint though the run fails, because the data of the next step cannot be read."""
+        self.pending_validation |= self.validating
+        if self.world_size == 1 and self.global_step and self.checkpoint_callback is not None:
+            self.checkpoint_callback.save(self)
+            self.checkpoint_io.drain()
+            log.info("saved a checkpoint of step %d", self.global_step)
 
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows this optimizer step."""

@@ -72,7 +72,7 @@ def everyone() -> list[str]:
 
 
 def compare(task: dict[str, Any], names: list[str], rounds: int) -> dict[str, Any]:
-    """Let the contenders take turns, and report; one that breaks is out, and the others go on."""
+    """Let the contenders take turns, and report; one that breaks is out, and the others continue."""
     from lm.system.process import run_facts
 
     contenders, unavailable = {}, {}

@@ -127,7 +127,8 @@ def test_data_show_prints_the_texts_that_a_step_saw(workplace, run):
 
 def test_the_newest_run_is_the_one_that_is_taken(workplace):
     """A second fit of the same config is `small-2`, and a validation without a name takes it."""
-    lm(workplace, "fit", "--config", "small.yaml", "--trainer.max_steps", "1")
+    fitted = lm(workplace, "fit", "--config", "small.yaml", "--trainer.max_steps", "1")
+    assert "the warm-up of 2 steps is not over when the run of 1 ends" in fitted.stderr
     assert "run small-2, checkpoint checkpoints/small-2/step-00000001" in lm(workplace, "validate").stderr
     assert "run small, " in lm(workplace, "validate", "--run", "small").stderr
     by_path = lm(workplace, "validate", "--ckpt_path", "checkpoints/small/last")

@@ -229,7 +229,7 @@ def plain(text: str) -> str:
 
 
 def test_a_prompt_takes_lines_and_settings(repl):
-    """A text, the same again from a seed, the one before from the history, and one that is gone on with."""
+    """A text, the same again from a seed, the one before from the history, and one that is continued."""
     assert "temperature 0.5" in answer(repl, "/temperature 0.5")
     assert "seed 3" in answer(repl, "/seed 3")
     first = plain(answer(repl, "abc"))
@@ -243,10 +243,8 @@ def test_a_prompt_takes_lines_and_settings(repl):
     assert "temperature -1.0 must not be below 0" in answer(repl, "/temperature -1")
     assert "top_k: expected a count such as" in answer(repl, "/top_k many")
     assert "top_k none" in answer(repl, "/top_k none")
-    assert "Ctrl-D leaves" in answer(repl, "/help")
-    shown = answer(repl, "/settings")
-    assert "temperature 0.5" in shown and "top_k none" in shown and "max_new_tokens 5" in shown
-    assert "top_k 50" in (answer(repl, "/reset"), answer(repl, "/top_k"))[1]
+    shown = answer(repl, "/help")
+    assert all(words in shown for words in ("Ctrl-D leaves", "temperature 0.5", "top_k none", "max_new_tokens 5"))
     repl.type("\x04")
     assert repl.end() == 0
 

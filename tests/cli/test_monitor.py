@@ -23,7 +23,7 @@ from rich.text import Text
 from trainings import lm, make_workplace, start, write_config
 
 from lm.cli.monitor import page
-from lm.runs.live import Curve, GrowingFile, LiveRun
+from lm.runs.history import LiveRun, Series, thin
 from lm.runs.run import Run
 
 GIB = 2**30
@@ -160,22 +160,6 @@ def test_how_a_run_ended_is_on_its_page(tmp_path):
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_line_is_read_once_and_only_when_it_is_whole(tmp_path):
-    lines = GrowingFile(tmp_path / "a.jsonl")
-    assert lines.read() == [] and not lines.replaced()
-    with open(lines.path, "w") as file:
-        for text, expected in (("one\ntw", [b"one"]), ("o\n", [b"two"]), ("", []), ("three\n\n", [b"three", b""])):
-            file.write(text)
-            file.flush()
-            assert lines.read() == expected and not lines.replaced()
-    lines.path.write_text("new\n")  # shorter
-    assert lines.replaced() and lines.read() == [b"new"]
-    other = tmp_path / "other"
-    other.write_text("longer than it was\n")
-    os.replace(other, lines.path)
-    assert lines.replaced() and lines.read() == [b"longer than it was"]
-
-
 def test_what_is_shown_is_what_run_metrics_says_across_resumes(tmp_path):
     """Whatever the looks fall between: lines beyond the checkpoint that was resumed from do not count."""
     run = make_run(tmp_path, "a", lines=50)
@@ -192,7 +176,7 @@ def test_what_is_shown_is_what_run_metrics_says_across_resumes(tmp_path):
     for watched in (watching, watch(run)):
         for name in ("train/loss", "val/loss"):
             truth = [(line["step"], line[name]) for line in run.metrics() if name in line]
-            assert list(zip(*watched.curves[name].points(), strict=True)) == [pytest.approx(point) for point in truth]
+            assert list(zip(watched.curve(name).x, watched.curve(name).y, strict=True)) == [pytest.approx(point) for point in truth]
     best = min((line["val/loss"], line["step"]) for line in run.metrics() if "val/loss" in line)
     assert (watching.state["best_val_loss"], watching.state["best_val_step"]) == best
 
@@ -203,11 +187,11 @@ def test_a_line_that_is_half_written_is_no_error(tmp_path):
         file.write('{"step": 40, "train/l')
         file.flush()
         watching = watch(run)
-        assert watching.curves["train/loss"].points()[0] == [10, 20, 30]
+        assert watching.curve("train/loss").x == [10, 20, 30]
         file.write('oss": 2.5}\n[1]\nnull\n')
     (run.path / "heartbeat.json").write_text('{"time": 1')
     watching.refresh()
-    assert watching.curves["train/loss"].points()[0] == [10, 20, 30, 40]
+    assert watching.curve("train/loss").x == [10, 20, 30, 40]
 
 
 def test_a_folder_that_vanishes_is_shown_as_gone_and_one_that_comes_back_anew(tmp_path):
@@ -217,21 +201,25 @@ def test_a_folder_that_vanishes_is_shown_as_gone_and_one_that_comes_back_anew(tm
     assert watching.refresh()["status"] == "gone" and "gone" in text_of(page([watching], 80, 24))
     assert watching.state["step"] == 2000  # what was seen last
     make_run(tmp_path, "a", lines=5)
-    assert watching.refresh()["status"] == "running" and len(watching.curves["train/loss"].points()[0]) == 5
+    assert watching.refresh()["status"] == "running" and len(watching.curve("train/loss").x) == 5
     shutil.rmtree(run.path)
     assert "gone" in text_of(page([watch(run)], 80, 24))  # never seen
 
 
-def test_a_curve_stays_small_and_true():
-    curve = Curve()
-    for step in range(1, 100_001):
-        curve.add(step, math.nan if step == 7 else float(step))
-    steps, values = curve.points(100)
-    assert 50 <= len(steps) <= 100 and steps == pytest.approx(values) and steps == sorted(steps)
+def test_another_run_under_the_same_name_begins_anew(tmp_path):
+    watching = watch(make_run(tmp_path, "a"))
+    shutil.rmtree(tmp_path / "a")
+    make_run(tmp_path, "a", lines=5).describe(started="later")
+    assert watching.refresh()["best_val_loss"] is None and len(watching.curve("train/loss").x) == 5
+
+
+def test_a_thin_curve_is_true():
+    curve = Series("loss", range(1, 100_001), [math.nan if step == 7 else float(step) for step in range(1, 100_001)])
+    thinned = thin(curve, 100)
+    steps = thinned.x
+    assert 50 <= len(steps) <= 100 and steps == pytest.approx(thinned.y) and steps == sorted(steps)
     assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) < 1.6 * steps[-1] / len(steps)
-    curve.cut(50_000)
-    assert 49_000 < curve.points()[0][-1] <= 51_000
-    assert len(curve.points(most=10)[0]) <= 10
+    assert len(thin(curve, 10).x) <= 10
 
 
 # ---- the time that is left -------------------------------------------------------------------------------------------
@@ -311,7 +299,7 @@ def test_a_hundred_thousand_lines_are_no_reason_to_wait(tmp_path):
             file.write(line.replace('"step": 1,', f'"step": {step},') + "\n")
     watching, began = LiveRun(run), time.process_time()
     watching.refresh()
-    assert time.process_time() - began < 5 and watching.curves["train/loss"].points()[0][-1] > 99_000
+    assert time.process_time() - began < 5 and watching.curve("train/loss").x[-1] > 99_000
     began = time.process_time()
     watching.refresh()
     assert time.process_time() - began < 0.02
@@ -440,7 +428,7 @@ def test_all_active_runs_are_shown_where_none_is_named(workplace):
 
 
 def test_a_training_is_running_until_it_is_killed_and_then_it_is_dead(tmp_path):
-    """SIGKILL, as the system does it that runs out of memory: nobody writes a last word, and it is told at once."""
+    """SIGKILL, as the system does it that runs out of memory: nobody writes a last word, and it is seen at once."""
     make_workplace(tmp_path)
     config = str(write_config(tmp_path, **{"trainer.max_steps": 100_000, "trainer.checkpoint_interval": 5}))
     training = start(tmp_path, "fit", "--config", config, "--run", "a")

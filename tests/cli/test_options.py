@@ -5,8 +5,9 @@ from processor_time import run_python
 from trainings import write_config
 
 from lm.cli import options
+from lm.cli.config import config_parser
 from lm.cli.main import TRAINING, main
-from lm.cli.plan import plan_parser
+from lm.cli.plan import PlanOptions
 from lm.errors import RequestError
 from lm.system.arguments import known_names
 
@@ -16,7 +17,7 @@ WITHOUT_TORCH = "import sys; from lm.cli.main import main; code = main(sys.argv[
 def test_the_source_has_the_options_of_the_parser():
     """Every option, and nothing else but the groups."""
     read = {option.name for option in options.training_options("plan")}
-    known = {name.removesuffix("+") for name in known_names(plan_parser())}
+    known = {name.removesuffix("+") for name in known_names(config_parser("lm plan", PlanOptions))}
     assert all(name.startswith("data.prepare.") for name in read - known)  # the parser reads this group as one value
     for name in known - read - options.PARSERS_OWN:
         options.refuse_unknown_options("plan", [f"--{name}"])  # a group, or the help of one
@@ -25,6 +26,8 @@ def test_the_source_has_the_options_of_the_parser():
 def test_what_is_shown_first_exists():
     names = {option.name for option in options.training_options("fit")}
     assert set(options.FREQUENT) | set(options.FREQUENT_WITHOUT_FIT) <= names
+    meant = {hint.split("'")[1] for hint in options.SYNONYMS.values() if hint.startswith("did you mean")}
+    assert meant <= names
     assert all(option.help for option in options.training_options("fit"))
 
 
@@ -64,15 +67,25 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--trainer.max_step", "5"], "there is no option 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
-    (["--trainer.max_epochs=5"], "there is no option 'trainer.max_epochs': give trainer.max_steps or trainer.max_"),
+    (["--trainer.max_epochs=5"], "there is no option 'trainer.max_epochs'; give trainer.max_steps or trainer.max_"),
     (["--modle.optimizer.lr", "1"], "did you mean 'model.optimizer.lr'?"),
     (["--modes", "all"], "there is no option 'modes'"),
+    (["--learning_rate", "1"], "did you mean 'model.optimizer.lr'?"),
+    (["--lr", "1"], "did you mean 'model.optimizer.lr'?"),
+    (["--model.n_embd", "8"], "did you mean 'model.decoder.hidden_size'?"),
+    (["--batch_size", "8"], "give data.micro_batch_size"),
+    (["--save_every=5", "--trainer.max_step", "5"],
+     "there are no options 'save_every' (did you mean 'trainer.checkpoint_interval'?), 'trainer.max_step' (did you"),
+    (["--config", "small.yml"], "no config 'small.yml' here or in configs/; did you mean small.yaml?"),
+    (["--config", "runs/tinny/config.yaml"], "did you mean runs/tiny/config.yaml?"),
     (["small"], "'small' is no option; did you mean `lm fit --config small`?"),
     (["--config", "smal.yaml"], "no config 'smal.yaml' here or in configs/"),
 ])  # fmt: skip
 def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
     write_config(tmp_path)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/tiny").mkdir(parents=True)
+    (tmp_path / "runs/tiny/config.yaml").touch()
     with pytest.raises(RequestError) as caught:
         options.refuse_unknown_options("fit", [*arguments, "--config", "small.yaml"])
     assert message in str(caught.value)
@@ -89,6 +102,36 @@ def test_wrong_keys_are_refused_with_their_file(key, message, tmp_path, monkeypa
     with pytest.raises(RequestError) as caught:
         options.refuse_unknown_options("fit", ["-c", "small.yaml"])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "config small.yaml is empty"),
+    ("trainer:\n\tmax_steps: 5", "line 2 has a tab; indent with blanks"),
+    ("data:\n  path: a\ndata:\n  val: b", "line 3: data is there a second time, after line 1"),
+    ("trainer: {max_step: 1}\nmodel: {n_head: 2}", "no options 'trainer.max_step' (did you mean 'trainer.max_steps'?), "
+     "'model.n_head' (did you mean 'model.decoder.num_attention_heads'?); there is no option 'bs'"),
+])  # fmt: skip
+def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monkeypatch):
+    (tmp_path / "small.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError) as caught:
+        options.refuse_unknown_options("fit", ["-c", "small.yaml", "--bs=2"])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["generate", "Once upon"], "did you mean `lm generate --prompt 'Once upon'`?"),
+    (["data", "prepare", "my_texts"], "did you mean `lm data prepare --input my_texts --output data/my_texts`?"),
+    (["generate", "--dtype", "bf16"], "got bf16; did you mean 'bfloat16' or 'float16'?"),
+    (["plan", "--config", "tiny.yaml", "--trainer.precision", "bf16"], "did you mean 'bf16-mixed' or 'bf16-true'?"),
+    (["plan", "--config", "tiny.yaml", "--model.optimizer.name", "AdamW"], "got AdamW; did you mean 'adamw'?"),
+    (["runs", "ls", "--sort", "loss"], "there is no option 'sort'; there are --all, --json, --root"),
+    (["runs", "show"], "give a run, as in `lm runs show RUN`; `lm runs ls` lists them"),
+])  # fmt: skip
+def test_what_was_meant_is_suggested(arguments, message, capsys):
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
 
 
 def test_what_the_parser_takes_is_let_through(tmp_path, monkeypatch):

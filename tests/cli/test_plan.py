@@ -56,7 +56,7 @@ def test_a_page_that_a_person_can_read(workplace):
     assert sorted(os.walk(workplace)) == before
     for part in ("model ", "data ", "steps ", "memory ", "time ", "disk ", "ready"):
         assert any(line.startswith(part) for line in shown.splitlines()), part
-    assert "4 x 32 tokens x 2 micro-batches x 1 ranks = 256 tokens a step" in shown
+    assert "4 x 32 tokens x 2 micro-batches x 1 rank = 256 tokens a step" in shown
     assert "USD" in shown and "NVIDIA A100-SXM4-80GB" in shown
     assert max(map(len, shown.splitlines())) < 180
 
@@ -113,7 +113,7 @@ def test_every_preset_is_sound(preset, capsys):
     assert strict["ready"]
     if preset != "char.yaml":  # whose vocabulary is known when its texts have been read
         assert whole["memory"]["total"] < whole["memory"]["device"]
-    assert all("is not there" in one["what"] for one in whole["findings"] if one["level"] == "error")
+    assert all("holds no manifest.json" in one["what"] for one in whole["findings"] if one["level"] == "error")
 
 
 # ---- what it must catch ----------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_a_global_batch_that_does_not_come_out_even(planned):
 
 def test_data_that_is_not_there(planned, workplace):
     run = planned(**{"data.path": "elsewhere", "data.prepare": None})
-    assert run[0] == 2 and "elsewhere is not there" in found(run, "error")[0] and "model" not in run[1]
+    assert run[0] == 2 and "elsewhere holds no manifest.json" in found(run, "error")[0] and "model" not in run[1]
     run = planned(**{"data.path": "elsewhere"})
     assert run[0] == 0 and any("the first fit makes it from texts" in text for text in found(run, "advice"))
     run = planned(**{"data.path": None, "data.prepare": None, "data.train": "data/small/train/nothing*.parquet",
@@ -223,7 +223,7 @@ def test_a_schedule_that_does_not_fit_is_refused_by_a_fit_too_before_it_writes(w
 @pytest.mark.parametrize("options, words", [
     (["--fit", "--strict"], "--strict looks at none"),
     (["--fit", "--model.decoder.vocab_size", "null", "--data.path", "elsewhere"], "the model's size is not known"),
-    (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere is not there"),
+    (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json"),
     (["--fit", "--model.decoder.hidden_size", "2Mi"], "not even a micro-batch of 1 fits"),
     (["--rate_usd_per_hr", "-1"], "must not be below 0"),
     (["--bench", "broken.json"], "is no result of `lm bench step --output`"),

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from trainings import CONFIG, lm, make_workplace, write_config
 
 from lm.cli.charts import MARKERS, chart
-from lm.cli.runs_export import export
+from lm.cli.runs_compare import export
 from lm.errors import RequestError, RunError
 from lm.runs import registry
 from lm.runs.history import Series, smooth
@@ -198,7 +198,7 @@ def test_show_puts_all_that_matters_on_a_page(trained):
 
 
 def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
-    """A run that was interrupted goes on with it."""
+    """A run that was interrupted resumes with it."""
     before = trained.read("run.json")
     trained.describe(status="interrupted", reason="SIGTERM")
     command = runs("show", str(trained.path)).stdout.splitlines()[-1].removeprefix("next").strip()
@@ -263,7 +263,9 @@ def test_compare_takes_another_metric_another_axis_and_smoothing(place):
 
 @pytest.mark.parametrize("arguments, message", [
     (["a"], "two runs or more"), ([], "two runs or more"), (["a", "a"], "with itself"), (["a", "c"], "no run 'c'"),
-    (["a", "b", "--metric", "train/los"], "did you mean 'train/loss'"), (["a", "b", "--smooth", "1"], "[0, 1)"),
+    (["a", "b", "--metric", "train/los"], "did you mean 'train/loss'"),
+    (["a", "b", "--metric", "loss"], "did you mean 'train/loss' or 'val/loss'?"),
+    (["a", "b", "--smooth", "1"], "[0, 1)"),
     (["a", "b", "--png", "nowhere/x.png"], "--png nowhere/x.png cannot be written: No such file"), (["a", "b", "--x", "epoch"], "x: "),
 ])  # fmt: skip
 def test_compare_refuses_in_one_line(place, arguments, message):
@@ -399,7 +401,7 @@ def test_a_chart_shows_where_a_curve_goes():
     assert sum(ord(character) > 0x2800 and ord(character) < 0x2900 for line in gap for character in line) == 2
 
 
-def test_curves_of_a_chart_are_told_apart_without_colour():
+def test_curves_of_a_chart_differ_without_colour():
     series = [Series(f"c{index}", range(80), [float(index)] * 80) for index in range(6)]
     lines = chart(series, 80, 20, title="loss").split("\n")
     for marker, one in zip(MARKERS, series, strict=False):

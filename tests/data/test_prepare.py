@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def test_the_manifest_tells_what_the_files_are(tmp_path, monkeypatch):
     assert sorted(documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")) == sorted(texts)
 
 
-def test_a_row_that_passes_row_groups_goes_on_in_the_next(tmp_path, monkeypatch):
+def test_a_row_that_passes_row_groups_continues_in_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "ROW_GROUP_TOKENS", 10)
     rows = [3, 7, 1, 25, 4, 10]
     tokens = np.arange(sum(rows), dtype=np.uint16)
@@ -191,19 +192,23 @@ def test_a_share_of_the_documents_is_for_validation():
     assert 0.08 < picked < 0.12
 
 
-@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_a_corpus_of_a_few_documents_has_both_splits(fraction, tmp_path, caplog):
+@pytest.mark.parametrize("fraction", [1e-9, 0.3, 1 - 1e-9])
+def test_a_corpus_of_a_few_documents_has_both_splits(fraction, tmp_path, caplog, monkeypatch):
+    """Where the hash leaves one of them empty, the text is cut near its end."""
+    monkeypatch.setattr(encode, "split_hash", lambda content: 0.5)
     caplog.set_level("INFO")
-    texts = make_texts(6)
+    texts = [f"{text.strip()}\nlast line" for text in make_texts(6)]
     manifest = run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), val_fraction=fraction)
     train, val = documents(tmp_path / "out", "train"), documents(tmp_path / "out", "val")
-    assert sorted(train + val) == sorted(texts)
-    moved = min(texts, key=split_hash) if fraction < 0.5 else max(texts, key=split_hash)
-    assert (val if fraction < 0.5 else train) == [moved]
-    for name, found in (("train", train), ("val", val)):
-        split = manifest["splits"][name]
-        assert (split["documents"], split["bytes"]) == (len(found), sum(len(text.encode()) for text in found))
-    assert "by its hash" in caplog.text
+    splits, ended = manifest["splits"], END_OF_TEXT.join([*texts, ""])
+    tokenizer = Tokenizer.load(tmp_path / "out")
+    ids = {name: pq.read_table(tmp_path / f"out/{name}")["input_ids"].to_pylist() for name in ("train", "val")}
+    assert tokenizer.decode(sum(ids["train"] + ids["val"], [])) == ended
+    assert [splits[name]["tokens"] for name in ids] == [sum(map(len, rows)) for rows in ids.values()]
+    assert sum(split["bytes"] for split in splits.values()) == sum(len(text.encode()) for text in texts)
+    assert [splits["train"]["documents"], splits["val"]["documents"]] == [len(train), len(val)]
+    assert len(train) + len(val) in (6, 7)  # one may be in both
+    assert "validation gets the last" in caplog.text
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "char"])
@@ -218,7 +223,17 @@ def test_one_text_file_is_cut_at_a_line_near_its_end(tokenizer, tmp_path, caplog
     assert train.endswith("\n")
     assert 0.08 < len(val) / len(text) < 0.12
     assert [manifest["splits"][name]["bytes"] for name in ("train", "val")] == [len(train), len(val)]
-    assert "one document" in caplog.text
+    assert "too few documents" in caplog.text
+
+
+@pytest.mark.parametrize("documents, cure", [(20, "from more text"), (400, r"with --val_fraction 0\.\d+$"), (9000, "")])
+def test_a_validation_that_says_nothing_is_said_with_the_cure(documents, cure, tmp_path, caplog):
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(documents))
+    run(tmp_path / "out", source, tokenizer="char", val_fraction=0.01)
+    said = [record.getMessage() for record in caplog.records if "too small for a loss" in record.getMessage()]
+    assert len(said) == bool(cure)
+    if cure:
+        assert re.search(f"`rm -r {tmp_path}/out`.* {cure}", said[0])
 
 
 def test_a_tokenizer_is_learned_from_training_documents_alone(tmp_path):
@@ -297,7 +312,7 @@ def straight(tmp_path_factory):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("reached", [".parts/plan.json", ".parts/*-train", "train/*.parquet"])
-def test_a_killed_preparation_goes_on_to_the_same_bytes(reached, straight, tmp_path):
+def test_a_killed_preparation_resumes_to_the_same_bytes(reached, straight, tmp_path):
     source, expected = straight
     out = tmp_path / "out"
     process = begin(source, out, 2)
@@ -314,7 +329,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(reached, straight, tmp_p
     assert digests(out) == expected
 
 
-def test_interrupting_the_command_says_how_to_go_on(tmp_path):
+def test_interrupting_the_command_says_how_to_resume(tmp_path):
     command = [sys.executable, "-m", "lm", "data", "prepare", "--input=[embedded:sotu]", f"--output={tmp_path / 'out'}"]
     process = subprocess.Popen([*command, "--vocab_size=300"], stderr=subprocess.PIPE, text=True)
     wait_for(lambda: any((tmp_path / "out").glob(".parts/*-train-rows.npy")) or process.poll() is not None)
@@ -374,7 +389,7 @@ def test_an_unfinished_folder_is_not_taken_for_other_options(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", ["good", 5])
     with pytest.raises(RunError, match="line 2"):
         run(tmp_path / "out", source)
-    with pytest.raises(RequestError, match="unfinished.*--val_fraction was 0.1, is 0.2"):
+    with pytest.raises(RequestError, match="unfinished.*--val_fraction was 0.1, is 0.2; .* `rm -r .*/out` first"):
         run(tmp_path / "out", source, val_fraction=0.2)
 
 
@@ -393,7 +408,8 @@ def test_a_folder_with_other_things_is_not_touched(tmp_path):
     ("options", "message"),
     [
         ({"val_fraction": 1.0}, "val_fraction"), ({"workers": 0}, "workers"), ({"output": ""}, "--output"),
-        ({"vocab_size": Count(100)}, "at least 257"), ({"tokenizer": "gpt2"}, "gpt2 is not there"),
+        ({"vocab_size": Count(100)}, "at least 257"),
+        ({"tokenizer": "gpt2"}, "gpt2 is not there.*`hf download gpt2 tokenizer.json --local-dir gpt2`"),
         ({"shard_tokens": Count(0)}, "shard_tokens"), ({"eos_token": "</s>"}, "--eos_token"),
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from lm.data.tokenizer import (
@@ -109,7 +109,7 @@ def test_the_digest_is_of_the_content_and_not_of_its_formatting():
     assert Tokenizer(json.dumps(described)).sha256 != BPE.sha256
 
 
-def test_the_end_of_a_document_is_told_known_or_asked_for(tmp_path):
+def test_the_end_of_a_document_is_given_known_or_asked_for(tmp_path):
     words = {word: number for number, word in enumerate(["a", "b", "</s>", "stop"])}
     file = tmp_path / "tokenizer.json"
     file.write_text(Backend(models.WordLevel(words, unk_token="a")).to_str())
@@ -138,7 +138,7 @@ def test_a_file_that_is_no_tokenizer_is_refused_in_one_line(content, tmp_path):
         Tokenizer.load(tmp_path / "gpt2")
 
 
-def test_a_vocabulary_without_room_for_the_bytes_is_refused():
+def test_a_vocabulary_too_small_for_the_bytes_is_refused():
     with pytest.raises(RequestError, match="at least 257"):
         train_bpe(TEXTS, 256)
     assert train_bpe(TEXTS, 257).vocab_size == 257
@@ -153,6 +153,35 @@ def test_bytes_of_sentencepiece_tokens():
     backend.add_special_tokens(["<unk>", "</s>"])
     backend.add_tokens([AddedToken("<extra>", special=False)])
     assert Tokenizer(backend.to_str()).token_bytes().tolist() == [0, 0, 1, 1, 1, 3, 2, 0, 0, 7]
+
+
+def words_marked_by(kind: str) -> Tokenizer:
+    """A small tokenizer that is not byte-level, learned from a few sentences."""
+    if kind == "##":
+        backend, trainer = Backend(models.WordPiece(unk_token="<unk>")), trainers.WordPieceTrainer
+        backend.normalizer, backend.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
+        backend.decoder, options = decoders.WordPiece(), {}
+    elif kind == "</w>":
+        backend, trainer = Backend(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>")), trainers.BpeTrainer
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.BPEDecoder("</w>")
+        options = {"end_of_word_suffix": "</w>"}
+    else:
+        backend, trainer, options = Backend(models.Unigram()), trainers.UnigramTrainer, {"unk_token": "<unk>"}
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    learned = ["the quick brown foxes were jumping over the lazy dogs", "Fellow citizens of the Senate"]
+    settings = {"vocab_size": 90, "special_tokens": ["<unk>", "</s>"], "show_progress": False}
+    backend.train_from_iterator(learned, trainer(**settings, **options))
+    return Tokenizer(backend.to_str())
+
+
+@pytest.mark.parametrize("kind", ["##", "</w>", "▁"])
+def test_marks_of_words_are_no_text(kind):
+    """The bytes are those of the text, but for one blank at a border of the document."""
+    tokenizer = words_marked_by(kind)
+    for text in ("the quick brown foxes were jumping over the lazy dogs", "quicking overs the foxer citizens"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.vocabulary["<unk>"] not in ids and (len(ids) > len(text.split()) or "lazy" in text)
+        assert tokenizer.token_bytes()[ids].sum() == len(text.encode()) + 1
 
 
 # ---- the faster encoder ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from lm.data.datamodule import Texts
+from lm.data.datamodule import text_batches
 from lm.data.encode import split_hash
 from lm.data.loader import Batch, Windows
 from lm.data.prepare import PrepareOptions, prepare
@@ -377,7 +377,7 @@ def _one_of_two(rank: int, folder: str, file: str) -> None:
 
 
 def test_ranks_divide_the_items_or_share_the_model_and_find_the_same(tokenizer, tmp_path):
-    """Two processes; where one of them fails the other is told and does not wait."""
+    """Two processes; where one of them fails the other learns of it and does not wait."""
     for name, text in tokenizer.files().items():
         (tmp_path / name).write_text(text)
     file = make_tasks(tmp_path / "tasks", items=7)
@@ -405,8 +405,7 @@ def corpus(tmp_path_factory, tokenizer) -> Path:
 def test_texts_are_measured_as_validation_and_predict_count_them(corpus, tokenizer):
     """Each token once, windows that do not overlap, and the sums of `TokenLoss`."""
     decoder, counted = decoder_of(tokenizer), TokenLoss()
-    rows = Texts([str(corpus / "texts.jsonl")], tokenizer, seq_len=32, micro_batch=4, rows=deque())
-    for batch in rows:
+    for batch in text_batches([str(corpus / "texts.jsonl")], tokenizer, seq_len=32, micro_batch=4, rows=deque()):
         with torch.no_grad():
             losses = decoder(batch.input_ids, labels=batch.labels).per_token
         counted.update(losses, batch.labels, torch.from_numpy(tokenizer.token_bytes()))
@@ -421,6 +420,15 @@ def test_texts_are_measured_as_validation_and_predict_count_them(corpus, tokeniz
         assert result.tokens == expected["tokens"] == sum(map(len, TEXTS)) == result.bytes == told[-1]
         assert result.samples == len(TEXTS) and 0 < result.stderr < result.bits_per_byte
         assert result.perplexity == pytest.approx(math.exp(result.loss))
+
+
+def test_bytes_of_texts_are_those_of_the_texts_whatever_the_tokenizer(tmp_path):
+    """Also of signs that a tokenizer drops or does not know."""
+    tokenizer = train_char(["abc"])
+    (tmp_path / "a.txt").write_text("abc äöü")
+    result = texts_bits_per_byte(decoder_of(tokenizer), tokenizer, [str(tmp_path / "a.txt")])
+    assert (result.tokens, result.bytes) == (7, 10)
+    assert result.bits_per_byte == pytest.approx(result.loss * 7 / 10 / math.log(2))
 
 
 def test_a_stride_gives_each_token_what_is_before_it(corpus, tokenizer):

@@ -1,4 +1,4 @@
-"""The wall clock of the machine is set while a run is trained: nothing that is told of the run leaps with it."""
+"""The wall clock of the machine is set while a run is trained: nothing that the run reports leaps with it."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from trainings import expected, lm, losses, start, write_config
 
-from lm.runs.live import LiveRun
+from lm.runs.history import LiveRun
 from lm.runs.run import Run
 from lm.system.process import steady_time
 
@@ -64,12 +64,12 @@ def test_of_runs_of_a_name_the_newest_is_the_one_started_last_whatever_the_clock
     first, second = Run.create("a", tmp_path), Run.create("a", tmp_path)
     for run, entered in ((first, time.time() + 365 * DAY), (second, time.time())):
         run.describe(name="a", entered=entered, turn=Run.next_turn(tmp_path))
-    assert Run.newest(tmp_path, "a").name == second.name and [run.name for run in Run.all(tmp_path)] == ["a", "a-2"]
-    first.describe(turn=Run.next_turn(tmp_path))  # gone on with
-    assert Run.newest(tmp_path, "a").name == first.name
+    assert Run.all(tmp_path, "a")[-1].name == second.name and [run.name for run in Run.all(tmp_path)] == ["a", "a-2"]
+    first.describe(turn=Run.next_turn(tmp_path))  # resumed
+    assert Run.all(tmp_path, "a")[-1].name == first.name
 
 
-def test_dates_go_on_when_the_clock_is_set(monkeypatch):
+def test_dates_continue_when_the_clock_is_set(monkeypatch):
     before, true = steady_time(), time.time
     assert abs(before - true()) < 60
     for jump in (DAY, -DAY):

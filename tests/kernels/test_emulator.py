@@ -37,8 +37,8 @@ def test_number_formats_are_those_of_torch(tmp_path, dtype):
 @pytest.mark.parametrize("dtype, name", [(torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")])
 def test_fp8_is_that_of_torch_within_its_range_and_its_largest_value_beyond(tmp_path, dtype, name):
     """Every value, floats of every size, and halfway between two values; also the two numbers' order in memory."""
-    body = """const int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x); const unsigned two = narrow_two<F>(f[i], f[i + 1]);
-              y[i] = two & 255; y[i + 1] = two >> 8;"""
+    body = """const int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x);
+              const unsigned two = narrow_two<F>(f[i], f[i + 1]); y[i] = two & 255; y[i + 1] = two >> 8;"""
     run = program(tmp_path, "convert", "const float* f, unsigned char* y", body, F=name)
     end = torch.finfo(dtype).max
     values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import fields, replace
 
 import pytest
@@ -18,7 +19,7 @@ from lm.model.attention import AttentionMask, documents_from, kernel_for
 from lm.model.compile import checkpoint_activations, compile_decoder, triton_free
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, RMSNorm, Rotary, document_ids_from, initialize, rotary_table, rotate
-from lm.model.fused import fuse
+from lm.model.fused import WeightCopies, fuse
 
 SMALL = DecoderConfig(
     vocab_size=53, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -286,6 +287,32 @@ def test_the_fused_forward_pass_is_the_plain_one(config, documents):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("compile", ["none", "triton_free"])
+@pytest.mark.parametrize("name", ["plain", "untied"])
+def test_copies_of_the_weights_in_half_precision_change_no_bit_and_follow_the_weights(name, compile):
+    results = []
+    for copied in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = built(VARIANTS[name], FUSED)
+        compile_decoder(model, compile)
+        copies = WeightCopies(model, torch.bfloat16) if copied else nullcontext()
+        ids, labels = batch()
+        for _ in range(2):  # optimizer steps
+            with copies:
+                for _ in range(2):  # micro-batches
+                    with torch.autocast("cpu", torch.bfloat16):
+                        total = model(ids, labels=labels).total
+                    total.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad, alpha=0.01)
+        results.append([parameter.grad for parameter in model.parameters()])
+        assert model.output_copy is None and model.layers[0].mlp.down_proj.copy is None  # outside, weights themselves
+    for plain, with_copies in zip(*results, strict=True):
+        assert plain.dtype == torch.float32 and torch.equal(plain, with_copies)
+
+
 @both
 @pytest.mark.parametrize("mode", ["selective", "block"])
 @pytest.mark.parametrize("compile", ["none", "triton_free"])
@@ -411,6 +438,25 @@ def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(name, ops):
     assert list(model.state_dict()) == names
     # the blocks with the same window; the loss; the first fused block, which has no stream yet
     assert counters["stats"]["unique_graphs"] == len(set(model.config.windows)) + 1 + (ops is not None)
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+@both
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_all_blocks_compiled_as_one_graph_are_eager_to_the_bit(ops, checkpointing):
+    torch._dynamo.reset()
+    model = built(VARIANTS["windows"], ops)
+    ids, labels = batch()
+    results = []
+    for mode in ("none", "triton_free"):
+        checkpoint_activations(model, checkpointing if mode == "triton_free" else "none")
+        compile_decoder(model, mode, whole=True)
+        model.zero_grad()
+        counters.clear()
+        model(ids, labels=labels).total.backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert counters["stats"]["unique_graphs"] == 2  # all blocks; the loss
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
 

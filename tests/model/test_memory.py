@@ -125,7 +125,7 @@ def test_kernels_halve_what_the_350m_preset_keeps():
     assert ours["peak"] < 0.6 * eager["peak"]
 
 
-def test_one_micro_batch_a_step_needs_no_room_for_both_gradients_and_activations():
+def test_one_micro_batch_a_step_needs_no_memory_for_both_gradients_and_activations():
     one, two = (training_memory(PRESET, Step(16, 1024, "bf16-mixed", True, accumulate=n)) for n in (1, 2))
     assert one["peak"] < two["peak"] == sum(two[part] for part in two if part != "peak")
 

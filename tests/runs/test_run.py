@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -39,11 +40,9 @@ def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
 
 def test_newest_is_the_one_entered_last_and_names_do_not_mix(tmp_path):
     make(tmp_path, "depth", 1.0), make(tmp_path, "depth", 3.0), make(tmp_path, "depth-12", 5.0)
-    assert Run.newest(tmp_path).name == "depth-12"
-    assert Run.newest(tmp_path, "depth").name == "depth-2"
-    assert Run.newest(tmp_path, "nothing") is None
-    with pytest.raises(RequestError, match="depth, depth-2, depth-12"):
-        Run.named("nothing", tmp_path)
+    assert [run.name for run in Run.all(tmp_path)] == ["depth", "depth-2", "depth-12"]
+    assert [run.name for run in Run.all(tmp_path, "depth")] == ["depth", "depth-2"]
+    assert Run.all(tmp_path, "nothing") == []
 
 
 def test_a_dangling_link_is_no_checkpoint(tmp_path):
@@ -102,7 +101,7 @@ def test_auto_starts_fresh_where_there_is_nothing_and_passes_over_damage(tmp_pat
     assert find("auto", tmp_path)[0] == whole
 
 
-def test_auto_follows_a_run_that_went_on_from_an_earlier_step(tmp_path):
+def test_auto_follows_a_run_that_resumed_from_an_earlier_step(tmp_path):
     run = make(tmp_path, "a")
     for step in (3, 9, 12):
         save(run, step)
@@ -120,6 +119,33 @@ def test_the_samples_of_a_step_are_known_after_the_global_batch_changed(tmp_path
     assert [samples_at(run, step) for step in (1, 5, 6, 9)] == [(0, 8), (32, 8), (40, 4), (52, 4)]
     with pytest.raises(RequestError, match="has taken steps 1 to 9"):
         samples_at(run, 10)
+
+
+def test_of_several_runs_of_a_config_the_newest_is_taken_and_named(tmp_path, caplog):
+    first, second = make(tmp_path, "a", 1.0), make(tmp_path, "a", 2.0)
+    paths = [save(run, 1) for run in (first, second)]
+    with caplog.at_level("INFO"):
+        assert find("auto", tmp_path)[0] == paths[1]
+    assert "the newest of the runs a, a-2 is a-2; --run takes another" in caplog.text
+    assert find("auto", tmp_path, named=True)[0] == paths[0]
+
+
+@pytest.mark.parametrize("reference, name, message", [
+    ("nowhere", "tiny", "--ckpt_path nowhere: there is no such folder; or give best, last or auto$"),
+    ("lats", "tiny", "--ckpt_path lats: there is no such folder; did you mean last?"),
+    ("org/small-1b", "tiny", "Hub: `hf download org/small-1b --local-dir small-1b`"),
+    ("model", "tiny", "`lm import --input model --output FOLDER` makes a checkpoint of it"),
+    ("checkpoints/tiny", "tiny", "it is a run: give one of its checkpoints, such as checkpoints/tiny/last"),
+    ("last", "tyni", "no run 'tyni' under checkpoints or in the registry; did you mean tiny?"),
+    ("step-00000009", "tiny", "has no 'step-00000009' checkpoint; it has: step-00000001"),
+])  # fmt: skip
+def test_a_checkpoint_that_is_not_there_is_explained(reference, name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(make(Path("checkpoints"), "tiny"), 1)
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    with pytest.raises(RequestError, match=message):
+        find(reference, Path("checkpoints"), name)
 
 
 def test_best_and_last_that_are_not_there_are_errors(tmp_path):

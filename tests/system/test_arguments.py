@@ -33,6 +33,7 @@ def test_a_list_comes_together_one_by_one_or_as_json():
 @pytest.mark.parametrize("arguments, message", [
     (["--prompt"], "--prompt needs a value"),
     (["--kin", "x"], "did you mean 'kind'"),
+    (["--size", "x", "--kin", "x"], r"no options 'size' \(there are --json, --kind, --prompt, --top\), 'kin' \(did"),
     (["--top", "x"], "top"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_one_line(arguments, message):

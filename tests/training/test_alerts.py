@@ -195,7 +195,8 @@ HOSTILE = [
     "x" * 10**6,
 ]  # fmt: skip
 WRONG = {
-    "los > 10": "did you mean loss?", "gradnorm > 1": "did you mean grad_norm?", "mediam(loss, 5) > 1": "median?",
+    "los > 10": "did you mean loss?", "train_loss > 1": "did you mean loss?", "train/loss > 1": "write loss",
+    "gradnorm > 1": "did you mean grad_norm?", "mediam(loss, 5) > 1": "median?",
     "loss": "compare it", "not loss": "compare it", "loss and lr > 1": "compare it", "loss + 1": "compare it",
     "1 > 2": "no metric", "(loss > 1) > 2": "a number is needed", "(loss > 1) + 1 > 2": "a number is needed",
     "median(loss) > 1": "median(loss, 100)", "median(loss, 0) > 1": "1 to 10,000", "median(loss, -1) > 1": "1 to",
@@ -216,7 +217,7 @@ def test_what_is_not_in_the_language_is_refused(text):
 
 
 @pytest.mark.parametrize(("text", "cure"), WRONG.items())
-def test_a_wrong_expression_is_told_what_is_wrong_and_what_to_write(text, cure):
+def test_the_error_of_a_wrong_expression_says_what_is_wrong_and_what_to_write(text, cure):
     with pytest.raises(RequestError) as error:
         Expression(text)
     assert text in str(error.value) and cure in str(error.value) and str(error.value).isprintable()
@@ -234,8 +235,8 @@ def test_any_text_is_an_expression_or_a_request_error(text):
 # ---- what it keeps ---------------------------------------------------------------------------------------------------
 
 
-def test_windows_go_on_after_a_resume():
-    """What a watch keeps is plain finite JSON, and another one goes on from it as if nothing had been."""
+def test_windows_continue_after_a_resume():
+    """What a watch keeps is plain finite JSON, and another one continues from it as if nothing had been."""
     texts = ["loss > 2 * median(loss, 4)", "val_loss > previous(val_loss)"]
     lines = [{"train/loss": loss, "val/loss": loss} for loss in (1, 2, math.inf, 1, 3, math.nan, 9, 1, 2, 30)]
     whole, first = AlertEvaluator(texts), AlertEvaluator(texts)
@@ -286,7 +287,7 @@ def test_a_training_warns_once_and_stops(tmp_path):
     assert run.status() == "stopped" and "loss > 1 and step >= 5" in run.read("run.json")["reason"]
     assert list(run.steps()) == [4]  # the best; none of step 5
 
-    # Windows go on with the run: eight lines before the one of step 9, four of them in the other process.
+    # Windows continue with the run: eight lines before the one of step 9, four of them in the other process.
     write_config(folder, guards={"alerts": window})
     lm(folder, "fit", "--config", "small.yaml", "--ckpt_path", "auto")
     assert [alert["step"] for alert in run.alerts()] == [1, 5, 9]

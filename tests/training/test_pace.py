@@ -2,7 +2,7 @@
 
 import pytest
 
-from lm.training.pace import Pace
+from lm.training.callbacks.logging import Pace
 
 
 @pytest.mark.parametrize("log_interval", [10, 100])  # with 100 a validation lies between any two lines

@@ -94,7 +94,7 @@ def test_losses_are_those_of_a_run_without_one(workplace, compile):
     assert {path.name for path in (run.path / "postmortem-00000001").iterdir()} == FILES
     norms = json.loads((run.path / "postmortem-00000001" / "norms.json").read_text())
     assert {"layers.0.attention", "layers.1.stream"} <= norms["worst"]["activations"].keys()
-    assert postmortem.all_of(without) == []
+    assert postmortem.steps_of(without) == []
 
 
 def test_activations_of_a_fused_decoder_are_those_of_the_plain_one():
@@ -137,7 +137,7 @@ def test_numbers_are_those_of_the_step(workplace):
 
 
 def test_a_step_that_is_not_finite_is_written_up(workplace):
-    """The step, and not another one of its log line; the run goes on and the page is closed."""
+    """The step, and not another one of its log line; the run continues and the page is closed."""
     run, _ = fit(workplace, "poisoned", **with_callback("Poison", steps=[6]), **{
         "trainer.log_interval": 4, "guards.spike": None, "trainer.max_steps": 60, "trainer.val_interval": 60,
     })  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_step_that_is_not_finite_is_written_up(workplace):
     assert "Step 6 stands out: loss nan" in page and "It was not applied, so it changed no weight." in page
     assert "not-finite" in section(page, "What was done") and "- 20" in section(page, "What was done")
     assert re.match(r"\nThe loss was back in the log line of step \d+: ", section(page, "Recovery"))
-    assert len(postmortem.all_of(run)) == 1 and postmortem.still_open(run) is None
+    assert len(postmortem.steps_of(run)) == 1 and postmortem.still_open(run) is None
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_what_guards_do_meanwhile_belongs_to_it_and_a_stop_closes_it(workplace):
     assert [re.search(r"step (\d+): `(\S+)`, (\w+)", line).groups() for line in done] == [
         ("1", "spike", "warn"), ("3", "alert", "rollback"), ("6", "alert", "stop")]  # fmt: skip
     assert "The training ended at step 6, " in section(page, "Recovery")
-    assert len(postmortem.all_of(run)) == 1
+    assert len(postmortem.steps_of(run)) == 1
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_a_post_mortem_that_fails_is_one_warning(workplace):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_with_its_page(workplace):
+def test_an_interrupted_run_continues_its_page(workplace):
     """Interrupted while it was open; the next process closes it, and what a person wrote in it stays."""
     changes = {"guards.spike": "step == 3", "trainer.max_steps": 40, "trainer.val_interval": 40}
     kill = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGTERM", "micro_batch": 5}}

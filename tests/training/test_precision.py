@@ -198,8 +198,9 @@ class Quantised(TorchDispatchMode):
 def test_each_matrix_is_quantised_once_for_all_of_its_products(scaling, joined):
     """But for the activation, of which the backward pass, which may have recomputed it, takes the transpose alone."""
     x, w = torch.randn(48, 64 if joined == "swiglu_linear" else 32), torch.randn(80, 32)
+    norm = torch.ones(32)
     wide = {"linear": lambda x, w, copy=None: linear(x, w, scaling, copy),
-            "norm_linear": lambda x, w, copy=None: FUSED.norm_linear(x, None, torch.ones(32), 1e-5, w, scaling, copy)[1],
+            "norm_linear": lambda x, w, copy=None: FUSED.norm_linear(x, None, norm, 1e-5, w, scaling, copy)[1],
             "swiglu_linear": lambda x, w, copy=None: FUSED.swiglu_linear(x, w, scaling, copy)}[joined]  # fmt: skip
     gradient, transposed = ((48, 80), True, True), ((48, 32), False, True)
     with Quantised() as quantised:
@@ -339,7 +340,8 @@ def test_weights_that_are_quantised_once_a_step_compute_the_same_to_the_bit(scal
                 parameter.add_(0.01 * torch.randn_like(parameter))
         without = [t.clone() for t in results(decoder)]
         with copies:
-            tensors = torch.utils._pytree.tree_leaves([part.copy for part in decoder.modules() if hasattr(part, "copy")])
+            kept = [part.copy for part in decoder.modules() if hasattr(part, "copy")]
+            tensors = torch.utils._pytree.tree_leaves(kept)
             assert len(tensors) == 10 * 4 + 2 and places in (None, [t.data_ptr() for t in tensors])
             places = [t.data_ptr() for t in tensors]
             for mine, before in zip(results(decoder), without, strict=True):
@@ -518,7 +520,7 @@ def fit(folder, name, *callbacks, expect=0, **changes):
     return lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=expect)
 
 
-def test_a_run_trains_validates_and_goes_on_exactly(tmp_path):
+def test_a_run_trains_validates_and_resumes_exactly(tmp_path):
     folder = make_workplace(tmp_path)
     said = fit(folder, "straight").stderr
     assert said.count("precision: fp8-rowwise in 4 of the blocks' 8 matrices; bf16 in layers.1.*") == 1

@@ -1,11 +1,13 @@
 """What is asked for in tokens comes out as whole micro-batches and steps, or is refused with the arithmetic."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.errors import RequestError
 from lm.training.schedule import plan_steps
+from lm.training.trainer import Trainer
 
 REQUEST = dict(seq_len=1024, micro_batch_size=16, global_batch_tokens=524_288, world_size=1, max_steps=10,
                max_tokens=None)  # fmt: skip
@@ -39,3 +41,9 @@ def test_a_global_batch_below_one_micro_batch_is_refused():
 def test_exactly_one_horizon(both):
     with pytest.raises(RequestError, match="one of trainer.max_steps and trainer.max_tokens"):
         plan_steps(**{**REQUEST, **both})
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has it")
+def test_a_device_that_is_not_there_is_refused_with_the_cure():
+    with pytest.raises(RequestError, match="give --trainer.accelerator cpu, or auto"):
+        Trainer(max_steps=1, accelerator="mps")

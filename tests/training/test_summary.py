@@ -27,3 +27,15 @@ def test_a_fit_describes_itself_and_what_it_has_made(tmp_path):
     said = lm(folder, "fit", "--config", "small.yaml", "--trainer.max_steps", "14", "--ckpt_path", "auto").stderr
     assert "weights: resumed from checkpoints/small/step-00000012, after step 12 of 14" in said
     assert "2 steps in " in said
+
+
+def test_a_failure_that_nobody_foresaw_leaves_its_traceback_in_the_log_and_its_place_on_the_terminal(tmp_path):
+    folder = make_workplace(tmp_path)
+    hook = "def on_train_batch_end(self, *args):\n        {}['lost']\n"
+    source = f"from lightning.pytorch import Callback\n\nclass Broken(Callback):\n    {hook}"
+    (folder / "broken.py").write_text(source)
+    write_config(folder, **{"trainer.callbacks": [{"class_path": "broken.Broken"}]})
+    fit = lm(folder, "fit", "--config", "small.yaml", expect=1)
+    assert "KeyError: 'lost'" in fit.stderr.splitlines()[-1] and "broken.py, line 5;" in fit.stderr.splitlines()[-1]
+    log = (folder / "checkpoints/small/log.txt").read_text()
+    assert "failed: KeyError: 'lost'\nTraceback" in log and "    {}['lost']" in log

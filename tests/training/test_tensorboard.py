@@ -13,19 +13,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from trainings import lm, make_workplace, write_config
 
 from lm.runs.run import Run
-from lm.training.callbacks.logging import BUCKETS, MAX_REPLAYED, EventFile, count_values
+from lm.training.callbacks.logging import BUCKETS, count_values
 
-STEPS, TOKENS = 12, 256  # optimizer steps of the run, and tokens of one
+STEPS = 12  # optimizer steps of the run
 KILL = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 20}}
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """A run that was killed after ten steps and went on from step 6; histograms every 4 steps."""
+    """A run that was killed after ten steps and resumed from step 6; histograms every 4 steps."""
     place = make_workplace(tmp_path_factory.mktemp("curves"))
     changes = {"trainer.histogram_interval": 4, "trainer.max_steps": STEPS, "trainer.keep_checkpoints": 5}
     write_config(place, **changes, **{"trainer.callbacks": [KILL]})
@@ -55,12 +54,8 @@ def steps(run, tag):
 
 
 def test_a_killed_run_has_every_point_once(killed):
-    """By step and by tokens, though what the purge goes by is the step."""
-    every = list(range(1, STEPS + 1))
-    assert steps(killed, "train/loss") == every
-    assert steps(killed, "tokens/train_loss") == [step * TOKENS for step in every]
+    assert steps(killed, "train/loss") == list(range(1, STEPS + 1))
     assert steps(killed, "val/loss") == [4, 8, 12]
-    assert steps(killed, "tokens/val_loss") == [4 * TOKENS, 8 * TOKENS, 12 * TOKENS]
 
 
 def test_there_is_one_file_a_process_and_no_folder_of_tensorboards_own(killed):
@@ -80,25 +75,6 @@ def test_the_charts_show_curves_that_are_there(killed):
     assert {tag for chart in charts for tag in chart.multiline.tag} - written == {"perf/mfu"}
 
 
-def test_hyperparameters_come_once_at_the_end_with_the_results(killed):
-    """Not from the process that was killed: TensorBoard keeps the first that it reads."""
-    start, = values(killed, "_hparams_/session_start_info")
-    experiment, = values(killed, "_hparams_/experiment")
-    end, = values(killed, "_hparams_/session_end_info")
-    assert {value.metadata.plugin_data.plugin_name for value in (start, experiment, end)} == {"hparams"}
-    given = HParamsPluginData.FromString(start.metadata.plugin_data.content).session_start_info.hparams
-    assert given["model.optimizer.lr"].number_value == pytest.approx(1e-2)
-    assert given["model.decoder.num_hidden_layers"].number_value == 2
-    assert given["model.schedule.name"].string_value == "cosine"
-    assert given["model.document_mask"].string_value == "false"
-    metrics = HParamsPluginData.FromString(experiment.metadata.plugin_data.content).experiment.metric_infos
-    names = [info.name.tag for info in metrics]
-    assert names == ["val/best_loss", "val/bpb", "train/loss", "perf/tokens_per_second"]
-    assert all(values(killed, name) for name in names)  # their values are the curves' last
-    best = min(entry["val/loss"] for entry in killed.metrics() if "val/loss" in entry)
-    assert values(killed, "val/best_loss")[-1].simple_value == pytest.approx(best)
-
-
 def test_an_event_file_stays_small(killed):
     """A log line is under 25 bytes a metric and 100 more; a weight's histogram under a kilobyte; the rest under 8 KB."""
     size, number = defaultdict(int), defaultdict(int)
@@ -107,19 +83,9 @@ def test_an_event_file_stays_small(killed):
         size[kind] += event.ByteSize() + 16  # and the record around it
         number[kind] += 1
     metrics = len(killed.metrics()[0])  # with step, tokens and time
-    assert (size["train"] + size["tokens"]) / number["train"] < 25 * metrics + 100
+    assert size["train"] / number["train"] < 25 * metrics + 100
     assert size["weights"] / number["weights"] < 1000
-    assert size["_hparams_"] + size["custom_scalars__config__"] + size["rest"] < 8192
-
-
-def test_a_replay_is_bounded(tmp_path):
-    """However long a run is, going on with it writes no more points over tokens again than TensorBoard shows."""
-    run = Run.create("long", tmp_path)
-    lines = ({"step": step, "tokens": step * 10, "time": 1.0, "train/loss": 2.0} for step in range(1, 2501))
-    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    logger = EventFile(run, resumed_at=2500)
-    logger.finalize("success")
-    assert MAX_REPLAYED / 2 < len(values(run, "tokens/train_loss")) <= MAX_REPLAYED
+    assert size["custom_scalars__config__"] + size["rest"] < 8192
 
 
 # ---- histograms ------------------------------------------------------------------------------------------------------
@@ -152,7 +118,7 @@ def test_a_histogram_is_that_of_the_values():
 
 @pytest.mark.parametrize("load_fast", ["true", "false"])
 def test_a_tensorboard_server_serves_all_of_it(killed, tmp_path, load_fast):
-    """Both of its readers: the layout, the curves over tokens without doubles, and the run's row among the HParams."""
+    """Both of its readers: the layout, and the curves without doubles."""
     log = open(tmp_path / "log", "w+")
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(killed.path.parent), "--host", "127.0.0.1"]
     server = subprocess.Popen([*command, "--port", "0", f"--load_fast={load_fast}"], stdout=log, stderr=log)
@@ -161,23 +127,15 @@ def test_a_tensorboard_server_serves_all_of_it(killed, tmp_path, load_fast):
             word for word in (tmp_path / "log").read_text().split() if word.startswith("http://127")
         ))  # fmt: skip
 
-        def ask(path, body=None):
-            data = None if body is None else json.dumps(body).encode()
-            request = urllib.request.Request(
-                f"{address}data/{path}", data, {"Content-Type": "application/json"} if data else {}
-            )
-            with urllib.request.urlopen(request, timeout=10) as answer:
+        def ask(path):
+            with urllib.request.urlopen(f"{address}data/{path}", timeout=10) as answer:
                 return json.load(answer)
 
-        wait_for(lambda: ask("plugin/scalars/tags")["small"]["val/best_loss"])
+        wait_for(lambda: ask("plugin/scalars/tags")["small"]["val/loss"])
         layout = ask("plugin/custom_scalars/layout")
         assert [category["title"] for category in layout["category"]] == ["loss", "optimization", "throughput"]
-        curve = ask("plugin/scalars/scalars?run=small&tag=tokens/train_loss")
-        assert [point[1] for point in curve] == [step * TOKENS for step in range(1, STEPS + 1)]
-        body = {"experimentName": "", "allowedStatuses": ["STATUS_SUCCESS"], "colParams": [], "sliceSize": 10}
-        row, = ask("plugin/hparams/session_groups", body)["sessionGroups"]
-        assert row["name"] == "small" and row["hparams"]["model.optimizer.lr"] == pytest.approx(1e-2)
-        assert {"val/best_loss", "val/bpb"} <= {metric["name"]["tag"] for metric in row["metricValues"]}
+        curve = ask("plugin/scalars/scalars?run=small&tag=train/loss")
+        assert [point[1] for point in curve] == list(range(1, STEPS + 1))
     finally:
         server.terminate()
         server.wait()

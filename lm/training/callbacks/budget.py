@@ -19,7 +19,7 @@ from lm.system.files import nonnegative, write_atomically
 from lm.system.process import seconds_since_process_start
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
-from lm.training.pace import Pace, remaining
+from lm.training.callbacks.logging import Pace, remaining
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ STALE = 600.0  # seconds after which a sidecar's file that has not changed is ig
 WRITE_INTERVAL = 10.0  # seconds between writes of budget.json
 SETTLED_LINES = 10  # log lines that a pace is measured over before a projection counts
 PROJECTIONS = 3  # over the cap, in a row, end the run
+
 
 class Cost(NamedTuple):
     """Hours and US dollars; dollars are None where no rate is known."""
@@ -159,17 +160,12 @@ def judge(config: BudgetConfig, cost: Cost, projected: Cost | None) -> Verdict |
 class Budget(Callback):
     """Counts the cost, writes `budget.json`, and ends the run in time.
 
-    The clock runs from the start of the process, since the machine is paid for from then on, and continues from the
-    cost of earlier sessions. At log lines: near the cap, a warning; a projection to the end of the run over the cap, a
-    checkpoint and the end; the cap spent, the end at once, without a checkpoint.
+    The clock runs from the start of the process, since the machine is paid for from then on. At log lines: near the
+    cap, a warning; a projection over it, a checkpoint and the end; the cap spent, the end without a checkpoint.
 
     The first steps are slow and say little. So a projection (see `Pace`) ends a run only once it is measured over
     `SETTLED_LINES` and is over the cap for the `PROJECTIONS`th time in a row. Before that, and where steps become slow
     all of a sudden, the last log line that leaves time for one more and a checkpoint ends the run.
-
-    Args:
-        config: the cap and the rate.
-        clock: seconds; must not jump.
     """
 
     def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,6 @@ class Checkpoints(ModelCheckpoint):
         loss = trainer.callback_metrics["val/loss"].item()
         if loss < self.best_loss - self.min_delta:
             self.best_loss, self.best_name = loss, self._name(trainer)
-            self.best_model_path = str(trainer.run.path / self.best_name)
-            self.best_model_score = trainer.callback_metrics["val/loss"].clone()
             self.save(trainer)
         elif self._due(trainer.global_step) or trainer.global_step >= trainer.max_steps:
             self.save(trainer)
@@ -137,15 +136,11 @@ class Checkpoints(ModelCheckpoint):
             return
         self.saved_step = trainer.global_step
         path = trainer.run.path / self._name(trainer)
-        self.last_model_path = str(path)
         self.left_behind = self.left_behind - {path.name}  # a new set: the writer may be looking at the other
-        best = self.best_name
-        step = trainer.global_step
+        after_write = partial(self._move_links, trainer.run, trainer.global_step, path.name, self.best_name)
         STOP.saving = True
         try:
-            trainer.save_checkpoint(
-                str(path), storage_options=lambda: self._move_links(trainer.run, step, path.name, best)
-            )
+            trainer.save_checkpoint(str(path), storage_options=after_write)
         finally:
             STOP.saving = False
 

@@ -1,4 +1,4 @@
-"""The model's samples of text and its results on benchmark tasks, between training steps."""
+"""Samples of text and results on benchmark tasks between training steps, and `lm predict`."""
 
 import logging
 import textwrap
@@ -6,9 +6,13 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
+from lm.data.loader import Batch
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError
 from lm.evaluation.benchmark import check_items, core, evaluate
@@ -100,7 +104,6 @@ class SamplesConfig:
             raise RequestError(f"samples.{error}") from error
 
     def sampling(self) -> Sampling:
-        """How tokens are chosen."""
         return Sampling(self.temperature, self.top_k)
 
 
@@ -151,13 +154,12 @@ class Samples(BetweenSteps):
         return [continued(tokenizer, prompt, completion.tokens) for prompt, completion in pairs]
 
     def _write_samples(self, trainer: Trainer, texts: list[str]) -> None:
-        step, lines = trainer.global_step, []
+        step = trainer.global_step
         for index, (prompt, text) in enumerate(zip(self.texts, texts, strict=True)):
-            lines.append({"step": step, "tokens": trainer.tokens_seen, "prompt": prompt, "text": text})
             # TensorBoard reads Markdown; indented, a text is shown as it is.
             shown = textwrap.indent(prompt + text, "    ", lambda line: True)
             trainer.loggers[0].experiment.add_text(f"sample/{index}", shown, global_step=step)
-        for line in lines:
+            line = {"step": step, "tokens": trainer.tokens_seen, "prompt": prompt, "text": text}
             append_line(trainer.run.path / "samples.jsonl", line)
 
 
@@ -255,3 +257,52 @@ class Evaluations(BetweenSteps):
         if trainer.is_global_zero:
             run.attempt(run.path / "evaluations.jsonl", lambda: run.append_evaluation(evaluation))
         return evaluation_metrics(evaluation)
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+
+SCHEMA = pa.schema([
+    ("document", pa.string()),  # where the text came from
+    ("start", pa.int64()),  # index of the row's first token in its document
+    ("token_ids", pa.list_(pa.int32())),
+    ("tokens", pa.list_(pa.string())),
+    ("log_probs", pa.list_(pa.float32())),  # natural logarithm, given the row's tokens before it
+])
+
+
+class Predictions(Callback):
+    """`lm predict`: writes the log-probability of every token to Parquet, a row for each window of a document."""
+
+    def __init__(self) -> None:
+        self._writer: pq.ParquetWriter | None = None
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.run is None:
+            raise RequestError("predict needs a run to write to; name one with --run or --ckpt_path")
+        self.path = trainer.run.path / "predictions.parquet"
+        self._writer = pq.ParquetWriter(self.path, SCHEMA, compression="zstd")
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Tensor, batch: Batch, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        datamodule = trainer.datamodule
+        rows = []
+        for log_probs, labels in zip(outputs.float().cpu(), batch.labels.cpu(), strict=True):
+            counts = labels != -100
+            if not counts.any():  # a row that fills up the last batch
+                continue
+            document, start = datamodule.predicted.popleft()
+            ids = labels[counts].tolist()
+            rows.append({
+                "document": document,
+                "start": start,
+                "token_ids": ids,
+                "tokens": [datamodule.tokenizer.decode([token]) for token in ids],
+                "log_probs": log_probs[counts].tolist(),
+            })
+        self._writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._writer.close()
+        print(self.path)

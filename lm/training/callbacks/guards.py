@@ -36,13 +36,8 @@ def act(
 ) -> None:
     """Report a finding and do what the config asks for; call it on every rank, with the same arguments.
 
-    `on_guard` of every callback is called before anything changes.
-
     Args:
         guard: `alert`, `not-finite`, `budget`, `throughput`, `spike` or `data`.
-        action: `warn` reports and no more; `checkpoint` saves after this step; `stop` ends the run with exit code 3;
-            `rollback` returns to the weights of the last good checkpoint.
-        message: the finding, in a line.
         save: `stop` with a checkpoint of this step, because nothing is wrong with the weights. Otherwise `last` stays
             what it was: `auto` must not resume from a state that may be broken.
     """

@@ -1,15 +1,15 @@
-"""Logging of a training: TensorBoard, `metrics.jsonl`, `state.json`, log lines, a progress bar, histograms."""
+"""Logging of a training: TensorBoard, `metrics.jsonl`, `state.json`, log lines, the time left, a progress bar."""
 
-import json
 import logging
 import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from lm.errors import GuardStop
 from lm.model.huggingface import to_huggingface
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
-from lm.system.files import append_bytes, flatten
+from lm.system.files import append_bytes
 from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback, call_hook
-from lm.training.pace import Pace, remaining
 from lm.training.trainer import Trainer
 
 if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
@@ -58,6 +56,11 @@ class RunLog(Callback):
     def of(cls, trainer: Trainer) -> "RunLog":
         """The one of this trainer."""
         return next(callback for callback in trainer.callbacks if isinstance(callback, cls))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            trainer.loggers = [EventFile(trainer.run, resumed_at=trainer.start.step)]
+            trainer.logger.experiment.add_custom_scalars(LAYOUT)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.write_state(trainer, "running")
@@ -160,6 +163,60 @@ def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     return f"step {step}/{max_steps}  " + "  ".join(parts)
 
 
+# ---- time left -------------------------------------------------------------------------------------------------------
+
+KEPT_LINES = 100  # of the newest, that a pace is the median of
+
+
+class Pace:
+    """How long the steps of a training take, and its rest: one estimate for log lines, progress bar and budget.
+
+    A step counts as the median over log lines, a validation as the median of all, so that one slow stretch does not
+    count. The line in which a session starts is left out. Other pauses, such as evaluations, count by the step: those
+    after the first over the steps since then.
+    """
+
+    def __init__(self) -> None:
+        self.steps: deque[float] = deque(maxlen=KEPT_LINES)  # seconds a step, of each log line
+        self.validations: deque[float] = deque(maxlen=KEPT_LINES)  # seconds
+        self.pauses: deque[tuple[int, float]] = deque(maxlen=KEPT_LINES)  # after which step, and seconds
+        self.newest_step = -1  # of a log line
+        self._newest_time = self._paused = 0.0  # of that line, and seconds of pauses since then
+
+    def add_line(self, step: int, now: float) -> tuple[float, int] | None:
+        """Count a log line of training; returns the seconds and steps since the one before, if there is one."""
+        interval = (now - self._newest_time, step - self.newest_step) if self.newest_step >= 0 else None
+        if interval and interval[1]:
+            self.steps.append((interval[0] - self._paused) / interval[1])
+        self.newest_step, self._newest_time, self._paused = step, now, 0.0
+        return interval
+
+    def add_pause(self, step: int, seconds: float, kind: str) -> None:
+        """Count a pause after a step, as callbacks' `on_pause` have it."""
+        self._paused += seconds
+        if kind == "validation":
+            self.validations.append(seconds)
+        else:
+            self.pauses.append((step, seconds))
+
+    def rest(self, steps: int, validations: int) -> float | None:
+        """Seconds that so many steps and validations will take; None before two log lines."""
+        if not self.steps:
+            return None
+        seconds = steps * median(self.steps) + validations * median(self.validations or [0.0])
+        if self.pauses and (since := self.pauses[-1][0] - self.pauses[0][0]):
+            seconds += steps * sum(pause for step, pause in self.pauses if step > self.pauses[0][0]) / since
+        return seconds
+
+
+def remaining(trainer: Trainer) -> tuple[int, int]:
+    """Optimizer steps and validations that are still to come."""
+    step, end, interval = trainer.global_step, trainer.max_steps, trainer.val_interval
+    if not trainer.datamodule.has_validation:
+        return end - step, 0
+    return end - step, end // interval - step // interval + (end % interval > 0)
+
+
 # ---- progress bar ----------------------------------------------------------------------------------------------------
 
 
@@ -211,15 +268,11 @@ class ProgressBar(Callback):
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------
 
-OVER_TOKENS = {"train/loss": "tokens/train_loss", "val/loss": "tokens/val_loss"}
-# The Custom Scalars tab: category -> chart -> its curves.
-LAYOUT: dict[str, dict[str, list]] = {"loss": {"over tokens": ["Multiline", list(OVER_TOKENS.values())]}}
+LAYOUT: dict[str, dict[str, list]] = {}  # the Custom Scalars tab: category -> chart -> its curves
 for _name, _metric in METRICS.items():
     if _metric.chart is not None:
         _category, _chart = _metric.chart
         LAYOUT.setdefault(_category, {}).setdefault(_chart, ["Multiline", []])[1].append(_name)
-MAX_REPLAYED = 1000  # points; TensorBoard shows no more of a curve
-RESULTS = ("val/best_loss", "val/bpb", "train/loss", "perf/tokens_per_second")  # the columns of the HParams tab
 
 
 class EventFile(TensorBoardLogger):
@@ -233,67 +286,34 @@ class EventFile(TensorBoardLogger):
 
     def __init__(self, run: Run, resumed_at: int | None = None) -> None:
         purge = None if resumed_at is None else resumed_at + 1
-        super().__init__(
-            str(run.path.parent), name=run.path.name, version="", default_hp_metric=False, purge_step=purge
-        )
+        super().__init__(str(run.path.parent), run.path.name, version="", default_hp_metric=False, purge_step=purge)
         self._run = run
-        if resumed_at is not None:
-            self._replay_over_tokens()
 
     @property
     def experiment(self) -> "SummaryWriter":
         """torch's SummaryWriter, which writes nothing where the disk is full instead of failing from then on."""
         if self._experiment is None:
             writer = super().experiment.file_writer.event_writer
-            writer._async_writer._writer._writer = _TolerantFile(Path(writer._file_name), self._run.attempt)
+            writer._async_writer._writer._writer = _TolerantFile(Path(writer._file_name), self._run)
         return self._experiment
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write the values of a step as one event, and the losses once more with tokens for x."""
+        """Write the values of a step as one event."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
         self.experiment.file_writer.add_summary(Summary(value=values), step)
-        if "data/tokens" in metrics:
-            self._write_over_tokens(metrics, metrics["data/tokens"])
         self.experiment.flush()
-
-    def log_results(self, parameters: dict[str, Any], metrics: dict[str, float], finished: bool) -> None:
-        """A row of the HParams tab; the metrics' values are those of the curves of the same names, at their ends."""
-        from torch.utils.tensorboard.summary import hparams
-
-        experiment, start, end = hparams(parameters, metrics)
-        for summary in (experiment, start, *([end] if finished else [])):
-            self.experiment.file_writer.add_summary(summary)
-        self.experiment.flush()
-
-    def _replay_over_tokens(self) -> None:
-        """Write the losses over tokens again: TensorBoard purges by x, and tokens are beyond every step."""
-        lines = [line for line in self._run.metrics() if OVER_TOKENS.keys() & line.keys()]
-        stride = math.ceil(len(lines) / MAX_REPLAYED)
-        for index, line in enumerate(lines):
-            if "val/loss" in line or index % stride == 0:
-                self._write_over_tokens(line, line["tokens"], line["time"])
-
-    def _write_over_tokens(self, metrics: dict[str, float], tokens: int, time: float | None = None) -> None:
-        for name, tag in OVER_TOKENS.items():
-            if name in metrics:
-                self.experiment.add_scalar(tag, metrics[name], tokens, time)
 
     def save(self) -> None:
         """Nothing: Lightning would write hparams.yaml."""
 
 
 class _TolerantFile:
-    """The file below TensorBoard's writer, whose thread ends for good at the first write that raises.
+    """The file below TensorBoard's writer, whose thread ends for good at the first write that raises."""
 
-    Args:
-        path: an event file.
-        attempt: of `Run`: calls a function that may raise an OSError, and says so once.
-    """
-
-    def __init__(self, path: Path, attempt: Callable[[str, Callable[[], Any]], bool]) -> None:
-        self._attempt = attempt
+    def __init__(self, path: Path, run: Run) -> None:
+        self._attempt = run.attempt
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, record: bytes) -> None:
@@ -304,49 +324,6 @@ class _TolerantFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-class Curves(Callback):
-    """Opens the event file when a fit starts, and writes hyper-parameters and results at its end.
-
-    The hyper-parameters come at the end because TensorBoard keeps the first that it reads in a folder, and a run that
-    is interrupted may be resumed with others.
-    """
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        trainer.loggers = [EventFile(trainer.run, resumed_at=trainer.start.step)]
-        trainer.logger.experiment.add_custom_scalars(LAYOUT)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close(trainer, finished=True)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, GuardStop) and trainer.fitting:
-            self._close(trainer, finished=False)
-
-    def _close(self, trainer: Trainer, finished: bool) -> None:
-        if not (trainer.is_global_zero and trainer.loggers):
-            return
-        logger: EventFile = trainer.logger
-        latest = RunLog.of(trainer).latest
-        best = trainer.checkpoint_callback.best_loss
-        if math.isfinite(best):
-            logger.log_metrics({"val/best_loss": best}, trainer.global_step)
-            latest = {**latest, "val/best_loss": best}
-        results = {name: latest[name] for name in RESULTS if name in latest}
-        logger.log_results(_parameters(trainer.run), results, finished)
-
-
-def _parameters(run: Run) -> dict[str, Any]:
-    """The resolved config under dotted names, as numbers and texts, which the HParams tab can show."""
-    config = flatten(run.settings())
-    plain = {name: value for name, value in config.items() if value is not None and name != "run"}
-    return {
-        name: value if isinstance(value, int | float | str) and not isinstance(value, bool) else json.dumps(value)
-        for name, value in plain.items()
-    }
 
 
 # ---- histograms ------------------------------------------------------------------------------------------------------

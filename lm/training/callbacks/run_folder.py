@@ -152,15 +152,18 @@ class RunFolder(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if trainer.run is None or not trainer.fitting:
             return
-        text = str(exception) if isinstance(exception, LmError) else f"{type(exception).__name__}: {exception}"
-        self._end(trainer, STATUS.get(type(exception), "failed"), text)
+        foreseen = isinstance(exception, LmError)
+        text = str(exception) if foreseen else f"{type(exception).__name__}: {exception}"
+        self._end(trainer, STATUS.get(type(exception), "failed"), text, None if foreseen else exception)
+        self._close_log()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release the lock after the last write. A fit that fails keeps it until its process ends."""
+        self._close_log()
         if trainer.run is not None:
             trainer.run.release()
 
-    def _end(self, trainer: Trainer, status: str, reason: str) -> None:
+    def _end(self, trainer: Trainer, status: str, reason: str, unforeseen: BaseException | None = None) -> None:
         if not trainer.is_global_zero:
             return
         run, step = trainer.run, trainer.global_step
@@ -168,11 +171,16 @@ class RunFolder(Callback):
         newest = {"status": status, "reason": reason, "step": step, "tokens": trainer.tokens_seen}
         run.write_state({**run.read("state.json"), **newest})
         if self._log is not None:
-            self._log.handle(logging.makeLogRecord({"levelno": logging.INFO, "msg": f"{status}: {reason}"}))
+            trace = unforeseen and (type(unforeseen), unforeseen, unforeseen.__traceback__)
+            record = {"levelno": logging.INFO, "msg": f"{status}: {reason}", "exc_info": trace}
+            self._log.handle(logging.makeLogRecord(record))
+        self._record(run)
+
+    def _close_log(self) -> None:
+        if self._log is not None:
             logging.getLogger("lm").removeHandler(self._log)
             self._log.close()
             self._log = None
-        self._record(run)
 
     def _record(self, run: Run) -> None:
         if self._register:
@@ -287,10 +295,10 @@ def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:
     return {name: float(one_of(values)) / unit for name, (one_of, values, unit) in known.items() if values}
 
 
-def _gpus(trainer: Trainer) -> list[str] | None:
+def _gpus(trainer: Trainer) -> list[str]:
     """The UUIDs of this node's GPUs that are trained on, since torch and NVML may count them differently."""
     if trainer.strategy.root_device.type != "cuda":
-        return None
+        return []
     here = range(torch.cuda.device_count())
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in trainer.device_ids if index in here]
 

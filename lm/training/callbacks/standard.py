@@ -11,13 +11,11 @@ from lm.errors import RequestError
 from lm.training.alerts import AlertEvaluator
 from lm.training.callbacks.budget import Budget, BudgetConfig
 from lm.training.callbacks.checkpoints import Checkpoints
-from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Samples, SamplesConfig
+from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Predictions, Samples, SamplesConfig
 from lm.training.callbacks.guards import Action, Alerts, NotFinite, Rollback, SkippedData
-from lm.training.callbacks.logging import Curves, Histograms, ProgressBar, RunLog
-from lm.training.callbacks.postmortem import PostMortem
-from lm.training.callbacks.predictions import Predictions
+from lm.training.callbacks.logging import Histograms, ProgressBar, RunLog
+from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
-from lm.training.callbacks.spike_drill import SpikeInjection
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
 from lm.training.callbacks.throughput import Throughput, ThroughputConfig, ThroughputFloor
 
@@ -67,20 +65,6 @@ class GuardsConfig:
         )  # fmt: skip
 
 
-def guard_callbacks(config: GuardsConfig) -> list[Callback]:
-    """The guards in their order: those that find something, then the post-mortem of it, then the rollback."""
-    injection = [] if config.inject_step is None else [SpikeInjection(config.inject_step)]
-    return [
-        *injection,
-        NotFinite(config.not_finite, config.max_skipped),
-        Alerts(config.alerts),
-        Budget(config.budget),
-        ThroughputFloor(config.throughput),
-        PostMortem(config.spike),
-        Rollback(config.max_rollbacks),
-    ]
-
-
 def standard_callbacks(
     trainer: Mapping[str, Any],
     run_folder: RunFolder,
@@ -88,30 +72,32 @@ def standard_callbacks(
     samples: SamplesConfig,
     evaluation: EvaluationConfig,
 ) -> list[Callback]:
-    """The callbacks of `lm fit` in their order: the run's folder first, so that those after it may write.
+    """The callbacks of `lm fit` in their order, from the config under `trainer:`, `guards:` and so on.
 
-    Args:
-        trainer: the config under `trainer:`; the others are those under `guards:`, `samples:` and `evaluation:`.
-        run_folder: claims the folder that the others write to.
+    The run's folder comes first, so that those after it may write. Of the guards those that find something come first,
+    then the post-mortem of it, then the rollback.
     """
     early, every = trainer["early_stopping"], trainer["histogram_interval"]
-    stopping, optional = [], []
-    if early.patience is not None:
-        stopping.append(EarlyStopping(early.patience, early.min_delta))
-    if every is not None:
-        optional.append(Histograms(every))
+    stopping = [] if early.patience is None else [EarlyStopping(early.patience, early.min_delta)]
+    injection = [] if guards.inject_step is None else [SpikeInjection(guards.inject_step)]
+    optional: list[Callback] = [] if every is None else [Histograms(every)]
     if samples.prompts:
         optional.append(Samples(samples))
     if evaluation.tasks:
         optional.append(Evaluations(evaluation))
     return [
         run_folder,
-        Curves(),
         Heartbeat(),
         SkippedData(),
         RunLog(trainer["log_interval"]),
         Throughput(),
-        *guard_callbacks(guards),
+        *injection,
+        NotFinite(guards.not_finite, guards.max_skipped),
+        Alerts(guards.alerts),
+        Budget(guards.budget),
+        ThroughputFloor(guards.throughput),
+        PostMortem(guards.spike),
+        Rollback(guards.max_rollbacks),
         ProgressBar(),
         *optional,
         *stopping,

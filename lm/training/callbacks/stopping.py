@@ -1,6 +1,5 @@
 """How a run ends before its last step: by a signal, a guard, or early stopping."""
 
-import logging
 import sys
 from datetime import timedelta
 from functools import partial
@@ -19,17 +18,12 @@ from lm.training.callbacks.logging import ProgressBar
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.trainer import Trainer
 
-log = logging.getLogger(__name__)
-
 
 class Interrupt(Callback, Checkpoint):
     """Ends a run with a checkpoint after a signal reached any rank, or as a guard asked for it.
 
     It ends after the optimizer step, or at the next batch of a validation, which then comes first when the run is
-    resumed. On a single device, a step that is not done after half of `trainer.stop_within` seconds is dropped, and the
-    checkpoint is that of the step before. Anything that takes longer than `stop_within`, such as a wait for data or a
-    compilation, is cut off: a thread ends the process, and the newest checkpoint is the one to resume from. A second
-    SIGINT ends the process at once.
+    resumed. On a single device, `trainer.stop_within` limits the time for that, as its documentation says.
 
     It is a Checkpoint because Lightning calls those last, in their order, and it must follow `Checkpoints`.
     """
@@ -59,7 +53,7 @@ class Interrupt(Callback, Checkpoint):
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.fitting and self._any_rank_asked():
             trainer.pending_validation = True
-            self._stop(trainer)
+            trainer.end_run()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fitting and (trainer.stop is not None or not trainer.should_stop):  # else it ends here anyway
@@ -71,35 +65,12 @@ class Interrupt(Callback, Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         STOP.disarm()
 
-    def stop_after_last_step(self, trainer: Trainer) -> None:
-        self._stop(trainer, f"; the next one was not done within {trainer.stop_within / 2:g} s")
-
-    def save_last_step(self, trainer: Trainer) -> None:
-        trainer.pending_validation |= trainer.validating
-        if trainer.world_size == 1 and trainer.global_step:
-            trainer.checkpoint_callback.save(trainer)
-            trainer.checkpoint_io.drain()
-            log.info("saved a checkpoint of step %d", trainer.global_step)
-
     def _stop_if_asked(self, trainer: Trainer) -> None:
         asked = self._any_rank_asked()
         if trainer.global_step >= trainer.max_steps:
             STOP.disarm()
         elif asked or trainer.stop is not None:
-            self._stop(trainer)
-
-    def _stop(self, trainer: Trainer, why: str = "") -> None:
-        STOP.disarm()
-        if (trainer.checkpoint_callback.requested or trainer.stop is None) and trainer.global_step:
-            trainer.checkpoint_callback.save(trainer)
-            trainer.checkpoint_io.drain()
-        trainer.strategy.barrier()  # torchrun kills all processes when the first one ends
-        if trainer.stop is not None:
-            raise trainer.stop
-        where = f"after step {trainer.global_step} with a checkpoint" if trainer.global_step else "in the first step"
-        if trainer.pending_validation:
-            where += ", before its validation was done"
-        raise Interrupted(f"{signal_name()}: stopped {where}{why}; the same command with `--ckpt_path auto` resumes")
+            trainer.end_run()
 
     def _end_now(self, trainer: Trainer) -> None:
         """Called by the watchdog's thread, just before it ends the process."""
@@ -107,8 +78,8 @@ class Interrupt(Callback, Checkpoint):
         what = f"the validation after step {step}" if trainer.validating else f"step {step + 1}"
         newest = f"resumes from step {max(saved)}" if saved else "starts again"
         error = Interrupted(
-            f"{signal_name()}: ended without a checkpoint, because {what} was not done within {trainer.stop_within:g} "
-            f"s (trainer.stop_within); the same command with `--ckpt_path auto` {newest}"
+            f"{STOP.received.name}: ended without a checkpoint, because {what} was not done within "
+            f"{trainer.stop_within:g} s (trainer.stop_within); the same command with `--ckpt_path auto` {newest}"
         )
         for callback in trainer.callbacks:
             if isinstance(callback, RunFolder | ProgressBar):
@@ -120,11 +91,6 @@ class Interrupt(Callback, Checkpoint):
         if self._ranks is not None:
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._ranks)
         return bool(asked)
-
-
-def signal_name() -> str:
-    """The signal that this run is ended for."""
-    return STOP.received.name if STOP.received is not None else "a signal on another rank"
 
 
 class EarlyStopping(LightningEarlyStopping):

@@ -1,6 +1,5 @@
 """Tokens a second, model FLOPs utilisation, time spent waiting for data, and why training is too slow."""
 
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -82,7 +81,6 @@ class Throughput(Callback):
 # ---- diagnosis -------------------------------------------------------------------------------------------------------
 
 DATA_WAIT = 0.1  # part of the time without data from which on data is named as a cause
-OTHERS_LOAD = 0.25  # part of the cores that other processes use, likewise
 
 
 @dataclass
@@ -123,9 +121,6 @@ class Facts:
     kernels: str = ""  # of the other operations, in words
     plain: bool = False  # these are PyTorch's
     limits: list[str] = field(default_factory=list)  # of the GPUs' clocks, in words
-    load: float = 0.0  # processes that wanted a core in the last minute, on average
-    own_load: float = 0.0  # this training's part of them
-    cores: int = 1
 
 
 def causes(facts: Facts) -> list[str]:
@@ -145,8 +140,6 @@ def causes(facts: Facts) -> list[str]:
         found.append(f"kernels are {facts.kernels}")
     if facts.limits:
         found.append(f"clocks are limited: {'; '.join(facts.limits)}")
-    if facts.load > facts.cores and facts.load - facts.own_load >= OTHERS_LOAD * facts.cores:
-        found.append(f"others use this machine: {_load(facts)}")
     return found
 
 
@@ -158,16 +151,12 @@ def diagnose(facts: Facts) -> str:
     wait = "not measured" if facts.data_wait is None else f"{facts.data_wait:.1%}"
     return slow + (
         f"no cause found (data wait {wait}, no new graphs, attention {facts.attention}, kernels {facts.kernels}, "
-        f"no limit of clocks seen, {_load(facts)})"
+        "no limit of clocks seen)"
     )
 
 
 def _log_lines(facts: Facts) -> str:
     return "a log line" if facts.lines == 1 else f"{facts.lines} log lines"
-
-
-def _load(facts: Facts) -> str:
-    return f"load {facts.load:.1f} on {facts.cores} cores, {facts.own_load:.1f} of it ours"
 
 
 class ThroughputFloor(Callback):
@@ -181,7 +170,6 @@ class ThroughputFloor(Callback):
         self._first = True
         self._below = 0  # log lines in a row
         self._graphs = 0  # when the first of them began
-        self._clock = (0.0, 0.0)  # seconds, and seconds of all threads, at the newest line above the floor
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first, self._below = True, 0
@@ -200,20 +188,16 @@ class ThroughputFloor(Callback):
         graphs, reason = compiled_graphs()
         if self._first or rate >= self.config.floor:
             self._first, self._below, self._graphs = False, 0, graphs
-            self._clock = (time.monotonic(), time.process_time())
             return None
         self._below += 1
         if self._below != self.config.patience:
             return None
-        seconds, busy = time.monotonic() - self._clock[0], time.process_time() - self._clock[1]
         return diagnose(Facts(
             rate=rate, floor=self.config.floor, lines=self._below, data_wait=metrics.get("perf/data_wait"),
             compilations=graphs - self._graphs, reason=reason, on_gpu=module.device.type == "cuda",
             attention=module.attention_kernels, masked=_masks_attention(module),
             full_precision=trainer.precision == "32-true", kernels=module.kernels_taken,
             plain=module.decoder.fused is None, limits=_clock_limits(trainer),
-            load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
-            own_load=busy / seconds * trainer.num_devices, cores=os.cpu_count() or 1,
         ))  # fmt: skip
 
 

@@ -1,24 +1,34 @@
-"""The model card of an export: what the model is, what it was trained on and how, how good it is, how to use it.
+"""What an export has beside weights: a model card, and the check that another process loads it as the same model.
 
-The front matter is what the Hugging Face Hub reads (https://huggingface.co/docs/hub/model-cards). Everything else is
-tables of a name and a text, from the folder of the model's run. Unknown values are left out, and no text names folders
-of the machine or secrets of a URL, so that the card may be published.
+The card's front matter is what the Hugging Face Hub reads (https://huggingface.co/docs/hub/model-cards). Everything
+else is tables of a name and a text, from the folder of the model's run. Unknown values are left out, and no text names
+folders of the machine or secrets of a URL, so that the card may be published.
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from lm import __version__
-from lm.inference.pretrained import Pretrained
+from lm.errors import RunError
+from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.huggingface import config_json
 from lm.runs.checkpoint import read_progress
 from lm.runs.evaluations import merge_evaluations
+from lm.runs.history import time_spent
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.units import format_bytes, format_count, format_duration
@@ -233,7 +243,8 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
     whole = sum(shard[2] for shard in run.read("data.json").get("train", []))
     planned = run.read("state.json").get("max_steps")
     batches = [stretch["global_batch"] for stretch in described.get("stretches", []) if stretch["step"] < step]
-    seconds = _seconds(run.metrics(), step)
+    spent = time_spent(run.metrics(), step)
+    seconds = spent["computing"] + spent["waiting for data"]
     began_from = described.get("began_from")
     return {
         "began from": f"the weights of {Path(began_from).name}" if began_from else None,
@@ -264,16 +275,6 @@ def _optimizer_rows(module: dict[str, Any]) -> Rows:
         warmup = schedule.get("warmup_steps")
         rows["schedule"] = f"{schedule.get('name')}" + (f" after {warmup:,} steps of warm-up" if warmup else "")
     return rows
-
-
-def _seconds(metrics: list[dict[str, Any]], step: int) -> float:
-    """The time of the optimizer steps by the log lines, tokens over tokens a second: without validations."""
-    seconds, before = 0.0, 0
-    for line in metrics:
-        if (rate := line.get("perf/tokens_per_second")) and line["step"] <= step:
-            seconds += (line["tokens"] - before) / rate
-            before = line["tokens"]
-    return seconds
 
 
 def _cost(budget: dict[str, Any]) -> str | None:
@@ -310,3 +311,98 @@ def result_rows(model: Pretrained, run: Run) -> Rows:
     if found["core"] is not None:
         rows["mean of the accuracies, each centred on guessing"] = f"{found['core']:.4f}"
     return rows
+
+
+# ---- reload check ----------------------------------------------------------------------------------------------------
+
+TEXTS = ("The", "In the beginning there was", "Zürich, naïve: 3.14 km²\n\tand 日本語.")  # whose ids are compared
+LAST = 32  # tokens of a sequence whose logits are compared: those that have all others before them
+LONGEST = 2048  # sequence
+TOLERANCE = 1e-4  # of the largest logit: both sides multiply in fp32, in another order
+
+
+def check_reload(folder: Path, model: Pretrained) -> tuple[str, float]:
+    """Load a folder in a new process and compare it with the model that it was made of.
+
+    The new process uses transformers where that is installed, else this package. Compared are the ids of some texts,
+    and the logits of random ids.
+
+    Args:
+        folder: a Hugging Face model.
+        model: with the very weights that the folder is to have; they are widened to fp32 here, in place.
+
+    Returns:
+        What loaded the folder, and the largest difference between logits, as a share of the largest logit.
+
+    Raises:
+        RunError: the folder could not be loaded, or anything differs.
+    """
+    sequence = random_sequence(model)
+    return compare(model, sequence, *_load_in_new_process(folder, sequence))
+
+
+def random_sequence(model: Pretrained) -> list[int]:
+    """Random ids, so many that a wrong window shows."""
+    widest = max((window or 0 for window in model.config.windows), default=0)
+    length = min(model.config.max_position_embeddings, widest + 2 * LAST, LONGEST)
+    return torch.randint(model.tokenizer.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def compare(
+    model: Pretrained, sequence: list[int], loader: str, ids: list[list[int]], logits: Tensor
+) -> tuple[str, float]:
+    """Compare a model with what `load_and_compute` got from a folder; see `check_reload`."""
+    problems = []
+    for text, found in zip(TEXTS, ids, strict=True):
+        if found != (wanted := model.tokenizer.encode(text)):
+            problems.append(f"{text!r} is {found} to the tokenizer, not {wanted}")
+    with torch.no_grad():
+        expected = model.decoder.float().cpu()(torch.tensor([sequence]))[0, -LAST:]
+    difference = ((logits - expected).abs().max() / expected.abs().max()).item()
+    if not difference <= TOLERANCE:  # NaN too
+        problems.append(f"the logits differ by {difference:.1e} of the largest")
+    if problems:
+        raise RunError(f"what was written is another model to {loader}: {'; '.join(problems)}")
+    return loader, difference
+
+
+@torch.no_grad()
+def load_and_compute(folder: Path, sequence: list[int]) -> tuple[str, list[list[int]], Tensor]:
+    """What loads a folder here, the ids of `TEXTS`, and the logits `(LAST or fewer, V)` at the end of a sequence."""
+    ids = torch.tensor([sequence])
+    if find_spec("transformers") is None:
+        model = load_pretrained(folder, device="cpu", dtype=torch.float32)
+        loader, logits = f"lm {__version__}", model.decoder(ids)
+        texts = [model.tokenizer.encode(text) for text in TEXTS]
+    else:
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        loader, logits = f"transformers {transformers.__version__}", model(ids).logits
+        texts = tokenizer(list(TEXTS), add_special_tokens=False)["input_ids"]
+    return loader, texts, logits[0, -LAST:].clone()
+
+
+def _load_in_new_process(folder: Path, sequence: list[int]) -> tuple[str, list[list[int]], Tensor]:
+    """`load_and_compute` in a new process, `python -m lm.inference.export`."""
+    package = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    quiet = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    with tempfile.TemporaryDirectory(prefix="lm-reload-") as place:
+        process = subprocess.run(
+            # -P: nothing of the working directory is imported.
+            [sys.executable, "-P", "-m", "lm.inference.export", str(folder.absolute()), f"{place}/logits"],
+            input=json.dumps(sequence), capture_output=True, text=True, env={**os.environ, **quiet},
+        )  # fmt: skip
+        if process.returncode:
+            reason = (process.stderr.strip() or "it said nothing").splitlines()[-1]
+            raise RunError(f"a new process cannot load what was written: {reason}")
+        return *json.loads(process.stdout.splitlines()[-1]), load_file(f"{place}/logits")["logits"]
+
+
+if __name__ == "__main__":
+    *printed, found = load_and_compute(Path(sys.argv[1]), json.load(sys.stdin))
+    save_file({"logits": found}, sys.argv[2])
+    print(json.dumps(printed))

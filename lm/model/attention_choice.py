@@ -1,0 +1,207 @@
+"""Which of the libraries' attention kernels is the fastest for a model on its device, found by measuring.
+
+Forward and backward pass of a layer are timed for a moment with every kernel that runs. The times are kept by device,
+versions and shape, so that a run that is resumed takes the same kernels again.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+
+from lm.errors import RequestError
+from lm.kernels.runtime import cache_folder
+from lm.model.attention import AttentionMask, attend, backends
+from lm.model.decoder import Decoder
+
+log = logging.getLogger(__name__)
+Attention = Literal["auto", "cudnn", "flash", "flash3", "flash4", "efficient", "math"]
+FLASH = {"flash": None, "flash3": "FA3", "flash4": "FA4"}  # torch's names of versions that are wheels of their own
+SECONDS = 0.03  # that a kernel is timed for
+
+
+class Choice(NamedTuple):
+    """The kernels of a model's layers."""
+
+    causal: str  # of layers that attend to all tokens before: one of `Attention`
+    sequences: str  # of layers with windows or documents: a version of flash attention
+
+    def apply(self, decoder: Decoder) -> None:
+        """Let a decoder take these kernels; sets this process's version of flash attention."""
+        decoder.attention_backend = _backend(self.causal)
+        _use_flash(self.sequences)
+
+
+class Shape(NamedTuple):
+    """A micro-batch, as attention sees it."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]  # of each layer, narrower than `length`
+    documents: bool  # rows are divided into documents; a document a row is what is measured
+
+    @property
+    def sequences(self) -> list[int | None]:
+        """The windows of the layers that take flash attention over sequences."""
+        return [window for window in self.windows if self.documents or window is not None]
+
+
+def choose_attention(name: Attention, device: torch.device, dtype: torch.dtype, shape: Shape) -> Choice | None:
+    """The kernels for a model.
+
+    Args:
+        name: a kernel that is named by hand, or `auto`, where they are measured.
+        device: where the model is.
+        dtype: of queries, keys and values.
+        shape: of a micro-batch.
+
+    Returns:
+        None where there is nothing to choose: on other devices than CUDA's, and in fp32.
+
+    Raises:
+        RequestError: the kernel that is named does not run there.
+    """
+    if device.type != "cuda" or dtype == torch.float32:
+        if name != "auto":
+            raise RequestError(f"model.attention {name} needs a CUDA device and half precision: take auto")
+        return None
+    if name == "auto":
+        times = measured(device, dtype, shape)
+        if not times:
+            return None
+        choice = fastest(times, shape)
+        log.info("attention: ms of a layer forward and backward: %s",
+                 ", ".join(f"{kernel} {value:.3g}" for kernel, value in times.items()))  # fmt: skip
+    else:
+        choice = Choice(name, name if name in FLASH else "flash")
+        _, failures = measure(device, dtype, shape, [name])
+        if failures:
+            raise RequestError(f"model.attention {name} does not run here ({failures[name]}): take auto")
+    return choice
+
+
+def fastest(times: dict[str, float], shape: Shape) -> Choice:
+    """The kernels that take the least time for all layers together.
+
+    Args:
+        times: as `measure` gives them.
+        shape: of a micro-batch.
+    """
+    causal = len(shape.windows) - len(shape.sequences)
+
+    def total(choice: Choice) -> float:
+        kernels = [f"{choice.sequences} {window}" for window in shape.sequences] + [choice.causal] * causal
+        return sum(times.get(kernel, float("inf")) for kernel in kernels)
+
+    others = [name for name in times if " " not in name and name not in FLASH]
+    return min((Choice(name, version) for version in FLASH for name in (version, *others)), key=total)
+
+
+def measured(device: torch.device, dtype: torch.dtype, shape: Shape) -> dict[str, float]:
+    """What `measure` gives for every kernel of a device, from the cache or measured now."""
+    versions = torch.__version__, torch.backends.cudnn.version(), list_flash_attention_impls()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    key = repr((name, versions, str(dtype), shape))
+    path = cache_folder() / f"attention-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        times, _ = measure(device, dtype, shape, candidates(device))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(times))
+        os.replace(temporary, path)
+    except OSError:  # it is measured again next time
+        pass
+    return times
+
+
+def candidates(device: torch.device) -> list[str]:
+    """The kernels that give right results on a device. Which are installed is found out by trying them."""
+    if device.type != "cuda":
+        return ["flash", "math"]
+    known = backends(torch.cuda.get_device_capability(device), masked=False)[:-1]
+    names = [backend.name.removesuffix("_ATTENTION").lower() for backend in known]
+    return names + [name for name, version in FLASH.items() if version in list_flash_attention_impls()]
+
+
+def measure(
+    device: torch.device, dtype: torch.dtype, shape: Shape, names: list[str]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Time a layer's forward and backward pass with these kernels.
+
+    Returns:
+        Milliseconds: of a causal layer by the kernel's name; of one with windows or documents by the version of flash
+        attention and the window, such as `flash 512`, or `flash None`. And for every kernel that does not run, why.
+    """
+    times, failures = {}, {}
+    before = current_flash_attention_impl()
+    q, k, v = (torch.randn(shape.batch, shape.length, heads, shape.head_dim, device=device, dtype=dtype,
+                           requires_grad=True) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))  # fmt: skip
+    offsets = torch.arange(0, shape.batch * shape.length + 1, shape.length, dtype=torch.int32, device=device)
+
+    def run(mask: AttentionMask) -> None:
+        out = attend(q, k, v, mask)
+        torch.autograd.grad(out, (q, k, v), out)
+
+    for name in names:
+        try:
+            _use_flash(name if name in FLASH else "flash")
+            if len(shape.sequences) < len(shape.windows):
+                with sdpa_kernel(_backend(name)):
+                    times[name] = _milliseconds(lambda: run(AttentionMask(None, None, None)), device)
+            for window in dict.fromkeys(shape.sequences if name in FLASH else ()):
+                times[f"{name} {window}"] = _milliseconds(lambda: run(AttentionMask(window, offsets, None)), device)
+        except (RuntimeError, ImportError) as error:  # not installed, or not for these inputs
+            failures[name] = str(error).strip().splitlines()[0]
+    _use_flash(next(name for name, version in FLASH.items() if version == before))
+    return times, failures
+
+
+def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
+    """The fastest of several runs, which are as many as fit into `SECONDS`, and two at least."""
+    best, until = float("inf"), time.perf_counter() + SECONDS
+    for _ in range(2):  # libraries choose and load their code
+        run()
+    while best == float("inf") or time.perf_counter() < until:
+        _wait(device)
+        started = time.perf_counter()
+        run()
+        _wait(device)
+        best = min(best, time.perf_counter() - started)
+    return best * 1e3
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _backend(name: str) -> SDPBackend:
+    name = "flash" if name in FLASH else name
+    return SDPBackend.MATH if name == "math" else getattr(SDPBackend, f"{name.upper()}_ATTENTION")
+
+
+def _use_flash(name: str) -> None:
+    """Make torch's flash attention the one of this name."""
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
+    if FLASH[name] is not None:
+        activate_flash_attention_impl(FLASH[name])

@@ -1,0 +1,90 @@
+"""Attention kernels are chosen by measuring them; on a CPU there are two to measure."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, _registry, current_flash_attention_impl
+
+from lm.errors import RequestError
+from lm.model import attention_choice
+from lm.model.attention_choice import Choice, Shape, choose_attention, fastest, measure, measured
+
+CPU = torch.device("cpu")
+CAUSAL = Shape(2, 128, 4, 2, 32, (None,) * 3, False)
+WINDOWS = Shape(2, 128, 4, 2, 32, (None, 16, 16, None), False)
+
+
+def test_both_kernels_of_a_cpu_are_timed_and_what_does_not_run_says_why():
+    times, failures = measure(CPU, torch.bfloat16, CAUSAL, ["flash", "math", "cudnn"])
+    assert set(times) == {"flash", "math"} and all(value > 0 for value in times.values())
+    assert set(failures) == {"cudnn"} and "kernel" in failures["cudnn"].lower()
+
+
+def test_times_are_measured_once_for_a_device_and_a_shape(tmp_path, monkeypatch):
+    monkeypatch.setenv("LM_KERNEL_CACHE", str(tmp_path))
+    times = measured(CPU, torch.bfloat16, CAUSAL)
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text()) == times
+    file.write_text('{"math": 1.0}')
+    assert measured(CPU, torch.bfloat16, CAUSAL) == {"math": 1.0}  # a resumed run takes the same kernel
+    assert set(measured(CPU, torch.bfloat16, CAUSAL._replace(length=64))) == {"flash", "math"}
+    file.write_text("{")
+    assert set(measured(CPU, torch.bfloat16, CAUSAL)) == {"flash", "math"}
+
+
+@pytest.mark.parametrize("times, shape, choice", [
+    ({"cudnn": 1.0, "flash": 2.0, "efficient": 3.0}, CAUSAL, Choice("cudnn", "flash")),
+    ({"cudnn": 2.0, "flash": 1.0}, CAUSAL, Choice("flash", "flash")),
+    ({"cudnn": 1.0, "flash": 2.0, "flash 16": 0.5}, WINDOWS, Choice("cudnn", "flash")),
+    # The version that is faster over sequences is taken even where its causal kernel is not the fastest.
+    ({"cudnn": 1.0, "flash": 2.0, "flash 16": 3.0, "flash3": 1.1, "flash3 16": 1.0}, WINDOWS,
+     Choice("cudnn", "flash3")),
+    ({"flash": 2.0, "flash 16": 1.0, "flash3": 1.0, "flash3 16": 1.5}, WINDOWS, Choice("flash3", "flash3")),
+    ({"flash None": 2.0, "flash4 None": 1.0}, CAUSAL._replace(documents=True), Choice("flash4", "flash4")),
+])  # fmt: skip
+def test_the_least_time_of_all_layers_decides(times, shape, choice):
+    assert fastest(times, shape) == choice
+
+
+def test_a_choice_names_what_torch_is_to_try_first():
+    decoder = types.SimpleNamespace()
+    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION),
+                          ("math", SDPBackend.MATH)):  # fmt: skip
+        Choice(name, "flash").apply(decoder)
+        assert decoder.attention_backend == backend
+
+
+def test_a_cpu_has_nothing_to_choose_and_a_named_kernel_is_refused():
+    assert choose_attention("auto", CPU, torch.bfloat16, CAUSAL) is None
+    with pytest.raises(RequestError, match="model.attention cudnn needs a CUDA device"):
+        choose_attention("cudnn", CPU, torch.bfloat16, CAUSAL)
+
+
+@pytest.fixture
+def third_version(monkeypatch):
+    """A wheel of flash attention that torch can be told to take."""
+    taken = []
+    handle = types.SimpleNamespace(remove=lambda: taken.append("removed"))
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: taken.append("taken") or handle)
+    yield taken
+    if current_flash_attention_impl():
+        attention_choice.restore_flash_attention_impl()
+
+
+def test_measuring_leaves_the_version_of_flash_attention_as_it_was(third_version):
+    times, _ = measure(CPU, torch.bfloat16, CAUSAL, ["math", "flash3"])
+    assert set(times) == {"flash3", "math"} and third_version == ["taken", "removed"]
+    assert current_flash_attention_impl() is None
+    attention_choice._use_flash("flash3")
+    measure(CPU, torch.bfloat16, CAUSAL, ["flash", "flash3"])
+    assert current_flash_attention_impl() == "FA3"
+
+
+def test_a_wheel_that_is_not_installed_is_a_failure_and_not_an_error():
+    if "flash_attn_interface" in sys.modules:
+        pytest.skip("it is installed")
+    times, failures = measure(CPU, torch.bfloat16, CAUSAL, ["flash3", "math"])
+    assert set(times) == {"math"} and "flash" in failures["flash3"]
