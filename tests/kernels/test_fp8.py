@@ -44,6 +44,15 @@ def test_the_kernels_are_the_plain_version_to_the_bit(emulated, source, rows, wi
         same(fp8._cuda(*asked), fp8._cpu(*asked))
 
 
+@pytest.mark.parametrize("place", [0, 300 * 1024, -1])
+def test_the_largest_value_is_found_wherever_it_is(emulated, place, monkeypatch):  # noqa: F811
+    """By more blocks than the next kernel has threads, as on a large GPU."""
+    monkeypatch.setattr(runtime, "multiprocessors", lambda device: 148)
+    x = torch.rand(639, 641)
+    x.view(-1)[place] = -3e6
+    same(fp8._cuda(x, E4M3, False, True, False), fp8._cpu(x, E4M3, False, True, False))
+
+
 @both
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_every_half_precision_value_is_rounded_as_torch_rounds_it(emulated, rowwise, dtype):  # noqa: F811

@@ -430,7 +430,7 @@ def test_what_is_left_out_is_exact(ops):
     def run(name, decoder):
         for i, layer in enumerate(decoder.layers):
             layer.register_forward_hook(lambda layer, inputs, output, i=i: seen.setdefault((name, i), output))
-        decoder.layers[2].self_attn.o_proj.register_forward_hook(
+        decoder.layers[2].self_attn.register_forward_hook(
             lambda part, inputs, output: seen.setdefault((name, "attention"), output))
         results(decoder)
 
@@ -483,12 +483,16 @@ def test_a_request_that_cannot_be_met_ends_with_one_line(tmp_path, arguments, li
 def test_an_older_gpu_is_refused_by_name(monkeypatch, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr("lm.training.precision.kernels_missing", lambda device: None)
     plugin = Float8Precision("rowwise", None)
     if expected:
         with pytest.raises(RequestError, match="and this is NVIDIA A100-SXM4-80GB: take bf16-mixed"):
             plugin.refuse_device(torch.device("cuda", 0))
     else:
         plugin.refuse_device(torch.device("cuda", 0))
+        monkeypatch.setattr("lm.training.precision.kernels_missing", lambda device: "NVRTC is not installed")
+        with pytest.raises(RequestError, match="fp8-rowwise quantises by a CUDA kernel, and NVRTC is not installed"):
+            plugin.refuse_device(torch.device("cuda", 0))
 
 
 def test_on_a_cpu_a_half_precision_becomes_what_it_does_well_and_fp8_becomes_nothing_else(monkeypatch, caplog):
