@@ -25,12 +25,14 @@ from lm.kernels.operations import FUSED
 from lm.kernels.qk_norm_rope import qk_norm_rope
 from lm.kernels.rms_norm import norm_linear, rms_norm
 from lm.kernels.swiglu import swiglu_linear
-from lm.model.compile import GraphedMicroBatch, compile_decoder
+from lm.model.attention_choice import FLASH, Choice, Shape, measured
+from lm.model.compile import GraphedMicroBatch, checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig
-from lm.model.decoder import Decoder, Linear, rotary_table
-from lm.model.fused import fuse
+from lm.model.decoder import Decoder, Linear, document_ids_from, rotary_table
+from lm.model.fused import WeightCopies, fuse
 from lm.runs.run import Run
 from lm.system.hardware import has_fp8
+from lm.training.checkpoint_state import FolderCheckpointIO
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product of the process
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -211,9 +213,81 @@ def replays_to_the_bit(model, mode):
         model.zero_grad()
         micro = GraphedMicroBatch(model.parameters(), step, capture)
         totals.append([*(micro(ids).clone() for ids in tokens), *(g.clone() for g in micro.gradients)])
-        assert (micro.graph is not None) == capture
+        assert bool(micro.recorded) == capture
     for usual, replayed in zip(*totals, strict=True):
         assert torch.equal(usual, replayed)
+
+
+def test_a_recorded_micro_batch_takes_any_number_of_documents(deterministic):
+    """The half-precision copies of the weights too; nothing in it waits for the device."""
+    model = built(VARIANTS["windows"])
+
+    def step(ids, limit):
+        numbers = document_ids_from(ids[:, :-1], 7)
+        with torch.autocast("cuda", torch.bfloat16):
+            total, each = model(ids[:, :-1], labels=ids[:, 1:], document_ids=numbers, max_documents=limit)
+        total.backward()
+        return each
+
+    results = []
+    for capture in (False, True):
+        model.zero_grad()
+        micro, copies = GraphedMicroBatch(model.parameters(), step, capture), WeightCopies(model, torch.bfloat16)
+        torch.manual_seed(1)
+        for number in range(8):
+            ids = torch.randint(8, 1000, (2, 257), device="cuda")
+            ids[:, 5 : 5 + number * 3] = 7
+            with copies:
+                results.append(micro(ids, 16 << number % 3))
+        results += [gradient.clone() for gradient in micro.gradients]
+        assert len(micro.recorded) == 3 * capture
+    half = len(results) // 2
+    for usual, replayed in zip(results[:half], results[half:], strict=True):
+        assert torch.equal(usual, replayed)
+
+
+@pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("mode", ["selective", "block"])
+def test_activation_checkpointing_changes_no_bit_and_takes_less_memory(mode, ops, deterministic):
+    results, peaks = [], []
+    for chosen in ("none", mode):
+        model = built(VARIANTS["windows"], ops)
+        checkpoint_activations(model, chosen)
+        gradients(model)
+        torch.cuda.reset_peak_memory_stats()
+        results.append(gradients(model))
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] < peaks[0]
+    for plain, recomputed in zip(*results, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_every_attention_kernel_that_is_measured_gives_the_same_losses(tmp_path, monkeypatch):
+    monkeypatch.setenv("LM_KERNEL_CACHE", str(tmp_path))
+    config = VARIANTS["windows"]
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    shape = Shape(2, 256, *heads, config.windows, False)
+    device = torch.device("cuda")
+    times = measured(device, torch.bfloat16, shape)
+    assert "flash" in times and list(tmp_path.iterdir())
+    expected = gradients(built(config))[0]
+    for name in (name for name in times if " " not in name):
+        model = built(config)
+        Choice(name, name if name in FLASH else "flash").apply(model)
+        got = gradients(model)[0]
+        assert (got - expected).norm() / expected.norm() < 1e-2, name
+    Choice("flash", "flash").apply(model)
+
+
+def test_a_checkpoint_is_copied_into_page_locked_memory_that_is_kept(tmp_path):
+    writer = FolderCheckpointIO()
+    weight = torch.randn(300, 200, device="cuda")
+    for _ in range(2):
+        copies = [writer._copy("optimizer", "a", weight.t())]
+        torch.cuda.synchronize()
+        assert copies[0].is_pinned() and torch.equal(copies[0], weight.t().cpu())
+        weight += 1
+    assert len(writer._pinned) == 1
 
 
 @pytest.mark.slow

@@ -13,11 +13,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
+from lm.errors import RequestError
+
 Compile = Literal["none", "inductor", "triton_free"]
 ActivationCheckpointing = Literal["none", "selective", "block"]
+SELECTIVE_FROM = "2.13"  # torch version in which the MLP of a compiled block is recomputed by itself
 
 
-def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing) -> None:
+def checkpoint_activations(
+    decoder: nn.Module, mode: ActivationCheckpointing, compile: Compile = "none"
+) -> None:  # fmt: skip
     """Recompute activations in the backward pass instead of keeping them (Chen et al., 2016, arXiv:1604.06174).
 
     Call it after `model/fused.fuse` and before `compile_decoder`. Results are the same to the bit.
@@ -26,9 +31,18 @@ def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing) ->
         decoder: has `layers`, whose `mlp` is called as a module; changed in place.
         mode: `block` keeps what goes into a block and runs its forward pass again; `selective` does so with the MLP
             alone, which keeps the most; `none` leaves the decoder as it is.
+        compile: as it will be compiled.
+
+    Raises:
+        RequestError: this torch keeps all of a compiled block that is to be recomputed in part.
     """
     if mode == "none":
         return
+    if mode == "selective" and compile != "none" and torch.__version__ < SELECTIVE_FROM:
+        raise RequestError(
+            f"model.activation_checkpointing selective with model.compile {compile} saves no memory before torch "
+            f"{SELECTIVE_FROM}, and this is {torch.__version__}: take block, or update torch"
+        )
     for layer in decoder.layers:
         part = layer if mode == "block" else layer.mlp
         part.forward = functools.partial(

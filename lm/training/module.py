@@ -131,7 +131,7 @@ class LanguageModule(LightningModule):
         log.info(
             "kernels: %s; attention: %s; compile: %s", self.kernels_taken, self.attention_kernels, self.compile_mode
         )
-        checkpoint_activations(self.decoder, self.activation_checkpointing)
+        checkpoint_activations(self.decoder, self.activation_checkpointing, self.compile_mode)
         compile_decoder(self.decoder, self.compile_mode, self.compile_whole)
         if sharded:
             self.trainer.strategy.shard(self.decoder)
