@@ -79,6 +79,7 @@ work=$(mktemp -d) && mkdir "$work/packages" || exit 1
 trap 'rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM HUP  # by way of the trap on EXIT
 export PYTHONPATH=$PWD:$work/packages${PYTHONPATH:+:$PYTHONPATH}
+export COLUMNS=160  # of the tables in the logs
 
 given=$python
 for check in 'assert torch.cuda.is_available()' ''; do
