@@ -28,7 +28,8 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # without it torchrun's restarts fai
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240   # seconds for the checkpoint, from torch 2.13 on; 30 before
 
 # One task a node: torchrun, which starts a process for each GPU, and starts all of them again when one of them dies.
-srun torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_PER_NODE##*:}" --max_restarts 3 \
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_PER_NODE##*:}" --max_restarts 3 \
     --rdzv_backend c10d --rdzv_endpoint "$first:29500" --rdzv_id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
     -m lm fit --config "$config" --ckpt_path auto "$@"
 code=$?

@@ -1,4 +1,4 @@
-"""torchrun on two machines, here two agents on loopback: ranks and machines die, leave and join, and the run goes on."""
+"""torchrun on two machines, here two agents on loopback: ranks and machines die, leave and join; the run goes on."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SETTINGS = {
     "model.decoder.dropout": 0.0, "model.optimizer.lr": 3e-3, "trainer.max_steps": STEPS, "trainer.val_interval": STEPS,
     "trainer.checkpoint_interval": 2, "data.micro_batch_size": 2,
 }  # fmt: skip
-SLOW = [{"class_path": "recorder.Recorder"}, {"class_path": "interruptions.SlowSteps", "init_args": {"seconds": 0.25}}]
+HELD = {5: "second", 8: "second", 11: "first"}  # before this step this machine waits for what is done to it
 SOON = "last_call_timeout=2,join_timeout=90,keep_alive_interval=1"  # the defaults are 30, 600 and 5 seconds
 
 
@@ -49,23 +49,14 @@ def torchrun(folder: Path, *arguments: str, log: str, **environment: str) -> sub
         )
 
 
-def agent(folder: Path, port: int, log: str) -> subprocess.Popen:
+def agent(folder: Path, port: int, log: str, machine: str) -> subprocess.Popen:
     """The command that is given on each of one or two machines; the first one's agent keeps their meeting point."""
     return torchrun(
         folder, "--nnodes", "1:2", "--nproc_per_node", str(RANKS), "--max_restarts", "3", "--rdzv_backend", "c10d",
         "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", SOON, "--local_addr", "127.0.0.1",
         "-m", "lm", "fit", "--config", "elastic.yaml", "--ckpt_path", "auto",
-        log=log, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        log=log, MACHINE=machine, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )  # fmt: skip
-
-
-def rank_of(pid: int) -> int | None:
-    """The rank of a process that torchrun started."""
-    try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)
 
 
 def final_entries(folder: Path) -> dict[int, list[dict]]:
@@ -94,34 +85,34 @@ def test_ranks_and_machines_that_die_and_join_change_no_sample(workplace):
     lm(workplace, "fit", "--config", str(write_config(workplace, "straight", **SETTINGS)))
     expected = final_entries(workplace)
     (workplace / "trace.jsonl").unlink()
-    write_config(workplace, "elastic", **SETTINGS, **{"trainer.callbacks": SLOW})
+    hold = {"class_path": "waiting.HoldMachine", "init_args": {"machines": HELD}}
+    write_config(workplace, "elastic", **SETTINGS, **{"trainer.callbacks": [{"class_path": "recorder.Recorder"}, hold]})
     run, port = Run(workplace / "checkpoints" / "elastic"), free_port()
-    agents = {"first": agent(workplace, port, "first.log")}
+    agents = {"first": agent(workplace, port, "first.log", "first")}
 
-    def wait_for_step(step: int, turn: int) -> None:
-        until = time.monotonic() + 120
-        while run.entered()[0] < turn or max(final_entries(workplace), default=0) < step:
+    def wait_for_step(step: int) -> int:
+        """The process that waits before it."""
+        held, until = workplace / f"held-{step}-0", time.monotonic() + 180
+        while not held.exists():
             logs = "".join(path.read_text() for path in workplace.glob("*.log"))
             assert time.monotonic() < until and all(each.poll() is None for each in agents.values()), logs
             time.sleep(0.05)
+        return int(held.read_text())
 
     try:
         wait_for_listener(port)
-        agents["second"] = agent(workplace, port, "second.log")
-        first = Run.next_turn(run.path.parent)
-        wait_for_step(4, turn=first)
-        before = set(processes_of(workplace))
-        os.kill(next(pid for pid in before if rank_of(pid) == 1), signal.SIGKILL)
+        agents["second"] = agent(workplace, port, "second.log", "second")
+        os.kill(wait_for_step(5), signal.SIGKILL)
 
-        wait_for_step(7, turn=first + 1)
+        wait_for_step(8)
         second = agents.pop("second")
         second.kill()
         second.wait()
 
-        wait_for_step(10, turn=first + 2)
+        wait_for_step(11)
         assert len(processes_of(workplace)) == 1 + RANKS, "ranks outlived their agent"
-        agents["second"] = agent(workplace, port, "third.log")
-        assert [each.wait(timeout=120) for each in agents.values()] == [0, 0], (workplace / "first.log").read_text()
+        agents["second"] = agent(workplace, port, "third.log", "second")
+        assert [each.wait(timeout=180) for each in agents.values()] == [0, 0], (workplace / "first.log").read_text()
     finally:
         for each in agents.values():
             each.kill()
@@ -144,12 +135,12 @@ def test_torchrun_does_not_restart_what_a_guard_stopped(workplace):
     """One start, exit code 0, status `stopped`. SLURM's variables are there as in a job, and torchrun's count."""
     stop = {"guards.alerts": {"step >= 3": "stop"}, "trainer.devices": 4, "trainer.num_nodes": 3}
     write_config(workplace, "guarded", **SETTINGS, **stop)
-    slurm = {"SLURM_NTASKS": "6", "SLURM_JOB_NAME": "lm", "SLURM_PROCID": "5", "SLURM_LOCALID": "5", "SLURM_NODEID": "2"}
+    slurm = {"SLURM_NTASKS": "6", "SLURM_JOB_NAME": "lm", "SLURM_PROCID": "5", "SLURM_LOCALID": "5"}
     started = torchrun(
         workplace, "--standalone", "--nproc_per_node", "1", "--max_restarts", "2", "-m", "lm", "fit", "--config",
         "guarded.yaml", "--ckpt_path", "auto", log="log", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **slurm,
     )  # fmt: skip
-    code, said = started.wait(timeout=120), (workplace / "log").read_text()
+    code, said = started.wait(timeout=180), (workplace / "log").read_text()
     run = Run(workplace / "checkpoints" / "guarded")
     assert code == 0 and run.status() == "stopped" and run.read("run.json")["world_size"] == 1, said
     assert said.count("lm fit: ") == 1 and said.count("run checkpoints/guarded") == 1, said
