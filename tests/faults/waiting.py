@@ -30,7 +30,8 @@ class HoldMachine(AtMicroBatches):
     """The ranks of one machine wait before an optimizer step for a signal, and leave their process id in a file.
 
     The file is `held-<step>-<local rank>`; where it is there already, the step is not waited for again. The name of a
-    machine is in the environment variable MACHINE.
+    machine is in the environment variable MACHINE. A machine that is alone waits before any step until the other comes,
+    as long as there is no file `alone`.
 
     Args:
         machines: optimizer step (1 is the first) -> machine.
@@ -42,9 +43,11 @@ class HoldMachine(AtMicroBatches):
     def before_micro_batch(self, trainer, pl_module, index):
         step = trainer.global_step + 1
         path = Path(f"held-{step}-{trainer.local_rank}")
-        if self.machines.get(step) != os.environ["MACHINE"] or path.exists():
+        alone, may_be_alone = trainer.num_nodes == 1, Path("alone").exists()
+        if self.machines.get(step) == os.environ["MACHINE"] and not path.exists() and alone == may_be_alone:
+            path.with_suffix(".tmp").write_text(str(os.getpid()))
+            path.with_suffix(".tmp").rename(path)
+        elif not alone or may_be_alone:
             return
-        path.with_suffix(".tmp").write_text(str(os.getpid()))
-        path.with_suffix(".tmp").rename(path)
         while STOP.received is None:
             time.sleep(0.05)
