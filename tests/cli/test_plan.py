@@ -72,6 +72,9 @@ def test_the_same_facts_for_programs(planned):
     assert facts["memory"]["peak"] == sum(facts["memory"][part] for part in parts)
     rate = facts["time"]["tokens_per_second"] * facts["model"]["flops_per_token"]
     assert rate == pytest.approx(0.4 * peak_flops("NVIDIA H200", "32-true"))
+    model, time = facts["model"], facts["time"]
+    more = model["flops_per_token_full_attention"] / model["flops_per_token"]
+    assert more > 1 and time["mfu_full_attention"] / time["mfu"] == pytest.approx(more)
     assert facts["disk"]["at_once"] == 3 * facts["disk"]["checkpoint"] < facts["disk"]["free"]
 
 
