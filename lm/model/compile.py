@@ -28,7 +28,7 @@ def checkpoint_activations(
     Call it after `model/fused.fuse` and before `compile_decoder`. Results are the same to the bit.
 
     Args:
-        decoder: has `layers`, whose `mlp` is called as a module; changed in place.
+        decoder: changed in place.
         mode: `block` keeps what goes into a block and runs its forward pass again; `selective` does so with the MLP
             alone, which keeps the most; `none` leaves the decoder as it is.
         compile: as it will be compiled.
@@ -44,10 +44,14 @@ def checkpoint_activations(
             f"{SELECTIVE_FROM}, and this is {torch.__version__}: take block, or update torch"
         )
     for layer in decoder.layers:
-        part = layer if mode == "block" else layer.mlp
-        part.forward = functools.partial(
-            checkpoint, part.forward, use_reentrant=False, preserve_rng_state=layer.dropout.p > 0
+        if mode == "block":
+            owner, name = layer, "forward"
+        else:
+            owner, name = (layer, "fused_mlp") if decoder.fused else (layer.mlp, "forward")
+        recomputed = functools.partial(
+            checkpoint, getattr(owner, name), use_reentrant=False, preserve_rng_state=layer.dropout.p > 0
         )  # fmt: skip
+        setattr(owner, name, recomputed)
 
 
 def compile_decoder(decoder: nn.Module, mode: Compile, whole: bool = False) -> None:

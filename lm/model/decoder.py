@@ -65,8 +65,8 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scaling is not None:
-            return linear(x, self.weight, self.scaling)
+        if self.scaling is not None or self.copy is not None:
+            return linear(x, self.weight, self.scaling, self.copy)
         return F.linear(x, self.weight.to(x.dtype))
 
 
@@ -301,7 +301,8 @@ class Decoder(nn.Module):
         return x
 
     def rotary_and_masks(
-        self, x: Tensor, document_ids: Tensor | None, continuation: Continuation | None, max_documents: int | None
+        self, x: Tensor, document_ids: Tensor | None, continuation: Continuation | None,
+        max_documents: int | None = None,
     ) -> tuple[Rotary, list[AttentionMask]]:
         """The positions of the tokens of `x` `(B, T, C)`, and each layer's attention mask."""
         if continuation is not None:

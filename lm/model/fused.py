@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lm.kernels.fp8 import Float8, quantize
-from lm.kernels.linear import linear
 from lm.kernels.operations import FusedOps
 from lm.model.attention import AttentionMask, attend
 from lm.model.decoder import IGNORED, MLP, Block, Decoder, Linear, RMSNorm, Rotary, SelfAttention
@@ -38,8 +37,7 @@ def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
     decoder.cross_entropy = MethodType(cross_entropy, decoder)
     for block in decoder.layers:
         block.forward = MethodType(block_forward, block)
-        block.self_attn.forward = MethodType(attention_forward, block.self_attn)
-        block.mlp.forward = MethodType(mlp_forward, block.mlp)
+        block.fused_mlp = MethodType(mlp_forward, block.mlp)
 
 
 def run_blocks(decoder: Decoder, branch: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
@@ -54,8 +52,8 @@ def block_forward(
     block: Block, branch: Tensor, stream: Tensor | None, rotary: Rotary, mask: AttentionMask, ops: FusedOps
 ) -> tuple[Tensor, Tensor]:
     """`Block.forward` with `branch` and `stream` apart, `(B, T, C)` each; their sum is the residual stream."""
-    branch, stream = block.self_attn(branch, stream, block.input_layernorm, rotary, mask, ops)
-    branch, stream = block.mlp(block.dropout(branch), stream, block.post_attention_layernorm, ops)
+    branch, stream = attention_forward(block.self_attn, branch, stream, block.input_layernorm, rotary, mask, ops)
+    branch, stream = block.fused_mlp(block.dropout(branch), stream, block.post_attention_layernorm, ops)
     return block.dropout(branch), stream
 
 
@@ -72,8 +70,7 @@ def attention_forward(
     # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
     q, k, v = ops.qk_norm_rope(qkv, q_weight, k_weight, *rotary, part.heads, part.kv_heads, eps)
     out = attend(q, k, v, mask, part.dropout if part.training else 0.0)  # (B, T, H, D)
-    proj = part.o_proj
-    return linear(out.flatten(2), proj.weight, proj.scaling, proj.copy), stream  # (B, T, C)
+    return part.o_proj(out.flatten(2)), stream  # (B, T, C)
 
 
 def mlp_forward(

@@ -186,7 +186,6 @@ def test_shards_of_another_tokenizer(planned, workplace):
     ({"trainer.val_interval": 500}, "advice", "trainer.val_interval 500 is more than the run's 12 steps"),
     ({"model.schedule.name": "wsd", "model.schedule.decay_steps": 11}, "error", "warm-up 2 + decay 11 steps are more"),
     ({"model.cuda_graphs": True, "trainer.devices": 2}, "error", "needs one device"),
-    ({"model.cuda_graphs": True, "model.document_mask": True}, "error", "does not go with model.document_mask"),
     ({"trainer.precision": "fp8-rowwise", "data.micro_batch_size": 1, "data.seq_len": 8}, "error", "tokens a micro-"),
     ({"trainer.precision": "fp8-rowwise", "model.decoder.intermediate_size": 72}, "error", "intermediate_size is 72"),
     ({"trainer.precision": "fp8-rowwise", "model.decoder.num_hidden_layers": 1}, "error", "leaves the last block"),

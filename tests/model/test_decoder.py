@@ -289,28 +289,31 @@ def test_the_fused_forward_pass_is_the_plain_one(config, documents):
 
 @pytest.mark.parametrize("compile", ["none", "triton_free"])
 @pytest.mark.parametrize("name", ["plain", "untied"])
-def test_copies_of_the_weights_in_half_precision_change_no_bit_and_follow_the_weights(name, compile):
-    results = []
-    for copied in (False, True):
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        model = built(VARIANTS[name], FUSED)
-        compile_decoder(model, compile)
-        copies = WeightCopies(model, torch.bfloat16) if copied else nullcontext()
-        ids, labels = batch()
-        for _ in range(2):  # optimizer steps
-            with copies:
+def test_copies_of_the_weights_in_half_precision_follow_the_weights_and_change_no_bit(name, compile):
+    """But for the gradients of attention's output matrices, which without copies are rounded to half precision."""
+    torch._dynamo.reset()
+    model = built(VARIANTS[name], FUSED)
+    compile_decoder(model, compile)
+    copies = WeightCopies(model, torch.bfloat16)
+    ids, labels = batch()
+    for _ in range(2):  # optimizer steps
+        results = []
+        for copied in (nullcontext(), copies):
+            model.zero_grad()
+            with copied:
                 for _ in range(2):  # micro-batches
                     with torch.autocast("cpu", torch.bfloat16):
                         total = model(ids, labels=labels).total
                     total.backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.sub_(parameter.grad, alpha=0.01)
-        results.append([parameter.grad for parameter in model.parameters()])
-        assert model.output_copy is None and model.layers[0].mlp.down_proj.copy is None  # outside, weights themselves
-    for plain, with_copies in zip(*results, strict=True):
-        assert plain.dtype == torch.float32 and torch.equal(plain, with_copies)
+            results.append([total, *(p.grad for n, p in model.named_parameters() if "o_proj" not in n)])
+            rounded = model.layers[0].self_attn.o_proj.weight.grad.bfloat16().float()
+            assert torch.equal(rounded, model.layers[0].self_attn.o_proj.weight.grad) == (copied is not copies)
+            assert model.output_copy is None and model.layers[0].mlp.down_proj.copy is None
+        for plain, with_copies in zip(*results, strict=True):
+            assert plain.dtype == torch.float32 and torch.equal(plain, with_copies)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.01)
 
 
 @both

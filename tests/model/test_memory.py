@@ -56,9 +56,10 @@ def kept_bytes(config, step):
         torch.utils._pytree.tree_map_only(torch.Tensor, pack, arguments)
         return checkpoint(function, *arguments, **options)
 
-    for part in model.modules():
-        if step.compile == "none" and isinstance(part.forward, functools.partial):
-            part.forward = functools.partial(keep_arguments, *part.forward.args, **part.forward.keywords)
+    for part in model.modules() if step.compile == "none" else ():
+        for name in ("forward", "fused_mlp"):
+            if isinstance(recomputed := getattr(part, name, None), functools.partial):
+                setattr(part, name, functools.partial(keep_arguments, *recomputed.args, **recomputed.keywords))
     ids, labels = torch.randint(config.vocab_size, (2, step.micro_batch_size, step.seq_len)).unbind()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), copies:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
