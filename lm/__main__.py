@@ -2,7 +2,7 @@
 
 import sys
 
-from lm.system.process import leave
+from lm.system.process import code_for_launcher, leave
 from lm.system.stop_signals import STOP
 
 
@@ -12,7 +12,7 @@ def main() -> None:
 
     code = run(sys.argv[1:])
     STOP.ignore_signals()
-    leave(code)
+    leave(code_for_launcher(code))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ class AtMicroBatches(Callback):
 class Recorder(AtMicroBatches):
     """Appends a line a micro-batch to `trace.jsonl`, on disk before anything can kill the process."""
 
+    def on_train_start(self, trainer, pl_module):
+        super().on_train_start(trainer, pl_module)
+        self.turn = trainer.run.read("run.json").get("turn") if trainer.run else None  # the session's number
+
     def after_micro_batch(self, trainer, micro_batch, found):
         entry = {
             "step": trainer.global_step + 1,
@@ -52,6 +56,8 @@ class Recorder(AtMicroBatches):
             "tokens": micro_batch.tokens.to(int).flatten().tolist(),
             "loss": (found[0] / found[1].numel()).item().hex(),
             "rank": trainer.global_rank,
+            "ranks": trainer.world_size,
+            "turn": self.turn,
         }
         name = "trace.jsonl" if trainer.world_size == 1 else f"trace-{trainer.global_rank}.jsonl"
         with open(name, "a") as file:

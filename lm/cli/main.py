@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lm import __version__
 from lm.errors import LmError, RequestError
-from lm.system.process import HarmlessFormatter, harmless
+from lm.system.process import HarmlessFormatter, harmless, rank
 from lm.system.stop_signals import STOP
 
 # name -> "module:function" and what it does
@@ -88,8 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     console.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
     console.setFormatter(HarmlessFormatter("%(message)s"))
     logging.basicConfig(handlers=[console])
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    logging.getLogger("lm").setLevel(logging.INFO if rank == "0" else logging.ERROR)
+    logging.getLogger("lm").setLevel(logging.INFO if rank() == 0 else logging.ERROR)
     name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
     try:
         if name is None:

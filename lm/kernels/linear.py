@@ -43,7 +43,8 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
         fast = a.values.dtype == E4M3
         # Not by its public name, torch.nn.functional.scaled_mm, which torch 2.11 cannot compile.
         out = torch._scaled_mm(values, b.values.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast)
-    return out.view(*a.values.shape[:-1], -1).to(dtype)
+    # The view comes last: torch 2.11 loses the gradient of a traced function that ends with a `to` without effect.
+    return out.to(dtype).view(*a.values.shape[:-1], -1)
 
 
 def weight_matrix(weight: Tensor, dtype: torch.dtype, scaling: Scaling | None, copy: Matrix | None = None) -> Matrix:

@@ -13,6 +13,7 @@ from lm.runs import registry
 from lm.runs.checkpoint import find_damage, link_to, read_progress
 from lm.runs.run import ROOT, STEP, Run
 from lm.system.files import flatten, restore_interrupted, stated_digest
+from lm.system.process import rank
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def find_checkpoint(
             raise RequestError(f"--ckpt_path {reference}: {damage}{_cure(path)}")
         run = Run(path.resolve().parent if path.is_symlink() else path.parent)
         belongs = (run.path / "run.json").exists() and (not named or run.name == name)
-        if belongs and fit:
+        if belongs and fit and rank() == 0:
             run.refuse_if_trained()
         return path.resolve(), run if belongs else None
     same = [run for run in Run.all(root) if run.name == name] if named else Run.all(root, name)
@@ -65,7 +66,7 @@ def find_checkpoint(
         return None, None
     if len(same) > 1:
         log.info("the newest of the runs %s is %s; --run takes another", ", ".join(one.name for one in same), run.name)
-    if fit:
+    if fit and rank() == 0:  # which takes the lock
         run.refuse_if_trained()
     path = _checkpoint_of(run, reference)
     if path is None and not (path := _beginning(run)) and not fit:

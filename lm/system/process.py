@@ -15,6 +15,31 @@ from typing import Any
 from weakref import WeakSet
 
 from lm import __version__
+from lm.errors import GuardStop
+
+# ---- launcher --------------------------------------------------------------------------------------------------------
+
+PARENT = os.getppid()  # the process that started this one; it may be gone by the time that this is asked
+
+
+def rank() -> int:
+    """The rank of this process in its training, before there is a process group; 0 where there is one process."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def code_for_launcher(code: int) -> int:
+    """The exit code of a process that ends with this one.
+
+    torchrun starts all ranks again, up to `--max_restarts` times, when one of them exits with another code than 0. That
+    would undo the decision of a guard, so a run that a guard stopped ends with 0 there; its status is `stopped`.
+    """
+    return 0 if under_torchrun() and code == GuardStop.exit_code else code
+
 
 # ---- exit ------------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from types import FrameType
 
 from lm.errors import Interrupted
+from lm.system.process import rank, under_torchrun
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 FINAL_WRITE_SECONDS = 2.0  # that the watchdog gives `before_exit`, which writes the run's status
@@ -34,7 +35,13 @@ class StopSignals:
         self._finished = threading.Event()  # the watchdog has nothing to wait for any more
 
     def catch(self) -> None:
-        """Install the handlers; a later call replaces handlers that other code has installed since."""
+        """Install the handlers; a later call replaces handlers that other code has installed since.
+
+        Before its first step a rank that torchrun started and that is not zero keeps the default action: torchrun ends
+        and restarts the ranks of a node together, and waits 30 s for one that does not end by itself.
+        """
+        if under_torchrun() and rank() and not self.armed:
+            return
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._handle)
@@ -78,7 +85,7 @@ class StopSignals:
                 os._exit(128 + number)
             return
         self.received = signal.Signals(number)
-        if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
+        if rank():
             return  # rank zero speaks, and the other ranks end with it
         if not self.armed:
             raise Interrupted(f"{self.received.name}: ended before the first step; the same command starts again")

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -34,7 +35,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from lm.errors import GuardStop, Interrupted, LmError, RunError
+from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
+from lm.system.process import PARENT, code_for_launcher, under_torchrun
 from lm.training.optim import parameter_names
 
 EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
@@ -71,8 +73,10 @@ class Launcher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if self.cluster_environment.creates_processes_externally:
-            _exit_with_launcher()
-            return self._follow(function, *args, **kwargs)
+            launcher = int(os.environ.get(LAUNCHER_PID, PARENT if torchrun_world() else 0))
+            if launcher:
+                exit_with(launcher)
+            return self._follow(_with_restarts(function), *args, **kwargs)
         os.environ[LAUNCHER_PID] = str(os.getpid())
         self._call_children_scripts()
         return self._lead(trainer, function, *args, **kwargs)
@@ -84,7 +88,7 @@ class Launcher(_SubprocessScriptLauncher):
         try:
             return function(*args, **kwargs)
         except (Interrupted, GuardStop) as stop:  # all ranks agreed on it
-            raise SystemExit(stop.exit_code) from stop
+            raise SystemExit(code_for_launcher(stop.exit_code)) from stop
         except Exception:
             # If rank zero has the same error, it kills this process while it waits; else this one reports it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -167,17 +171,44 @@ class Launcher(_SubprocessScriptLauncher):
                 process.wait()
 
 
-def _exit_with_launcher() -> None:
-    """End this process when the one that started it is gone, however it was killed: no orphan keeps a GPU."""
-    launcher = int(os.environ.get(LAUNCHER_PID, 0))
+def exit_with(launcher: int) -> None:
+    """End this process when the one that started it is gone, however it was killed: no orphan keeps a GPU or a lock.
+
+    Args:
+        launcher: its process id.
+    """
 
     def watch() -> NoReturn:
         while os.getppid() == launcher:
             time.sleep(1.0)
         os._exit(1)
 
-    if launcher:
-        threading.Thread(target=watch, daemon=True, name="launcher").start()
+    threading.Thread(target=watch, daemon=True, name="launcher").start()
+
+
+def torchrun_world() -> tuple[int, int] | None:
+    """Processes of a node and nodes, where torchrun started this process; else None."""
+    return (int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])) if under_torchrun() else None
+
+
+def _with_restarts(function: Callable) -> Callable:
+    """`function`, which refuses to begin where torchrun's restarts would not work.
+
+    By default its ranks find one another through a store that outlives them: after a restart they read the addresses
+    of ranks that are gone, and a machine that joins finds nothing (pytorch#135712).
+    """
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+        if under_torchrun() and restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            raise RequestError(
+                f"torchrun --max_restarts {restarts}: its restarts fail or hang as long as ranks share its store: "
+                "`export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` on every machine, and give the command again"
+            )
+        return function(*args, **kwargs)
+
+    return checked
 
 
 # ---- strategies ------------------------------------------------------------------------------------------------------

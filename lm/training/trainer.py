@@ -21,7 +21,7 @@ from lm.system.hardware import keep_freed_memory
 from lm.system.stop_signals import STOP
 from lm.system.units import Count
 from lm.training.checkpoint_state import FolderCheckpointIO
-from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy
+from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy, torchrun_world
 from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error, process_bytes
 from lm.training.precision import Float8Precision, Precision, choose_precision
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
@@ -88,8 +88,8 @@ class Trainer(lightning.Trainer):
         fp8_keep: Matrices that FP8 leaves in bf16, as patterns of their names, such as `layers.0.*` or `*.down_proj`;
             those of the last block if not given.
         accelerator: Where to train; `gpu` is CUDA or, on a Mac, MPS.
-        devices: How many devices of a node, or which.
-        num_nodes: How many nodes.
+        devices: How many devices of a node, or which. Under `torchrun` its `--nproc_per_node` counts.
+        num_nodes: How many nodes. Under `torchrun` its `--nnodes` counts.
         strategy: Over several devices: `ddp` has a whole model on each, `fsdp2` a shard. `auto` is `ddp`.
         rank_timeout: Seconds that ranks wait for one another before the run ends; longer than anything that one of
             them does alone, such as an evaluation.
@@ -162,7 +162,9 @@ class Trainer(lightning.Trainer):
         self._memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
-        if SLURMEnvironment.detect():
+        if torchrun := torchrun_world():
+            devices, num_nodes = _as_torchrun_says(torchrun, devices, num_nodes)
+        elif SLURMEnvironment.detect():
             plugins.append(SLURMEnvironment(auto_requeue=False))  # ours saves and exits 75
         chosen = choose_precision(precision, fp8_keep, accelerator)
         if isinstance(chosen, Float8Precision):
@@ -305,19 +307,35 @@ class Trainer(lightning.Trainer):
         return cursor.end * self.datamodule.seq_len if cursor else 0
 
 
+def _as_torchrun_says(
+    world: tuple[int, int], devices: int | str | list[int], num_nodes: int
+) -> tuple[int | str | list[int], int]:
+    """`devices` and `num_nodes` of the processes that torchrun started: with `--nnodes 1:2` a restart changes them."""
+    processes, nodes = world
+    given = _device_count(devices)
+    if given not in (None, processes) or num_nodes not in (1, nodes):
+        log.info("torchrun started %d nodes x %d processes: trainer.devices %s and trainer.num_nodes %d do not count",
+                 nodes, processes, devices, num_nodes)  # fmt: skip
+    return devices if given == processes else processes, nodes
+
+
+def _device_count(devices: int | str | list[int]) -> int | None:
+    """How many devices of a node are named; None: all of them."""
+    if isinstance(devices, str) and "," in devices:
+        devices = [index for index in devices.split(",") if index.strip()]
+    if isinstance(devices, list):
+        return len(devices)
+    return int(devices) if str(devices).isdigit() else None
+
+
 def _strategy(
     name: str, accelerator: str, devices: int | str | list[int], num_nodes: int, rank_timeout: float
 ) -> Strategy | str:
     on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    if isinstance(devices, str) and "," in devices:
-        devices = [index for index in devices.split(",") if index.strip()]
-    if isinstance(devices, list):
-        count = len(devices)
-    elif str(devices).isdigit():
-        count = int(devices)
-    else:
+    count = _device_count(devices)
+    if count is None:
         count = torch.cuda.device_count() if on_gpu else 1
-    if count * num_nodes == 1:
+    if count * num_nodes == 1 and not torchrun_world():
         return "auto"
     return (
         FullyShardedStrategy(count * num_nodes, rank_timeout) if name == "fsdp2" else ReplicatedStrategy(rank_timeout)

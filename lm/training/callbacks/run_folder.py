@@ -59,7 +59,13 @@ class RunFolder(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = self._claim(trainer) if trainer.is_global_zero else None
-        trainer.run = Run(trainer.strategy.broadcast(path))
+        path, resumed_from = trainer.strategy.broadcast((path, str(trainer.ckpt_path)))
+        if Path(str(trainer.ckpt_path)).name != Path(resumed_from).name:
+            raise RunError(
+                f"rank {trainer.global_rank} found checkpoint {trainer.ckpt_path} and rank zero {resumed_from}: do all "
+                f"machines see the same {Path(path).parent}? If a network disk was late, give the same command again"
+            )
+        trainer.run = Run(path)
         if trainer.is_global_zero:
             self._log = _open_log(trainer.run)
             _log_places(trainer.run)

@@ -38,12 +38,12 @@ class Interrupt(Callback, Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning registers its own handlers just before this; they would exit 0 and save nothing. Under DDP it also
         # broadcasts a flag for them every step.
-        STOP.catch()
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         waits = timedelta(seconds=trainer.rank_timeout)
         self._ranks = dist.new_group(backend="gloo", timeout=waits) if trainer.world_size > 1 else None
         alone = trainer.world_size == 1  # ranks may be waiting for one another: rank_timeout is their limit
         STOP.arm(trainer.stop_within if alone else 0.0, partial(self._end_now, trainer))
+        STOP.catch()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         without_saving = trainer.stop is not None and not trainer.checkpoint_callback.requested

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Train on two machines of a SLURM cluster, over as many jobs as it takes. Give it from a folder that all machines see:
+#
+#     sbatch configs/launch/slurm.sh pretrain-350m.yaml --data.path data/mine-32k
+#
+# Five minutes before the time limit the run takes a checkpoint and the job is put back into the queue, as it is after a
+# preemption or a failed machine; it resumes where it was. A run that finished, failed or was stopped by a guard is not
+# put back. The run is that of the config's name, so give each run a config of its own.
+#SBATCH --job-name=lm
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -uo pipefail
+
+config=$1
+shift
+run=$(basename "$config" .yaml)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
+
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # without it torchrun's restarts fail (pytorch#135712)
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240   # seconds for the checkpoint, from torch 2.13 on; 30 before
+
+# One task a node: torchrun, which starts a process for each GPU, and starts all of them again when one of them dies.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_PER_NODE##*:}" --max_restarts 3 \
+    --rdzv_backend c10d --rdzv_endpoint "$first:29500" --rdzv_id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
+    -m lm fit --config "$config" --ckpt_path auto "$@"
+code=$?
+
+# torchrun's exit code is 0 or 1; how the run ended is in its folder.
+status=$(python -c 'import sys, lm; print(lm.load_run(sys.argv[1]).status())' "$run")
+echo "run $run: $status"
+if [ "$status" = interrupted ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 75
+fi
+exit "$code"

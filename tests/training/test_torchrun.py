@@ -1,0 +1,163 @@
+"""What a rank does differently when torchrun started it, and the job files that start torchrun."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lm.cli.options import find_config, refuse_unknown_options
+from lm.errors import RequestError, RunError
+from lm.system.process import code_for_launcher
+from lm.system.stop_signals import SIGNALS, StopSignals
+from lm.training.callbacks.run_folder import RunFolder
+from lm.training.distributed import _with_restarts, torchrun_world
+from lm.training.trainer import _as_torchrun_says
+
+ROOT = Path(__file__).parents[2]
+JOBS = ROOT / "configs" / "launch"
+# Of sbatch(1), with what their values may be.
+SBATCH = {
+    "job-name": r"\w+", "nodes": r"\d+(-\d+)?", "ntasks-per-node": r"\d+", "gpus-per-node": r"(\w+:)?\d+",
+    "cpus-per-task": r"\d+", "time": r"(\d+-)?\d+(:\d\d){0,2}", "signal": r"([RB]+:)?(\w+)(@\d+)?", "requeue": "",
+    "open-mode": "append|truncate", "output": r"[\w%.-]+",
+}  # fmt: skip
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """The variables that torchrun sets for rank one of two machines with two processes each."""
+    variables = {
+        "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_nodes", "expected", "said"),
+    [("auto", 1, (2, 2), 0), (2, 2, (2, 2), 0), ([4, 5], 2, ([4, 5], 2), 0), (8, 1, (2, 2), 1), ("auto", 3, (2, 2), 1)],
+)
+def test_the_processes_that_torchrun_started_count(torchrun, caplog, devices, num_nodes, expected, said):
+    assert _as_torchrun_says(torchrun_world(), devices, num_nodes) == expected
+    assert len(caplog.records) == said
+
+
+def test_restarts_that_would_hang_are_refused_before_training(torchrun):
+    with pytest.raises(RequestError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        _with_restarts(lambda: 1)()
+    torchrun.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # as torchrun has it with that variable
+    assert _with_restarts(lambda: 1)() == 1
+    torchrun.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    torchrun.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert _with_restarts(lambda: 1)() == 1
+
+
+def test_only_a_guards_stop_ends_with_0_under_torchrun(torchrun):
+    assert [code_for_launcher(code) for code in (0, 1, 2, 3, 75)] == [0, 1, 2, 0, 75]
+    torchrun.delenv("TORCHELASTIC_RUN_ID")
+    assert code_for_launcher(3) == 3
+
+
+def test_before_the_first_step_a_signal_ends_a_rank_that_is_not_zero(torchrun):
+    """torchrun would wait half a minute for it; later it finishes the step, as every rank does."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signals = StopSignals()
+    try:
+        signals.catch()
+        assert {number: signal.getsignal(number) for number in SIGNALS} == before
+        signals.arm()
+        signals.catch()
+        assert signal.getsignal(signal.SIGTERM) == signals._handle
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_ranks_that_found_different_checkpoints_do_not_train(torchrun):
+    class Strategy:
+        broadcast = staticmethod(lambda value: ("checkpoints/one", "/disk-of-zero/checkpoints/one/step-00000004"))
+
+    class Trainer:
+        is_global_zero, global_rank, strategy, ckpt_path = False, 1, Strategy, "checkpoints/one/step-00000002"
+
+    folder = RunFolder(None, "one", "")
+    with pytest.raises(RunError, match="rank 1 found checkpoint .*step-00000002 and rank zero .*step-00000004"):
+        folder.on_fit_start(Trainer, None)
+    Trainer.ckpt_path = "/my-disk/checkpoints/one/step-00000004"
+    folder.on_fit_start(Trainer, None)
+    assert str(Trainer.run.path) == "checkpoints/one"
+
+
+# ---- job files -------------------------------------------------------------------------------------------------------
+
+
+def fit_arguments(script: str) -> list[str]:
+    """What stands after `fit` in a job file's command, without the shell's own."""
+    command = re.search(r"-m lm fit (.*?[^\\])\n", script, re.DOTALL)[1].replace('"$@"', "")
+    return command.replace("\\\n", " ").replace('"', "").split()
+
+
+def test_the_slurm_job_asks_for_what_sbatch_knows():
+    lines = re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", (JOBS / "slurm.sh").read_text(), re.MULTILINE)
+    assert len(lines) == (JOBS / "slurm.sh").read_text().count("#SBATCH") == len(dict(lines))
+    for name, value in lines:
+        assert re.fullmatch(SBATCH[name], value), (name, value)
+    assert dict(lines)["signal"].startswith("TERM@")  # torchrun passes SIGTERM on; SIGUSR1 would kill it
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "requeued"),
+    [("interrupted", 1, 75, "requeue 7"), ("finished", 0, 0, ""), ("failed", 1, 1, ""), ("stopped", 0, 0, "")],
+)
+def test_the_slurm_job_goes_back_into_the_queue_only_where_the_run_was_interrupted(
+    tmp_path, status, code, expected, requeued
+):
+    """With SLURM's two commands, and torchrun, replaced by scripts that say how they were called."""
+    run = tmp_path / "checkpoints" / "mine"
+    scripts = {
+        "scontrol": '[ "$1" = show ] && echo node-a && echo node-b || echo "$@" >> requeued',
+        "srun": 'echo "$@" > started; shift; exec "$@"',  # after its one option
+        "torchrun": f"mkdir -p {run}; echo '{{\"status\": \"{status}\"}}' > {run}/run.json; exit {code}",
+    }
+    for name, body in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    os.symlink(sys.executable, tmp_path / "python")
+    env = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "SLURM_GPUS_PER_NODE": "h100:8",
+        "SLURM_CPUS_PER_TASK": "32",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(JOBS / "slurm.sh"), "mine.yaml", "--seed_everything", "5"], cwd=tmp_path, env=env,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == expected and f"run mine: {status}" in done.stdout, done.stderr
+    assert (tmp_path / "requeued").read_text().strip() == requeued if requeued else not (tmp_path / "requeued").exists()
+    started = (tmp_path / "started").read_text()
+    assert started.startswith("--cpus-per-task=32 torchrun --nnodes 2 --nproc_per_node 8")
+    assert "--rdzv_endpoint node-a:29500" in started
+    assert started.strip().endswith("fit --config mine.yaml --ckpt_path auto --seed_everything 5")
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "skypilot.yaml"])
+def test_the_commands_of_a_job_file_are_ones_that_lm_knows(name, tmp_path):
+    text = (JOBS / name).read_text()
+    if name.endswith(".yaml"):
+        task = yaml.safe_load(text)
+        assert task["resources"]["use_spot"] and find_config(task["envs"]["CONFIG"]).exists()
+        text = task["run"]
+        assert task["file_mounts"]["/bucket"]["mode"] == "MOUNT_CACHED"
+    (tmp_path / "job.sh").write_text(text)
+    subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True)
+    arguments = fit_arguments(text)
+    refuse_unknown_options("fit", ["--config", "tiny.yaml", *arguments[2:]])
+    assert arguments[2:4] == ["--ckpt_path", "auto"]
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
