@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import nn
@@ -31,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from lm.errors import GuardStop, Interrupted, LmError, RunError
@@ -232,10 +234,20 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Shard a decoder in place: a unit a layer, and one for the rest."""
         # The losses that a decoder returns are a view; nothing changes them in place, which is what this warns of.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        mesh = self.device_mesh["data_parallel"]
+        settings = dict(mesh=self.device_mesh["data_parallel"], mp_policy=self._mixed_precision())
         for layer in decoder.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(decoder, mesh=mesh)
+            fully_shard(layer, **settings)
+        fully_shard(decoder, **settings)
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        """Where the precision is mixed, weights are gathered in half precision, and gradients added up in fp32.
+
+        Shards stay fp32. Inputs keep their precision: angles of the rotary embedding are fp32.
+        """
+        if not isinstance(self.precision_plugin, MixedPrecision):
+            return MixedPrecisionPolicy()
+        half = torch.float16 if self.precision_plugin.precision == "16-mixed" else torch.bfloat16
+        return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -11,12 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from safetensors.torch import load_file
-from trainings import PLACES, lm, make_workplace, processes_of, start, write_config
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trainings import CONFIG, PLACES, lm, make_workplace, processes_of, start, write_config
 
 from lm.errors import RunError
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
 from lm.runs.run import Run
+from lm.training.distributed import FullyShardedStrategy
 
 DIVISIONS = {
     "one": {"trainer.devices": 1, "data.micro_batch_size": 4},  # 2 micro-batches a step
@@ -146,6 +155,55 @@ def test_two_ranks_train_as_one_process(workplace, division):
     state = json.loads((workplace / "checkpoints" / division / "last" / "trainer.json").read_text())
     zero, one = (json.dumps(rank["rng"]["cpu"]) for rank in state["ranks"])
     assert zero != one  # same initial weights on every rank, and other random numbers afterwards
+
+
+class Collectives(TorchDispatchMode):
+    """Notes what ranks exchange: (name of the operation, precision)."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.seen |= {(function._opname.strip("_"), t.dtype) for t in tree_leaves(args) if isinstance(t, Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+def shard_on_a_rank(rank: int, rendezvous: str) -> None:
+    """One micro-batch forward and backward under FSDP2 in `bf16-mixed`."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    strategy = FullyShardedStrategy(2, rank_timeout=60.0)
+    strategy._device_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    decoder = Decoder(DecoderConfig(**{**CONFIG["model"]["decoder"], "vocab_size": 50, "dropout": 0.0}))
+    strategy.shard(decoder)
+    angles = []
+    decoder.layers[0].register_forward_pre_hook(lambda _, args: angles.append(args[1].cos.dtype))
+    ids = torch.randint(50, (2, 32))
+    with Collectives() as collectives, strategy.precision_plugin.forward_context():
+        decoder(ids, labels=ids).total.backward()
+    assert collectives.seen == {("allgather_base", torch.bfloat16), ("reduce_scatter_base", torch.float32)}
+    assert angles == [torch.float32]
+    assert {p.dtype for p in decoder.parameters()} == {p.grad.dtype for p in decoder.parameters()} == {torch.float32}
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_shards_are_gathered_in_half_precision_and_gradients_added_in_fp32(tmp_path):
+    torch.multiprocessing.spawn(shard_on_a_rank, (str(tmp_path / "rendezvous"),), nprocs=2)
+
+
+@pytest.mark.slow
+def test_shards_in_half_precision_train_as_one_process(workplace):
+    """As far as bf16 goes: DDP differs from one process by as much."""
+    half = {"trainer.precision": "bf16-mixed"}
+    fit(workplace, "half", "one", **half)
+    fit(workplace, "half-shards", "fsdp2-compiled", **half)
+    whole, shards = ({key: value for key, value in curves(workplace, run).items() if key[1].endswith("/loss")}
+                     for run in ("half", "half-shards"))  # fmt: skip
+    assert shards == pytest.approx(whole, rel=1e-3)
 
 
 @pytest.mark.slow
