@@ -37,6 +37,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from lm.errors import GuardStop, Interrupted, LmError, RunError
+from lm.training.muon import Muon
 from lm.training.optim import parameter_names
 
 EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
@@ -205,6 +206,11 @@ class ReplicatedStrategy(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """All of the optimizer's state on rank zero."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        return optimizer.gathered_state_dict() if isinstance(optimizer, Muon) else optimizer.state_dict()
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
