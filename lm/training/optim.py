@@ -75,7 +75,7 @@ class OptimizerConfig:
     @property
     def state(self) -> OptimizerState:
         """How many values it keeps for each parameter."""
-        return OptimizerState(hidden=len(MUON_SLOTS)) if self.name == "muon" else OptimizerState()
+        return OptimizerState(hidden=len(MUON_SLOTS), divided=True) if self.name == "muon" else OptimizerState()
 
     def __post_init__(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
