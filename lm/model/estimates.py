@@ -79,6 +79,7 @@ class Step:
         cuda_graphs: as `model.cuda_graphs`.
         world_size: devices; with `sharded`, each holds a part of weights, gradients and optimizer state.
         sharded: FSDP2.
+        gathered: with `sharded`, blocks whose whole weights are there at once.
         checkpointing: as `model.activation_checkpointing`.
     """
 
@@ -92,6 +93,7 @@ class Step:
     world_size: int = 1
     sharded: bool = False
     checkpointing: str = "none"
+    gathered: int = 2
 
     @property
     def tokens(self) -> int:
@@ -217,13 +219,14 @@ def casts(config: DecoderConfig, step: Step) -> int:
     """Bytes of half-precision copies of fp32 weights, and of the output matrix's gradient where it waits in fp32.
 
     By kernels the copies last a whole optimizer step. Otherwise a forward pass keeps its own, but for those of what is
-    computed again. With FSDP2 they are what is gathered: the tables while a micro-batch lasts, of the blocks the one
-    that is computed and the next.
+    computed again. With FSDP2 they are what is gathered: the tables while a micro-batch lasts, and `step.gathered`
+    blocks.
     """
     counts = parameters(config)
     table = config.vocab_size * config.hidden_size
     if step.sharded:
-        blocks = (counts["attention"] + counts["mlp"]) * min(2, config.num_hidden_layers) // config.num_hidden_layers
+        layers = config.num_hidden_layers
+        blocks = (counts["attention"] + counts["mlp"]) * min(step.gathered, layers) // layers
         gathered = counts["embedding"] + counts["lm_head"] + blocks
         return step.item * gathered + (4 * table if step.kernels else 0)
     copied = table + counts["attention"] + counts["mlp"]
