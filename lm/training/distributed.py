@@ -26,7 +26,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
@@ -279,7 +280,7 @@ class ReplicatedStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         super().configure_ddp()
         if self.options.reduce_dtype == "bf16":
-            self.model.register_comm_hook(None, bf16_compress_hook)
+            self.model.register_comm_hook(None, _add_in_bf16)
 
     def on_train_start(self) -> None:
         _set_rank_timeout(self.rank_timeout)
@@ -291,6 +292,11 @@ class ReplicatedStrategy(DDPStrategy):
         """All of the optimizer's state on rank zero."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         return optimizer.gathered_state_dict() if isinstance(optimizer, Muon) else optimizer.state_dict()
+
+
+def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """torch's hook, which DDP refuses by its name where ranks exchange over gloo, though gloo can."""
+    return bf16_compress_hook(None, bucket)
 
 
 class FullyShardedStrategy(ModelParallelStrategy):

@@ -142,7 +142,7 @@ class LanguageModule(LightningModule):
 
         The gradient is that of the mean loss over all targets that count, of all micro-batches and all ranks. A step
         whose loss or gradient is not finite changes no weight, on any rank. The host does not wait for the device
-        here, but for document masks on a GPU, and for optimizers that read `skip` on the host.
+        here, but for document masks on a GPU, and for optimizers that are not fused (on a Mac).
 
         Returns:
             The mean loss of this rank's targets in nats, a scalar.

@@ -14,9 +14,11 @@ from test_distributed import DIVISIONS, TOLERANCE, curves
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainings import lm, losses, make_workplace, write_config
 
 from lm.training.muon import COEFFICIENTS, ROUNDS, Muon, assign_owners, orthogonalize
+from lm.training.optim import AdamW
 
 ALIKE = dict(lr=0.02, weight_decay=0.1)
 SETTINGS = dict(**ALIKE, betas=(0.9, 0.95), eps=1e-8, momentum=0.95)
@@ -117,6 +119,35 @@ def test_parts_of_a_fused_matrix_move_as_if_they_were_apart():
         other.step()
     for i, p in enumerate(fused):
         torch.testing.assert_close(p.data, torch.cat([part.data for part in apart[3 * i : 3 * i + 3]]))
+
+
+class NoWait(TorchDispatchMode):
+    """Refuses to bring a value to the host."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default, "the host waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [Muon, AdamW])
+def test_a_skipped_step_changes_nothing_and_the_host_does_not_wait(make):
+    ours = parameters((24, 16), (16,))
+    settings = {name: value for name, value in SETTINGS.items() if make is Muon or name != "momentum"}
+    groups = [{"params": ours[:1], "rows": (24,)}, {"params": ours[1:], "rows": None}]
+    optimizer = make(groups, **settings, **({"fused": True} if make is AdamW else {}))
+    gradients(ours, 1)
+    optimizer.step()
+    before = deepcopy(([p.detach() for p in ours], optimizer.state_dict()["state"]))
+    for p in ours:
+        p.grad[:] = torch.nan
+    optimizer.skip = torch.tensor(True)
+    with NoWait():
+        optimizer.step()
+    torch.testing.assert_close(([p.detach() for p in ours], optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+    gradients(ours, 2)
+    optimizer.skip = torch.tensor(False)
+    optimizer.step()
+    assert all((p != old).any() for p, old in zip(ours, before[0], strict=True))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -297,6 +328,13 @@ def steps_of_a_rank(rank: int, world: int, rendezvous: str, weights, state) -> N
         group["params"] = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in group["params"]]
     optimizer, shards = take_steps(groups, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
     torch.testing.assert_close([p.full_tensor().detach() for p in shards], weights, rtol=0, atol=1e-6)
+    adamw = AdamW(shards, lr=1.0, fused=True)
+    for adamw.skip in (torch.tensor(True), torch.tensor(False)):
+        before = [p.full_tensor().detach() for p in shards]
+        with NoWait():
+            adamw.step()
+        equal = [torch.equal(p.full_tensor(), old) for p, old in zip(shards, before, strict=True)]
+        assert all(equal) if adamw.skip else not any(equal)
     for p in shards[: 3 * COPIES]:
         assert optimizer.state[p]["momentum_buffer"].to_local().shape == p.to_local().shape
     dist.barrier()  # nobody leaves while another still listens
