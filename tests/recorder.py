@@ -1,4 +1,4 @@
-"""Test equipment that a config names: writes down what a training saw, and kills it where it is told to."""
+"""Test equipment that a config names: writes down what a training saw, and kills it at a given moment."""
 
 import json
 import os

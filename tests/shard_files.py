@@ -51,9 +51,11 @@ def write_manifest(folder: Path, split: str = "train", vocab_size: int = 1000, t
         footer = pq.read_metadata(path)
         counts = [footer.row_group(group).column(0).num_values for group in range(footer.num_row_groups)]
         shards.append({"file": f"{split}/{path.name}", "size": path.stat().st_size, "row_groups": counts})
+    tokens = sum(sum(shard["row_groups"]) for shard in shards)
     manifest = {
         "layout": 1, "column": COLUMN, "dtype": "uint16", "tokenizer": tokenizer, "vocab_size": vocab_size, "eos_id": 0,
-        "splits": {split: {"documents": 1, "tokens": 1, "bytes": 1, "shards": shards}}, "sources": [], "options": {},
+        "splits": {split: {"documents": 1, "tokens": tokens, "bytes": 1, "shards": shards}},
+        "sources": [], "options": {},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return manifest

@@ -58,7 +58,7 @@ def imports(path: Path) -> set[str]:
     return {name for name in found if name in FILES and name != "lm"}
 
 
-def test_the_rooms_are_these():
+def test_the_packages_are_these():
     at_root = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert at_root == {name.partition(".")[0] for name in ROOMS} | {"__init__"}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from forked import CAN_FORK, Fork
 
 # The test equipment, and lm, which may not be installed and is there all the same.
 HERE = Path(__file__).parent
@@ -66,9 +67,15 @@ def write_config(folder: Path, name: str = "small", **changes: Any) -> Path:
     return path
 
 
-def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen:
-    """`python -m lm ...` in a folder, with the test equipment importable and one thread."""
+def start(folder: Path, *arguments: str, fresh: bool = False, **environment: str) -> subprocess.Popen | Fork:
+    """`python -m lm ...` in a folder, with the test equipment importable and one thread.
+
+    Args:
+        fresh: in a process that has imported nothing before, as it is where `environment` is given.
+    """
     env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1", **environment}
+    if CAN_FORK and not fresh and not environment:
+        return Fork(arguments, folder, env)
     return subprocess.Popen(
         [sys.executable, "-m", "lm", *arguments], cwd=folder, env=env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -34,7 +34,7 @@ from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError
 from lm.kernels.operations import choose_kernels
-from lm.model.estimates import Step, parameters, training_memory
+from lm.model.estimates import Step, describe_mfu, flops_per_token, parameters, training_memory
 from lm.system.files import write_atomically
 from lm.system.hardware import device_name, peak_flops
 from lm.system.process import run_facts, seconds_since_process_start
@@ -47,11 +47,14 @@ from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 WARMUP = 5  # optimizer steps: more than the micro-batches after which a CUDA graph is recorded
-CHECKPOINTS = 3
 FORMULAS = {
     "mfu": "flops_per_token x tokens_per_second / dense peak of the device in this precision",
+    "mfu_full_attention": "the same with flops_per_token_full_attention, as nanochat and the PaLM paper count",
     "flops_per_token": "6 x parameters without input embedding + 12 x heads x head_dim x mean attended length, summed "
     "over the layers",
+    "flops_per_token_full_attention": "the same with the whole sequence or window in place of the attended length",
+    "optimizer.ms_per_step": "median over the timed steps of the time inside the optimizer's step(), on the device",
+    "optimizer.share": "optimizer.ms_per_step / ms_per_step",
     "checkpoint.stall_share": "stall_ms / (interval_steps x ms_per_step)",
     "first_step_s": "from the start of the process to the end of the first optimizer step",
     "first_step.warm_up_s": "the first step less a later one: compiling, loading kernels, first allocations",
@@ -64,17 +67,19 @@ class BenchOptions:
 
     Args:
         steps: Optimizer steps that are timed, in stretches of trainer.log_interval steps.
+        checkpoints: Checkpoints that are timed after them; 0 for none.
         json: Print one JSON object instead of lines.
         output: File to write the JSON object to.
     """
 
     steps: Count = Count(50)
+    checkpoints: int = 3
     json: bool = False
     output: Path | None = None
 
 
 def step(arguments: list[str]) -> None:
-    """Time a training step: `lm bench step --config X [--steps N] [--json] [--output FILE]`.
+    """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`.
 
     Args:
         arguments: what stands after `lm bench step`.
@@ -86,8 +91,10 @@ def step(arguments: list[str]) -> None:
     config = config_parser("lm bench step", BenchOptions).read(arguments)
     if config.steps < 1:
         raise RequestError(f"--steps {config.steps} must be at least 1")
+    if config.checkpoints < 0:
+        raise RequestError(f"--checkpoints {config.checkpoints} must be at least 0")
     stretch = min(config.steps, config.trainer.log_interval)
-    timer = StepTimer(warmup=WARMUP, stretch=stretch, rounds=config.steps // stretch, checkpoints=CHECKPOINTS)
+    timer = StepTimer(warmup=WARMUP, stretch=stretch, rounds=config.steps // stretch, checkpoints=config.checkpoints)
     # The checkpoints that the timer takes are the only ones.
     trainer = fit_briefly(config, timer.steps, [timer], checkpoint_interval=timer.steps + 1)
     found = report(config, timer, trainer)
@@ -194,7 +201,7 @@ def write_random_data(folder: Path, vocab_size: int, data: Namespace) -> None:
     shard = {"file": "train/00000.parquet", "size": writer.close(), "row_groups": writer.row_groups}
     manifest = {
         "layout": LAYOUT, "column": COLUMN, "tokenizer": tokenizer.sha256, "vocab_size": vocab_size,
-        "splits": {"train": {"shards": [shard]}},
+        "splits": {"train": {"tokens": count, "shards": [shard]}},
     }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
@@ -269,6 +276,24 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def timestamp(device: torch.device) -> Any:
+    """A moment: an event in the queue of a CUDA device, which nothing waits for; else seconds, the device caught up."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    synchronize(device)
+    return time.perf_counter()
+
+
+def seconds_between(begun: Any, ended: Any) -> float:
+    """The time from one `timestamp` to a later one; waits for the device."""
+    if isinstance(begun, float):
+        return ended - begun
+    ended.synchronize()
+    return begun.elapsed_time(ended) / 1e3
+
+
 def peak_memory(device: torch.device) -> int | None:
     """Most bytes that tensors have held on a GPU so far, or this process in main memory; None on other devices."""
     if device.type == "cuda":
@@ -295,11 +320,12 @@ class StepTimer(Callback):
 
     Attributes:
         stretches: their times.
+        optimizer_steps: seconds that the optimizer's `step` took in each timed step.
         savings: of each checkpoint the seconds that training waits, and those until it is whole on the disk.
         first_step: seconds of the first optimizer step, with all that is compiled and loaded in it.
         first_step_age: seconds from the start of the process to the end of that step.
         peak_bytes: most memory in use when the warm-up was over; None where it is not known.
-        checkpoint_bytes: of the last checkpoint.
+        checkpoint_bytes: of the last checkpoint, if there is one.
     """
 
     def __init__(self, *, warmup: int, stretch: int, rounds: int, checkpoints: int) -> None:
@@ -307,11 +333,17 @@ class StepTimer(Callback):
         self.measured = warmup + rounds * stretch
         self.steps = self.measured + checkpoints
         self.stretches: list[Stretch] = []
+        self.optimizer_steps: list[float] = []
         self.savings: list[tuple[float, float]] = []
         self.first_step = self.first_step_age = 0.0
         self.peak_bytes: int | None = None
+        self._optimizer_spans: list[tuple[Any, Any]] = []  # timestamps before and after, since the last stretch
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        optimizer, begun = pl_module.optimizers().optimizer, []  # torch's, inside Lightning's
+        optimizer.register_step_pre_hook(lambda *_: begun.append(timestamp(pl_module.device)))
+        optimizer.register_step_post_hook(
+            lambda *_: self._optimizer_spans.append((begun.pop(), timestamp(pl_module.device))))  # fmt: skip
         self._clock = Clock(pl_module.device)
 
     def on_train_batch_end(
@@ -326,8 +358,10 @@ class StepTimer(Callback):
             return
         if self.warmup < step <= self.measured:
             self.stretches.append(self._clock.read())
+            self.optimizer_steps += [seconds_between(*span) for span in self._optimizer_spans]
         with not_training(trainer):  # so that the log lines stay true
             self.between_stretches(trainer, pl_module, step)
+        self._optimizer_spans.clear()
         self._clock = Clock(pl_module.device)
 
     def between_stretches(self, trainer: Trainer, module: LanguageModule, step: int) -> None:
@@ -340,6 +374,9 @@ class StepTimer(Callback):
             self.savings.append((stall, clock.read().seconds))
             self.checkpoint_bytes = folder_bytes(trainer.run.checkpoint("last"))
 
+    def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        trainer.checkpoint_callback.saved_step = trainer.global_step  # no other checkpoint than those that are timed
+
 
 # ---- report ----------------------------------------------------------------------------------------------------------
 
@@ -351,11 +388,11 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
     peak = peak_flops(facts["device"], trainer.peak_precision)
     ms_per_step = statistics.median(stretch.seconds for stretch in timer.stretches) / timer.stretch * 1e3
     rate = steps.tokens_per_step / ms_per_step * 1e3
-    stall, total = (statistics.median(seconds) * 1e3 for seconds in zip(*timer.savings, strict=True))
-    interval = config.trainer.checkpoint_interval
+    flops = {full: flops_per_token(module.config, steps.seq_len, full_attention=full) for full in (False, True)}
+    optimizer_ms = statistics.median(timer.optimizer_steps) * 1e3
     predicted = Step(  # as `lm plan` does; on a CPU the process itself comes on top
         steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
-        module.compile_mode, steps.accumulate, module.cuda_graphs,
+        module.compile_mode, steps.accumulate, module.cuda_graphs, checkpointing=module.activation_checkpointing,
     )  # fmt: skip
     return {
         **facts,
@@ -365,21 +402,32 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
         "ms_per_micro_batch": ms_per_step / steps.accumulate,
         "cpu_ms_per_step": statistics.median(one.cpu_seconds for one in timer.stretches) / timer.stretch * 1e3,
         "tokens_per_second": rate,
-        "mfu": rate * module.flops_per_token / peak if peak else None,
+        "mfu": rate * flops[False] / peak if peak else None,
+        "mfu_full_attention": rate * flops[True] / peak if peak else None,
+        "optimizer": {"ms_per_step": optimizer_ms, "share": optimizer_ms / ms_per_step},
         "first_step_s": timer.first_step_age,
         "first_step": {"step_s": timer.first_step, "warm_up_s": timer.first_step - ms_per_step / 1e3},
         "peak_memory_bytes": timer.peak_bytes,
         "predicted_memory_bytes": training_memory(module.config, predicted, module.optimizer_config.state)["peak"],
-        "checkpoint": {
-            "stall_ms": stall,
-            "total_ms": total,
-            "bytes": timer.checkpoint_bytes,
-            "interval_steps": interval,
-            "stall_share": stall / (interval * ms_per_step),
-        },
-        "flops_per_token": module.flops_per_token,
+        "checkpoint": checkpoint_cost(timer, config.trainer.checkpoint_interval, ms_per_step),
+        "flops_per_token": flops[False],
+        "flops_per_token_full_attention": flops[True],
         "formulas": FORMULAS,
-    }  # fmt: skip
+    }
+
+
+def checkpoint_cost(timer: StepTimer, interval: int, ms_per_step: float) -> dict[str, Any] | None:
+    """What a checkpoint every `interval` steps costs; None if none was timed."""
+    if not timer.savings:
+        return None
+    stall, total = (statistics.median(seconds) * 1e3 for seconds in zip(*timer.savings, strict=True))
+    return {
+        "stall_ms": stall,
+        "total_ms": total,
+        "bytes": timer.checkpoint_bytes,
+        "interval_steps": interval,
+        "stall_share": stall / (interval * ms_per_step),
+    }
 
 
 def show_times(found: dict[str, Any]) -> None:
@@ -387,17 +435,21 @@ def show_times(found: dict[str, Any]) -> None:
     console = Console(highlight=False)
     print_heading(console, found)
     first, checkpoint, memory = found["first_step"], found["checkpoint"], found["peak_memory_bytes"]
-    mfu = "unknown" if found["mfu"] is None else f"{found['mfu']:.1%}"
     console.print(
         f"a step: {found['ms_per_step']:.2f} ms, {found['ms_per_micro_batch']:.2f} ms a micro-batch; "
-        f"{format_count(found['tokens_per_second'])} tokens/s, MFU {mfu}"
+        f"{format_count(found['tokens_per_second'])} tokens/s"
     )
+    console.print(f"MFU: {describe_mfu(found['mfu'], found['mfu_full_attention'])}")
+    optimizer = found["optimizer"]
+    console.print(f"the optimizer: {optimizer['ms_per_step']:.2f} ms, {optimizer['share']:.1%} of a step")
     console.print(
         f"first step: {found['first_step_s']:.1f} s after the start of the process; it took {first['step_s']:.2f} s, "
         f"{first['warm_up_s']:.2f} s more than a later one"
     )
     measured = "unknown" if memory is None else format_bytes(memory)
     console.print(f"peak memory: {measured}; `lm plan` expects {format_bytes(found['predicted_memory_bytes'])}")
+    if checkpoint is None:
+        return
     console.print(
         f"a checkpoint of {format_bytes(checkpoint['bytes'])}: training waits {checkpoint['stall_ms']:.1f} ms "
         f"({checkpoint['stall_share']:.2%} of the time, every {checkpoint['interval_steps']} steps); on the disk after "

@@ -20,7 +20,15 @@ from lm.data.prepare import LEARNED
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError
 from lm.model.config import DecoderConfig
-from lm.model.estimates import Step, checkpoint_bytes, flops_per_token, largest_micro_batch, parameters, training_memory
+from lm.model.estimates import (
+    Step,
+    checkpoint_bytes,
+    describe_mfu,
+    flops_per_token,
+    largest_micro_batch,
+    parameters,
+    training_memory,
+)
 from lm.system.files import disk_space
 from lm.system.hardware import Device, find_device, peak_flops
 from lm.system.units import format_bytes, format_count, format_duration, plural
@@ -105,8 +113,8 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
         steps.micro_batch_size, steps.seq_len, precision, kernels, model.compile, steps.accumulate, model.cuda_graphs,
         # With HSDP a model is divided over the devices of a node.
         steps.world_size // (config.trainer.num_nodes if config.trainer.strategy == "hsdp" else 1),
-        config.trainer.strategy in ("fsdp2", "hsdp") and steps.world_size > 1,
-        gathered=options.gathered_blocks(model.decoder.num_hidden_layers),
+        config.trainer.strategy in ("fsdp2", "hsdp") and steps.world_size > 1, model.activation_checkpointing,
+        options.gathered_blocks(model.decoder.num_hidden_layers),
     )  # fmt: skip
 
 
@@ -123,15 +131,16 @@ def memory_facts(decoder: DecoderConfig, step: Step, optimizer: OptimizerConfig,
 
 
 def time_facts(
-    steps: dict[str, Any], flops: float, device: Device, precision: str, mfu: float | None, bench: Path | None,
-    model_parameters: int, usd_per_hour: float | None,
+    steps: dict[str, Any], model: dict[str, Any], device: Device, precision: str, mfu: float | None,
+    bench: Path | None, usd_per_hour: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """How long the steps take and what that costs; `seconds` is None where nothing says how fast the device is.
 
     Raises:
         RequestError: the bench file is of another model.
     """
-    peak = peak_flops(device.name, precision)
+    peak, flops = peak_flops(device.name, precision), model["flops_per_token"]
+    model_parameters = model["parameters"]["total"]
     if bench is not None:
         rate, basis = measured_rate(bench, model_parameters, steps["seq_len"])
     elif peak is not None and mfu:
@@ -147,9 +156,10 @@ def time_facts(
         return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give --bench FILE"}
     rate *= steps["world_size"]
     seconds = steps["tokens"] / rate
+    used = rate * flops / (peak * steps["world_size"]) if peak else None
     return {
-        "seconds": seconds, "tokens_per_second": rate, "basis": basis,
-        "mfu": rate * flops / (peak * steps["world_size"]) if peak else None,
+        "seconds": seconds, "tokens_per_second": rate, "basis": basis, "mfu": used,
+        "mfu_full_attention": used and used * model["flops_per_token_full_attention"] / flops,
         "usd": None if usd_per_hour is None else seconds / 3600 * usd_per_hour,
     }  # fmt: skip
 
@@ -186,7 +196,7 @@ class PlanOptions:
     Args:
         strict: Check the schema and the algebra alone: no data, no device.
         device: What to plan for: h200, a100, 4090, ..., cpu, or auto.
-        mfu: Share of the device's peak to reckon with.
+        mfu: Share of the device's peak to reckon with, causal attention counted as attended.
         bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
         rate_usd_per_hr: Price of the machine.
         fit: Print the largest micro-batch that fits, and nothing else.
@@ -257,8 +267,9 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     """The facts of a config, as far as they can be known, and the findings on it."""
     found: dict[str, Any] = {"config": config.run or config_name(config)}
     noted: list[Finding] = []
-    cpu = config.device == "auto" and config.trainer.accelerator == "cpu"
-    device, here = (Device("", None, None), 1) if config.strict else find_device("cpu" if cpu else config.device)
+    wanted = config.device or "auto"
+    cpu = wanted == "auto" and config.trainer.accelerator == "cpu"
+    device, here = (Device("", None, None), 1) if config.strict else find_device("cpu" if cpu else wanted)
     try:
         refuse_what_a_fit_would(config)
         world_size = ranks(config.trainer.devices, here) * config.trainer.num_nodes
@@ -296,6 +307,7 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
         return found, noted
     found["model"] = {
         "parameters": parameters(decoder), "flops_per_token": flops_per_token(decoder, config.data.seq_len),
+        "flops_per_token_full_attention": flops_per_token(decoder, config.data.seq_len, full_attention=True),
         "tied": decoder.tie_word_embeddings, "vocab_size": decoder.vocab_size,
     }  # fmt: skip
     noted += findings.of_model(found["model"], found["steps"])
@@ -306,9 +318,9 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
     found["memory"] = memory_facts(decoder, step, config.model.optimizer, device)
     found["time"] = time_facts(
-        found["steps"], found["model"]["flops_per_token"], device,
+        found["steps"], found["model"], device,
         multiplication_precision(precision, config.trainer.matmul_precision), config.mfu, config.bench,
-        found["model"]["parameters"]["total"], config.rate_usd_per_hr,
+        config.rate_usd_per_hr,
     )  # fmt: skip
     one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
     space = disk_space(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)
@@ -431,7 +443,11 @@ def _time_lines(found: dict[str, Any]) -> list[str]:
         return [f"unknown: {time['basis']}"]
     cost = "" if time["usd"] is None else f", {time['usd']:,.2f} USD"
     rate = format_count(time["tokens_per_second"])
-    return [f"{format_duration(time['seconds'])} at {rate} tokens/s{cost} ({time['basis']})"]
+    mfu = describe_mfu(time["mfu"], time["mfu_full_attention"])
+    return [
+        f"{format_duration(time['seconds'])} at {rate} tokens/s{cost} ({time['basis']})",
+        *([f"MFU {mfu}"] if time["mfu"] else []),
+    ]
 
 
 def _disk_lines(found: dict[str, Any]) -> list[str]:

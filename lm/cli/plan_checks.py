@@ -10,6 +10,7 @@ from jsonargparse import Namespace
 
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
+from lm.model.config import DecoderConfig
 from lm.system.files import DiskSpace
 from lm.system.hardware import Device
 from lm.system.units import format_bytes, format_count
@@ -22,6 +23,7 @@ MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennig
 FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
 NEARLY_FULL = 0.92  # of the device's memory
 HALF_EMPTY = 0.45
+CUDNN_GAIN = 1.7  # over flash attention 2 on Hopper, 1.7 to 2.3 times (transformers issue 48163)
 LONG_VALIDATION = 0.1  # share of the time
 FP8_FROM = (8, 9)  # compute capability
 ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's matrix units
@@ -52,9 +54,6 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     if config.model.decoder.tie_word_embeddings and config.model.optimizer.groups.output != GroupConfig():
         yield Finding("error", "model.optimizer.groups.output: the output matrix of this model is its embedding",
                       "set model.optimizer.groups.embedding")
-    if config.model.cuda_graphs and config.model.document_mask:
-        yield Finding("error", "model.cuda_graphs does not go with model.document_mask: how many documents there are "
-                      "differs from batch to batch", "turn one of them off")  # fmt: skip
     if config.model.cuda_graphs and config.data.on_bad_shard == "skip":
         yield Finding("error", "model.cuda_graphs does not go with data.on_bad_shard skip: what is skipped differs "
                       "from batch to batch", "set data.on_bad_shard to raise")  # fmt: skip
@@ -166,22 +165,43 @@ def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], de
         yield Finding("error", f"{device.name} has no FP8 arithmetic", "--trainer.precision bf16-mixed")
     if precision.startswith("bf16") and device.capability is not None and device.capability < (8, 0):
         yield Finding("warning", f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
+    yield from _of_windows(steps, device, config.model.decoder, config.model.document_mask)
     if config.model.cuda_graphs and device.capability is None:
         yield Finding("error", f"model.cuda_graphs needs a CUDA device, and this is {device.name}", "turn it off")
     if memory["device"] is None:
         yield Finding("warning", f"how much memory {device.name} has is not known", "name one with --device")
     else:
-        yield from _of_memory(memory, steps, device)
+        yield from _of_memory(memory, steps, device, config)
     if not disk.suffices:
         yield Finding("error", str(disk), "free some, or set trainer.default_root_dir to another disk")
 
 
-def _of_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device) -> Iterator[Finding]:
+def _of_windows(
+    steps: dict[str, Any], device: Device, decoder: DecoderConfig, documents: bool
+) -> Iterator[Finding]:  # fmt: skip
+    """On Hopper cuDNN's attention, which takes no windows, may do all tokens faster than flash attention a window."""
+    length = steps["seq_len"]
+    narrow = sorted({window for window in decoder.windows if window is not None and window < length})
+    if documents or not narrow or device.capability is None or device.capability[0] != 9:
+        return
+    window = narrow[-1]
+    share = (window - window * (window - 1) / (2 * length)) / ((length + 1) / 2)  # of the pairs of tokens
+    if share > 1 / CUDNN_GAIN:
+        yield Finding("advice", f"layers with a window of {window:,} do {share:.0%} of the work of full attention, "
+                      f"by a kernel that is {CUDNN_GAIN} times slower on {device.name}: they may cost time",
+                      "try model.decoder.window_pattern L with `lm bench step`")  # fmt: skip
+
+
+def _of_memory(
+    memory: dict[str, Any], steps: dict[str, Any], device: Device, config: Namespace
+) -> Iterator[Finding]:  # fmt: skip
     share, best, asked = memory["total"] / memory["device"], memory["largest_micro_batch"], steps["micro_batch_size"]
     need = f"{format_bytes(memory['total'])} of {device.name}'s {format_bytes(memory['device'])}"
+    block = config.model.activation_checkpointing == "block"
+    recompute = "" if block else "--model.activation_checkpointing block, or "
     if share > 1 and best is None:
         yield Finding("error", f"a step takes {need}, and even one sample at a time does not fit",
-                      "take a smaller model or context, or shard it with trainer.strategy fsdp2")
+                      f"{recompute}take a smaller model or context, or shard it with trainer.strategy fsdp2")
     elif share > 1:
         yield Finding("error", f"a step takes {need}",
                       f"--data.micro_batch_size {best}: the largest that fits, and the run stays the same")  # fmt: skip

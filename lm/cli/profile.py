@@ -1,7 +1,8 @@
 """`lm profile`: where the time of a training step goes.
 
 `Parts` follows Lightning's spans through a fit of `cli/bench` and gives each moment to one part of the step. `Trace`
-traces a few more steps with torch's profiler.
+traces a few more steps with torch's profiler. On a GPU the parts are NVTX ranges too, for NVIDIA's own tools:
+`nsys profile --trace cuda,nvtx python -m lm profile --config X`.
 """
 
 import json
@@ -9,7 +10,8 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,7 +153,7 @@ class Parts(Profiler):
         self.steps: list[dict[str, float]] = []
         self.tracing = False
         self._at_step = at_step
-        self._spans: list[tuple[str, record_function | None]] = []  # those that are open, outermost first
+        self._spans: list[tuple[str, AbstractContextManager | None]] = []  # those that are open, outermost first
         self._now = "rest"
         self._since = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
@@ -176,8 +178,8 @@ class Parts(Profiler):
             self._end_step()
         part = self._part(action_name, hook)
         mark = None
-        if self.tracing and part != self._now:
-            mark = record_function(RANGE + part)
+        if part != self._now:
+            mark = named_range(RANGE + part, self.tracing, self._trainer.strategy.root_device)
             mark.__enter__()
         self._spans.append((part, mark))
         self._enter(part)
@@ -216,6 +218,18 @@ class Parts(Profiler):
         self._seconds.clear()
         self._at_step(len(self.steps))
         self._since = time.perf_counter()
+
+
+@contextmanager
+def named_range(name: str, tracing: bool, device: torch.device) -> Iterator[None]:
+    """A range of this name in the trace of torch's profiler, if it runs, and in NVIDIA's tools on a CUDA device."""
+    with ExitStack() as marks:
+        if tracing:
+            marks.enter_context(record_function(name))
+        if device.type == "cuda":
+            torch.cuda.nvtx.range_push(name)
+            marks.callback(torch.cuda.nvtx.range_pop)
+        yield
 
 
 class Trace:

@@ -22,6 +22,8 @@ from rich.text import Text
 from safetensors import SafetensorError, safe_open
 
 from lm.errors import LmError, RequestError
+from lm.model.config import DecoderConfig
+from lm.model.estimates import describe_mfu, flops_per_token
 from lm.runs import registry
 from lm.runs.evaluations import describe_evaluation, merge_evaluations
 from lm.runs.history import read_samples
@@ -245,6 +247,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         "curves": {name: curve for name in ("train/loss", "val/loss", "val/bpb", "optim/grad_norm",
                                             "perf/tokens_per_second", "perf/mfu")
                    if (curve := summarize(metrics, name))},
+        "mfu_full_attention_ratio": full_attention_ratio(config),
         "checkpoints": [
             {"step": step, "path": str(path), "bytes": folder_bytes(path), "best": path == best, "last": path == last}
             for step, path in steps.items()
@@ -259,6 +262,16 @@ def describe_run(run: Run) -> dict[str, Any]:
         "samples": [sample for sample in samples if sample["step"] == samples[-1]["step"]],
         "next": next_command(run, status),
     }  # fmt: skip
+
+
+def full_attention_ratio(config: dict[str, Any]) -> float | None:
+    """How many times as high MFU is where attention counts by its full length; None: the config does not say it."""
+    try:
+        decoder = DecoderConfig(**config["model"]["decoder"])
+        seq_len = config["data"]["seq_len"] or decoder.max_position_embeddings
+        return flops_per_token(decoder, seq_len, full_attention=True) / flops_per_token(decoder, seq_len)
+    except (KeyError, TypeError, RequestError):  # of another version, or the vocabulary is the tokenizer's
+        return None
 
 
 def summarize(metrics: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
@@ -353,7 +366,10 @@ def _speed(found: dict[str, Any]) -> list[str]:
     if not speed:
         return []
     used = f"; MFU {mfu['last']:.1%}, median {mfu['median']:.1%}" if mfu else ""
-    return [f"{format_count(speed['last'])} tokens/s, median {format_count(speed['median'])}{used}"]
+    lines = [f"{format_count(speed['last'])} tokens/s, median {format_count(speed['median'])}{used}"]
+    if mfu and (ratio := found["mfu_full_attention_ratio"]):
+        lines.append(f"median MFU: {describe_mfu(mfu['median'], mfu['median'] * ratio)}")
+    return lines
 
 
 def _model(found: dict[str, Any]) -> list[str]:

@@ -59,17 +59,19 @@ class Batch:
         mask: (B, T) bool, False where a target does not count; None when all of them count.
         bad: for every row that could not be read, what is wrong with its shard.
         counted: how many values of the mask are True, where that is known.
+        row_documents: how many documents each row's inputs hold at most; None: not counted.
     """
 
     def __init__(
         self, tokens: Tensor, cursor: Cursor | None = None, mask: Tensor | None = None, bad: tuple[str, ...] = (),
-        counted: int | None = None,
+        counted: int | None = None, row_documents: tuple[int, ...] | None = None,
     ) -> None:
         self.tokens = tokens
         self.cursor = cursor
         self.mask = mask
         self.bad = bad
         self._counted = counted
+        self.row_documents = row_documents
 
     @property
     def input_ids(self) -> Tensor:
@@ -93,12 +95,24 @@ class Batch:
 
     def split(self, rows: int) -> "list[Batch]":
         """Micro-batches of `rows` rows each, in order. They are views, and carry neither `cursor` nor `bad`."""
-        if self.mask is None:
-            return [Batch(tokens) for tokens in self.tokens.split(rows)]
+        parts = [slice(start, start + rows) for start in range(0, len(self.tokens), rows)]
         return [
-            Batch(tokens, mask=mask)
-            for tokens, mask in zip(self.tokens.split(rows), self.mask.split(rows), strict=True)
-        ]
+            Batch(
+                self.tokens[part], mask=None if self.mask is None else self.mask[part],
+                row_documents=None if self.row_documents is None else self.row_documents[part],
+            )
+            for part in parts
+        ]  # fmt: skip
+
+    def count_documents(self, eos_id: int) -> None:
+        """Count the documents of each row, while the tokens are on the host."""
+        ends = (self.tokens[:, :-1].numpy() == eos_id).sum(1)  # (B,)
+        self.row_documents = tuple((ends + 1).tolist())
+
+    @property
+    def max_documents(self) -> int | None:
+        """There are no more documents than this in all rows: a power of two, so that few values occur."""
+        return None if self.row_documents is None else 1 << (sum(self.row_documents) - 1).bit_length()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """The same batch on another device; `non_blocking` from pinned memory overlaps the copy with compute."""
@@ -110,7 +124,7 @@ class Batch:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         mask, counted = (None, None) if self.mask is None else (function(self.mask), self.num_tokens)
-        return Batch(function(self.tokens), self.cursor, mask, self.bad, counted)
+        return Batch(function(self.tokens), self.cursor, mask, self.bad, counted, self.row_documents)
 
 
 def _to_int64(tokens: Tensor) -> Tensor:

@@ -136,6 +136,8 @@ def _from_manifest(
             str(one["file"]): (one["size"], tuple(map(int, one["row_groups"])), one.get("digest"))
             for one in manifest["splits"][split]["shards"]
         }
+        if sum(sum(counts) for _, counts, _ in entries.values()) != manifest["splits"][split]["tokens"]:
+            raise ValueError("row groups do not add up to the tokens of the split")
         tokenizer, vocab_size, made = str(manifest["tokenizer"]), int(manifest["vocab_size"]), manifest["column"]
     except (KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{place} is damaged ({error!r}); {anew}") from error

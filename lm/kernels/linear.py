@@ -1,111 +1,98 @@
 """A linear layer's three matrix products, one forward and two backward, in the activations' precision or in FP8.
 
-`rms_norm` and `swiglu` join them with the op before; `linear` is the linear layer alone.
-
-In FP8 both factors are divided by a scale, rounded to eight bits and multiplied; the product is scaled back. Scales
-follow from the largest value of the matrix (`tensorwise`) or of each of its rows (`rowwise`), where an outlier costs
-only its own row precision. They stay on the device, so nothing waits for it. They are powers of two, which round
-nothing, so that eager and compiled code agree to the bit; torchao's rowwise recipe does the same.
+`rms_norm` and `swiglu` join them with the op before; `linear` is the linear layer alone. In FP8 both factors of a
+product are quantised (`kernels/fp8`) and the product is scaled back. Each matrix is read for that as seldom as can be:
+a weight once for all products of a forward and a backward pass, an output's gradient once for its two, and an
+activation once in each pass, so that it need not be kept.
 """
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Scaling = Literal["tensorwise", "rowwise"]
+from lm.kernels.fp8 import E4M3, Float8, Scaled, Scaling, quantize
+
 MULTIPLE = 16  # tensor cores take multiples of it: both dimensions of a matrix, and the tokens of a gradient
-SMALLEST = 2.0**-100  # a largest value below it counts as this, so that no scale is zero
+Matrix = Tensor | Float8  # as a product takes it
 
 
-class Scaled(NamedTuple):
-    """A matrix in FP8."""
-
-    values: Tensor  # (rows, K) in FP8, contiguous
-    scale: Tensor  # () or (rows) in fp32: the divisor
-
-
-def product(a: Tensor, b: Tensor, scaling: Scaling, *, gradient: bool = False) -> Tensor:
+def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     """`a @ b.T`, both factors in FP8.
-
-    Formats are those of Micikevicius et al. (2022, arXiv:2209.05433): e4m3, and e5m2 for gradients, whose values spread
-    wider. With a scale for each row the spread is less and a third bit of mantissa is worth more: gradients are e4m3,
-    too, as in torchao's rowwise recipe and in DeepSeek-V3 (2024, arXiv:2412.19437, section 3.3.2).
 
     On a GPU it is torch's scaled product; with fast accumulation, which keeps fewer digits of the sum, in the forward
     pass and wherever rows have scales, as in torchao. On a CPU the same values are multiplied in a wider format.
 
     Args:
-        a: `(M, K)` in bf16 or fp32; K is a multiple of 16.
-        b: `(N, K)`, alike; N is a multiple of 16.
-        scaling: one scale for the matrix, or one for each row.
-        gradient: `a` is the gradient of an output.
+        a: `(..., K)`; K is a multiple of 16.
+        b: `(N, K)`; N is a multiple of 16.
+        dtype: of the result, bf16 or fp32; where rows have scales, it is rounded to bf16 in between.
 
     Returns:
-        `(M, N)`, like `a`. An infinity or a NaN is not hidden: all values with the same scale become NaN.
+        `(..., N)`. An infinity or a NaN is not hidden: all values with the same scale become NaN.
     """
-    left = scaled(a, torch.float8_e5m2 if gradient and scaling == "tensorwise" else torch.float8_e4m3fn, scaling)
-    right = scaled(b, torch.float8_e4m3fn, scaling)
-    scales = left.scale[..., None], right.scale[None]  # (M, 1) and (1, N), or one element each
-    if a.device.type == "cpu":
-        exact = left.values.float() @ right.values.float().t()
-        return (exact * scales[0] * scales[1]).to(a.dtype)
-    fast = scaling == "rowwise" or not gradient
+    scales = a.scale[..., None], b.scale[None]  # (M, 1) and (1, N), or one element each
     # Where rows have scales, only Hopper with cuBLAS 12.9 can give fp32; every device gives bf16.
-    out_dtype = torch.bfloat16 if scaling == "rowwise" else a.dtype
-    # Not by its public name, torch.nn.functional.scaled_mm, which torch 2.11 cannot compile.
-    out = torch._scaled_mm(left.values, right.values.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast)
-    return out.to(a.dtype)
+    out_dtype = torch.bfloat16 if a.scale.ndim else dtype
+    values = a.values.flatten(0, -2)  # (M, K)
+    if values.device.type == "cpu":
+        out = (values.float() @ b.values.float().t() * scales[0] * scales[1]).to(out_dtype)
+    else:
+        fast = a.values.dtype == E4M3
+        # Not by its public name, torch.nn.functional.scaled_mm, which torch 2.11 cannot compile.
+        out = torch._scaled_mm(values, b.values.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast)
+    return out.view(*a.values.shape[:-1], -1).to(dtype)
 
 
-def scaled(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Scaled:
-    """A matrix `(rows, K)` in FP8, its largest values near the end of the format's range and none beyond it.
+def weight_matrix(weight: Tensor, dtype: torch.dtype, scaling: Scaling | None, copy: Matrix | None = None) -> Matrix:
+    """A weight `(out, in)` for the products of a forward pass and, where gradients are wanted, for `dx`.
 
     Args:
-        x: in bf16 or fp32, with any strides.
-        dtype: e4m3 or e5m2.
-        scaling: one scale for the matrix, or one for each row.
+        weight: the weight itself.
+        dtype: of the activations.
+        scaling: how FP8 products are scaled; None: no FP8.
+        copy: what this returned before, if the weight has not changed since; None: made here.
     """
-    least, most = x.aminmax() if scaling == "tensorwise" else x.aminmax(dim=-1)  # () or (rows)
-    scale = _power_of_two(torch.maximum(most, -least).float(), dtype)
-    values = x / scale[..., None].to(x.dtype)  # exact, in bf16 too
-    return Scaled(values.to(dtype).contiguous(), scale)
+    if copy is not None:
+        return copy
+    weight = weight.detach()
+    return weight.to(dtype) if scaling is None else quantize(weight, scaling, transpose=torch.is_grad_enabled())
 
 
-def _power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The least power of two that brings these values into the range of a format; infinite where they are not finite.
-
-    Both formats end at 1.75 times a power of two. So a value is rounded up to a power of two if its mantissa is above
-    1.75, else down; adding the bits that are missing from there to 2 lets just those carry into the exponent.
-    """
-    bits = largest.clamp(min=SMALLEST).view(torch.int32)
-    carried = (bits + 0x1FFFFF) & 0x7F800000  # 23 bits of mantissa, cut off
-    return carried.view(torch.float32) / (torch.finfo(dtype).max / 1.75)
+def saved_for_dx(weight: Matrix) -> tuple[Tensor, ...]:
+    """The tensors of a weight that `dx` needs."""
+    return (weight,) if isinstance(weight, Tensor) else weight.transpose or ()
 
 
-def forward(x: Tensor, weight: Tensor, scaling: Scaling | None) -> Tensor:
-    """`x @ weight.T`: `(..., in)` and `(out, in)` to `(..., out)`; in FP8 if there is a `scaling`."""
+def gradient_matrix(dout: Tensor, scaling: Scaling | None, for_dx: bool, for_dweight: bool) -> Matrix:
+    """The gradient of an output, `(..., out)`, for `dx` and for `dweight`."""
+    if scaling is None or not (for_dx or for_dweight):
+        return dout
+    return quantize(dout, scaling, gradient=True, matrix=for_dx, transpose=for_dweight)
+
+
+def forward(x: Tensor, weight: Matrix, scaling: Scaling | None) -> Tensor:
+    """`x @ weight.T`: `(..., in)` and `(out, in)` to `(..., out)`."""
     if scaling is None:
         return F.linear(x, weight)
-    return product(x.flatten(0, -2), weight, scaling).view(*x.shape[:-1], -1)
+    return product(quantize(x, scaling).matrix, weight.matrix, x.dtype)
 
 
-def dx(dout: Tensor, weight: Tensor, scaling: Scaling | None) -> Tensor:
-    """The gradient of `x`: `(..., out)` and `(out, in)` to `(..., in)`."""
-    if scaling is None:
-        return dout @ weight
-    return product(dout.flatten(0, -2), weight.t(), scaling, gradient=True).view(*dout.shape[:-1], -1)
+def dx(dout: Matrix, saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The gradient of `x`, in its `dtype`: `(..., out)` and a weight `(out, in)`, as it was saved, to `(..., in)`."""
+    return dout @ saved[0] if isinstance(dout, Tensor) else product(dout.matrix, Scaled(*saved), dtype)
 
 
-def dweight(dout: Tensor, x: Tensor, scaling: Scaling | None, dtype: torch.dtype) -> Tensor:
+def dweight(dout: Matrix, x: Tensor, scaling: Scaling | None, dtype: torch.dtype) -> Tensor:
     """The gradient of `weight`, in its `dtype`: `(..., out)` and `(..., in)` to `(out, in)`.
 
     The product of half-precision factors is written in fp32 as it is summed, without a rounding in between.
     """
-    dout, x = dout.flatten(0, -2), x.flatten(0, -2)  # (tokens, out), (tokens, in)
     if scaling is not None:
-        return product(dout.t(), x.t(), scaling, gradient=True).to(dtype)
+        return product(dout.transpose, quantize(x, scaling, matrix=False, transpose=True).transpose, dtype)
+    dout, x = dout.flatten(0, -2), x.flatten(0, -2)  # (tokens, out), (tokens, in)
     if dtype == x.dtype:
         return dout.t() @ x
     if x.device.type == "cpu":  # which has no such product
@@ -115,33 +102,34 @@ def dweight(dout: Tensor, x: Tensor, scaling: Scaling | None, dtype: torch.dtype
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling | None, copy: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, matrix: Matrix, scaling: Scaling | None) -> Tensor:
         ctx.weight_dtype, ctx.scaling = weight.dtype, scaling
-        weight = weight.to(x.dtype) if copy is None else copy
-        ctx.save_for_backward(x, weight)
-        return forward(x, weight, scaling)
+        ctx.save_for_backward(x, *saved_for_dx(matrix))
+        return forward(x, matrix, scaling)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, *weight = ctx.saved_tensors
+        for_dx, for_dweight, *_ = ctx.needs_input_grad
+        matrix = gradient_matrix(dout, ctx.scaling, for_dx, for_dweight)
         return (
-            dx(dout, weight, ctx.scaling) if ctx.needs_input_grad[0] else None,
-            dweight(dout, x, ctx.scaling, ctx.weight_dtype) if ctx.needs_input_grad[1] else None,
+            dx(matrix, weight, x.dtype) if for_dx else None,
+            dweight(matrix, x, ctx.scaling, ctx.weight_dtype) if for_dweight else None,
             None,
             None,
         )
 
 
-def linear(x: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Matrix | None = None) -> Tensor:
     """`x @ weight.T`.
 
     Args:
         x: `(..., in)`.
         weight: `(out, in)`; its gradient has its precision.
         scaling: how FP8 products are scaled; None: no FP8.
-        copy: of `weight`, in the precision of `x`; None: made here.
+        copy: of `weight`, in the precision of `x` or in FP8, as `weight_matrix` makes it; None: made here.
 
     Returns:
         `(..., out)`.
     """
-    return _Linear.apply(x, weight, scaling, copy)
+    return _Linear.apply(x, weight, weight_matrix(weight, x.dtype, scaling, copy), scaling)

@@ -48,7 +48,7 @@ def choose_kernels(kernels: str, device: torch.device) -> tuple[FusedOps | None,
     """
     if kernels == "off":
         return None, "plain PyTorch"
-    missing = _missing(device)
+    missing = kernels_missing(device)
     if missing is None:
         return FUSED, "CUDA"
     if kernels == "on":
@@ -56,7 +56,7 @@ def choose_kernels(kernels: str, device: torch.device) -> tuple[FusedOps | None,
     return None, f"plain PyTorch ({missing})"
 
 
-def _missing(device: torch.device) -> str | None:
+def kernels_missing(device: torch.device) -> str | None:
     """Why our kernels cannot run on a device; None if they can."""
     if device.type != "cuda" or torch.version.hip:
         return f"no CUDA device, the model is on {'an AMD GPU' if torch.version.hip else device.type}"

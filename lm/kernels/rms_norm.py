@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lm.kernels import linear, runtime
-from lm.kernels.linear import Scaling
+from lm.kernels.fp8 import Scaling
+from lm.kernels.linear import Matrix
 from lm.kernels.runtime import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, few enough for short partial sums
@@ -38,17 +39,9 @@ def _cpu_backward(
     return dx.to(stream.dtype), y, dweight.to(weight.dtype)
 
 
-def _warps(pieces: int, held: int) -> int:
-    """How many warps work on a row of `pieces` vectors, so that a lane holds about `held` of them."""
-    warps = 1
-    while warps < 32 and pieces > warps * 32 * held:
-        warps *= 2
-    return warps
-
-
 def constants(dtype: torch.dtype, weight_dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
     """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements."""
-    warps = [_warps(width // vec, max(1, held // vec)) for held in (16, 8)]
+    warps = [runtime.warps(width // vec, max(1, held // vec)) for held in (16, 8)]
     return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype], WIDTH=width, VEC=vec, FORWARD_WARPS=warps[0],
                 BACKWARD_WARPS=warps[1])  # fmt: skip
 
@@ -117,27 +110,29 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor | None,
-        scaling: Scaling | None, copy: Tensor | None,
+        matrix: Matrix | None, scaling: Scaling | None,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         if residual is not None and residual.dtype != x.dtype:
             raise TypeError(f"x and residual are one precision, and these are {x.dtype} and {residual.dtype}")
         stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
         ctx.adds, ctx.scaling = residual is not None, scaling
         ctx.weight_dtype = None if weight is None else weight.dtype
-        if weight is not None:
-            weight = weight.to(x.dtype) if copy is None else copy
-        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, weight)
+        saved = ()
+        if matrix is not None:
+            saved, y = linear.saved_for_dx(matrix), linear.forward(y, matrix, scaling)
+        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, *saved)
         ctx.set_materialize_grads(False)
-        return stream if ctx.adds else None, y if weight is None else linear.forward(y, weight, scaling)
+        return stream if ctx.adds else None, y
 
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-        stream, norm_weight, rstd, weight = ctx.saved_tensors
+        stream, norm_weight, rstd, *weight = ctx.saved_tensors
         if dout is None:  # only the stream was used
             return dstream, dstream if ctx.adds else None, *(None,) * 6
-        joined = weight is not None
-        dy = linear.dx(dout, weight, ctx.scaling) if joined else dout  # (..., C)
-        wanted = joined and ctx.needs_input_grad[4]
+        joined, wanted = ctx.weight_dtype is not None, ctx.needs_input_grad[4]
+        if joined:
+            dout = linear.gradient_matrix(dout, ctx.scaling, True, wanted)
+        dy = linear.dx(dout, weight, stream.dtype) if joined else dout  # (..., C)
         dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted)
         dweight = linear.dweight(dout, y, ctx.scaling, ctx.weight_dtype) if wanted else None  # (out, C)
         return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None, None
@@ -164,7 +159,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 def norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
-    scaling: Scaling | None = None, copy: Tensor | None = None,
+    scaling: Scaling | None = None, copy: Matrix | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`rms_norm`, then a linear layer; the backward pass recomputes the normalised rows, they are not saved.
 
@@ -172,10 +167,11 @@ def norm_linear(
         x, residual, norm_weight, eps: as for `rms_norm`.
         weight: `(out, C)`; its gradient has its precision.
         scaling: how FP8 products are scaled; None: no FP8.
-        copy: of `weight`, in the precision of `x`; None: made here.
+        copy: of `weight`, as for `linear`; None: made here.
 
     Returns:
         `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
     """
-    stream, out = _Norm.apply(x, residual, norm_weight, eps, weight, scaling, copy)
+    matrix = linear.weight_matrix(weight, x.dtype, scaling, copy)
+    stream, out = _Norm.apply(x, residual, norm_weight, eps, weight, matrix, scaling)
     return x if stream is None else stream, out

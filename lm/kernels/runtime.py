@@ -232,6 +232,14 @@ def vector(width: int, *tensors: Tensor | None) -> int:
     return count if aligned else 1
 
 
+def warps(pieces: int, held: int) -> int:
+    """How many warps work on a row of `pieces` vectors, so that a lane holds about `held` of them."""
+    count = 1
+    while count < 32 and pieces > count * 32 * held:
+        count *= 2
+    return count
+
+
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.kernels import linear, runtime
-from lm.kernels.linear import Scaling
+from lm.kernels.fp8 import Scaling
+from lm.kernels.linear import Matrix
 from lm.kernels.runtime import define
 
 
@@ -71,25 +72,24 @@ BACKWARD = define(
 class _SwigluLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, weight: Tensor, scaling: Scaling | None, copy: Tensor | None
+        ctx: Any, gate_up: Tensor, weight: Tensor, matrix: Matrix, scaling: Scaling | None
     ) -> Tensor:  # fmt: skip
         ctx.weight_dtype, ctx.scaling = weight.dtype, scaling
-        weight = weight.to(gate_up.dtype) if copy is None else copy
-        ctx.save_for_backward(gate_up, weight)
-        return linear.forward(FORWARD(gate_up), weight, scaling)
+        ctx.save_for_backward(gate_up, *linear.saved_for_dx(matrix))
+        return linear.forward(FORWARD(gate_up), matrix, scaling)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, weight = ctx.saved_tensors
-        dgate_up, z = BACKWARD(linear.dx(dout, weight, ctx.scaling), gate_up)  # (..., 2 I), (..., I)
-        dweight = None
-        if ctx.needs_input_grad[1]:
-            dweight = linear.dweight(dout, z, ctx.scaling, ctx.weight_dtype)  # (out, I)
+        gate_up, *weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1]
+        dout = linear.gradient_matrix(dout, ctx.scaling, True, wanted)
+        dgate_up, z = BACKWARD(linear.dx(dout, weight, gate_up.dtype), gate_up)  # (..., 2 I), (..., I)
+        dweight = linear.dweight(dout, z, ctx.scaling, ctx.weight_dtype) if wanted else None  # (out, I)
         return dgate_up, dweight, None, None
 
 
 def swiglu_linear(
-    gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Tensor | None = None
+    gate_up: Tensor, weight: Tensor, scaling: Scaling | None = None, copy: Matrix | None = None
 ) -> Tensor:  # fmt: skip
     """`silu(gate) * up` (Shazeer, 2020, arXiv:2002.05202) in fp32 with one rounding at the end, then a linear layer.
 
@@ -97,9 +97,10 @@ def swiglu_linear(
         gate_up: gate and up side by side, `(..., 2 I)` in bf16, fp16 or fp32.
         weight: `(out, I)`; its gradient has its precision.
         scaling: how FP8 products are scaled; None: no FP8.
-        copy: of `weight`, in the precision of `gate_up`; None: made here.
+        copy: of `weight`, as for `linear`; None: made here.
 
     Returns:
         `(..., out)`.
     """
-    return _SwigluLinear.apply(gate_up, weight, scaling, copy)
+    matrix = linear.weight_matrix(weight, gate_up.dtype, scaling, copy)
+    return _SwigluLinear.apply(gate_up, weight, matrix, scaling)

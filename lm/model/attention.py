@@ -246,15 +246,16 @@ def chosen_kernels(
 
 def describe_attention(
     device: torch.device, dtype: torch.dtype, windows: Iterable[int | None], documents: bool, head_dim: int,
-    dropout: float,
+    dropout: float, first: SDPBackend | None = None,
 ) -> str:  # fmt: skip
-    """The kernels that will run, in words for the log."""
+    """The kernels that will run, in words for the log; `first` as for `chosen_kernels`."""
     capability = _capability(device)
     kernels = {kernel_for(device.type, capability, dtype, window, documents, head_dim, dropout) for window in windows}
     names = []
     if "causal" in kernels and device.type == "cuda":
         wide = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # the only ones for fp32
         best = [b for b in backends(capability, "masked" in kernels) if dtype in HALF or b in wide]
+        best.sort(key=lambda backend: backend != first)  # a stable sort: the others stay as they are
         names.append(", then ".join(b.name.removesuffix("_ATTENTION").lower() for b in best[:2]))
     elif "causal" in kernels:
         names.append("scaled_dot_product_attention")

@@ -25,6 +25,7 @@ from torch.nn.attention import (
 from lm.errors import RequestError
 from lm.kernels.runtime import cache_folder
 from lm.model.attention import AttentionMask, attend, backends
+from lm.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
 Attention = Literal["auto", "cudnn", "flash", "flash3", "flash4", "efficient", "math"]
@@ -38,10 +39,10 @@ class Choice(NamedTuple):
     causal: str  # of layers that attend to all tokens before: one of `Attention`
     sequences: str  # of layers with windows or documents: a version of flash attention
 
-    @property
-    def backend(self) -> SDPBackend:
-        """What `scaled_dot_product_attention` is to try first."""
-        return _backend(self.causal)
+    def apply(self, decoder: Decoder) -> None:
+        """Let a decoder take these kernels; sets this process's version of flash attention."""
+        decoder.attention_backend = _backend(self.causal)
+        _use_flash(self.sequences)
 
 
 class Shape(NamedTuple):
@@ -62,7 +63,7 @@ class Shape(NamedTuple):
 
 
 def choose_attention(name: Attention, device: torch.device, dtype: torch.dtype, shape: Shape) -> Choice | None:
-    """The kernels for a model; sets this process's version of flash attention.
+    """The kernels for a model.
 
     Args:
         name: a kernel that is named by hand, or `auto`, where they are measured.
@@ -92,7 +93,6 @@ def choose_attention(name: Attention, device: torch.device, dtype: torch.dtype, 
         _, failures = measure(device, dtype, shape, [name])
         if failures:
             raise RequestError(f"model.attention {name} does not run here ({failures[name]}): take auto")
-    _use_flash(choice.sequences)
     return choice
 
 

@@ -13,27 +13,45 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
+from lm.errors import RequestError
+
 Compile = Literal["none", "inductor", "triton_free"]
 ActivationCheckpointing = Literal["none", "selective", "block"]
+SELECTIVE_FROM = "2.13"  # torch version in which the MLP of a compiled block is recomputed by itself
 
 
-def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing) -> None:
+def checkpoint_activations(
+    decoder: nn.Module, mode: ActivationCheckpointing, compile: Compile = "none"
+) -> None:  # fmt: skip
     """Recompute activations in the backward pass instead of keeping them (Chen et al., 2016, arXiv:1604.06174).
 
     Call it after `model/fused.fuse` and before `compile_decoder`. Results are the same to the bit.
 
     Args:
-        decoder: has `layers`, whose `mlp` is called as a module; changed in place.
+        decoder: changed in place.
         mode: `block` keeps what goes into a block and runs its forward pass again; `selective` does so with the MLP
             alone, which keeps the most; `none` leaves the decoder as it is.
+        compile: as it will be compiled.
+
+    Raises:
+        RequestError: this torch keeps all of a compiled block that is to be recomputed in part.
     """
     if mode == "none":
         return
+    if mode == "selective" and compile != "none" and torch.__version__ < SELECTIVE_FROM:
+        raise RequestError(
+            f"model.activation_checkpointing selective with model.compile {compile} saves no memory before torch "
+            f"{SELECTIVE_FROM}, and this is {torch.__version__}: take block, or update torch"
+        )
     for layer in decoder.layers:
-        part = layer if mode == "block" else layer.mlp
-        part.forward = functools.partial(
-            checkpoint, part.forward, use_reentrant=False, preserve_rng_state=layer.dropout.p > 0
+        if mode == "block":
+            owner, name = layer, "forward"
+        else:
+            owner, name = (layer, "fused_mlp") if decoder.fused else (layer.mlp, "forward")
+        recomputed = functools.partial(
+            checkpoint, getattr(owner, name), use_reentrant=False, preserve_rng_state=layer.dropout.p > 0
         )  # fmt: skip
+        setattr(owner, name, recomputed)
 
 
 def compile_decoder(decoder: nn.Module, mode: Compile, whole: bool = False) -> None:
@@ -97,13 +115,13 @@ class GraphedMicroBatch:
 
     Args:
         parameters: what gets gradients.
-        forward_backward: takes tokens `(B, T + 1)`, always of one shape, and returns a tensor that is not
-            differentiable. It must not wait for the device.
+        forward_backward: takes tokens `(B, T + 1)`, always of one shape, and what else it was called with, and returns
+            a tensor that is not differentiable. It must not wait for the device.
         capture: whether there is a device that can record; otherwise every call runs as usual.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], forward_backward: Callable[[Tensor], Tensor], capture: bool
+        self, parameters: Iterable[nn.Parameter], forward_backward: Callable[..., Tensor], capture: bool
     ) -> None:
         self.gradients = []
         for parameter in parameters:
@@ -112,32 +130,37 @@ class GraphedMicroBatch:
         self.forward_backward = forward_backward
         self.stream = torch.cuda.Stream() if capture else None  # warmed up and recorded on one that is not the default
         self.calls = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.recorded: dict[tuple, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # and what it returns, by constants
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """What `forward_backward` returns for these tokens; the gradients are added to the buffers."""
+    def __call__(self, tokens: Tensor, *constants: object) -> Tensor:
+        """What `forward_backward` returns for these tokens; the gradients are added to the buffers.
+
+        There is a graph for each value of `constants`, which are on the host.
+        """
         self.calls += 1
         if self.stream is None:
-            return self.forward_backward(tokens)
+            return self.forward_backward(tokens, *constants)
         if self.calls <= WARMUP:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                result = self.forward_backward(tokens)
+                result = self.forward_backward(tokens, *constants)
             torch.cuda.current_stream().wait_stream(self.stream)
             return result
-        if self.graph is None:
-            self._record(tokens)
+        if constants not in self.recorded:
+            self._record(tokens, constants)
+        graph, result = self.recorded[constants]
         self.tokens.copy_(tokens, non_blocking=True)
-        self.graph.replay()
-        return self.result.clone()
+        graph.replay()
+        return result.clone()
 
     def zero_grad(self) -> None:
         """Clear the gradients, and keep their buffers."""
         torch._foreach_zero_(self.gradients)
 
-    def _record(self, tokens: Tensor) -> None:
-        self.tokens = tokens.clone()
-        self.graph = torch.cuda.CUDAGraph()
+    def _record(self, tokens: Tensor, constants: tuple) -> None:
+        if not self.recorded:
+            self.tokens = tokens.clone()
+        graph, pool = torch.cuda.CUDAGraph(), next((graph.pool() for graph, _ in self.recorded.values()), None)
         # Other threads, which pin memory for the next batches, may do what they like meanwhile.
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.result = self.forward_backward(self.tokens)
+        with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
+            self.recorded[constants] = graph, self.forward_backward(self.tokens, *constants)

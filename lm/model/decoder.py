@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from lm.errors import RequestError
-from lm.kernels.linear import Scaling, linear
+from lm.kernels.fp8 import Scaling
+from lm.kernels.linear import Matrix, linear
 from lm.kernels.operations import FusedOps
 from lm.model.attention import HALF, AttentionMask, attend, attention_mask, chosen_kernels, documents_from
 from lm.model.config import DecoderConfig
@@ -54,11 +55,11 @@ class Linear(nn.Linear):
 
     Attributes:
         scaling: how FP8 products are scaled; None: no FP8.
-        copy: of the weight, in the precision of the activations, while `model/fused.WeightCopies` keeps one.
+        copy: of the weight, in the precision of the activations or in FP8, while `model/fused.WeightCopies` keeps one.
     """
 
     scaling: Scaling | None = None
-    copy: Tensor | None = None
+    copy: Matrix | None = None
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -300,7 +301,8 @@ class Decoder(nn.Module):
         return x
 
     def rotary_and_masks(
-        self, x: Tensor, document_ids: Tensor | None, continuation: Continuation | None, max_documents: int | None
+        self, x: Tensor, document_ids: Tensor | None, continuation: Continuation | None,
+        max_documents: int | None = None,
     ) -> tuple[Rotary, list[AttentionMask]]:
         """The positions of the tokens of `x` `(B, T, C)`, and each layer's attention mask."""
         if continuation is not None:

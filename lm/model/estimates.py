@@ -42,7 +42,7 @@ def parameters(config: DecoderConfig) -> dict[str, int]:
     }
 
 
-def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
+def flops_per_token(config: DecoderConfig, seq_len: int, full_attention: bool = False) -> float:
     """Floating-point operations of training on one token, forward and backward.
 
     `6 x parameters`: each weight multiplies and adds once in the forward pass and twice in the backward pass (Kaplan
@@ -54,12 +54,26 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
     window of `w` tokens `w - w * (w - 1) / (2 * seq_len)`.
 
     A document mask is not accounted for: the positions that it hides count as attended.
+
+    Args:
+        config: the decoder.
+        seq_len: tokens of a sequence.
+        full_attention: count each token as attending to all `seq_len` positions, also those that the causal mask hides,
+            or to a whole window, as that appendix and nanochat's `estimate_flops` do. MFU by it is higher.
     """
     counts = parameters(config)
     output = config.vocab_size * config.hidden_size
     windows = [min(window or seq_len, seq_len) for window in config.windows]
-    attended = sum(window - window * (window - 1) / (2 * seq_len) for window in windows)  # over all layers
+    hidden = 0 if full_attention else sum(window * (window - 1) / (2 * seq_len) for window in windows)  # causal mask
+    attended = sum(windows) - hidden  # over all layers
     return 6 * (counts["non_embedding"] + output) + 12 * config.num_attention_heads * config.head_dim * attended
+
+
+def describe_mfu(mfu: float | None, full: float | None) -> str:
+    """MFU in words, with causal attention counted as attended, and with `full_attention` as some projects do."""
+    if mfu is None or full is None:
+        return "unknown"
+    return f"{mfu:.1%} by what attention attends to; {full:.1%} by its full length, as nanochat and PaLM count"
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from types import MethodType
 import torch
 from torch import Tensor
 
+from lm.kernels.fp8 import Float8, quantize
 from lm.kernels.operations import FusedOps
 from lm.model.attention import AttentionMask, attend
 from lm.model.decoder import IGNORED, MLP, Block, Decoder, Linear, RMSNorm, Rotary, SelfAttention
@@ -36,8 +37,7 @@ def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
     decoder.cross_entropy = MethodType(cross_entropy, decoder)
     for block in decoder.layers:
         block.forward = MethodType(block_forward, block)
-        block.self_attn.forward = MethodType(attention_forward, block.self_attn)
-        block.mlp.forward = MethodType(mlp_forward, block.mlp)
+        block.fused_mlp = MethodType(mlp_forward, block.mlp)
 
 
 def run_blocks(decoder: Decoder, branch: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
@@ -52,8 +52,8 @@ def block_forward(
     block: Block, branch: Tensor, stream: Tensor | None, rotary: Rotary, mask: AttentionMask, ops: FusedOps
 ) -> tuple[Tensor, Tensor]:
     """`Block.forward` with `branch` and `stream` apart, `(B, T, C)` each; their sum is the residual stream."""
-    branch, stream = block.self_attn(branch, stream, block.input_layernorm, rotary, mask, ops)
-    branch, stream = block.mlp(block.dropout(branch), stream, block.post_attention_layernorm, ops)
+    branch, stream = attention_forward(block.self_attn, branch, stream, block.input_layernorm, rotary, mask, ops)
+    branch, stream = block.fused_mlp(block.dropout(branch), stream, block.post_attention_layernorm, ops)
     return block.dropout(branch), stream
 
 
@@ -91,29 +91,40 @@ def cross_entropy(
 
 
 class WeightCopies:
-    """Copies of a fused decoder's matrices in half precision: made once an optimizer step, not once a micro-batch.
+    """Copies of a fused decoder's matrices as the products take them, in half precision or in FP8: made once an
+    optimizer step, not once a micro-batch.
 
     `with copies:` brings them up to date and lets the forward passes inside use them. They keep their place in memory,
     as CUDA graphs need it. Gradients are those of the weights themselves.
 
     Args:
-        decoder: after `fuse`, on its device.
+        decoder: after `fuse`, on its device; its matrices know whether they are multiplied in FP8.
         dtype: of the activations.
     """
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
         self.decoder = decoder
-        self.matrices = [part for part in decoder.modules() if isinstance(part, Linear)]
-        self.weights = [matrix.weight.detach() for matrix in self.matrices] + [decoder.output_weight.detach()]
+        matrices = [part for part in decoder.modules() if isinstance(part, Linear)]
+        self.float8 = [(matrix, _float8(matrix)) for matrix in matrices if matrix.scaling is not None]
+        self.half = [matrix for matrix in matrices if matrix.scaling is None]
+        self.weights = [matrix.weight.detach() for matrix in self.half] + [decoder.output_weight.detach()]
         self.copies = [torch.empty_like(weight, dtype=dtype) for weight in self.weights]
 
     def __enter__(self) -> None:
         torch._foreach_copy_(self.copies, self.weights)
         *copies, self.decoder.output_copy = self.copies
-        for matrix, copy in zip(self.matrices, copies, strict=True):
+        for matrix, copy in zip(self.half, copies, strict=True):
+            matrix.copy = copy
+        for matrix, copy in self.float8:
+            for old, new in zip(copy, _float8(matrix), strict=True):
+                torch._foreach_copy_(old, new)
             matrix.copy = copy
 
     def __exit__(self, *exception: object) -> None:
-        for matrix in self.matrices:
+        for matrix in [*self.half, *(matrix for matrix, _ in self.float8)]:
             matrix.copy = None
         self.decoder.output_copy = None
+
+
+def _float8(matrix: Linear) -> Float8:
+    return quantize(matrix.weight.detach(), matrix.scaling, transpose=True)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 # these. None: the device has no such unit. Names are torch's device names without vendor and brand (see `_model`),
 # matched whole, so that a laptop's or a sliced GPU is unknown rather than taken for the full one.
 PEAKS: dict[str, tuple[float | None, float, float | None, float, float | None]] = {
-    # NVIDIA Blackwell data sheets (HGX B200: an eighth of the board; GB200: half of the superchip)
-    r"B200": (2250, 2250, 1125, 75, 4500),
-    r"GB200": (2500, 2500, 1250, 80, 5000),
+    # NVIDIA Blackwell data sheets (HGX B200 and B300: an eighth of the board; GB200 and GB300: half of the superchip)
+    r"B[23]00": (2250, 2250, 1125, 75, 4500),
+    r"GB[23]00": (2500, 2500, 1250, 80, 5000),
     # NVIDIA H100 data sheet and Hopper white paper; H200 data sheet; GH200 data sheet
     r"H100 80GB HBM3|H800|GH200 (480GB|144G HBM3e)": (989.4, 989.4, 494.7, 66.9, 1978.9),
     r"H[18]00 PCIe": (756, 756, 378, 51.2, 1513),

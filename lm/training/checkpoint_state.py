@@ -44,6 +44,7 @@ class FolderCheckpointIO(CheckpointIO):
         self.verified: Path | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None  # the newest write
+        self._pinned: dict[tuple[str, str], Tensor] = {}  # page-locked memory for what comes from a GPU
 
     def save_checkpoint(
         self,
@@ -63,7 +64,9 @@ class FolderCheckpointIO(CheckpointIO):
         snapshot = {key: deepcopy(value) for key, value in checkpoint.items() if key not in TENSORS}
         for key in TENSORS:
             if key in checkpoint:
-                snapshot[key] = {name: _snapshot(tensor) for name, tensor in checkpoint[key].items()}
+                snapshot[key] = {name: self._copy(key, name, tensor) for name, tensor in checkpoint[key].items()}
+        if self._pinned:
+            torch.cuda.synchronize()  # the copies are there
 
         def write() -> None:
             write_folder(Path(path), snapshot)
@@ -77,6 +80,19 @@ class FolderCheckpointIO(CheckpointIO):
                 ) from error
 
         self._pending = self._writer.submit(write)
+
+    def _copy(self, key: str, name: str, tensor: Tensor) -> Tensor:
+        """A contiguous copy on the CPU that training will not write to.
+
+        From a GPU it is made by the device, into page-locked memory that is kept for the next checkpoint: several times
+        the speed of copies into new memory, one by one. The write before has ended, so nothing reads it any more.
+        """
+        tensor = tensor.detach()
+        if tensor.device.type != "cuda":
+            return tensor.to("cpu", copy=True).contiguous()
+        if (key, name) not in self._pinned:
+            self._pinned[key, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return self._pinned[key, name].copy_(tensor, non_blocking=True)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -110,13 +126,6 @@ class FolderCheckpointIO(CheckpointIO):
             self.drain()
         except Exception as error:
             log.error("%s", error)
-
-
-def _snapshot(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the CPU that training will not write to."""
-    tensor = tensor.detach()
-    copy = tensor.to("cpu", copy=True) if tensor.device.type == "cpu" else tensor.cpu()
-    return copy.contiguous()
 
 
 # ---- content ---------------------------------------------------------------------------------------------------------

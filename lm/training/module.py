@@ -6,7 +6,7 @@ that sees both the model and the data.
 
 import logging
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,14 +19,21 @@ from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, perplexity
 from lm.kernels.operations import choose_kernels
 from lm.model.attention import describe_attention
-from lm.model.compile import Compile, GraphedMicroBatch, compile_decoder
+from lm.model.attention_choice import Attention, Shape, choose_attention
+from lm.model.compile import (
+    ActivationCheckpointing,
+    Compile,
+    GraphedMicroBatch,
+    checkpoint_activations,
+    compile_decoder,
+)
 from lm.model.config import DecoderConfig, fused_rows
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
-from lm.model.fused import fuse
+from lm.model.fused import WeightCopies, fuse
 from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
-from lm.training.distributed import FullyShardedStrategy
+from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.schedule import ScheduleConfig, lr_fraction
 from lm.training.step_stats import StepRecord, StepStats, sum_over_ranks, total_norm
@@ -46,6 +53,10 @@ class LanguageModule(LightningModule):
         kernels: Our CUDA kernels: `on`, `off`, or `auto`, where they can run.
         compile: What runs a block: `none` is eager mode, `inductor` generates code, `triton_free` traces forward and
             backward pass together and generates none.
+        compile_whole: Compile all blocks as one graph, which takes longer, and not each by itself.
+        activation_checkpointing: Compute activations again in the backward pass instead of keeping them: `selective`
+            those of the MLPs, which are the most; `block` all; `none` of them. Less memory for more time.
+        attention: The library's kernel for attention on a GPU; `auto` measures which is the fastest.
         cuda_graphs: Record a micro-batch's forward and backward pass once and replay it; for small models.
     """
 
@@ -58,6 +69,9 @@ class LanguageModule(LightningModule):
         z_loss: float = 0.0,
         kernels: Literal["auto", "on", "off"] | bool = "auto",
         compile: Compile = "none",
+        compile_whole: bool = False,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        attention: Attention = "auto",
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
@@ -69,8 +83,12 @@ class LanguageModule(LightningModule):
         self.z_loss = z_loss
         self.kernels = {True: "on", False: "off"}.get(kernels, kernels)  # YAML takes a bare `on` for true
         self.compile_mode = compile
+        self.compile_whole = compile_whole
+        self.activation_checkpointing = activation_checkpointing
+        self.attention = attention
         self.cuda_graphs = cuda_graphs
         self.graphed: GraphedMicroBatch | None = None  # while training with CUDA graphs
+        self.weight_copies: AbstractContextManager = nullcontext()  # in half precision, while training
         self.decoder: Decoder | None = None
         self.attention_kernels = "not chosen yet"  # of the libraries, in words
         self.kernels_taken = "not chosen yet"
@@ -98,18 +116,35 @@ class LanguageModule(LightningModule):
         self.decoder = Decoder(self.config)
         device = self.trainer.strategy.root_device
         self._refuse_graphs(device)
+        sharded = isinstance(self.trainer.strategy, FullyShardedStrategy)
+        if sharded and self.compile_whole:
+            raise RequestError("model.compile_whole needs whole weights, and trainer.strategy fsdp2 gathers them block "
+                               "by block: leave it out")  # fmt: skip
         ops, self.kernels_taken = choose_kernels(self.kernels, device)
         fuse(self.decoder, ops)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
+        self._choose_attention(device, dtype)
         self.attention_kernels = describe_attention(
-            device, dtype, self.config.windows, self.document_mask, self.config.head_dim, self.config.dropout
-        )
+            device, dtype, self.config.windows, self.document_mask, self.config.head_dim, self.config.dropout,
+            self.decoder.attention_backend,
+        )  # fmt: skip
         log.info(
             "kernels: %s; attention: %s; compile: %s", self.kernels_taken, self.attention_kernels, self.compile_mode
         )
-        compile_decoder(self.decoder, self.compile_mode)
-        if isinstance(self.trainer.strategy, FullyShardedStrategy):
+        checkpoint_activations(self.decoder, self.activation_checkpointing, self.compile_mode)
+        compile_decoder(self.decoder, self.compile_mode, self.compile_whole)
+        if sharded:
             self.trainer.strategy.shard(self.decoder)
+
+    def _choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
+        """All ranks take the kernels that are the fastest on the first one."""
+        config, data = self.config, self.trainer.datamodule
+        windows = tuple(w if w is not None and w < data.seq_len else None for w in config.windows)
+        shape = Shape(data.micro_batch_size, data.seq_len, config.num_attention_heads, config.num_key_value_heads,
+                      config.head_dim, windows, self.document_mask)  # fmt: skip
+        choice = gather_from_ranks(choose_attention(self.attention, device, dtype, shape))[0]
+        if choice is not None:
+            choice.apply(self.decoder)
 
     def _refuse_graphs(self, device: torch.device) -> None:
         if not self.cuda_graphs:
@@ -117,7 +152,6 @@ class LanguageModule(LightningModule):
         reasons = {
             f"a CUDA device, and this is a {device.type}": device.type != "cuda",
             f"one device, and these are {self.trainer.world_size}": self.trainer.world_size > 1,
-            "model.document_mask off: how many documents there are differs from batch to batch": self.document_mask,
             "data.on_bad_shard raise: what is skipped differs from batch to batch":
                 self.trainer.datamodule.on_bad_shard == "skip",
         }
@@ -133,7 +167,16 @@ class LanguageModule(LightningModule):
             documents = document_ids_from(input_ids, self.trainer.datamodule.tokenizer.eos_id)
         z_loss = self.z_loss if self.training else 0.0
         with self.trainer.precision_plugin.forward_context():
-            return self.decoder(input_ids, labels=batch.labels, document_ids=documents, z_loss=z_loss)
+            return self.decoder(
+                input_ids, labels=batch.labels, document_ids=documents, z_loss=z_loss,
+                max_documents=batch.max_documents,
+            )  # fmt: skip
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Count documents while the batch is still on the host, so that nothing waits for the device."""
+        if self.document_mask:
+            batch.count_documents(self.trainer.datamodule.tokenizer.eos_id)
+        return batch
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -142,7 +185,7 @@ class LanguageModule(LightningModule):
 
         The gradient is that of the mean loss over all targets that count, of all micro-batches and all ranks. A step
         whose loss or gradient is not finite changes no weight, on any rank. The host does not wait for the device
-        here, but for document masks on a GPU, and for optimizers that are not fused (on a Mac).
+        here, but for optimizers that are not fused (on a Mac).
 
         Returns:
             The mean loss of this rank's targets in nats, a scalar.
@@ -152,14 +195,15 @@ class LanguageModule(LightningModule):
         micro_batches = batch.split(trainer.steps.micro_batch_size)
         loss_sum = torch.zeros((), device=self.device)
 
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            if STOP.half_time_over:  # a signal came, and the time to finish this step is over
-                self._zero_grad()
-                checkpoint_state.restore_generators(generators)
-                trainer.end_run(f"; the next one was not done within {trainer.stop_within / 2:g} s")
-            # Ranks exchange gradients once, in the backward pass of the last micro-batch.
-            with optimizer.toggle_model(sync_grad=number == len(micro_batches)):
-                loss_sum += self.forward_backward(micro_batch).sum()
+        with self.weight_copies:
+            for number, micro_batch in enumerate(micro_batches, start=1):
+                if STOP.half_time_over:  # a signal came, and the time to finish this step is over
+                    self._zero_grad()
+                    checkpoint_state.restore_generators(generators)
+                    trainer.end_run(f"; the next one was not done within {trainer.stop_within / 2:g} s")
+                # Ranks exchange gradients once, in the backward pass of the last micro-batch.
+                with optimizer.toggle_model(sync_grad=number == len(micro_batches)):
+                    loss_sum += self.forward_backward(micro_batch).sum()
 
         # The backward passes averaged over all positions; the mean is over the targets that count.
         global_loss, num_targets = sum_over_ranks(loss_sum, batch.num_tokens, trainer.world_size)
@@ -186,7 +230,8 @@ class LanguageModule(LightningModule):
             The loss of every token in nats, `(b, T)`.
         """
         if self.graphed is not None:
-            return self.graphed(micro_batch.tokens)
+            documents = micro_batch.max_documents  # few values occur, and each has its graph
+            return self.graphed(micro_batch.tokens, documents and (documents,))
         return self._accumulate_gradient(micro_batch)
 
     def _accumulate_gradient(self, micro_batch: Batch) -> Tensor:
@@ -283,11 +328,17 @@ class LanguageModule(LightningModule):
         elif self.global_rank:  # all ranks drew the same initial weights; from here on each drops out its own
             torch.manual_seed(torch.initial_seed() + self.global_rank)
         self._rank_state = {}
+        precision = self.trainer.precision
+        mixed = precision not in ("32-true", "bf16-true")
+        if mixed and self.decoder.fused and not isinstance(self.trainer.strategy, FullyShardedStrategy):
+            self.weight_copies = WeightCopies(
+                self.decoder, torch.float16 if precision == "16-mixed" else torch.bfloat16)  # fmt: skip
         if self.cuda_graphs:
             self.graphed = GraphedMicroBatch(
-                self.decoder.parameters(), lambda tokens: self._accumulate_gradient(Batch(tokens)),
+                self.decoder.parameters(),
+                lambda tokens, row_documents: self._accumulate_gradient(Batch(tokens, row_documents=row_documents)),
                 capture=self.device.type == "cuda",
             )  # fmt: skip
 
     def on_train_end(self) -> None:
-        self.graphed = None
+        self.graphed, self.weight_copies = None, nullcontext()

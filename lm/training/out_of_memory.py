@@ -78,6 +78,8 @@ def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) 
 
 def _cure(config: DecoderConfig, step: Step, state: OptimizerState, had: int | None, reserve: int) -> str:
     smaller = "take a smaller model, a shorter data.seq_len, or a device with more memory"
+    if step.checkpointing != "block":
+        smaller = f"--model.activation_checkpointing block recomputes activations; or {smaller}"
     samples = step.micro_batch_size * step.accumulate
     fitting = None if had is None else largest_micro_batch(config, step, int(USABLE * had) - reserve, samples, state)
     if had is not None and fitting is None:
@@ -103,6 +105,6 @@ def _step(trainer: Any) -> Step:
     return Step(
         steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
         module.compile_mode, steps.accumulate, module.cuda_graphs, steps.world_size // getattr(strategy, "replicas", 1),
-        isinstance(strategy, FullyShardedStrategy) and steps.world_size > 1,
-        gathered=trainer.distributed.gathered_blocks(module.config.num_hidden_layers),
+        isinstance(strategy, FullyShardedStrategy) and steps.world_size > 1, module.activation_checkpointing,
+        trainer.distributed.gathered_blocks(module.config.num_hidden_layers),
     )  # fmt: skip

@@ -9,7 +9,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 
 from lm.errors import RequestError
-from lm.kernels.linear import MULTIPLE, Scaling
+from lm.kernels.fp8 import Scaling
+from lm.kernels.linear import MULTIPLE
+from lm.kernels.operations import kernels_missing
 from lm.model.decoder import Linear
 from lm.system.hardware import cpu_half_precision, device_name, has_fp8
 
@@ -18,7 +20,7 @@ Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-tenso
 
 
 class Float8Precision(MixedPrecision):
-    """`bf16-mixed`, and the products of the blocks' matrices in FP8 (see `kernels/linear`).
+    """`bf16-mixed`, and the products of the blocks' matrices in FP8 (see `kernels/fp8` and `kernels/linear`).
 
     Weights and what the optimizer holds stay fp32; attention, the norms, the embedding and the output matrix compute as
     in `bf16-mixed`. So do the matrices that `keep` names, by default those of the last block: the weight gradients
@@ -42,13 +44,16 @@ class Float8Precision(MixedPrecision):
         return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
 
     def refuse_device(self, device: torch.device) -> None:
-        """Raise RequestError where a device has no FP8 arithmetic."""
+        """Raise RequestError where a device has no FP8 arithmetic, or does not run the kernel that quantises."""
         if not has_fp8(device):
             found = f"a {device.type}" if device.type != "cuda" else device_name(device)
             raise RequestError(
                 f"trainer.precision {self.precision} needs an NVIDIA GPU of compute capability 8.9 or later (Ada, "
                 f"Hopper, Blackwell), and this is {found}: take bf16-mixed"
             )
+        missing = kernels_missing(device) if device.type == "cuda" else None
+        if missing is not None:
+            raise RequestError(f"trainer.precision {self.precision} quantises by a CUDA kernel, and {missing}")
 
     def convert_module(self, module: LightningModule) -> LightningModule:
         """Set how the products of the decoder's matrices are scaled. Lightning calls this once the decoder is built.

@@ -121,9 +121,10 @@ def _write(folder: Path, tokens: int) -> None:
     for link in links[1:]:
         os.link(folder / "many" / one["file"], folder / "many" / link["file"])
     for place, listed in ((folder, shards), (folder / "many", links)):
+        total = sum(sum(shard["row_groups"]) for shard in listed)
         manifest = {
             "layout": 1, "column": "input_ids", "tokenizer": "", "vocab_size": VOCABULARY,
-            "splits": {"train": {"shards": listed}},
+            "splits": {"train": {"tokens": total, "shards": listed}},
         }  # fmt: skip
         (place / "manifest.json").write_text(jsonlib.dumps(manifest))
 

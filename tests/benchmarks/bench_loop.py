@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm, which may not be installed
 
-from lm.cli.bench import CHECKPOINTS, WARMUP, Clock, StepTimer, Stretch, fit_briefly, report
+from lm.cli.bench import WARMUP, Clock, StepTimer, Stretch, fit_briefly, report
 from lm.cli.config import config_parser
 from lm.data.loader import Batch
 from lm.system.units import Count
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=Count, default=Count(50), help="Optimizer steps of each loop that are timed.")
     config = parser.read(arguments)
     stretch = min(config.steps, config.trainer.log_interval)
-    turns = Turns(warmup=WARMUP, stretch=stretch, rounds=config.steps // stretch, checkpoints=CHECKPOINTS)
+    turns = Turns(warmup=WARMUP, stretch=stretch, rounds=config.steps // stretch, checkpoints=3)
     trainer = fit_briefly(config, turns.steps, [turns], checkpoint_interval=turns.steps + 1)
     found = report(config, turns, trainer)
     ratio, cpu_ratio = overhead(turns.stretches, turns.plain)

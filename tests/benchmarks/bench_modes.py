@@ -88,16 +88,19 @@ def show_modes(found: dict[str, Any]) -> None:
     if measured:
         name, first = next(iter(measured.items()))
         title = f"{first['config']}, {first['micro_batch_size']} x {first['seq_len']} tokens, {first['device']}"
-        table = Table("mode", "ms a step", "tokens/s", f"to {name}", "MFU", "peak MiB", "first step s", title=title)
+        columns = ("mode", "ms a step", "tokens/s", f"to {name}", "MFU", "full", "optimizer", "peak MiB")
+        table = Table(*columns, "first step s", title=title)
         for name, result in measured.items():
             memory = result["peak_memory_bytes"]
             table.add_row(
                 name, f"{result['ms_per_step']:.2f}", format_count(result["tokens_per_second"]),
                 f"{result['tokens_per_second'] / first['tokens_per_second']:.3f}x",
-                "unknown" if result["mfu"] is None else f"{result['mfu']:.1%}",
+                *("unknown" if mfu is None else f"{mfu:.1%}" for mfu in (result["mfu"], result["mfu_full_attention"])),
+                f"{result['optimizer']['share']:.1%}",
                 "unknown" if memory is None else f"{memory / 2**20:,.0f}", f"{result['first_step_s']:.1f}",
             )  # fmt: skip
         console.print(table)
+        console.print("MFU: by what causal attention attends to; full: by its full length, as nanochat and PaLM count")
     for name, result in found.items():
         if "unavailable" in result:
             console.print(f"{name} is unavailable: {result['unavailable']}")

@@ -1,38 +1,123 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can settle: right or not, how fast, and a real training that is killed and goes on.
+# Everything that only a GPU can settle: right or not, how fast, and a real training that is killed and resumed.
+#
+#   tests/benchmarks/on_gpu.sh
+#
+# is the one command, and a first run needs no decision: it finds a Python with torch, takes what is missing from the
+# folder wheels/ where there is no network, and runs the parts below in their order. On a machine without a GPU all
+# runs too, in sizes for a CPU, to try the script itself.
 #
 #   tests/benchmarks/on_gpu.sh [-p PYTHON] [-w WHEELS] [-o FOLDER] [PART ...]
 #
-#   -p  the Python to use; without it .venv/bin/python, made where it is not there
-#   -w  a folder of wheels to install what is missing from, for machines without a network
-#   -o  where the dated JSON files and logs go; without it the folder results/ beside this file
-#   PART: some of tests trainings kernels steps profile memory peers sanitizer fit; without one, all of them
+#   -p  the Python to use. Without it the first of .venv/bin/python, python3 and python whose torch sees a GPU, else
+#       whose torch is there; where something is missing and no wheel has it, .venv is made
+#   -w  a folder of wheels, for machines without a network; without it wheels/, if that is there. Beside torch, Lightning
+#       and pytest usually three small ones are missing:
+#           pip download --no-deps --dest wheels jsonargparse docstring-parser typeshed-client
+#   -o  where results go; without it build/on_gpu
 #
-# Sources of other projects are found through LITGPT, NANOGPT and LIGER. A part that fails or takes longer than its
-# limit does not keep the next ones from running; the script ends with what each said. On a machine without a GPU
-# everything runs too, in sizes for a CPU, to try the script itself.
+# A part ends within nine minutes, whatever happens in it (PART_SECONDS sets another limit). Parts, in the order of a run that names none:
+#
+#   tests                 the GPU tests but slow ones and the sanitizer, four at once where pytest-xdist is there
+#   kernels               each kernel in bf16 beside eager mode and inductor; kernels:fp16 and kernels:fp32 can be named
+#   steps:pretrain-350m   a step in eager mode, inductor and CUDA graphs, and in eager mode without our kernels
+#   steps:wide-heads      the same model with heads 128 wide, in eager mode and inductor
+#   peers                 two of our modes beside transformers, litgpt, nanoGPT and Liger, those that are there;
+#                         peers:NAME,NAME chooses others, such as peers:lm:none,litgpt
+#   memory                the memory that `lm plan` expects beside what a step takes, at three micro-batches and with
+#                         activation checkpointing, and what a checkpoint costs
+#   profile               where the time of a step goes, with a trace
+#   fit                   a training once whole, and once killed and resumed: the losses have to be the same
+#   sanitizer             compute-sanitizer over the kernels' tests, both of its tools at once
+#
+# `all` runs the others after these: trainings (the slow GPU tests), kernels:fp16, steps:pretrain-50m,
+# steps:pretrain-350m-2048 (the longer context), steps:fp8 (at 2,048 wide), steps:tiny.
+#
+# No part needs another one. In particular `kernels` unlocks nothing: every process compiles the kernels that it uses,
+# in a tenth of a second each, and a part that fails keeps no other from running. Nothing here changes the device's
+# settings. JSON files, logs and a summary are packed into one archive after each part, so a run that is cut short
+# loses only the part it was in; archives of several runs unpack into one folder. Sources of litgpt, nanoGPT and Liger
+# are found through LITGPT, NANOGPT and LIGER; what is installed is found anyway.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+here=$PWD
+cd "$(dirname "$0")/../.." || exit 1
 
-python=.venv/bin/python wheels='' out=tests/benchmarks/results
-while getopts p:w:o: option; do
+from_here() { [[ $1 == /* ]] && echo "$1" || echo "$here/$1"; }
+usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; }
+
+part_seconds=${PART_SECONDS:-530}  # and 10 more for what does not end by itself
+defaults='tests kernels steps:pretrain-350m steps:wide-heads peers memory profile fit sanitizer'
+others='trainings kernels:fp16 steps:pretrain-50m steps:pretrain-350m-2048 steps:fp8 steps:tiny'
+
+python='' wheels=wheels out=build/on_gpu
+while getopts p:w:o:h option; do
     case $option in
-        p) python=$OPTARG ;;
-        w) wheels=$OPTARG ;;
-        o) out=$OPTARG ;;
-        *) exit 2 ;;
+        p) python=$([[ $OPTARG != */* ]] && echo "$OPTARG" || from_here "$OPTARG") ;;
+        w) wheels=$(from_here "$OPTARG") ;;
+        o) out=$(from_here "$OPTARG") ;;
+        h) usage; exit 0 ;;
+        *) echo "on_gpu.sh: see tests/benchmarks/on_gpu.sh -h" >&2; exit 2 ;;
     esac
 done
 shift $((OPTIND - 1))
-parts=${*:-tests trainings kernels steps profile memory peers sanitizer fit}
+[ "${1-}" != --help ] || { usage; exit 0; }
+parts=${*:-$defaults}
+[ "$parts" != all ] || parts="$defaults $others"
+for part in $parts; do
+    case $part in
+        peers:?* | kernels:fp32 | kernels:bf16) ;;
+        *) [[ " $defaults $others steps " == *" $part "* ]] || {
+            echo "on_gpu.sh: no part $part: $defaults $others" >&2
+            exit 2
+        } ;;
+    esac
+done
 
-mkdir -p "$out"
-[ -x "$(command -v "$python")" ] || python3 -m venv .venv
-if [ -n "$wheels" ]; then
-    "$python" -m pip install -q --no-index --find-links "$wheels" "$wheels"/*.whl || exit 1
-    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-elif ! "$python" -c 'import lm, pytest' 2> /dev/null; then
-    "$python" -m pip install -q -e '.[test]' || exit 1
+# ---- Python and what it needs ----------------------------------------------------------------------------------------
+
+work=$(mktemp -d) && mkdir "$work/packages" || exit 1
+trap 'rm -rf "$work"' EXIT
+trap 'exit 130' INT TERM HUP  # by way of the trap on EXIT
+export PYTHONPATH=$PWD:$work/packages${PYTHONPATH:+:$PYTHONPATH}
+
+given=$python
+for check in 'assert torch.cuda.is_available()' ''; do
+    for candidate in .venv/bin/python python3 python; do
+        [ -n "$python" ] || ! "$candidate" -c "import torch; $check" 2> /dev/null || python=$candidate
+    done
+done
+python=${python:-python3}
+
+# Unpack the wheels of what is not installed; a wheel of pure Python needs no more.
+"$python" - "$wheels" "$work/packages" << 'PYTHON' || exit 1
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from zipfile import ZipFile
+
+for wheel in sorted(Path(sys.argv[1]).glob("*.whl")):
+    try:
+        version(wheel.name.split("-")[0])
+    except PackageNotFoundError:
+        ZipFile(wheel).extractall(sys.argv[2])
+PYTHON
+
+missing() {
+    local said
+    said=$("$python" -c 'import lm.__main__, lm.cli.bench, lm.cli.data, pytest' 2>&1) || tail -n 1 <<< "$said"
+}
+
+lacks=$(missing)
+if [ -n "$lacks" ] && [ -z "$given" ]; then
+    echo "on_gpu.sh: $python: $lacks; installing into .venv"
+    [ -x .venv/bin/python ] || "$python" -m venv --system-site-packages .venv
+    python=.venv/bin/python
+    "$python" -m pip install -q -e '.[test]' && lacks=$(missing)
+fi
+if [ -n "$lacks" ]; then
+    echo "on_gpu.sh: $python cannot run this: $lacks; put its wheel here with" \
+        "'pip download --no-deps --dest wheels NAME', or install with '$python -m pip install -e .[test]'" >&2
+    exit 2
 fi
 
 device=$("$python" -c '
@@ -44,125 +129,160 @@ if torch.cuda.is_available():
 gpu=${device:+yes}
 device=${device:-cpu}
 stamp=$(date -u +%F)
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-summary=() failed=0
+label=$stamp-$device
+results=$out/$label
+archive=$out/on-gpu-$label-$(date -u +%H%M%S).tar.gz
+mkdir -p "$results" || exit 1
+summary=() failed=0 deadline=0
 
-# run LIMIT NAME COMMAND...: output to a log, one line of verdict
+# ---- running a command -----------------------------------------------------------------------------------------------
+
+# run NAME COMMAND...: output to a log, one line of verdict; the part's time is the limit
 run() {
-    local limit=$1 name=$2 begun=$SECONDS code
-    shift 2
+    local name=$1 begun=$SECONDS left=$((deadline - SECONDS)) code
+    shift
+    if [ $left -lt 5 ]; then
+        summary+=("$name: not begun, the time of its part was over")
+        failed=1
+        return 1
+    fi
     echo "== $name: $*"
-    timeout --kill-after 10 "$limit" "$@" > "$out/$name.log" 2>&1
+    timeout --kill-after 10 "$left" "$@" > "$results/$name.log" 2>&1 &  # so that a signal is heard meanwhile
+    wait $!
     code=$?
-    tail -n 25 "$out/$name.log"
-    summary+=("$name: exit code $code after $((SECONDS - begun)) s")
+    tail -n 25 "$results/$name.log"
+    local verdict="exit code $code"
+    [ $code -eq 0 ] && verdict=done
+    [ $code -eq 124 ] || [ $code -eq 137 ] && verdict='cut, the time of its part was over,'
+    summary+=("$name: $verdict after $((SECONDS - begun)) s")
     [ $code -eq 0 ] || failed=1
     return $code
 }
 
-tests() {
-    run 580 tests "$python" -m pytest tests -m 'gpu and not slow' ${gpu:---co} -k 'not sanitizer' --durations 10
+# Everything there is so far in one file.
+pack() {
+    printf '%s\n' "${summary[@]}" > "$results/summary-$(basename "$archive" .tar.gz).txt"
+    tar --warning=no-file-changed -czf "$archive.part" -C "$out" "$label"
+    [ $? -le 1 ] && mv "$archive.part" "$archive"  # 1: a process that is being ended still writes to its log
+}
+trap 'jobs -p | xargs -r kill; pack; rm -rf "$work"' EXIT
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+# gpu_tests NAME PROCESSES ARGUMENTS...: of the files that have GPU tests, as others may need packages that are not here
+gpu_tests() {
+    local name=$1 at_once=(-n "$2") files
+    shift 2
+    mapfile -t files < <(grep -rl 'mark\.gpu' tests --include='test_*.py')
+    "$python" -c 'import xdist' 2> /dev/null || at_once=()
+    run "$name" "$python" -m pytest -p no:cacheprovider "${files[@]}" "$@" "${at_once[@]}" ${gpu:---co} \
+        --continue-on-collection-errors --durations 10
 }
 
-trainings() {
-    run 580 trainings "$python" -m pytest tests -m 'gpu and slow' ${gpu:---co} --durations 10
-}
+tests() { gpu_tests tests 4 -m 'gpu and not slow' -k 'not sanitizer'; }
 
-sanitizer() {
-    run 580 sanitizer "$python" -m pytest tests -m gpu ${gpu:---co} -k sanitizer --durations 10
-}
+trainings() { gpu_tests trainings 4 -m 'gpu and slow'; }
 
+sanitizer() { gpu_tests sanitizer 2 -m gpu -k sanitizer; }
+
+# kernels [DTYPE]
 kernels() {
-    for dtype in bf16 fp16; do
-        run 280 "kernels-$dtype" "$python" tests/benchmarks/bench_kernels.py --dtype $dtype \
-            --output "$out/$stamp-kernels-$dtype-$device.json"
-    done
+    local dtype=${1:-bf16}
+    run "kernels-$dtype" "$python" tests/benchmarks/bench_kernels.py --dtype "$dtype" \
+        --output "$results/$stamp-kernels-$dtype-$device.json"
 }
 
-# step NAME ARGUMENTS...
+# step NAME "MODES" ARGUMENTS...: on a CPU the small preset in place of the arguments
 step() {
-    local name=$1
-    shift
-    run 580 "step-modes-$name" "$python" tests/benchmarks/bench_modes.py --trainer.log_interval 5 --steps 20 "$@" \
-        --output "$out/$stamp-step-modes-$name-$device.json"
-}
-
-steps() {
+    local name=$1 modes=$2
+    shift 2
+    [ -n "$gpu" ] || set -- --config tiny.yaml
     # Four micro-batches a step instead of 32: the same work for each, in an eighth of the time.
-    step tiny --config tiny.yaml ${gpu:+--trainer.precision bf16-mixed}
-    [ -n "$gpu" ] || return 0
-    step pretrain-50m --config pretrain-50m.yaml --data.global_batch_tokens 128Ki
-    step pretrain-350m --config pretrain-350m.yaml --data.global_batch_tokens 64Ki
-    step pretrain-350m-2048 --config pretrain-350m.yaml --model.decoder.max_position_embeddings 2048 \
-        --data.micro_batch_size 8 --data.global_batch_tokens 64Ki
-    step pretrain-350m-wide-heads --config pretrain-350m-wide-heads.yaml --data.global_batch_tokens 64Ki
-    # Wide matrices are what FP8 is for.
-    for precision in bf16-mixed fp8-tensorwise fp8-rowwise; do
-        run 200 "step-1b-$precision" "$python" -m lm bench step --config pretrain-350m-wide-heads.yaml --steps 10 \
-            --trainer.log_interval 5 --trainer.precision $precision --model.compile inductor \
-            --model.decoder.hidden_size 2048 --model.decoder.intermediate_size 8192 --data.micro_batch_size 8 \
-            --data.global_batch_tokens 32Ki --output "$out/$stamp-step-1b-$precision-$device.json"
-    done
+    run "steps-$name" "$python" tests/benchmarks/bench_modes.py "$@" --steps 20 --trainer.log_interval 5 \
+        --checkpoints 0 --output "$results/$stamp-steps-$name-$device.json" --modes $modes
 }
 
-# Where the time of a step goes, and the operators that take most of it.
-profile() {
-    local config=tiny
-    [ -n "$gpu" ] && config=pretrain-50m
-    run 280 "profile-$config" "$python" -m lm profile --config $config.yaml --steps 10 --trace "$work/trace.json" \
-        ${gpu:+--data.global_batch_tokens 128Ki}
+# steps [NAME]
+steps() {
+    local precision batch='--data.global_batch_tokens 64Ki' wide=pretrain-350m-wide-heads.yaml
+    case ${1:-} in
+        '') steps pretrain-350m; steps wide-heads ;;
+        tiny) step tiny 'none triton_free inductor' --config tiny.yaml --trainer.precision bf16-mixed ;;
+        pretrain-50m)
+            step "$1" 'none none+graphs inductor inductor+graphs none/off inductor/off' --config pretrain-50m.yaml \
+                --data.global_batch_tokens 128Ki ;;
+        pretrain-350m) step "$1" 'none inductor none+graphs none/off' --config pretrain-350m.yaml $batch ;;
+        pretrain-350m-2048)
+            step "$1" 'none inductor' --config pretrain-350m.yaml $batch --data.micro_batch_size 8 \
+                --model.decoder.max_position_embeddings 2048 ;;
+        wide-heads) step "$1" 'none inductor' --config $wide $batch ;;
+        fp8)  # wide matrices are what it is for
+            for precision in bf16-mixed fp8-tensorwise fp8-rowwise; do
+                step "2048-wide-$precision" inductor --config $wide --trainer.precision $precision \
+                    --model.decoder.hidden_size 2048 --model.decoder.intermediate_size 8192 \
+                    --data.micro_batch_size 8 --data.global_batch_tokens 32Ki
+            done ;;
+    esac
 }
 
-# What `lm plan` expects of a step's memory beside what it takes, at three micro-batches.
-memory() {
-    local config size presets=tiny
-    [ -n "$gpu" ] && presets='pretrain-50m pretrain-350m'
-    for config in $presets; do
-        for size in 4 8 16; do
-            run 200 "memory-$config-$size" "$python" -m lm bench step --config "$config.yaml" --steps 4 \
-                --trainer.log_interval 2 --data.micro_batch_size $size --data.global_batch_tokens \
-                "$([ -n "$gpu" ] && echo 64Ki || echo 8Ki)" --output "$out/$stamp-memory-$config-$size-$device.json"
-        done
-    done
-}
-
+# peers [NAME,NAME]
 peers() {
     local sources=(${LITGPT:+--litgpt "$LITGPT"} ${NANOGPT:+--nanogpt "$NANOGPT"} ${LIGER:+--liger "$LIGER"})
+    local contenders=${1:-lm:none,lm:inductor,transformers+inductor,litgpt+inductor,nanogpt+inductor,liger}
     local config=pretrain-350m
     [ -n "$gpu" ] || config=tiny
     # Four samples at once: all contenders are on the device together.
-    run 580 "peers-$config" "$python" tests/benchmarks/peers.py --config $config.yaml "${sources[@]}" \
-        --data.micro_batch_size 4 --accumulate 4 \
-        --output "$out/$stamp-peers-$config-$device.json"
+    run "peers-$config" "$python" tests/benchmarks/peers.py --config $config.yaml "${sources[@]}" \
+        --data.micro_batch_size 4 --accumulate 4 --contenders ${contenders//,/ } \
+        --output "$results/$stamp-peers-$config-$device.json"
 }
 
-# A real training on the corpus of the package, once whole, and once killed without warning and told to go on.
+# Three micro-batches, and the largest with activation checkpointing; the one with the most memory times a checkpoint.
+memory() {
+    local config=tiny batch=8Ki case size kept
+    [ -n "$gpu" ] && config=pretrain-350m batch=64Ki
+    for case in 4-none 8-none 16-none 16-selective 16-block; do
+        size=${case%-*} kept=${case#*-}
+        run "memory-$config-$case" "$python" -m lm bench step --config $config.yaml --steps 4 \
+            --trainer.log_interval 2 --data.micro_batch_size $size --data.global_batch_tokens $batch \
+            --model.activation_checkpointing $kept --checkpoints $([ $case = 16-none ] && echo 1 || echo 0) \
+            --output "$results/$stamp-memory-$config-$case-$device.json"
+    done
+}
+
+profile() {
+    local config=tiny
+    [ -n "$gpu" ] && config=pretrain-350m
+    run "profile-$config" "$python" -m lm profile --config $config.yaml --steps 10 \
+        --trace "$results/$stamp-trace-$config-$device.json.gz" ${gpu:+--data.global_batch_tokens 64Ki}
+}
+
+# On the corpus of the package; the killed training gets no warning.
 fit() {
     local small=() data=$work/data
     [ -n "$gpu" ] || small=(--config tiny.yaml --data.prepare null --data.global_batch_tokens 4Ki)
-    run 120 fit-data "$python" -m lm data prepare --input embedded:sotu --output "$data" --tokenizer bpe \
+    run fit-data "$python" -m lm data prepare --input embedded:sotu --output "$data" --tokenizer bpe \
         --vocab_size 4096 --val_fraction 0.05 || return
     local common=(--config pretrain-350m.yaml "${small[@]}" --data.path "$data" --trainer.max_tokens null
         --model.decoder.vocab_size null --trainer.max_steps 40 --trainer.log_interval 1 --trainer.val_interval 20
         --trainer.checkpoint_interval 10 --data.micro_batch_size 16 --data.val_tokens 16Ki
         --model.compile triton_free --trainer.default_root_dir "$work/runs" --ckpt_path auto)
     [ -n "$gpu" ] && common+=(--data.global_batch_tokens 64Ki)
-    run 280 fit-whole "$python" -m lm fit "${common[@]}" --run whole || return
-    "$python" -m lm fit "${common[@]}" --run killed > "$out/fit-killed.log" 2>&1 &
-    local process=$! begun=$SECONDS
-    until [ $((SECONDS - begun)) -gt 280 ] || [ -e "$work/runs/killed/last" ] && grep -q '"step": 15,' "$work/runs/killed/metrics.jsonl" 2> /dev/null; do
-        kill -0 $process 2> /dev/null || break
+    run fit-whole "$python" -m lm fit "${common[@]}" --run whole || return
+    "$python" -m lm fit "${common[@]}" --run killed > "$results/fit-killed.log" 2>&1 &
+    local process=$!  # not under `timeout`, which would be killed in its place
+    until [ -e "$work/runs/killed/last" ] && grep -q '"step": 15,' "$work/runs/killed/metrics.jsonl" 2> /dev/null; do
+        [ $SECONDS -lt $deadline ] && kill -0 $process 2> /dev/null || break
         sleep 0.1
     done
-    kill -KILL $process
+    kill -KILL $process 2> /dev/null
     wait $process 2> /dev/null
-    run 280 fit-on "$python" -m lm fit "${common[@]}" --run killed || return
-    run 60 fit-same "$python" - "$work/runs" << 'PYTHON'
+    run fit-resumed "$python" -m lm fit "${common[@]}" --run killed || return
+    run fit-same "$python" - "$work/runs" << 'PYTHON'
 import sys
 from pathlib import Path
 
-from lm.runs import Run
+from lm.runs.run import Run
 
 def losses(run):
     entries = Run(Path(sys.argv[1]) / run).metrics()
@@ -176,15 +296,20 @@ assert apart < 0.02
 PYTHON
 }
 
-nvidia-smi 2> /dev/null | head -n 15
-"$python" -c 'import sys, torch; print(sys.version, torch.__version__, torch.version.cuda)'
+{
+    date -u
+    git log -1 --format='%H %s' 2> /dev/null
+    nvidia-smi 2> /dev/null | head -n 15
+    "$python" -c 'import sys, torch; print(sys.executable, sys.version, torch.__version__, torch.version.cuda)'
+} | tee "$results/machine.log"
 for part in $parts; do
-    case $part in
-        tests | trainings | kernels | steps | profile | memory | peers | sanitizer | fit) "$part" ;;
-        *) echo "on_gpu.sh: no part $part: tests trainings kernels steps profile memory peers sanitizer fit" >&2; exit 2 ;;
-    esac
+    deadline=$((SECONDS + part_seconds))
+    kind=${part%%:*} which=''
+    [ "$kind" = "$part" ] || which=${part#*:}
+    "$kind" $which
+    pack
 done
 echo "== summary"
 printf '%s\n' "${summary[@]}"
-ls "$out"/"$stamp"-*-"$device".json 2> /dev/null
+echo "all of it: $archive"
 exit $failed

@@ -24,6 +24,7 @@ FORMULAS = {
     "tokens_per_second": "tokens of an optimizer step / median over the turns of seconds a step",
     "mfu": "flops_per_token x tokens_per_second / dense peak of the device in this precision, with our decoder's "
     "flops_per_token; only where the architecture is the same",
+    "mfu_full_attention": "the same with causal attention counted by its full length, as nanochat and PaLM count",
     "ratios": "median over the rounds of: seconds of the other's turn / seconds of ours in the same round",
     "peak_bytes": "most bytes that tensors held, or on a CPU the process, from the start to the end of the warm-up",
     "first_step_s": "from the start of the process to the end of the first optimizer step",
@@ -72,7 +73,7 @@ def everyone() -> list[str]:
 
 
 def compare(task: dict[str, Any], names: list[str], rounds: int) -> dict[str, Any]:
-    """Let the contenders take turns, and report; one that breaks is out, and the others go on."""
+    """Let the contenders take turns, and report; one that breaks is out, and the others continue."""
     from lm.system.process import run_facts
 
     contenders, unavailable = {}, {}
@@ -99,11 +100,12 @@ def compare(task: dict[str, Any], names: list[str], rounds: int) -> dict[str, An
     figures = {}
     for name, (_, started) in contenders.items():
         seconds = statistics.median(turns[name])
-        flops, peak = started.pop("flops_per_token"), started.pop("peak_flops")
+        flops, full, peak = (started.pop(key) for key in ("flops_per_token", "full_flops", "peak_flops"))
         rate = tokens / seconds
         figures[name] = {
             "ms_per_step": seconds * 1e3, "tokens_per_second": rate,
-            "mfu": rate * flops / peak if peak and flops else None, **started,
+            "mfu": rate * flops / peak if peak and flops else None,
+            "mfu_full_attention": rate * full / peak if peak and full else None, **started,
         }  # fmt: skip
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -209,6 +211,7 @@ def contend(task: dict[str, Any]) -> None:
         "device": name, "first_step_s": age, "first_loss": first, "peak_bytes": peak_memory(device),
         "same_architecture": contender.same, "parameters": sum(p.numel() for p in contender.model.parameters()),
         "flops_per_token": flops_per_token(config, task["seq_len"]) if contender.same else None,
+        "full_flops": flops_per_token(config, task["seq_len"], full_attention=True) if contender.same else None,
         # fp32 products may use TF32 here, for all contenders.
         "peak_flops": peak_flops(name, "tf32" if task["precision"] == "32-true" else task["precision"]),
     }) + "\n")  # fmt: skip
@@ -229,18 +232,19 @@ def show(found: dict[str, Any]) -> None:
 
     title = f"{found['config']}, {found['micro_batch_size']} x {found['seq_len']} tokens, {found['precision']}"
     table = Table(title=title)
-    for column in ("contender", "ms a step", "tokens/s", "MFU", "peak MiB", "first step s", "parameters"):
+    for column in ("contender", "ms a step", "tokens/s", "MFU", "full", "peak MiB", "first step s", "parameters"):
         table.add_column(column, no_wrap=column == "contender")
     for name, figure in found["contenders"].items():
-        mfu = "unknown" if figure["mfu"] is None else f"{figure['mfu']:.1%}"
+        mfu = ["unknown" if figure[key] is None else f"{figure[key]:.1%}" for key in ("mfu", "mfu_full_attention")]
         age = figure["first_step_s"]
         table.add_row(
-            name, f"{figure['ms_per_step']:.1f}", format_count(figure["tokens_per_second"]), mfu,
+            name, f"{figure['ms_per_step']:.1f}", format_count(figure["tokens_per_second"]), *mfu,
             f"{figure['peak_bytes'] / 2**20:,.0f}", "unknown" if age is None else f"{age:.1f}",
             format_count(figure["parameters"]) + ", others" * (not figure["same_architecture"]),
         )  # fmt: skip
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
+    console.print("MFU: by what causal attention attends to; full: by its full length, as nanochat and PaLM count")
     for name, reason in found["unavailable"].items():
         console.print(f"{name} is unavailable: {reason}")
     if "best_peer" in found:

@@ -1,37 +1,34 @@
 """`bench_kernels.py` measures every op, and its figures follow from the formulas beside them."""
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import bench_kernels
 import pytest
 import torch
-from bench_kernels import FORMULAS, SMALL, Cases
+from bench_kernels import FORMULAS, SMALL, Cases, kernels, show
 
+from lm.errors import RequestError
 from lm.kernels import runtime
+from lm.system.arguments import call
 
 QUICK = ("--tokens", "128", "--rounds", "1")
-SCRIPT = Path(__file__).parent / "bench_kernels.py"
 
 
-def bench(folder, *arguments, expect=0, **environment):
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert ended.returncode == expect, ended.stdout + ended.stderr
-    return ended
+def printed_by(function, *arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        function(*arguments)
+    return out.getvalue()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """The JSON object, the file it was written to, and what people are shown."""
-    folder = tmp_path_factory.mktemp("bench")
-    ended = bench(folder, *QUICK, "--inductor", "false", "--json", "--output", "found.json")
-    shown = bench(folder, *QUICK, "--inductor", "false", "--dtype", "fp32").stdout
-    return json.loads(ended.stdout), json.loads((folder / "found.json").read_text()), shown
+    path = tmp_path_factory.mktemp("bench") / "found.json"
+    printed = printed_by(call, kernels, [*QUICK, "--inductor", "false", "--json", "--output", str(path)], "bench")
+    written = json.loads(path.read_text())
+    return json.loads(printed), written, printed_by(show, written)
 
 
 def test_prints_one_object_and_writes_the_same(found):
@@ -99,20 +96,26 @@ def test_operations_are_those_that_torch_counts():
 def test_registers_and_spills_are_reported_for_every_kernel(found):
     result, _, shown = found
     assert result["usage"].keys() == {"sm_80", "sm_89", "sm_90", "sm_100"}  # no GPU here: all that count
-    for kernels in result["usage"].values():
-        assert {"rms_norm_forward", "swiglu_backward", "qk_norm_rope_backward", "cross_entropy"} <= kernels.keys()
-        assert all(used["registers"] > 0 and used["spilled_bytes"] == 0 for used in kernels.values())
+    for programs in result["usage"].values():
+        assert {"rms_norm_forward", "swiglu_backward", "qk_norm_rope_backward", "cross_entropy"} <= programs.keys()
+        assert all(used["registers"] > 0 and used["spilled_bytes"] == 0 for used in programs.values())
     assert "spills: none" in shown
 
 
-def test_a_compiler_that_is_missing_is_said_and_the_rest_is_measured(tmp_path):
-    """Inductor needs one on a CPU, too."""
-    none = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    ended = bench(tmp_path, *QUICK, **none)
-    assert "inductor is unavailable: " in ended.stdout and "swiglu_linear" in ended.stdout
+def test_a_compiler_that_is_missing_is_said_and_the_rest_is_measured(monkeypatch):
+    """Inductor needs one on a CPU, too; it is looked for in the first call."""
+
+    def missing(*arguments):
+        raise RuntimeError("no C++ compiler\nand more lines")
+
+    monkeypatch.setattr(bench_kernels, "usage", lambda cases: "left out here")
+    monkeypatch.setattr(torch, "compile", lambda function, **options: missing)
+    shown = printed_by(call, kernels, [*QUICK, "--dtype", "fp32"], "bench")
+    assert "inductor is unavailable: RuntimeError: no C++ compiler\n" in shown and "swiglu_linear" in shown
 
 
 @pytest.mark.parametrize("option", [("--tokens", "100"), ("--rounds", "0"), ("--dtype", "int8")])
-def test_a_wrong_request_is_one_line(tmp_path, option):
-    ended = bench(tmp_path, *option, expect=2)
-    assert option[0].strip("-") in ended.stderr and ended.stderr.count("\n") == 1
+def test_a_wrong_request_is_one_line(option):
+    with pytest.raises(RequestError, match=f"{option[0].strip('-')}.*") as refused:
+        call(kernels, [*QUICK, *option], "bench")
+    assert "\n" not in str(refused.value)

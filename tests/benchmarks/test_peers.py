@@ -1,7 +1,6 @@
 """The comparison with other projects: the same decoder and arithmetic, and a report that says who could not run."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ BENCHMARKS = Path(__file__).parent
 sys.path.insert(0, str(BENCHMARKS))
 
 from peer_models import Training, build  # noqa: E402
-from peers import Process, compare, ranking  # noqa: E402
+from peers import Process, main, ranking  # noqa: E402
 
 from lm.model.config import DecoderConfig  # noqa: E402
 from lm.model.huggingface import to_huggingface  # noqa: E402
@@ -49,23 +48,6 @@ def test_a_step_learns_in_every_way_to_run_it():
     assert runs[0] == pytest.approx(runs[1], rel=1e-6)
 
 
-def test_the_command_measures_some_and_names_the_others(tmp_path):
-    write_config(tmp_path, **{"trainer.callbacks": None})
-    command = [sys.executable, str(BENCHMARKS / "peers.py"), "--config", "small.yaml", "--steps", "1", "--rounds", "2",
-               "--model.decoder.vocab_size", "64", "--contenders", "lm:none", "transformers", "nanogpt",
-               "--nanogpt", str(tmp_path), "--output", "peers.json"]  # fmt: skip
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads((tmp_path / "peers.json").read_text())
-    assert list(found["contenders"]) == ["lm:none", "transformers"]
-    assert "No module named 'model'" in found["unavailable"]["nanogpt"] and "nanogpt is unavailable" in ended.stdout
-    for figures in found["contenders"].values():
-        rate = found["tokens_per_step"] / figures["ms_per_step"] * 1e3
-        assert figures["tokens_per_second"] == pytest.approx(rate) and figures["peak_bytes"] > 2**20
-    assert found["best_peer"] == "transformers" and found["ours"] == "lm:none"
-    assert found["speed_to_best_peer"] == found["ratios"]["transformers"] > 0
-
-
 MORTAL = """
 from dataclasses import make_dataclass
 
@@ -89,15 +71,30 @@ class GPT(torch.nn.Module):
 """
 
 
-def test_a_contender_that_breaks_between_its_turns_is_out_and_the_others_go_on(tmp_path):
+def test_the_command_measures_some_and_names_the_others(tmp_path, monkeypatch, capsys):
+    """One breaks between its turns: it is out, and the others take theirs."""
+    write_config(tmp_path, **{"trainer.callbacks": None})
     (tmp_path / "model.py").write_text(MORTAL)
+    monkeypatch.chdir(tmp_path)
+    main(["--config", "small.yaml", "--steps", "1", "--rounds", "2", "--model.decoder.vocab_size", "64", "--contenders",
+          "lm:none", "transformers", "nanogpt", "--nanogpt", str(tmp_path), "--output", "peers.json"])  # fmt: skip
+    found = json.loads((tmp_path / "peers.json").read_text())
+    assert list(found["contenders"]) == ["lm:none", "transformers"]
+    reason = "ended in turn 2: MemoryError: no memory for the second turn"
+    assert found["unavailable"] == {"nanogpt": reason}
+    assert f"nanogpt is unavailable: {reason}" in capsys.readouterr().out
+    for figures in found["contenders"].values():
+        rate = found["tokens_per_step"] / figures["ms_per_step"] * 1e3
+        assert figures["tokens_per_second"] == pytest.approx(rate) and figures["peak_bytes"] > 2**20
+    assert found["best_peer"] == "transformers" and found["ours"] == "lm:none"
+    assert found["speed_to_best_peer"] == found["ratios"]["transformers"] > 0
+
+
+def test_a_contender_that_cannot_begin_says_why_and_takes_no_turn():
     task = {
         "config": "small", "decoder": SHAPE, "seq_len": 16, "micro_batch_size": 2, "accumulate": 1,
-        "precision": "32-true", "steps": 1, "paths": {"nanogpt": str(tmp_path)},
+        "precision": "32-true", "steps": 1, "paths": {},
     }  # fmt: skip
-    found = compare(task, ["nanogpt", "lm:none"], 4)
-    assert list(found["contenders"]) == ["lm:none"]
-    assert found["unavailable"] == {"nanogpt": "ended in turn 2: MemoryError: no memory for the second turn"}
     gone = Process("nobody", task)
     reason = gone.read()
     assert "nobody" in reason["unavailable"]

@@ -5,7 +5,9 @@ import json
 import pytest
 from trainings import lm, write_config
 
-from lm.cli.bench import FORMULAS
+from lm.cli.bench import FORMULAS, show_times
+from lm.cli.bench import step as command
+from lm.training.trainer import Trainer
 
 SMALL = ("bench", "step", "--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")
 
@@ -40,7 +42,11 @@ def test_times_agree_with_each_other(found):
     result = found[0]
     assert result["ms_per_step"] == pytest.approx(2 * result["ms_per_micro_batch"])
     assert result["tokens_per_second"] == pytest.approx(4 * 32 / result["ms_per_micro_batch"] * 1e3)
-    assert 0 < result["cpu_ms_per_step"] and result["mfu"] is None
+    assert 0 < result["cpu_ms_per_step"] and result["mfu"] is result["mfu_full_attention"] is None
+    assert result["flops_per_token_full_attention"] > result["flops_per_token"]
+    optimizer = result["optimizer"]
+    assert 0 < optimizer["ms_per_step"] < result["ms_per_step"] / 2
+    assert optimizer["share"] == pytest.approx(optimizer["ms_per_step"] / result["ms_per_step"])
     assert result["first_step_s"] > result["first_step"]["step_s"] > 0
     assert result["peak_memory_bytes"] > 2**20
     assert 3 * 4 * result["parameters"] < result["predicted_memory_bytes"] < result["peak_memory_bytes"]
@@ -54,6 +60,23 @@ def test_a_checkpoint_is_timed_until_it_is_on_the_disk(found):
     assert checkpoint["interval_steps"] == 3
     assert checkpoint["stall_share"] == pytest.approx(checkpoint["stall_ms"] / (3 * result["ms_per_step"]))
     assert checkpoint["bytes"] > 3 * 4 * result["parameters"]  # fp32 weights and two moments
+
+
+def test_both_ways_to_count_mfu_are_printed(found, capsys):
+    show_times(found[0] | {"mfu": 0.44, "mfu_full_attention": 0.466})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "MFU: 44.0% by what attention attends to; 46.6% by its full length" in shown
+    assert f"the optimizer: {found[0]['optimizer']['ms_per_step']:.2f} ms" in shown
+
+
+def test_without_checkpoints_none_is_written(tmp_path, monkeypatch, capsys):
+    """A large model's takes longer than the steps; the end of a fit would write one too."""
+    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Trainer, "save_checkpoint", lambda *_, **__: pytest.fail("a checkpoint was written"))
+    command([*SMALL[2:], "--checkpoints", "0", "--output", "found.json"])
+    assert json.loads((tmp_path / "found.json").read_text())["checkpoint"] is None
+    assert "a checkpoint of" not in capsys.readouterr().out
 
 
 def test_a_vocabulary_that_is_not_made_yet_is_one_line(tmp_path):

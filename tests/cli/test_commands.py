@@ -149,7 +149,7 @@ BAD_REQUESTS = {
     "context": (["--data.seq_len", "64"], "longer than model.decoder.max_position_embeddings 32"),
     "vocabulary": (["--model.decoder.vocab_size", "5"], "smaller than the tokenizer's"),
     "no such run": (["--ckpt_path", "last", "--run", "none"], "no run 'none'"),
-    "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: no trainer.json"),
+    "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: there is no such folder"),
     "two horizons": (["--trainer.max_tokens", "1M"], "one of trainer.max_steps and trainer.max_tokens; both are set"),
     "no data": (["--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json: make it"),
     "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),

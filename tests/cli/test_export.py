@@ -1,4 +1,4 @@
-"""An export is a model for others: the same weights, tokens and texts, told of truthfully, or no folder at all."""
+"""An export is a model for others: the same weights, tokens and texts, described truthfully, or no folder at all."""
 
 import json
 import re

@@ -229,7 +229,7 @@ def plain(text: str) -> str:
 
 
 def test_a_prompt_takes_lines_and_settings(repl):
-    """A text, the same again from a seed, the one before from the history, and one that is gone on with."""
+    """A text, the same again from a seed, the one before from the history, and one that is continued."""
     assert "temperature 0.5" in answer(repl, "/temperature 0.5")
     assert "seed 3" in answer(repl, "/seed 3")
     first = plain(answer(repl, "abc"))

@@ -1,4 +1,4 @@
-"""A model of others becomes a checkpoint that a new run goes on from: its weights, its tokenizer, and nothing else."""
+"""A model of others becomes a checkpoint that a new run starts from: its weights, its tokenizer, and nothing else."""
 
 import json
 import shutil
@@ -103,7 +103,7 @@ def test_the_yaml_gives_a_fit_this_very_decoder(shape, tmp_path):
     assert find_damage(tmp_path / "made") is None
 
 
-# ---- going on from it ------------------------------------------------------------------------------------------------
+# ---- training from it ------------------------------------------------------------------------------------------------
 
 
 def test_a_new_run_begins_with_the_loss_of_the_imported_model(workplace):
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_ours_makes_a_fresh_start(workplace):
     assert (made["global_step"], made["optimizer"], made["cursor"]) == (0, {}, {"consumed": 0})
 
 
-def test_a_run_without_a_checkpoint_goes_on_from_where_it_began(tmp_path):
+def test_a_run_without_a_checkpoint_resumes_from_where_it_began(tmp_path):
     import_model(str(save(tmp_path / "hf")), str(tmp_path / "made"))
     run = Run.create("mine", tmp_path / "checkpoints")
     run.describe(name="mine", began_from=str(tmp_path / "made"))

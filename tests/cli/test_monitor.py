@@ -428,7 +428,7 @@ def test_all_active_runs_are_shown_where_none_is_named(workplace):
 
 
 def test_a_training_is_running_until_it_is_killed_and_then_it_is_dead(tmp_path):
-    """SIGKILL, as the system does it that runs out of memory: nobody writes a last word, and it is told at once."""
+    """SIGKILL, as the system does it that runs out of memory: nobody writes a last word, and it is seen at once."""
     make_workplace(tmp_path)
     config = str(write_config(tmp_path, **{"trainer.max_steps": 100_000, "trainer.checkpoint_interval": 5}))
     training = start(tmp_path, "fit", "--config", config, "--run", "a")

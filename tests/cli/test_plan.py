@@ -72,6 +72,9 @@ def test_the_same_facts_for_programs(planned):
     assert facts["memory"]["peak"] == sum(facts["memory"][part] for part in parts)
     rate = facts["time"]["tokens_per_second"] * facts["model"]["flops_per_token"]
     assert rate == pytest.approx(0.4 * peak_flops("NVIDIA H200", "32-true"))
+    model, time = facts["model"], facts["time"]
+    more = model["flops_per_token_full_attention"] / model["flops_per_token"]
+    assert more > 1 and time["mfu_full_attention"] / time["mfu"] == pytest.approx(more)
     assert facts["disk"]["at_once"] == 3 * facts["disk"]["checkpoint"] < facts["disk"]["free"]
 
 
@@ -183,7 +186,6 @@ def test_shards_of_another_tokenizer(planned, workplace):
     ({"trainer.val_interval": 500}, "advice", "trainer.val_interval 500 is more than the run's 12 steps"),
     ({"model.schedule.name": "wsd", "model.schedule.decay_steps": 11}, "error", "warm-up 2 + decay 11 steps are more"),
     ({"model.cuda_graphs": True, "trainer.devices": 2}, "error", "needs one device"),
-    ({"model.cuda_graphs": True, "model.document_mask": True}, "error", "does not go with model.document_mask"),
     ({"trainer.precision": "fp8-rowwise", "data.micro_batch_size": 1, "data.seq_len": 8}, "error", "tokens a micro-"),
     ({"trainer.precision": "fp8-rowwise", "model.decoder.intermediate_size": 72}, "error", "intermediate_size is 72"),
     ({"trainer.precision": "fp8-rowwise", "model.decoder.num_hidden_layers": 1}, "error", "leaves the last block"),

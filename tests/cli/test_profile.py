@@ -4,10 +4,11 @@ import json
 import time
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from trainings import lm, make_workplace, write_config
 
-from lm.cli.profile import TITLES, show_parts
+from lm.cli.profile import TITLES, named_range, show_parts
 from lm.cli.profile import profile as command
 from lm.errors import RequestError
 
@@ -117,6 +118,17 @@ def test_the_trace_has_the_parts_as_ranges_around_the_operators(traced):
     assert len(forward) == 3 * 2  # three steps of two micro-batches
     products = [event["ts"] for event in events if event["name"] == "aten::linear"]
     assert products and all(any(f["ts"] <= at <= f["ts"] + f["dur"] for f in forward) for at in products)
+
+
+def test_on_a_gpu_the_parts_are_nvtx_ranges_with_a_trace_and_without(monkeypatch):
+    """Each is closed, also where the part ends with an error."""
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    for device, tracing in (("cuda", False), ("cuda", True), ("cpu", True)):
+        with pytest.raises(MemoryError), named_range("lm.forward", tracing, torch.device(device)):
+            raise MemoryError
+    assert calls == ["lm.forward", "end"] * 2
 
 
 def test_a_slow_loader_is_waiting_for_data_and_a_slow_callback_is_logging(slowed):

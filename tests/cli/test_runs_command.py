@@ -23,6 +23,8 @@ from trainings import CONFIG, lm, make_workplace, write_config
 from lm.cli.charts import MARKERS, chart
 from lm.cli.runs_compare import export
 from lm.errors import RequestError, RunError
+from lm.model.config import DecoderConfig
+from lm.model.estimates import flops_per_token
 from lm.runs import registry
 from lm.runs.history import Series, smooth
 from lm.runs.run import Run
@@ -198,7 +200,7 @@ def test_show_puts_all_that_matters_on_a_page(trained):
 
 
 def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
-    """A run that was interrupted goes on with it."""
+    """A run that was interrupted resumes with it."""
     before = trained.read("run.json")
     trained.describe(status="interrupted", reason="SIGTERM")
     command = runs("show", str(trained.path)).stdout.splitlines()[-1].removeprefix("next").strip()
@@ -225,6 +227,19 @@ def test_show_has_alerts_samples_costs_and_post_mortems(place):
     assert "step 9: The [red] state of" in text and "earlier" not in text
     assert "1.50 USD spent, of 20.00" in text and "postmortem-00000007" in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_show_has_mfu_by_both_ways_to_count_attention(place):
+    run = make()
+    config = yaml.safe_load(run.config.read_text())
+    config["model"]["decoder"]["vocab_size"] = 64
+    config["data"]["seq_len"] = None  # the context
+    run.config.write_text(yaml.safe_dump(config))
+    run.append_metrics({"step": 41, "perf/tokens_per_second": 1e4, "perf/mfu": 0.4})
+    decoder = DecoderConfig(**config["model"]["decoder"])
+    full, ours = (flops_per_token(decoder, decoder.max_position_embeddings, full_attention=f) for f in (True, False))
+    shown = " ".join(runs("show", "a").stdout.split())
+    assert f"median MFU: 40.0% by what attention attends to; {0.4 * full / ours:.1%} by its full length" in shown
 
 
 def test_show_of_a_run_that_has_only_just_begun(place):
@@ -401,7 +416,7 @@ def test_a_chart_shows_where_a_curve_goes():
     assert sum(ord(character) > 0x2800 and ord(character) < 0x2900 for line in gap for character in line) == 2
 
 
-def test_curves_of_a_chart_are_told_apart_without_colour():
+def test_curves_of_a_chart_differ_without_colour():
     series = [Series(f"c{index}", range(80), [float(index)] * 80) for index in range(6)]
     lines = chart(series, 80, 20, title="loss").split("\n")
     for marker, one in zip(MARKERS, series, strict=False):

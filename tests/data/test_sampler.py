@@ -80,7 +80,7 @@ def test_the_stream_is_the_same_under_every_version():
     assert pairs(order, 16, 24) == [(3, 0), (0, 1), (2, 4), (4, 2), (2, 2), (4, 6), (2, 3), (4, 5)]
 
 
-def test_lanes_fit_the_buffer_with_room_for_reading_ahead():
+def test_lanes_fit_the_buffer_with_space_for_reading_ahead():
     assert lanes_for(2**20, 68 * 2**20) == MAX_LANES
     assert lanes_for(2**20, 67 * 2**20) == 32
     assert lanes_for(2**20, 10 * 2**20) == 4

@@ -77,7 +77,7 @@ def test_one_thousand_shards_open_without_a_footer(tmp_path):
     for shard in shards:
         (tmp_path / shard["file"]).write_bytes(b"\0" * len(content))
     (tmp_path / "train/00999.parquet").write_bytes(content)
-    manifest["splits"]["train"]["shards"] = shards
+    manifest["splits"]["train"] |= {"shards": shards, "tokens": 50_000}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     opened = Shards.open(str(tmp_path / "train"))
     assert opened.tokens == 50_000 and opened.column.vocab_size == 1000
@@ -115,6 +115,10 @@ def test_a_manifest_with_a_wrong_count_is_found_when_read(tmp_path):
     write_folder(tmp_path / "train", [50])
     manifest = write_manifest(tmp_path)
     manifest["splits"]["train"]["shards"][0]["row_groups"][1] += 1
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RequestError, match="manifest.json is damaged .*do not add up to the tokens of the split"):
+        Shards.open(str(tmp_path / "train"))
+    manifest["splits"]["train"]["tokens"] += 1
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RunError, match="00000.parquet, row group 1 holds 22 tokens where .* manifest says 23"):
         Shards.open(str(tmp_path / "train")).read(0)

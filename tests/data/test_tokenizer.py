@@ -109,7 +109,7 @@ def test_the_digest_is_of_the_content_and_not_of_its_formatting():
     assert Tokenizer(json.dumps(described)).sha256 != BPE.sha256
 
 
-def test_the_end_of_a_document_is_told_known_or_asked_for(tmp_path):
+def test_the_end_of_a_document_is_given_known_or_asked_for(tmp_path):
     words = {word: number for number, word in enumerate(["a", "b", "</s>", "stop"])}
     file = tmp_path / "tokenizer.json"
     file.write_text(Backend(models.WordLevel(words, unk_token="a")).to_str())
@@ -138,7 +138,7 @@ def test_a_file_that_is_no_tokenizer_is_refused_in_one_line(content, tmp_path):
         Tokenizer.load(tmp_path / "gpt2")
 
 
-def test_a_vocabulary_without_room_for_the_bytes_is_refused():
+def test_a_vocabulary_too_small_for_the_bytes_is_refused():
     with pytest.raises(RequestError, match="at least 257"):
         train_bpe(TEXTS, 256)
     assert train_bpe(TEXTS, 257).vocab_size == 257

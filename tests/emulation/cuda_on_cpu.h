@@ -43,6 +43,25 @@ static inline void narrow(float f, fp16& x) {
   memcpy(&x.bits, &h, 2);
 }
 
+
+struct e4m3 { enum { MANTISSA = 3, BIAS = 7, LARGEST = 0x7e }; unsigned char bits; };  // 448; NaN is 0x7f
+struct e5m2 { enum { MANTISSA = 2, BIAS = 15, LARGEST = 0x7b }; unsigned char bits; };  // 57344; then infinity, NaN
+template <typename F> inline unsigned narrow_one(float f) {  // a number beyond the largest value becomes that
+  const unsigned sign = bits_of(f) >> 24 & 0x80, u = bits_of(f) & 0x7fffffffu, cut = 23 - F::MANTISSA;
+  if (u > 0x7f800000u) return 0x7f;
+  unsigned bits;
+  if (u < (128u - F::BIAS) << 23) bits = (unsigned)std::nearbyint(std::ldexp(std::fabs(f), F::BIAS - 1 + F::MANTISSA));
+  else bits = ((u + (1u << (cut - 1)) - 1 + (u >> cut & 1)) >> cut) - ((127u - F::BIAS) << F::MANTISSA);
+  return sign | (bits < F::LARGEST ? bits : F::LARGEST);
+}
+template <typename F> inline unsigned narrow_two(float low, float high) {
+  return narrow_one<F>(low) | narrow_one<F>(high) << 8;
+}
+
+static inline unsigned __float_as_uint(float f) { return bits_of(f); }
+static inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+static inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+static inline unsigned atomicMax(unsigned* at, unsigned x) { return std::exchange(*at, max(*at, x)); }
 static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 static inline float emulated_exp(float x) { return std::exp(x); }
 #define __expf emulated_exp  // glibc has names like these of its own

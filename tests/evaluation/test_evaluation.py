@@ -377,7 +377,7 @@ def _one_of_two(rank: int, folder: str, file: str) -> None:
 
 
 def test_ranks_divide_the_items_or_share_the_model_and_find_the_same(tokenizer, tmp_path):
-    """Two processes; where one of them fails the other is told and does not wait."""
+    """Two processes; where one of them fails the other learns of it and does not wait."""
     for name, text in tokenizer.files().items():
         (tmp_path / name).write_text(text)
     file = make_tasks(tmp_path / "tasks", items=7)

@@ -45,7 +45,7 @@ class Proxy(ThreadingHTTPServer):
             self.well.clear()
 
     def recover(self) -> None:
-        """From now on nothing fails, and what hangs goes on."""
+        """From now on nothing fails, and what hangs continues."""
         self.fail([])
         self.well.set()
 

@@ -1,11 +1,11 @@
-"""Kills, corrupts and goes on with real trainings at random until the time is up.
+"""Kills, corrupts and resumes real trainings at random until the time is up.
 
     python tests/faults/soak.py --minutes 60 --seed 1
 
 One run after another is trained in many sessions. Each is ended at a random moment by a signal, a full disk or the
 death of one of its processes, meets a second fit of the same run, or is let to its end; between two of them something
 of the run's folder is broken, and the micro-batch or the ranks may change. Every session must
-begin where the newest whole checkpoint stands, say what is wrong in one line where it does not go on, and leave no
+begin where the newest whole checkpoint stands, say what is wrong in one line where it does not resume, and leave no
 process behind. A run that reached its end is compared with one that was never stopped: losses, validations, best
 checkpoint, weights and optimizer bit for bit; where its division changed, the tokens of every step. Exit code 1 if
 anything was wrong.
@@ -50,7 +50,7 @@ class Soak:
         self.folder, self.counts = folder, Counter()
         self.place = make_workplace(folder / "workplace")
         self.registry = folder / "registry" / "runs.db"
-        # The package as it is now: what is edited while the soak goes on does not disturb it.
+        # The package as it is now: what is edited during the soak does not disturb it.
         shutil.copytree(HERE.parent.parent / "lm", folder / "package" / "lm")
         write_config(self.place, "soak", **CONFIG)
         code, words = self.wait(self.start("uninterrupted"), "uninterrupted")
@@ -119,7 +119,7 @@ def soak(folder: Path, minutes: float, seed: int, small_disk: bool, first: int) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kill, corrupt and go on with real trainings at random.")
+    parser = argparse.ArgumentParser(description="Kill, corrupt and resume real trainings at random.")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the run to begin with, to see one again")

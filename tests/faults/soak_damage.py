@@ -73,7 +73,7 @@ def cut_records(run: Path, registry: Path, random: Random) -> Damage | None:
 
 
 def spoil_vital(run: Path, registry: Path, random: Random) -> Damage | None:
-    """Break what says which run it is: going on as it was and refusing are both right, starting anew is not."""
+    """Break what says which run it is: resuming as it was and refusing are both right, starting anew is not."""
     files = [run / name for name in VITAL if (run / name).is_file()]
     if not files:
         return None

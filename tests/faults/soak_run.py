@@ -103,20 +103,20 @@ class OneRun:
             if self.soak.ballast:
                 self.soak.ballast.clear()
             self.sessions.append(read_trace(self.soak.place))
-        told = next((line for line in reversed(words.splitlines()) if line.startswith("lm fit: ")), "")
-        self.note(f"{' '.join(options)} ended by {ending}: exit {code}, {self.reach()} {told}")
+        line = next((line for line in reversed(words.splitlines()) if line.startswith("lm fit: ")), "")
+        self.note(f"{' '.join(options)} ended by {ending}: exit {code}, {self.reach()} {line}")
         self.soak.counts["sessions"] += 1
         if "Traceback" in words or "--debug shows" in words:
-            raise Wrong(f"an error that nobody foresaw: {told or name}")
+            raise Wrong(f"an error that nobody foresaw: {line or name}")
         others = [path.name for path in self.path.parent.iterdir() if path.name != "soak"]
         if others:
             raise Wrong(f"it began anew as {others}")
         if code == 2:
-            return self.refused(whole, told)
+            return self.refused(whole, line)
         self.began_rightly(whole, last)
         if self.sessions[-1]:  # it came as far as reading what was broken
             self.damages = [found for found in self.damages if found.checkpoint and not self.rewritten(found)]
-        self.ended_rightly(ending, code, told, claimed=self.says("entered") != entered)
+        self.ended_rightly(ending, code, line, claimed=self.says("entered") != entered)
         if max(self.whole_checkpoints(), default=0) < self.least(whole, last):
             raise Wrong(f"a whole checkpoint was lost: {sorted(whole)} before, {sorted(self.whole_checkpoints())} now")
         self.nobody_left()
@@ -174,7 +174,7 @@ class OneRun:
 
     @staticmethod
     def least(whole: set[int], last: int) -> int:
-        """The step to go on from. A kill between a checkpoint's last rename and the link to it leaves a step beyond
+        """The step to resume from. A kill between a checkpoint's last rename and the link to it leaves a step beyond
         `last`, which may be taken or not."""
         return max((step for step in whole if step <= last), default=max(whole, default=0))
 
@@ -192,12 +192,12 @@ class OneRun:
         steps = [entry["step"] for entry in self.sessions[-1]]
         return f"steps {min(steps)} to {max(steps)}" if steps else "no step"
 
-    def refused(self, whole: set[int], told: str) -> bool:
+    def refused(self, whole: set[int], line: str) -> bool:
         """A refusal is right where the run cannot be known, or nothing whole is left; all is put back then."""
         nothing_whole = not whole and any(found.checkpoint for found in self.damages)
         if not (nothing_whole or any(found.may_refuse for found in self.damages)):
-            raise Wrong(f"refused without need: {told}")
-        if not told:
+            raise Wrong(f"refused without need: {line}")
+        if not line:
             raise Wrong("refused without a word")
         self.soak.counts["refusals"] += 1
         for found in reversed(self.damages):
@@ -214,11 +214,11 @@ class OneRun:
         before = max((entry["step"] for session in self.sessions[:-1] for entry in session), default=0)
         self.soak.counts["steps trained again"] += max(0, before - began)
         if began not in whole | {0} or began < self.least(whole, last):
-            raise Wrong(f"it went on from step {began}, and whole were {sorted(whole)}, last {last}")
+            raise Wrong(f"it resumed from step {began}, and whole were {sorted(whole)}, last {last}")
         if began == 0 and any(found.checkpoint for found in self.damages) and not whole:
             raise Wrong("nothing whole was left, and it silently began anew")
 
-    def ended_rightly(self, ending: str | None, code: int, told: str, claimed: bool) -> None:
+    def ended_rightly(self, ending: str | None, code: int, line: str, claimed: bool) -> None:
         entries = self.sessions[-1]
         right = {
             None: (0,), "a second fit": (0,), "SIGKILL": (0, -signal.SIGKILL),
@@ -228,8 +228,8 @@ class OneRun:
         if ending in GRACEFUL and not entries:  # before the interpreter has come to our first line
             right += (-getattr(signal, ending), 130)
         if code not in right:
-            raise Wrong(f"ended by {ending} it left with {code}: {told}")
-        if code in (1, 75) and not told:
+            raise Wrong(f"ended by {ending} it left with {code}: {line}")
+        if code in (1, 75) and not line:
             raise Wrong(f"exit {code} without a word")
         said = self.says("status")
         if code == 75 and claimed and said not in ("interrupted", None):

@@ -1,4 +1,4 @@
-"""A run that would cost more than it may ends in time, with a checkpoint, and goes on only when it may cost more."""
+"""A run that would cost more than it may ends in time, with a checkpoint, and resumes only when it may cost more."""
 
 import signal
 
@@ -21,9 +21,9 @@ def configure(folder, *callbacks, **budget):
 
 
 @pytest.mark.fault(23)
-def test_a_training_that_costs_too_much_ends_with_a_checkpoint_under_the_cap_and_goes_on_when_it_is_raised(workplace):
+def test_a_training_that_costs_too_much_ends_with_a_checkpoint_under_the_cap_and_resumes_when_it_is_raised(workplace):
     """A dollar a second and steps for hours: it ends in time. Another session adds to what was spent, and where that is
-    all of the budget, it ends before its first step. With a higher cap it goes on as a run without one."""
+    all of the budget, it ends before its first step. With a higher cap it resumes as a run without one."""
     configure(workplace, UNTIL_60)
     lm(workplace, *FIT, "--run", "free", expect=75)
     free = losses(workplace)

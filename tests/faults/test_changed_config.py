@@ -48,7 +48,7 @@ def copied(stopped, tmp_path, monkeypatch):
     return folder
 
 
-def go_on(folder, *changes, expect=0):
+def resume(folder, *changes, expect=0):
     return lm(folder, "fit", "--config", "small.yaml", "--ckpt_path", "auto", *changes, expect=expect)
 
 
@@ -71,7 +71,7 @@ def test_what_may_change_is_shown_and_used(copied):
         "--model.optimizer.lr=0.02", "--model.optimizer.betas=[0.8, 0.9]", "--model.optimizer.weight_decay=0.5",
         "--model.schedule.name=linear", "--data.global_batch_tokens=512", "--trainer.gradient_clip_val=0.5",
     ]  # fmt: skip
-    shown = go_on(copied, *changes).stderr
+    shown = resume(copied, *changes).stderr
     for text in ("model.optimizer.lr: 0.01 -> 0.02", "model.optimizer.betas: ", "model.optimizer.weight_decay: ",
                  "model.schedule.name: cosine -> linear", "data.global_batch_tokens: 256 -> 512",
                  "trainer.gradient_clip_val: 1.0 -> 0.5"):  # fmt: skip
@@ -83,15 +83,15 @@ def test_what_may_change_is_shown_and_used(copied):
 
 
 def test_another_optimizer_is_refused_before_it_meets_a_state_that_is_not_its_own(copied):
-    refused = go_on(copied, "--model.optimizer.name=muon", expect=2)
+    refused = resume(copied, "--model.optimizer.name=muon", expect=2)
     assert refused.stderr.splitlines()[-1].endswith("set model.optimizer.name back")
-    go_on(copied)
+    resume(copied)
     assert losses(copied) == expected(copied)
 
 
 def test_what_was_refused_is_done_when_forced(copied):
-    """With another order of the samples the run goes on and says what it is by now."""
-    done = go_on(copied, "--seed_everything=8", "--force")
+    """With another order of the samples the run resumes and says what it is by now."""
+    done = resume(copied, "--seed_everything=8", "--force")
     assert "changed since the run was started: seed_everything: 7 -> 8" in done.stderr
     run = Run(copied / "checkpoints/small")
     assert run.status() == "finished" and run.settings()["seed_everything"] == 8

@@ -1,4 +1,4 @@
-"""The wall clock of the machine is set while a run is trained: nothing that is told of the run leaps with it."""
+"""The wall clock of the machine is set while a run is trained: nothing that the run reports leaps with it."""
 
 import json
 import time
@@ -65,11 +65,11 @@ def test_of_runs_of_a_name_the_newest_is_the_one_started_last_whatever_the_clock
     for run, entered in ((first, time.time() + 365 * DAY), (second, time.time())):
         run.describe(name="a", entered=entered, turn=Run.next_turn(tmp_path))
     assert Run.all(tmp_path, "a")[-1].name == second.name and [run.name for run in Run.all(tmp_path)] == ["a", "a-2"]
-    first.describe(turn=Run.next_turn(tmp_path))  # gone on with
+    first.describe(turn=Run.next_turn(tmp_path))  # resumed
     assert Run.all(tmp_path, "a")[-1].name == first.name
 
 
-def test_dates_go_on_when_the_clock_is_set(monkeypatch):
+def test_dates_continue_when_the_clock_is_set(monkeypatch):
     before, true = steady_time(), time.time
     assert abs(before - true()) < 60
     for jump in (DAY, -DAY):

@@ -76,7 +76,7 @@ def test_each_file_of_a_real_checkpoint_is_covered(damaged, caplog):
         assert auto() == newest
 
 
-def test_training_goes_on_from_the_newest_whole_one(damaged):
+def test_training_resumes_from_the_newest_whole_one(damaged):
     """Bit for bit, with the two newest damaged; they are replaced on the way."""
     run = Run(damaged / "checkpoints" / "kept")
     flip(run.steps()[12] / "optimizer.safetensors")

@@ -24,7 +24,7 @@ def full(tmp_path):
     mounts.close()
 
 
-def test_a_disk_that_is_full_for_a_while_is_told_once_and_the_training_goes_on(workplace, mounts):
+def test_a_disk_that_is_full_for_a_while_is_reported_once_and_the_training_continues(workplace, mounts):
     """From step 2 to step 7 no block can be had. What the curves and the log have of other steps is whole."""
     mounts.run("mkdir", "checkpoints")
     mounts.run("mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", "checkpoints")
@@ -40,8 +40,8 @@ def test_a_disk_that_is_full_for_a_while_is_told_once_and_the_training_goes_on(w
                "trainer.histogram_interval": 1}  # fmt: skip
     said = mounts.lm("fit", "--config", str(write_config(workplace, **changes)))
     assert losses(workplace) == expected(workplace)
-    told = [line for line in said.splitlines() if "No space left on device" in line]
-    assert len(told) == 1 and "what the run logs is missing" in told[0]
+    missing = [line for line in said.splitlines() if "No space left on device" in line]
+    assert len(missing) == 1 and "what the run logs is missing" in missing[0]
     assert len([line for line in said.splitlines() if "is written again" in line]) == 1
 
     run = Run(mounts.at("checkpoints/small"))

@@ -36,7 +36,7 @@ BASE = copy.deepcopy(CONFIG)
 del BASE["trainer"]["callbacks"]
 
 
-def told(work) -> bool:
+def is_refused(work) -> bool:
     """Whether it was refused, with one line; anything else that it raises fails the test."""
     try:
         with bounds():
@@ -48,9 +48,9 @@ def told(work) -> bool:
 
 
 def command(*arguments: str) -> bool:
-    """As `told`, of a command; with --debug nothing that was not foreseen is made a line of."""
+    """As `is_refused`, of a command; with --debug nothing that was not foreseen is made a line of."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return told(lambda: main([*arguments, "--debug"]))
+        return is_refused(lambda: main([*arguments, "--debug"]))
 
 
 class Parsed(config_module.TrainingCLI):
@@ -98,7 +98,7 @@ def configs(draw):
 @given(text=configs())
 def test_a_config_of_any_kind_is_planned_or_refused(place, text):
     (place / "any.yaml").write_bytes(text)
-    told(lambda: json.dumps(examine(PARSER.read(["--config", "any.yaml"]))))
+    is_refused(lambda: json.dumps(examine(PARSER.read(["--config", "any.yaml"]))))
 
 
 @examples(60)
@@ -149,8 +149,8 @@ def test_no_damage_to_a_checkpoint_goes_unseen(place, data):
     name, content = data.draw(each_file(folder, CHECKPOINT))
     with in_place_of(folder / name, content) as same:
         assert (find_damage(folder) is None) == same
-        assert told(lambda: read_folder(folder)) != same
-        assert told(lambda: load_pretrained(folder, "cpu")) != same
+        assert is_refused(lambda: read_folder(folder)) != same
+        assert is_refused(lambda: load_pretrained(folder, "cpu")) != same
 
 
 @examples(250)
@@ -165,7 +165,7 @@ def test_a_model_of_others_is_used_or_refused(place, data):
             shutil.copy(place / "checkpoints/small/last" / name, folder / name)
     name, content = data.draw(each_file(folder, sorted(path.name for path in folder.iterdir())))
     with in_place_of(folder / name, content):
-        told(lambda: load_pretrained(folder, "cpu").generate("The", max_new_tokens=2))
+        is_refused(lambda: load_pretrained(folder, "cpu").generate("The", max_new_tokens=2))
 
 
 @examples(250)
@@ -173,16 +173,16 @@ def test_a_model_of_others_is_used_or_refused(place, data):
 def test_a_prepared_folder_has_its_tokens_or_is_refused(place, data):
     """Shards or their manifest were damaged: the tokens are those that were written, or there are none."""
     folder = place / "data/small"
-    whole = tokens(folder)
+    whole = tokens(folder / "train")
     name, content = data.draw(each_file(folder, ["manifest.json", "train/00000.parquet", "tokenizer.json"]))
     with in_place_of(folder / name, content):
         found = []
-        if not told(lambda: found.append(tokens(folder))):
+        if not is_refused(lambda: found.append(tokens(folder / "train"))):
             assert found == [whole]
 
 
 def tokens(folder):
-    shards = Shards.open(str(folder / "train"))
+    shards = Shards.open(str(folder))
     return [shards.read(index).tolist() for index in range(len(shards.blocks))]
 
 
@@ -193,7 +193,7 @@ def test_shards_of_others_are_read_or_refused(place, data):
     folder.mkdir(exist_ok=True)
     shutil.copy(place / "data/small/val/00000.parquet", folder / "a.parquet")
     (folder / "a.parquet").write_bytes(data.draw(altered(folder / "a.parquet")))
-    told(lambda: [shards := Shards.open(str(folder)), [shards.read(index) for index in range(len(shards.blocks))]])
+    is_refused(lambda: tokens(folder))
 
 
 RUN = ["run.json", "state.json", "heartbeat.json", "data.json", "metrics.jsonl", "alerts.jsonl", "evaluations.jsonl",
@@ -269,7 +269,7 @@ def test_tasks_and_a_budget_of_any_kind_are_read_or_refused(place, data):
     (place / "eval_meta_data.csv").write_text("Eval Task,Random baseline\na,50\n")
     name = data.draw(st.sampled_from([*files, "eval_meta_data.csv"]))
     (place / name).write_bytes(data.draw(altered(place / name, name != "eval_meta_data.csv")))
-    told(lambda: read_tasks(["tasks.yaml"]))
-    told(lambda: read_tasks(["items.jsonl"]))
+    is_refused(lambda: read_tasks(["tasks.yaml"]))
+    is_refused(lambda: read_tasks(["items.jsonl"]))
     content, wrong = Sidecar(place / "budget.json").read()
     assert content is None or wrong is None

@@ -1,4 +1,4 @@
-"""SIGKILL a real training at any place and any moment: it goes on as if nothing had happened, bit for bit."""
+"""SIGKILL a real training at any place and any moment: it resumes as if nothing had happened, bit for bit."""
 
 import os
 import random
@@ -108,7 +108,7 @@ def test_epochs_do_not_matter(workplace):
 
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_half_precision_goes_on_exactly_too(workplace, precision):
+def test_half_precision_resumes_exactly_too(workplace, precision):
     changes = {"trainer.precision": precision, "trainer.val_interval": 6}
     lm(workplace, "fit", "--config", str(write_config(workplace, precision, **changes)))
     straight = losses(workplace)
@@ -117,7 +117,7 @@ def test_half_precision_goes_on_exactly_too(workplace, precision):
 
 
 @pytest.mark.fault(1)
-def test_any_kept_step_is_one_to_go_on_from(workplace):
+def test_any_kept_step_is_one_to_resume_from(workplace):
     """`--trainer.keep_checkpoints` keeps more, from each the losses are those that followed it, and a kill before the
     next checkpoint does not bring back the steps that were left behind."""
     keep, step = {"trainer.keep_checkpoints": 9}, "checkpoints/kept/step-00000003"

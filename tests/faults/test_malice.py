@@ -239,7 +239,7 @@ def test_removing_a_run_removes_nothing_that_links_in_it_point_to(place):
 # ---- a real fit ------------------------------------------------------------------------------------------------------
 
 
-def test_a_fit_that_goes_on_meets_only_what_it_can_refuse(place):
+def test_a_resume_meets_only_what_it_can_refuse(place):
     """A process of its own: `auto` with nothing but poison under the name of a checkpoint ends with 2, and a line."""
     folder = (place / "checkpoints/small/last").resolve()
     for name in CHECKPOINT:

@@ -42,8 +42,8 @@ def test_out_of_memory_at_the_first_step_names_a_micro_batch_that_fits(workplace
     assert run.status() == "finished"
 
 
-def test_out_of_memory_on_going_on_leaves_the_checkpoints(workplace):
-    """A run is gone on with in micro-batches that are too large: it fails, and goes on as if it had not been tried."""
+def test_out_of_memory_in_a_resume_leaves_the_checkpoints(workplace):
+    """A run is resumed with micro-batches that are too large: it fails, and resumes as if that had not been tried."""
     write_config(workplace, "wide", **WIDE)
     small = ("--data.micro_batch_size", "16")
     lm(workplace, *FIT, *small)

@@ -1,4 +1,4 @@
-"""An object store that fails, stalls or cuts answers costs time; one that is gone ends a run that goes on later."""
+"""An object store that fails, stalls or cuts answers costs time; one that is gone ends a run that resumes later."""
 
 import time
 from itertools import chain, repeat
@@ -63,8 +63,8 @@ def test_faults_that_pass_cost_time_and_nothing_else(place, straight, store):
 
 # So many requests are answered: more than the beginning takes, fewer than the run.
 @pytest.mark.parametrize(("fault", "answered"), [(503, 40), ("drip", 40)])
-def test_a_store_that_is_gone_ends_the_run_and_it_goes_on_later(place, straight, store, fault, answered):
-    """One line after a bounded time, no step lost, and the same command goes on bit for bit when it is back."""
+def test_a_store_that_is_gone_ends_the_run_and_it_resumes_later(place, straight, store, fault, answered):
+    """One line after a bounded time, no step lost, and the same command resumes bit for bit when it is back."""
     config = write_config(place, f"gone-{fault}", data=REMOTE)
     command = ("fit", "--config", str(config), "--ckpt_path", "auto")
     store.proxy.fail(chain(repeat(None, answered), repeat(fault)))
@@ -98,7 +98,7 @@ def test_a_store_that_does_not_answer_at_the_start_is_not_waited_for_without_end
 
 
 def test_a_store_that_refuses_is_not_asked_again(store, monkeypatch):
-    """Credentials that are wrong are told at once, not after the patience with a store that is away."""
+    """Credentials that are wrong are reported at once, not after the patience with a store that is away."""
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)
     store.proxy.fail(repeat(403))

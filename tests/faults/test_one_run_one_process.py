@@ -38,8 +38,8 @@ def end(process):
 
 @pytest.mark.fault(19)
 def test_a_run_that_is_being_trained_is_refused_and_a_dead_ones_is_taken_over(workplace):
-    """Refused are `auto`, a path into the run and its removal; it is told who trains it, who is not disturbed.
-    After a SIGKILL the next command goes on at once, to the losses of a run that was never stopped."""
+    """Refused are `auto`, a path into the run and its removal; the message names who trains it, who is not disturbed.
+    After a SIGKILL the next command resumes at once, to the losses of a run that was never stopped."""
     write_config(workplace, **{"trainer.callbacks": SLOW})
     first = waiting(workplace, *FIT)
     run = Run(workplace / "checkpoints" / "small")
@@ -66,7 +66,7 @@ def test_a_run_that_is_being_trained_is_refused_and_a_dead_ones_is_taken_over(wo
 
 @pytest.mark.fault(19)
 def test_of_two_that_start_at_the_same_moment_one_trains(workplace):
-    """Both find nothing to go on with, and later both find a dead run; in the end it is one run, bit for bit."""
+    """Both find nothing to resume, and later both find a dead run; in the end it is one run, bit for bit."""
     write_config(workplace, **{"trainer.callbacks": SLOW})
     run = Run(workplace / "checkpoints" / "small")
     for _ in range(2):  # from scratch, then from a checkpoint
@@ -92,8 +92,8 @@ def test_of_two_that_start_at_the_same_moment_one_trains(workplace):
 
 
 @pytest.mark.fault(19)
-def test_without_a_checkpoint_to_go_on_from_the_same_name_is_another_run_and_auto_finds_it_again(workplace):
-    """The second run of a name is gone on with as what it is, also the second time."""
+def test_without_a_checkpoint_to_resume_from_the_same_name_is_another_run_and_auto_finds_it_again(workplace):
+    """The second run of a name is resumed as what it is, also the second time."""
     kill = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGTERM"}}
     callbacks = [[{"class_path": "recorder.Recorder"}, {**kill, "init_args": {**kill["init_args"], "micro_batch": at}}]
                  for at in (4, 12)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""One of two ranks dies or hangs: the other ends soon and says so, and the run goes on bit for bit."""
+"""One of two ranks dies or hangs: the other ends soon and says so, and the run resumes bit for bit."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def send(name, rank, step):
     return {"class_path": "test_distributed.Send", "init_args": dict(name=name, rank=rank, step=step)}
 
 
-def test_a_rank_that_is_killed_or_hangs_ends_the_other_and_the_run_goes_on(workplace):
+def test_a_rank_that_is_killed_or_hangs_ends_the_other_and_the_run_resumes(workplace):
     """SIGKILL to rank one, SIGSTOP to rank one, SIGKILL to rank zero: bounded, named, nobody left, all losses equal."""
     lm(workplace, "fit", "--config", config(workplace, "straight"))
     expected = losses(workplace)

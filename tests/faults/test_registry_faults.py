@@ -65,8 +65,8 @@ def test_a_training_does_not_notice(workplace, fault):
     path.parent.mkdir()
     with fault(path) as reason:
         fit = lm(workplace, "fit", "--config", str(write_config(workplace)), LM_REGISTRY=str(path))
-    told = [line for line in fit.stderr.splitlines() if "the registry" in line]
-    assert len(told) == 1 and reason in told[0] and "lm runs rebuild" in told[0]
+    said = [line for line in fit.stderr.splitlines() if "the registry" in line]
+    assert len(said) == 1 and reason in said[0] and "lm runs rebuild" in said[0]
     assert losses(workplace) == expected(workplace)
     row = rebuilt(workplace, str(path))
     assert (row["name"], row["status"], row["step"]) == ("small", "finished", 12)
@@ -83,8 +83,8 @@ def test_on_a_read_only_disk(workplace):
         mounts.run("mount", "-o", "remount,ro,bind", "home")
         config = str(write_config(workplace))
         fit = mounts.run("env", "LM_REGISTRY=home/runs.db", sys.executable, "-m", "lm", "fit", "--config", config)
-        told = [line for line in fit.stderr.splitlines() if "the registry" in line]
-        assert len(told) == 1 and "was not updated" in told[0], told
+        said = [line for line in fit.stderr.splitlines() if "the registry" in line]
+        assert len(said) == 1 and "was not updated" in said[0], said
         assert losses(workplace) == expected(workplace)
         refused = mounts.run(
             "env", "LM_REGISTRY=home/runs.db", sys.executable, "-m", "lm", "runs", "rebuild", expect=1

@@ -41,7 +41,7 @@ KILLS = [  # each with the step that the killed session begins with
 @pytest.mark.fault(2)
 def test_a_kill_in_any_part_of_a_save_loses_nothing_that_was_whole(workplace):
     """The runs are on another file system than temporary files and the rest, behind a link; one run, killed in each
-    part of a save in turn, goes on from the newest checkpoint that had its name."""
+    part of a save in turn, resumes from the newest checkpoint that had its name."""
     if not ELSEWHERE.is_dir() or os.stat(ELSEWHERE).st_dev == os.stat(workplace).st_dev:
         pytest.skip("there is no second file system")
     with tempfile.TemporaryDirectory(dir=ELSEWHERE) as there:
@@ -70,7 +70,7 @@ def configured(folder, name, *callbacks):
 @pytest.mark.fault(3)
 @pytest.mark.parametrize("filled", ["by its checkpoints", "by somebody else"])
 def test_a_full_disk_ends_it_with_one_line_and_keeps_the_checkpoint_before(workplace, mounts, filled):
-    """A tmpfs with room for one checkpoint, or one that another program fills to the last byte after step 4. Whoever
+    """A tmpfs with space for one checkpoint, or one that another program fills to the last byte after step 4. Whoever
     plans or starts a run there is warned where that can be known."""
     small = filled == "by its checkpoints"
     mounts.run("mkdir", "checkpoints")
@@ -100,7 +100,7 @@ READ_ONLY = "mount --bind checkpoints checkpoints && mount -o remount,bind,ro ch
 
 @pytest.mark.fault(4)
 def test_a_folder_that_became_read_only_ends_it_with_the_next_checkpoint(workplace, mounts):
-    """And is refused at once where it is so from the beginning, also to a run that would go on."""
+    """And is refused at once where it is so from the beginning, also to a run that would resume."""
     said = mounts.lm("fit", "--config", configured(workplace, "small", at_step(4, "sleep 1;" + READ_ONLY)), expect=1)
     (end,) = [line for line in said.splitlines() if line.startswith("lm fit:")]
     assert "could not write the checkpoint checkpoints/small/step-00000004: Read-only file system" in end
@@ -115,7 +115,7 @@ def test_a_folder_that_became_read_only_ends_it_with_the_next_checkpoint(workpla
 
 @pytest.mark.fault(4)
 def test_a_folder_that_vanished_ends_it_with_the_next_step(workplace):
-    """Nothing is made in its place, and what is put back goes on."""
+    """Nothing is made in its place, and what is put back resumes."""
     done, _ = fit(workplace, "small", callbacks=[at_step(5, "sleep 1; mv checkpoints/small away")], expect=1)
     (end,) = [line for line in done.stderr.splitlines() if line.startswith("lm fit:")]
     assert "the run folder checkpoints/small is gone" in end and "Traceback" not in done.stderr

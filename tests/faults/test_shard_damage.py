@@ -1,4 +1,4 @@
-"""Shards that break while they are trained on: named, skipped only where asked, and the run goes on bit for bit."""
+"""Shards that break while they are trained on: named, skipped only where asked, and the run resumes bit for bit."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ SHARDS = "data/many/train"
 
 
 def fit(folder, name, *callbacks, expect=0, **changes):
-    """Train `name` or go on with it; its losses are those in `trace.jsonl`."""
+    """Train `name` or resume it; its losses are those in `trace.jsonl`."""
     named = [{"class_path": "recorder.Recorder"}, *callbacks]
     config = write_config(folder, name, **{**MANY, "trainer.callbacks": named, **changes})
     done = lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=expect)
@@ -63,7 +63,7 @@ def rows(folder, name):
 
 
 @pytest.mark.fault(10)
-def test_a_shard_that_breaks_in_a_run_is_named_and_the_run_goes_on_once_it_is_whole(folder):
+def test_a_shard_that_breaks_in_a_run_is_named_and_the_run_resumes_once_it_is_whole(folder):
     """A flipped byte, a cut file, a deleted one, one after the other in one run: exit 1 in one line each time."""
     try:
         for step, how, said in ((0, "flip", "cannot be decoded"), (4, "cut", "cannot be decoded"),
@@ -84,7 +84,7 @@ def test_a_shard_that_breaks_in_a_run_is_named_and_the_run_goes_on_once_it_is_wh
 
 @pytest.mark.fault(10)
 def test_a_damaged_shard_is_skipped_where_that_is_asked_for_and_counted(folder):
-    """All other samples stay where they were; a kill, a resume and two ranks count the same and tell it once."""
+    """All other samples stay where they were; a kill, a resume and two ranks count the same and report it once."""
     skip = {"data.on_bad_shard": "skip", "guards.spike": None}
     try:
         for name in ("00003", "00017", "00031"):
@@ -111,8 +111,8 @@ def test_a_damaged_shard_is_skipped_where_that_is_asked_for_and_counted(folder):
         _, ranks = fit(folder, "ranks", **skip, **divided)
         for other in (killed, ranks):
             assert other.metrics()[-2]["data/skipped_samples"] == counts[12]
-            told = [alert["message"] for alert in other.alerts() if alert["guard"] == "data"]
-            assert set(told) == set(alerts) and (other is killed or len(told) == len(alerts))
+            messages = [alert["message"] for alert in other.alerts() if alert["guard"] == "data"]
+            assert set(messages) == set(alerts) and (other is killed or len(messages) == len(alerts))
     finally:
         for path in folder.glob("trace*.jsonl"):
             path.unlink()

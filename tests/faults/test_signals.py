@@ -1,4 +1,4 @@
-"""A signal ends a training with a checkpoint of all that was done, whatever it is at; the next command goes on."""
+"""A signal ends a training with a checkpoint of all that was done, whatever it is at; the next command resumes."""
 
 import fcntl
 import json
@@ -44,7 +44,7 @@ def interrupted(folder, name, *callbacks, environment={}, **changes):
     return run, result.stderr
 
 
-def go_on(folder, name, **changes):
+def resume(folder, name, **changes):
     """The same command without what had interrupted it."""
     config = write_config(folder, name, **{"trainer.callbacks": [RECORDER], **changes})
     lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto")
@@ -68,7 +68,7 @@ def test_the_step_is_finished_and_saved_and_none_is_trained_on_twice(uninterrupt
         assert step in (None, list(run.steps())[-1]) and f"{kill['signal_name']}: stopped after step" in said
     assert re.search("stopped .*interrupted", lm(workplace, "runs", "ls").stdout)
     last = equipment("recorder.KillAt", signal_name="SIGTERM", save=True, step=12)
-    go_on(workplace, "stopped", **{"trainer.callbacks": [RECORDER, last], "trainer.stop_within": 0.1})
+    resume(workplace, "stopped", **{"trainer.callbacks": [RECORDER, last], "trainer.stop_within": 0.1})
     assert losses(workplace) == expected(workplace) and len(trace(workplace)) == 24
     assert validations(workplace, "stopped") == validations(uninterrupted, "small")
 
@@ -83,7 +83,7 @@ def test_a_validation_ends_at_its_next_batch_and_is_made_up_for(uninterrupted, w
         assert f"stopped after step {step} with a checkpoint, before its validation was done" in said
         assert list(run.steps())[-1] == step and step not in validations(workplace, "validating")
         assert (workplace / "validations.jsonl").read_text().splitlines()[-1] == f"[{step}, 0]"
-    go_on(workplace, "validating")
+    resume(workplace, "validating")
     assert losses(workplace) == expected(workplace) and len(trace(workplace)) == 24
     assert validations(workplace, "validating") == validations(uninterrupted, "small")
     small = Run(uninterrupted / "checkpoints" / "small")
@@ -118,7 +118,7 @@ def test_a_wait_for_data_or_for_a_micro_batch_is_ended(uninterrupted, workplace)
         assert f"SIGTERM: ended {'without a checkpoint' if saved else 'before the first step'}" in said
         assert ("resumes from step" if saved else "starts again") in said
         assert run.status() == run.read("state.json")["status"] == "interrupted" and list(run.steps())[-1:] == saved
-    go_on(workplace, "stuck")
+    resume(workplace, "stuck")
     assert losses(workplace) == expected(workplace)
     assert validations(workplace, "stuck") == validations(uninterrupted, "small")
 
@@ -134,7 +134,7 @@ def test_a_step_of_slow_micro_batches_is_dropped_and_trained_again(workplace):
     run, said = interrupted(workplace, "dropped", slow, kill, **single, **{"trainer.stop_within": 6})
     assert "stopped after step 5 with a checkpoint; the next one was not done within 3 s" in said
     assert list(run.steps())[-1] == 5
-    go_on(workplace, "dropped", **single)
+    resume(workplace, "dropped", **single)
     assert losses(workplace) == whole and validations(workplace, "dropped") == validations(workplace, "whole")
 
 
@@ -145,7 +145,7 @@ def test_samples_that_do_not_end_are_ended_and_come_again(uninterrupted, workpla
     late = {"trainer.stop_within": 1, **samples}
     run, said = interrupted(workplace, "sampling", kill, equipment("interruptions.EndlessSamples", step=8), **late)
     assert "the validation after step 8 was not done within 1 s" in said and list(run.steps())[-1] == 6
-    go_on(workplace, "sampling", **samples)
+    resume(workplace, "sampling", **samples)
     assert losses(workplace) == expected(workplace)
     assert validations(workplace, "sampling") == validations(uninterrupted, "small")
     written = [json.loads(line)["step"] for line in (run.path / "samples.jsonl").read_text().splitlines()]
@@ -189,9 +189,9 @@ def running_in(folder):
 
 @pytest.mark.fault(6)
 def test_before_the_first_step_it_ends_at_once_and_the_same_command_starts_again(workplace):
-    """While Python imports what it needs, and when the run has its folder already: it goes on in the same one."""
+    """While Python imports what it needs, and when the run has its folder already: it resumes in the same one."""
     config = str(write_config(workplace, "early", **{"trainer.callbacks": [RECORDER]}))
-    process = start(workplace, "fit", "--config", config, "--ckpt_path", "auto")
+    process = start(workplace, "fit", "--config", config, "--ckpt_path", "auto", fresh=True)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.01)
     process.terminate()
@@ -200,7 +200,7 @@ def test_before_the_first_step_it_ends_at_once_and_the_same_command_starts_again
     kill = equipment("recorder.KillAt", signal_name="SIGTERM", hook="on_train_start")
     run, said = interrupted(workplace, "early", kill)
     assert "ended before the first step" in said and not run.steps()
-    go_on(workplace, "early")
+    resume(workplace, "early")
     assert losses(workplace) == expected(workplace) and not (workplace / "checkpoints" / "early-2").exists()
 
 
@@ -239,7 +239,7 @@ def test_a_second_interrupt_ends_it_at_once(workplace):
     assert process.wait(timeout=60) == 130 and time.monotonic() - began < 30
     said = process.communicate()[1]
     assert "SIGINT: stopping after this step; Ctrl-C again to end now" in said and "Traceback" not in said
-    go_on(workplace, "impatient")
+    resume(workplace, "impatient")
     assert losses(workplace) == expected(workplace)
 
 
@@ -249,7 +249,7 @@ def test_a_ctrl_c_to_the_whole_group_of_processes_is_a_stop_like_any(uninterrupt
     kill = equipment("recorder.KillAt", signal_name="SIGINT", micro_batch=9, group=True)
     run, said = interrupted(workplace, "grouped", kill)
     assert list(run.steps())[-1] == 5 and not processes_of(workplace)
-    go_on(workplace, "grouped")
+    resume(workplace, "grouped")
     assert losses(workplace) == expected(workplace) and len(trace(workplace)) == 24
     assert validations(workplace, "grouped") == validations(uninterrupted, "small")
 
@@ -266,7 +266,7 @@ def test_two_ranks_end_a_validation_and_a_step_together(workplace):
     together = equipment("recorder.KillAt", signal_name="SIGINT", micro_batch=9, rank=0, group=True)
     run, said = interrupted(workplace, "both", together, **two)
     assert list(run.steps())[-1] == 5 and not processes_of(workplace)
-    go_on(workplace, "both", **two)
+    resume(workplace, "both", **two)
     assert validations(workplace, "both") == validations(workplace, "two")
 
 

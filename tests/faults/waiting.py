@@ -1,4 +1,4 @@
-"""Test equipment that a config names: a training that waits until it is told to go on."""
+"""Test equipment that a config names: a training that waits for a file."""
 
 import time
 from pathlib import Path
@@ -7,7 +7,7 @@ from recorder import AtMicroBatches
 
 
 class WaitAt(AtMicroBatches):
-    """Makes the file `waits` and goes on once there is a file `go`.
+    """Makes the file `waits` and continues once there is a file `go`.
 
     Args:
         micro_batch: before this one of the process.

@@ -184,7 +184,7 @@ def test_seeds_reproduce_and_differ():
 # ---- where it ends --------------------------------------------------------------------------------------------------
 
 
-def test_a_row_ends_with_its_document_and_the_others_go_on():
+def test_a_row_ends_with_its_document_and_the_others_continue():
     decoder = trained_like(SMALL)
     plain = generate(decoder, UNEQUAL, max_new_tokens=25, generator=seeded())
     eos = plain[1].tokens[4]

@@ -39,7 +39,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(place):
-    """A run that was really trained, and went on from its middle."""
+    """A run that was really trained, and resumed from its middle."""
     write_config(place, **{"samples.prompts": ["Chapter 1", "The"], "trainer.keep_checkpoints": 5})
     lm(place, "fit", "--config", "small.yaml", "--trainer.max_steps", "6")
     lm(place, "fit", "--config", "small.yaml", "--ckpt_path", "checkpoints/small/step-00000003")
@@ -83,7 +83,7 @@ def test_the_time_of_a_real_run_is_accounted_for(run):
 # ---- settings and samples --------------------------------------------------------------------------------------------
 
 
-def test_runs_are_told_apart_by_name_folder_and_settings(run, place, elsewhere):
+def test_runs_differ_by_name_folder_and_settings(run, place, elsewhere):
     assert run.started_in() == place
     other = Run.create("small", run.path.parent)
     other.describe(id=other.name, name="small", entered=1.0)
@@ -141,7 +141,7 @@ def test_documents_have_the_sizes_of_their_texts(run, place, elsewhere):
     assert sorted(every) == sorted(expected)
 
 
-def test_documents_go_on_over_the_borders_of_blocks_and_shards(tmp_path, monkeypatch):
+def test_documents_continue_over_the_borders_of_blocks_and_shards(tmp_path, monkeypatch):
     monkeypatch.setattr("lm.data.shards.BLOCK_TOKENS", 16)
     tokenizer = train_char(["abcdefgh"])  # ids 0 (end of text) to 9
     tokens = write_folder(tmp_path, [100, 3, 200], vocab_size=10, row_groups=20)

@@ -34,6 +34,26 @@ def test_number_formats_are_those_of_torch(tmp_path, dtype):
     assert torch.equal(narrowed.isnan(), expected.isnan())
 
 
+@pytest.mark.parametrize("dtype, name", [(torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")])
+def test_fp8_is_that_of_torch_within_its_range_and_its_largest_value_beyond(tmp_path, dtype, name):
+    """Every value, floats of every size, and halfway between two values; also the two numbers' order in memory."""
+    body = """const int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x);
+              const unsigned two = narrow_two<F>(f[i], f[i + 1]); y[i] = two & 255; y[i + 1] = two >> 8;"""
+    run = program(tmp_path, "convert", "const float* f, unsigned char* y", body, F=name)
+    end = torch.finfo(dtype).max
+    values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
+    values = values[values.isfinite()].sort().values
+    halfway = (values[1:] + values[:-1]) / 2
+    exact = torch.cat((values, halfway, halfway.nextafter(values[1:]), halfway.nextafter(values[:-1])))
+    floats = torch.randn(65536) * 10.0 ** torch.randint(-9, 6, (65536,))
+    floats[: len(exact)] = exact
+    floats[-6:] = torch.tensor([torch.inf, -torch.inf, 1e30, -0.0, 1e-40, torch.nan])
+    narrowed = torch.empty(65536, dtype=torch.uint8)
+    run("convert", 32, 1024, floats, narrowed)
+    narrowed, expected = narrowed.view(dtype).float(), floats.clamp(-end, end).to(dtype).float()
+    assert narrowed[-1].isnan() and torch.equal(narrowed[:-1].view(torch.int32), expected[:-1].view(torch.int32))
+
+
 def test_a_missing_barrier_shows_in_one_of_the_two_orders(tmp_path):
     """Every thread writes, then reads what its neighbour in the other warp wrote."""
     body = "__shared__ float s[64]; s[threadIdx.x] = threadIdx.x; {barrier} out[threadIdx.x] = s[63 - threadIdx.x];"

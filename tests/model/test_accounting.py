@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
-from lm.model.estimates import flops_per_token, parameters
+from lm.model.estimates import describe_mfu, flops_per_token, parameters
 
 BASE = DecoderConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96)
 SHAPES = {
@@ -60,9 +60,7 @@ def test_flops_are_those_that_torch_counts_in_a_training_step(config):
         ids = torch.zeros(2, length, dtype=torch.long)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             model(ids, labels=ids).total.backward()
-    square = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
-    half = square * (length + 1) / 2 / length
-    ours = flops_per_token(config, length) - half + square - 6 * parameters(config)["norms"]
+    ours = flops_per_token(config, length, full_attention=True) - 6 * parameters(config)["norms"]
     assert counter.get_total_flops() / ids.numel() == pytest.approx(ours, rel=1e-9)
 
 
@@ -80,6 +78,17 @@ def test_windows_count_what_their_tokens_see():
     heads = 12 * config.num_attention_heads * config.head_dim
     assert flops_per_token(full, 10) - flops_per_token(config, 10) == pytest.approx(heads * 2 * (5.5 - seen))
     assert flops_per_token(config, 2) == pytest.approx(flops_per_token(full, 2))
+
+
+def test_full_attention_counts_what_the_causal_mask_hides():
+    """All positions, or all of a window, as nanochat's `estimate_flops` has it."""
+    config = replace(BASE, num_hidden_layers=3, window_pattern="SSL", sliding_window=3)
+    heads = 12 * config.num_attention_heads * config.head_dim
+    seen = sum(min(t + 1, 3) for t in range(10)) / 10
+    more = heads * (2 * (3 - seen) + 10 - 5.5)
+    assert flops_per_token(config, 10, full_attention=True) == pytest.approx(flops_per_token(config, 10) + more)
+    assert describe_mfu(0.44, 0.466).startswith("44.0% ") and "46.6%" in describe_mfu(0.44, 0.466)
+    assert describe_mfu(None, None) == "unknown"
 
 
 def test_an_open_vocabulary_is_refused():

@@ -93,7 +93,7 @@ def test_inductor_trains_to_the_same_losses_within_rounding(tmp_path, eager):
     assert compiled == pytest.approx(plain, abs=2e-4)
 
 
-def test_a_run_goes_on_with_another_way_to_compute(tmp_path, eager):
+def test_a_run_resumes_with_another_way_to_compute(tmp_path, eager):
     """How blocks are compiled is no part of what a run is."""
     folder = make_workplace(tmp_path)
     fit(folder, **{"trainer.max_steps": 3, "model.schedule.name": "constant"})

@@ -96,7 +96,7 @@ def test_what_somebody_puts_beside_is_no_damage(tmp_path):
     assert find_damage(tmp_path / "c") is None and "README.md" not in read_folder(tmp_path / "c")["files"]
 
 
-def test_a_checkpoint_of_another_version_is_told_from_a_damaged_one(tmp_path):
+def test_a_checkpoint_of_another_version_is_no_damaged_one(tmp_path):
     write_folder(tmp_path / "c", content())
     file = tmp_path / "c" / "trainer.json"
     file.write_text('{"format": 2, "digests": {}}')

@@ -101,7 +101,7 @@ def test_auto_starts_fresh_where_there_is_nothing_and_passes_over_damage(tmp_pat
     assert find("auto", tmp_path)[0] == whole
 
 
-def test_auto_follows_a_run_that_went_on_from_an_earlier_step(tmp_path):
+def test_auto_follows_a_run_that_resumed_from_an_earlier_step(tmp_path):
     run = make(tmp_path, "a")
     for step in (3, 9, 12):
         save(run, step)

@@ -26,6 +26,8 @@ from lm.system.hardware import PEAKS, cpu_half_precision, device_name, memory_by
     ("NVIDIA L4", "bf16", 121),
     ("NVIDIA L40S", "bf16", 362.05),
     ("NVIDIA B200", "bf16", 2250),
+    ("NVIDIA B300", "bf16", 2250),
+    ("NVIDIA GB300", "fp8", 5000),
     ("NVIDIA RTX A6000", "bf16", 154.8),
     ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2),
     ("NVIDIA GeForce RTX 3090", "bf16", 71),

@@ -217,7 +217,7 @@ def test_the_memory_of_a_container_is_its_limit_and_its_cache_is_not_in_use(vers
     assert memory() == {"used_bytes": 600_000 * 1024, "total_bytes": 1_000_000 * 1024}
 
 
-def test_elsewhere_than_on_linux_what_cannot_be_told_is_none(monkeypatch):
+def test_elsewhere_than_on_linux_what_is_not_known_is_none(monkeypatch):
     monkeypatch.setattr("lm.system.hardware._read", lambda path: "")
     found = Telemetry().read()
     assert found["cpu"]["load_percent"] is found["memory"]["used_bytes"] is found["process"]["memory_bytes"] is None

@@ -217,7 +217,7 @@ def test_what_is_not_in_the_language_is_refused(text):
 
 
 @pytest.mark.parametrize(("text", "cure"), WRONG.items())
-def test_a_wrong_expression_is_told_what_is_wrong_and_what_to_write(text, cure):
+def test_the_error_of_a_wrong_expression_says_what_is_wrong_and_what_to_write(text, cure):
     with pytest.raises(RequestError) as error:
         Expression(text)
     assert text in str(error.value) and cure in str(error.value) and str(error.value).isprintable()
@@ -235,8 +235,8 @@ def test_any_text_is_an_expression_or_a_request_error(text):
 # ---- what it keeps ---------------------------------------------------------------------------------------------------
 
 
-def test_windows_go_on_after_a_resume():
-    """What a watch keeps is plain finite JSON, and another one goes on from it as if nothing had been."""
+def test_windows_continue_after_a_resume():
+    """What a watch keeps is plain finite JSON, and another one continues from it as if nothing had been."""
     texts = ["loss > 2 * median(loss, 4)", "val_loss > previous(val_loss)"]
     lines = [{"train/loss": loss, "val/loss": loss} for loss in (1, 2, math.inf, 1, 3, math.nan, 9, 1, 2, 30)]
     whole, first = AlertEvaluator(texts), AlertEvaluator(texts)
@@ -287,7 +287,7 @@ def test_a_training_warns_once_and_stops(tmp_path):
     assert run.status() == "stopped" and "loss > 1 and step >= 5" in run.read("run.json")["reason"]
     assert list(run.steps()) == [4]  # the best; none of step 5
 
-    # Windows go on with the run: eight lines before the one of step 9, four of them in the other process.
+    # Windows continue with the run: eight lines before the one of step 9, four of them in the other process.
     write_config(folder, guards={"alerts": window})
     lm(folder, "fit", "--config", "small.yaml", "--ckpt_path", "auto")
     assert [alert["step"] for alert in run.alerts()] == [1, 5, 9]

@@ -30,8 +30,8 @@ class Clock:
 # ---- counting --------------------------------------------------------------------------------------------------------
 
 
-def test_the_meter_goes_on_over_sessions_and_from_the_start_of_the_process():
-    """Two hours before at $2, then a session that started half an hour ago at $3 and goes on for an hour."""
+def test_the_meter_continues_over_sessions_and_from_the_start_of_the_process():
+    """Two hours before at $2, then a session that started half an hour ago at $3 and continues for an hour."""
     clock = Clock()
     meter = Meter(3.0, Cost(2.0, 4.0), age=1800.0, clock=clock)
     clock.now += 3600
@@ -40,7 +40,7 @@ def test_the_meter_goes_on_over_sessions_and_from_the_start_of_the_process():
     assert Meter(None, Cost(0.0, None), 0.0, clock).read().usd is None
 
 
-def test_the_age_of_the_process_is_told():
+def test_the_age_of_the_process_is_known():
     """It grows with time, and is at least what this process has computed for."""
     first = seconds_since_process_start()
     time.sleep(0.05)
@@ -260,7 +260,7 @@ def test_a_damaged_budget_file_is_no_fresh_budget(tmp_path, monkeypatch):
             Simulation(tmp_path, monkeypatch, hourly(2000))
 
 
-def test_a_run_whose_budget_is_spent_is_not_gone_on_with(tmp_path, monkeypatch):
+def test_a_run_whose_budget_is_spent_is_not_resumed(tmp_path, monkeypatch):
     (tmp_path / "budget.json").write_text('{"spent_usd": 2000, "hours_elapsed": 0.5}')
     with pytest.raises(RuntimeError, match=r"\$2,000.00 of \$2,000.00 are spent"):
         Simulation(tmp_path, monkeypatch, hourly(2000))
@@ -274,7 +274,7 @@ def test_a_budget_that_is_spent_before_the_first_step_ends_with_3(tmp_path):
     assert Run(folder / "checkpoints/small").status() == "stopped"
 
 
-def test_a_dry_run_says_what_it_would_do_and_goes_on(tmp_path, monkeypatch):
+def test_a_dry_run_says_what_it_would_do_and_continues(tmp_path, monkeypatch):
     simulation = Simulation(tmp_path, monkeypatch, hourly(500, dry_run=True))
     simulation.lines(100, 1)
     assert [act[:2] for act in simulation.acts] == [(130, "warn"), (500, "warn")]
@@ -302,7 +302,7 @@ def test_a_jump_of_the_wall_clock_changes_nothing(tmp_path, monkeypatch):
 
 
 def test_a_sidecar_counts_and_the_own_clock_takes_over_where_it_ends(tmp_path, monkeypatch, caplog):
-    """The sidecar knows of $300 before this process was there. When it falls silent, counting goes on from there at
+    """The sidecar knows of $300 before this process was there. When it falls silent, counting continues from there at
     its rate, and that is said once."""
     (tmp_path / "run").mkdir()
     path = tmp_path / "sidecar.json"

@@ -97,7 +97,7 @@ def config(folder: Path, run: str, division: str, *callbacks: dict, **changes) -
 
 
 def fit(folder: Path, run: str, division: str, *callbacks: dict, expect: int = 0, **changes):
-    """Train `run`, or go on with it; the samples that its steps saw are left in `seen-<run>.json`."""
+    """Train `run`, or resume it; the samples that its steps saw are left in `seen-<run>.json`."""
     for old in folder.glob("trace*.jsonl"):
         old.unlink()
     done = lm(
@@ -263,7 +263,7 @@ def test_shards_in_half_precision_train_as_one_process(workplace):
 
 
 @pytest.mark.slow
-def test_every_checkpoint_goes_on_under_every_strategy(workplace):
+def test_every_checkpoint_resumes_under_every_strategy(workplace):
     """SIGTERM to one rank every second step, and on under another strategy: all six changes, and the curve of a run
     that was never stopped, though losses that were not logged yet cross every stop."""
     order = ["one", "ddp-whole", "fsdp2", "one", "fsdp2", "ddp-whole", "one"]
@@ -287,7 +287,7 @@ def test_every_checkpoint_goes_on_under_every_strategy(workplace):
         want = sum(reference[s, name] * counted[s] for s in steps) / sum(counted[s] for s in steps)
         assert value == pytest.approx(want, rel=TOLERANCE), (step, name)
     stretches = [stretch["step"] for stretch in run.read("run.json")["stretches"]]
-    assert stretches == [0, 2, 4, 6, 8, 10, 12]  # each went on from where the one before it stopped, and says so
+    assert stretches == [0, 2, 4, 6, 8, 10, 12]  # each resumed from where the one before it stopped, and says so
     folders = [run.path / f"step-{step:08d}" for step in (2, 4, 6, 14)]
     for name in ("model.safetensors", "optimizer.safetensors"):
         files = [load_file(folder / name) for folder in folders]

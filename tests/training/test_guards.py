@@ -82,8 +82,8 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_is_told(workplace):
-    """Weights, optimizer state and logged losses are those without the step, and training goes on."""
+def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(workplace):
+    """Weights, optimizer state and logged losses are those without the step, and training continues."""
     done, run = fit(workplace, "nan", poison={"gradient": [6], "loss": [9]}, **KEEP_ALL)
     for step in (6, 9):
         for name in ("model.safetensors", "optimizer.safetensors"):
@@ -116,7 +116,7 @@ def test_not_finite_stop_ends_at_the_first(workplace):
 
 
 def test_a_stop_leaves_last_as_it_was_and_says_why_everywhere(workplace):
-    """A state that may be broken must not become the one that `auto` goes on from."""
+    """A state that may be broken must not become the one that `auto` resumes from."""
     alerts = {"guards.alerts": {"step >= 5 and loss > 0": "stop"}}
     done, run = fit(workplace, "stopped", expect=3, **alerts)
     assert run.link("last").name == "step-00000004"  # the best, of the validation after step 4
@@ -129,8 +129,8 @@ def test_a_stop_leaves_last_as_it_was_and_says_why_everywhere(workplace):
 
 
 @pytest.mark.fault(9)
-def test_a_rollback_returns_to_good_weights_and_goes_on_with_the_next_samples(workplace):
-    """After step 8 the weights of 7 are back, with their optimizer; the steps and their samples go on."""
+def test_a_rollback_returns_to_good_weights_and_continues_with_the_next_samples(workplace):
+    """After step 8 the weights of 7 are back, with their optimizer; the steps and their samples continue."""
     rollback = {"guards.alerts": {"step == 8 and loss > 0": "rollback"}}
     _, run = fit(workplace, "rollback", **KEEP_ALL, **rollback)
     for name in ("model.safetensors", "optimizer.safetensors"):

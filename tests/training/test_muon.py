@@ -219,7 +219,7 @@ def last(folder, name, file="model"):
     return load_file(folder / "checkpoints" / name / "last" / f"{file}.safetensors")
 
 
-def test_a_killed_training_goes_on_bit_for_bit(workplace):
+def test_a_killed_training_resumes_bit_for_bit(workplace):
     kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=15)}
     recorder = {"class_path": "recorder.Recorder"}
     fit(workplace, "killed", expect=-signal.SIGKILL, **{"trainer.callbacks": [recorder, kill]})
@@ -240,7 +240,7 @@ def test_a_checkpoint_keeps_momentum_of_matrices_and_averages_of_the_rest(workpl
         assert found == ({"momentum_buffer"} if hidden else {"exp_avg", "exp_avg_sq", "step"}), name
 
 
-def test_a_run_does_not_go_on_with_another_optimizer(workplace):
+def test_a_run_does_not_resume_with_another_optimizer(workplace):
     other = {"model.optimizer.name": "adamw", "trainer.max_steps": 14}
     ended = fit(workplace, "straight", "--ckpt_path", "auto", expect=2, **other)
     line = ended.stderr.strip().splitlines()[-1]
@@ -374,7 +374,7 @@ def test_two_ranks_train_as_one_process(workplace, alone, division):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_under_another_strategy(workplace, alone):
+def test_a_checkpoint_resumes_under_another_strategy(workplace, alone):
     """Shards, replicas, one process and back: the curve of a run that was never stopped, and the same tensors in the
     files."""
     relay = {"fsdp2": 2, "ddp": 4, "one": 6, "ddp-whole": 9, "fsdp2-whole": 12}

@@ -137,7 +137,7 @@ def test_numbers_are_those_of_the_step(workplace):
 
 
 def test_a_step_that_is_not_finite_is_written_up(workplace):
-    """The step, and not another one of its log line; the run goes on and the page is closed."""
+    """The step, and not another one of its log line; the run continues and the page is closed."""
     run, _ = fit(workplace, "poisoned", **with_callback("Poison", steps=[6]), **{
         "trainer.log_interval": 4, "guards.spike": None, "trainer.max_steps": 60, "trainer.val_interval": 60,
     })  # fmt: skip
@@ -183,7 +183,7 @@ def test_a_post_mortem_that_fails_is_one_warning(workplace):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_with_its_page(workplace):
+def test_an_interrupted_run_continues_its_page(workplace):
     """Interrupted while it was open; the next process closes it, and what a person wrote in it stays."""
     changes = {"guards.spike": "step == 3", "trainer.max_steps": 40, "trainer.val_interval": 40}
     kill = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGTERM", "micro_batch": 5}}

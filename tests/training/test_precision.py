@@ -10,15 +10,18 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainings import lm, losses, make_workplace, trace, write_config
 
 from lm.errors import RequestError
-from lm.kernels.linear import linear, product, scaled
+from lm.kernels.fp8 import QUANTIZE, Scaled, quantize
+from lm.kernels.linear import linear
+from lm.kernels.linear import product as product_of_quantised
 from lm.kernels.operations import FUSED
 from lm.model.compile import compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
-from lm.model.fused import fuse
+from lm.model.fused import WeightCopies, fuse
 from lm.runs.run import Run
 from lm.training.precision import Float8Precision, choose_precision
 
@@ -39,6 +42,15 @@ def one_thread():
 
 
 # ---- the numbers ----------------------------------------------------------------------------------------------------
+
+
+def scaled(x, dtype, scaling):
+    return Scaled(*QUANTIZE(x, dtype, scaling == "rowwise", True, False)[:2])
+
+
+def product(a, b, scaling, *, gradient=False):
+    left, right = quantize(a, scaling, gradient=gradient), quantize(b, scaling)
+    return product_of_quantised(left.matrix, right.matrix, a.dtype)
 
 
 def uncertainty(x, scale, dtype):
@@ -167,6 +179,53 @@ def test_what_a_device_runs_is_traced_in_one_graph(scaling):
     assert not [name for name in called if "local_scalar" in name or name.endswith(".item")]
 
 
+class Quantised(TorchDispatchMode):
+    """Notes of each matrix that is quantised: its shape, and whether it and its transpose were asked for."""
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is QUANTIZE:
+            x, _, _, matrix, transpose = args
+            self.seen.append((tuple(x.shape), matrix, transpose))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("joined", ["linear", "norm_linear", "swiglu_linear"])
+def test_each_matrix_is_quantised_once_for_all_of_its_products(scaling, joined):
+    """But for the activation, of which the backward pass, which may have recomputed it, takes the transpose alone."""
+    x, w = torch.randn(48, 64 if joined == "swiglu_linear" else 32), torch.randn(80, 32)
+    norm = torch.ones(32)
+    wide = {"linear": lambda x, w, copy=None: linear(x, w, scaling, copy),
+            "norm_linear": lambda x, w, copy=None: FUSED.norm_linear(x, None, norm, 1e-5, w, scaling, copy)[1],
+            "swiglu_linear": lambda x, w, copy=None: FUSED.swiglu_linear(x, w, scaling, copy)}[joined]  # fmt: skip
+    gradient, transposed = ((48, 80), True, True), ((48, 32), False, True)
+    with Quantised() as quantised:
+        wide(x.requires_grad_(), w.requires_grad_()).sum().backward()
+    assert sorted(quantised.seen) == sorted([((80, 32), True, True), ((48, 32), True, False), gradient, transposed])
+    copy = quantize(w.detach(), scaling, transpose=True)
+    with Quantised() as quantised:
+        wide(x, w, copy).sum().backward()
+    assert sorted(quantised.seen) == sorted([((48, 32), True, False), gradient, transposed])
+    with Quantised() as quantised, torch.no_grad():
+        wide(x, w)
+    assert sorted(quantised.seen) == sorted([((80, 32), True, False), ((48, 32), True, False)])
+    with Quantised() as quantised:
+        wide(x, w.detach()).sum().backward()  # a frozen weight
+    assert sorted(quantised.seen)[1:] == sorted([((80, 32), True, True), ((48, 80), True, False)])
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_gradient_of_a_weight_is_rounded_to_bf16_only_where_rows_have_scales(scaling):
+    x, w = torch.randn(48, 32).bfloat16(), torch.randn(80, 32, requires_grad=True)
+    linear(x, w, scaling).sum().backward()
+    assert w.grad.dtype == torch.float32
+    assert torch.equal(w.grad, w.grad.bfloat16().float()) == (scaling == "rowwise")
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("joined", ["linear", "norm_linear", "swiglu_linear"])
 def test_gradients_are_those_of_bf16_within_rounding(scaling, joined):
@@ -266,10 +325,34 @@ def test_inductor_is_nearer_to_eager_than_fp8_is_to_bf16(scaling):
         assert (mine - before).norm() <= (before - exact).norm()
 
 
+@pytest.mark.parametrize("mode", ["none", "triton_free"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_weights_that_are_quantised_once_a_step_compute_the_same_to_the_bit(scaling, mode):
+    """Their copies stay where they are, and follow the weights from step to step."""
+    decoder = built(scaling, ["layers.2.mlp.*"], FUSED)
+    torch._dynamo.reset()
+    compile_decoder(decoder, mode)
+    copies = WeightCopies(decoder, torch.bfloat16)
+    places = None
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        without = [t.clone() for t in results(decoder)]
+        with copies:
+            kept = [part.copy for part in decoder.modules() if hasattr(part, "copy")]
+            tensors = torch.utils._pytree.tree_leaves(kept)
+            assert len(tensors) == 10 * 4 + 2 and places in (None, [t.data_ptr() for t in tensors])
+            places = [t.data_ptr() for t in tensors]
+            for mine, before in zip(results(decoder), without, strict=True):
+                assert torch.equal(mine, before)
+    assert not [part for part in decoder.modules() if getattr(part, "copy", None) is not None]
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_plain_and_fused_differ_by_rounding_only(scaling):
     for mine, plain in zip(results(built(scaling, ops=FUSED)), results(built(scaling)), strict=True):
-        assert (mine - plain).norm() < 6e-2 * plain.norm()
+        assert (mine - plain).norm() < 7e-2 * plain.norm()
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -347,7 +430,7 @@ def test_what_is_left_out_is_exact(ops):
     def run(name, decoder):
         for i, layer in enumerate(decoder.layers):
             layer.register_forward_hook(lambda layer, inputs, output, i=i: seen.setdefault((name, i), output))
-        decoder.layers[2].self_attn.o_proj.register_forward_hook(
+        decoder.layers[2].self_attn.register_forward_hook(
             lambda part, inputs, output: seen.setdefault((name, "attention"), output))
         results(decoder)
 
@@ -400,12 +483,16 @@ def test_a_request_that_cannot_be_met_ends_with_one_line(tmp_path, arguments, li
 def test_an_older_gpu_is_refused_by_name(monkeypatch, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr("lm.training.precision.kernels_missing", lambda device: None)
     plugin = Float8Precision("rowwise", None)
     if expected:
         with pytest.raises(RequestError, match="and this is NVIDIA A100-SXM4-80GB: take bf16-mixed"):
             plugin.refuse_device(torch.device("cuda", 0))
     else:
         plugin.refuse_device(torch.device("cuda", 0))
+        monkeypatch.setattr("lm.training.precision.kernels_missing", lambda device: "NVRTC is not installed")
+        with pytest.raises(RequestError, match="fp8-rowwise quantises by a CUDA kernel, and NVRTC is not installed"):
+            plugin.refuse_device(torch.device("cuda", 0))
 
 
 def test_on_a_cpu_a_half_precision_becomes_what_it_does_well_and_fp8_becomes_nothing_else(monkeypatch, caplog):
@@ -437,7 +524,7 @@ def fit(folder, name, *callbacks, expect=0, **changes):
     return lm(folder, "fit", "--config", str(config), "--ckpt_path", "auto", expect=expect)
 
 
-def test_a_run_trains_validates_and_goes_on_exactly(tmp_path):
+def test_a_run_trains_validates_and_resumes_exactly(tmp_path):
     folder = make_workplace(tmp_path)
     said = fit(folder, "straight").stderr
     assert said.count("precision: fp8-rowwise in 4 of the blocks' 8 matrices; bf16 in layers.1.*") == 1

@@ -1,4 +1,4 @@
-"""Samples of a real training: they show what its weights say, and the training goes on as if nobody had asked."""
+"""Samples of a real training: they show what its weights say, and the training continues as if nobody had asked."""
 
 import json
 import textwrap
@@ -181,7 +181,7 @@ def test_blanks_between_words_are_kept():
     assert continued(Tokenizer(backend.to_str()), [1], [2, 1]) == " letter the"
 
 
-def test_a_prompt_without_room_is_refused():
+def test_a_prompt_that_fills_the_context_is_refused():
     callback = Samples(SamplesConfig(prompts=["of", "the context " * 9]))
     trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=train_char(["the context of"])))
     module = SimpleNamespace(config=DecoderConfig(max_position_embeddings=100))

@@ -125,7 +125,7 @@ def test_another_division_sees_the_same(workplace):
 @pytest.mark.slow
 @pytest.mark.fault(9)
 def test_a_resume_in_the_middle_injects_the_rest(workplace):
-    """Killed in the last injected step, gone on with from step 33: the losses are those of a run without a stop."""
+    """Killed in the last injected step, resumed from step 33: the losses are those of a run without a stop."""
     (workplace / "trace.jsonl").unlink(missing_ok=True)
     callbacks = [
         {"class_path": "recorder.Recorder"},

@@ -24,7 +24,7 @@ KILL = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL",
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """A run that was killed after ten steps and went on from step 6; histograms every 4 steps."""
+    """A run that was killed after ten steps and resumed from step 6; histograms every 4 steps."""
     place = make_workplace(tmp_path_factory.mktemp("curves"))
     changes = {"trainer.histogram_interval": 4, "trainer.max_steps": STEPS, "trainer.keep_checkpoints": 5}
     write_config(place, **changes, **{"trainer.callbacks": [KILL]})

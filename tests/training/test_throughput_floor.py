@@ -1,4 +1,4 @@
-"""A training below its floor is told why: by pure functions from facts, and by real trainings that are made slow."""
+"""A training below its floor says why: by pure functions from facts, and by real trainings that are made slow."""
 
 import json
 

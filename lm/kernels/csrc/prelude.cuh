@@ -21,6 +21,21 @@ __device__ __forceinline__ float widen(fp16 x) {
 }
 __device__ __forceinline__ void narrow(float f, bf16& x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x.bits) : "f"(f)); }
 __device__ __forceinline__ void narrow(float f, fp16& x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x.bits) : "f"(f)); }
+
+// FP8, from sm_89 on. Two numbers are narrowed at once; `low` is the first of the two in memory.
+struct e4m3 { unsigned char bits; };
+struct e5m2 { unsigned char bits; };
+template <typename F> __device__ __forceinline__ unsigned narrow_two(float low, float high);
+template <> __device__ __forceinline__ unsigned narrow_two<e4m3>(float low, float high) {
+  unsigned short two;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(two) : "f"(low), "f"(high));
+  return two;
+}
+template <> __device__ __forceinline__ unsigned narrow_two<e5m2>(float low, float high) {
+  unsigned short two;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(two) : "f"(low), "f"(high));
+  return two;
+}
 #define CHECK_ALIGNED(p, bytes)
 #endif
 __device__ __forceinline__ float widen(float x) { return x; }
@@ -53,14 +68,20 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
+__device__ __forceinline__ unsigned warp_largest(unsigned x) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane >>= 1) x = max(x, __shfl_xor_sync(ALL_LANES, x, lane));
+  return x;
+}
+
 // What `of_warp_all` makes of the values of a block of Warps warps, in every thread; `none` changes nothing.
-template <int Warps, float of_warp_all(float)> __device__ __forceinline__ float block_all(float x, float none) {
+template <int Warps, auto of_warp_all, typename V> __device__ __forceinline__ V block_all(V x, V none) {
   x = of_warp_all(x);
   if (Warps == 1) {
     __syncwarp();  // as the barriers below: what a lane read before, no other lane overwrites earlier
     return x;
   }
-  __shared__ float of_warp[Warps];
+  __shared__ V of_warp[Warps];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   __syncthreads();  // the values of the call before this one have been read
   if (lane == 0) of_warp[warp] = x;
@@ -71,6 +92,9 @@ template <int Warps, float of_warp_all(float)> __device__ __forceinline__ float 
 template <int Warps> __device__ __forceinline__ float block_sum(float x) { return block_all<Warps, warp_sum>(x, 0.f); }
 template <int Warps> __device__ __forceinline__ float block_max(float x) {
   return block_all<Warps, warp_max>(x, NEGATIVE_INFINITY);
+}
+template <int Warps> __device__ __forceinline__ unsigned block_largest(unsigned x) {
+  return block_all<Warps, warp_largest>(x, 0u);
 }
 
 // out[c] = sum over blocks of partial[block][c], in fixed order. For blocks of 256 threads, which take 32 columns each.

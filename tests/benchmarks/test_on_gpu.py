@@ -1,0 +1,95 @@
+"""`on_gpu.sh`: a part that hangs is cut, one that breaks holds no other back, and what there is so far is packed."""
+
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("on_gpu.sh")
+# A Python that lacks nothing and sees no GPU, in which kernels hang, peers break and a profile works.
+PYTHON = f"""#!/bin/sh
+case "$*" in
+    -c*) exit 0 ;;
+    *bench_kernels*) echo begun; exec sleep 100 ;;
+    *peers.py*) exit 3 ;;
+    *profile*) echo "PYTHONPATH=$PYTHONPATH"; ls "${{PYTHONPATH#*:}}" ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Starts the script with that Python; results go to `out` in the test's folder."""
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def start(*arguments, seconds=30):
+        return subprocess.Popen(
+            [SCRIPT, "-p", "./python", "-w", "wheels", "-o", "out", *arguments], cwd=tmp_path, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": "", "PART_SECONDS": str(seconds)},
+        )  # fmt: skip
+
+    return start
+
+
+def packed(folder):
+    """The files of the only archive, by name without their folder."""
+    (archive,) = (folder / "out").glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        return {Path(one.name).name: files.extractfile(one).read().decode() for one in files if one.isfile()}
+
+
+def test_a_part_that_hangs_is_cut_and_one_that_breaks_holds_no_other_back(begin, tmp_path):
+    process = begin("kernels", "peers:lm:none,transformers", "profile", seconds=6)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "kernels-bf16: cut, the time of its part was over" in said and "peers-tiny: exit code 3" in said
+    assert "--contenders lm:none transformers" in said
+    files = packed(tmp_path)
+    assert {"machine.log", "kernels-bf16.log", "peers-tiny.log", "profile-tiny.log"} <= files.keys()
+    (summary,) = (text for name, text in files.items() if name.startswith("summary"))
+    assert len(summary.splitlines()) == 3 and "profile-tiny: done" in summary
+
+
+def test_a_signal_ends_it_at_once_and_everything_so_far_is_packed(begin, tmp_path):
+    process = begin("profile", "kernels")
+    log, deadline = next_log(tmp_path, "kernels-bf16.log", time.monotonic() + 30), time.monotonic() + 10
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=10)
+    assert process.returncode == 130 and time.monotonic() < deadline and log.read_text() == "begun\n"
+    assert {"profile-tiny.log", "kernels-bf16.log"} <= packed(tmp_path).keys()
+
+
+def next_log(folder, name, deadline):
+    while time.monotonic() < deadline:
+        for log in (folder / "out").glob(f"*/{name}"):
+            if log.read_text():
+                return log
+        time.sleep(0.05)
+    raise AssertionError(f"no {name}")
+
+
+def test_of_the_wheels_only_what_is_missing_is_taken_and_the_project_is_on_the_path(begin, tmp_path):
+    (tmp_path / "wheels").mkdir()
+    for name in ("pytest", "nowhere_installed"):
+        with zipfile.ZipFile(tmp_path / "wheels" / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", "")
+    assert begin("profile").wait(timeout=60) == 0
+    path, *unpacked = packed(tmp_path)["profile-tiny.log"].splitlines()
+    assert path.startswith(f"PYTHONPATH={SCRIPT.parents[2]}:") and unpacked == ["nowhere_installed"]
+
+
+@pytest.mark.parametrize("part", ["kernel", "steps:pretrain-1b", "fit:again"])
+def test_an_unknown_part_is_refused_before_anything_runs(begin, tmp_path, part):
+    process = begin("profile", part)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 2 and f"no part {part}: tests kernels" in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,144 @@
+"""Test equipment: `python -m lm` as a fork of a process that has imported torch and Lightning.
+
+These imports take five seconds of processor time, several times what the very small trainings of the tests take. A
+fork is a process with an id, signals, memory and an exit code of its own. It shares the seed of Python's hashes with
+the other forks, and what libraries read from the environment while they are imported.
+"""
+
+import atexit
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+# A GPU that was looked at before the fork cannot be used after it.
+CAN_FORK = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+
+
+class Fork:
+    """A running `python -m lm`; the part of `subprocess.Popen` that the tests use."""
+
+    def __init__(self, arguments: tuple[str, ...], cwd: Path, env: dict[str, str]) -> None:
+        self.args, self.returncode = ("lm", *arguments), None
+        ends = os.pipe(), os.pipe()
+        self.stdout, self.stderr = (os.fdopen(reader) for reader, _ in ends)
+        writers = [writer for _, writer in ends]
+        self._answers, theirs = socket.socketpair()
+        request = json.dumps([arguments, str(cwd), env]).encode()
+        with theirs:
+            socket.send_fds(_server(), [len(request).to_bytes(4, "big")], [*writers, theirs.fileno()])
+        _server().sendall(request)
+        for writer in writers:
+            os.close(writer)
+        self.pid = self._answer()
+
+    def _answer(self) -> int:
+        """Receive the process id, later the exit code."""
+        return int.from_bytes(self._answers.recv(4), "big", signed=True)
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = self._answer()
+            self._answers.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        pool = ThreadPoolExecutor(2)  # so that neither pipe fills up
+        pipes = self.stdout, self.stderr
+        texts = [pool.submit(lambda pipe=pipe: "" if pipe.closed else pipe.read()) for pipe in pipes]
+        pool.shutdown(wait=False)
+        self.wait(timeout)
+        out, err = (text.result(timeout) for text in texts)
+        self.stdout.close()
+        self.stderr.close()
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@cache
+def _server() -> socket.socket:
+    """The connection to the process that forks, which ends when it is closed."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, __file__, str(theirs.fileno())]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    with theirs:
+        process = subprocess.Popen(  # with pipes, so that Python's files know that they cannot seek
+            command, pass_fds=[theirs.fileno()], env=env,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    atexit.register(process.wait, 60)
+    atexit.register(ours.close)
+    return ours
+
+
+def serve(requests: socket.socket) -> list[str]:
+    """Fork for each request; returns in the fork, with the arguments of `lm`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a group that this belongs to; the connection ends it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the watchers below
+    while True:
+        header, fds, *_ = socket.recv_fds(requests, 4, 3)
+        if not header:
+            os._exit(0)
+        content = b""
+        while len(content) < int.from_bytes(header, "big"):
+            content += requests.recv(1 << 20)
+        if os.fork() == 0:
+            break
+        for fd in fds:
+            os.close(fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    out, err, answers = fds
+    pid = os.fork()
+    if pid:  # the parent of the process, which watches it
+        os.write(answers, pid.to_bytes(4, "big"))
+        os.close(out)
+        os.close(err)
+        _, status = os.waitpid(pid, 0)
+        with suppress(OSError):
+            os.write(answers, os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    for fd in fds:
+        os.close(fd)
+    requests.close()
+    arguments, cwd, env = json.loads(content)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.path[:1] = [cwd, *env["PYTHONPATH"].split(os.pathsep)]
+    return arguments
+
+
+if __name__ == "__main__":
+    import torch.utils.tensorboard  # noqa: F401  which `lm fit` imports late
+
+    import lm.cli.config  # noqa: F401
+
+    sys.argv[1:] = serve(socket.socket(fileno=int(sys.argv[1])))
+    runpy.run_module("lm", run_name="__main__", alter_sys=True)

@@ -1,0 +1,140 @@
+"""FP8 quantisation: the kernels in emulation are the plain version to the bit, on shapes and values of every kind."""
+
+import pytest
+import torch
+from emulation.emulator import emulated  # noqa: F401
+from kernel_usage import kernel_usage
+from torch.library import opcheck
+
+from lm.kernels import fp8, runtime
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+SHAPES = [(BF16, 1, 1), (BF16, 1, 64), (BF16, 63, 97), (BF16, 129, 72), (BF16, 144, 200), (BF16, 3, 4104), (FP32, 5, 7),
+          (FP32, 129, 68), (FP32, 288, 40), (FP16, 144, 72)]  # fmt: skip
+both = pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def same(got, expected):
+    """Bit for bit, but that a NaN is any NaN."""
+    for mine, plain in zip(got, expected, strict=True):
+        assert mine.dtype == plain.dtype and mine.shape == plain.shape and mine.stride() == plain.stride()
+        mine, plain = (t.view(torch.uint8 if t.itemsize == 1 else torch.int32) for t in (mine, plain))
+        if mine.dtype == torch.uint8:
+            lost = {E4M3: 0x7F, E5M2: 0x7D}[got[0].dtype if got[0].numel() else got[2].dtype]
+            mine, plain = (torch.where((t & 0x7F) >= lost, 0x7F, t) for t in (mine, plain))
+        assert torch.equal(mine, plain)
+
+
+@both
+@pytest.mark.parametrize("source, rows, width", SHAPES, ids=str)
+def test_the_kernels_are_the_plain_version_to_the_bit(emulated, source, rows, width, rowwise):  # noqa: F811
+    """Each row and each column is of its own size, so that every scale is another one."""
+    spread = 3 if source == FP16 else 9  # orders of magnitude
+    x = torch.randn(rows, width) * 10 ** (spread * (torch.rand(rows, 1) - 0.5) + spread * (torch.rand(width) - 0.5))
+    x, dtype = x.to(source), E5M2 if rows == 144 else E4M3
+    for matrix, transpose in ((True, True), (True, False), (False, True)):
+        asked = (x, dtype, rowwise, matrix, transpose)
+        same(fp8._cuda(*asked), fp8._cpu(*asked))
+
+
+@pytest.mark.parametrize("place", [0, 270 * 1024, -1])
+def test_the_largest_value_is_found_wherever_it_is(emulated, place, monkeypatch):  # noqa: F811
+    """By more blocks than the next kernel has threads, as on a large GPU."""
+    monkeypatch.setattr(runtime, "multiprocessors", lambda device: 148)
+    x = torch.rand(639, 641)
+    x.view(-1)[place] = -3e6
+    same(fp8._cuda(x, E4M3, False, True, False), fp8._cpu(x, E4M3, False, True, False))
+
+
+@both
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_every_half_precision_value_is_rounded_as_torch_rounds_it(emulated, rowwise, dtype):  # noqa: F811
+    """All finite values of bf16, in the order of their size, and halfway between two values of the format."""
+    every = torch.arange(0x7F80, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)[: 0x7F80 // 48 * 48]
+    every = torch.stack((every, -every), -1).view(-1, 48)
+    values = torch.arange(0x7B, dtype=torch.int32).to(torch.uint8).view(dtype).float()
+    halfway = torch.cat(((values[1:] + values[:-1]) / 2, values[-1:], values[:5])).view(8, 16)
+    for x in (every, halfway):
+        same(fp8._cuda(x, dtype, rowwise, True, True), fp8._cpu(x, dtype, rowwise, True, True))
+
+
+# NaNs as GPUs write them (all bits of the mantissa), as CPUs do, and with the least mantissa
+LOST = [0x7F800000, 0xFF800000, 0x7FFF0000, 0x7FFFFFFF, 0xFFFFFFFF, 0xFFC00000, 0x7F810000]
+
+
+@both
+@pytest.mark.parametrize("source", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("bits", LOST, ids=hex)
+def test_what_is_not_finite_makes_a_scale_infinite(emulated, bits, source, rowwise):  # noqa: F811
+    x = torch.randn(40, 32)
+    x[3, 7] = torch.tensor(bits).to(torch.uint32).view(torch.float32)
+    x = x.view(torch.int32).bitwise_right_shift(16).to(torch.int16).view(source) if source == BF16 else x
+    asked = (x, E4M3, rowwise, True, True)
+    ours = fp8._cuda(*asked)
+    same(ours, fp8._cpu(*asked))
+    same(fp8._cuda(x, E4M3, rowwise, True, False), fp8._cpu(x, E4M3, rowwise, True, False))
+    assert torch.equal(ours[1].isinf(), torch.arange(40) == 3 if rowwise else torch.tensor(True))
+    assert (ours[0].float() * ours[1][..., None])[3].isnan().all()
+    assert (ours[2].float() * (ours[3] if rowwise else ours[1])[..., None])[7].isnan().all()
+
+
+@both
+def test_zeros_and_what_is_too_small_or_too_large(emulated, rowwise):  # noqa: F811
+    x = torch.randn(48, 32)
+    x[:, 5] = x[7] = 0
+    x[8] = -0.0
+    x[9:12] *= torch.tensor([1e-31, 1e-38, 1e-44])[:, None]
+    x[12, 3] = torch.finfo(torch.float32).max  # no power of two brings it into the range
+    x[13, 3] = -(2.0**127)
+    for part in (x, x[:12], x[:9], x[7:9]):
+        asked = (part, E4M3, rowwise, True, True)
+        same(fp8._cuda(*asked), fp8._cpu(*asked))
+        same(fp8._cuda(part, E4M3, rowwise, True, False), fp8._cpu(part, E4M3, rowwise, True, False))
+
+
+@both
+def test_rows_that_are_not_aligned_or_no_neighbours(emulated, rowwise):  # noqa: F811
+    odd = torch.randn(32 * 48 + 1).bfloat16()[1:].view(32, 48)
+    for x in (odd, odd.t(), odd[:, 8:40], odd[:1].expand(32, 48)):
+        asked = (x, E4M3, rowwise, True, True)
+        same(fp8._cuda(*asked), fp8._cpu(*asked))
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_transpose_is_that_of_the_matrix_quantised_by_itself(scaling, gradient):
+    x = torch.randn(2, 3, 8, 32).bfloat16()
+    ours = fp8.quantize(x, scaling, gradient=gradient, transpose=True)
+    assert ours.matrix.values.shape == x.shape
+    expected = fp8.quantize(x.flatten(0, -2).t(), scaling, gradient=gradient).matrix
+    for mine, plain in zip(ours.transpose, expected, strict=True):
+        assert torch.equal(mine.float(), plain.float()) and mine.is_contiguous()
+    assert fp8.quantize(x, scaling, matrix=False, transpose=True).matrix is None
+    assert fp8.quantize(x, scaling).transpose is None
+
+
+@both
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("matrix, transpose", [(True, True), (True, False), (False, True)])
+def test_torch_accepts_the_op(rowwise, dtype, matrix, transpose):
+    for x in (torch.randn(6, 16).bfloat16(), torch.randn(16, 6).t()):
+        opcheck(fp8.QUANTIZE, (x, dtype, rowwise, matrix, transpose))
+
+
+@pytest.mark.skipif(not runtime.available(), reason="NVRTC is not installed")
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100"])
+@both
+@pytest.mark.parametrize("source", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("rows, width", [(16384, 1024), (16384, 16384), (61, 997)])
+def test_every_architecture_compiles_without_spills(arch, rowwise, source, rows, width):
+    vec = 1 if width % 8 else 16 // source.itemsize
+    usage = kernel_usage("fp8", arch, **fp8.constants(source, E5M2, rows, width, vec, rowwise))
+    assert len(usage) == 4
+    assert all(use.spilled_bytes == 0 and use.registers <= 64 for use in usage.values()), usage
