@@ -385,7 +385,7 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
     """The JSON object: times in milliseconds, medians all."""
     steps, module = trainer.steps, trainer.lightning_module
     facts = describe_training(config, trainer)
-    peak = peak_flops(facts["device"], facts["precision"])
+    peak = peak_flops(facts["device"], trainer.peak_precision)
     ms_per_step = statistics.median(stretch.seconds for stretch in timer.stretches) / timer.stretch * 1e3
     rate = steps.tokens_per_step / ms_per_step * 1e3
     flops = {full: flops_per_token(module.config, steps.seq_len, full_attention=full) for full in (False, True)}

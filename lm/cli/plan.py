@@ -32,8 +32,9 @@ from lm.model.estimates import (
 from lm.system.files import disk_space
 from lm.system.hardware import Device, find_device, peak_flops
 from lm.system.units import format_bytes, format_count, format_duration, plural
+from lm.training.distributed import DistributedConfig
 from lm.training.optim import OptimizerConfig
-from lm.training.precision import precision_for_cpu
+from lm.training.precision import multiplication_precision, precision_for_cpu, refuse_matmul_precision
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 
 KERNELS_FROM = (8, 0)  # compute capability, as in `kernels/operations`
@@ -106,12 +107,14 @@ def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[st
 
 def computation(steps: Steps, config: Namespace, device: Device, precision: str) -> Step:
     """How a micro-batch would be computed on a device."""
-    model = config.model
+    model, options = config.model, DistributedConfig(**vars(config.trainer.distributed))
     kernels = model.kernels not in ("off", False) and bool(device.capability and device.capability >= KERNELS_FROM)
     return Step(
         steps.micro_batch_size, steps.seq_len, precision, kernels, model.compile, steps.accumulate, model.cuda_graphs,
-        steps.world_size, config.trainer.strategy == "fsdp2" and steps.world_size > 1,
-        model.activation_checkpointing,
+        # With HSDP a model is divided over the devices of a node.
+        steps.world_size // (config.trainer.num_nodes if config.trainer.strategy == "hsdp" else 1),
+        config.trainer.strategy in ("fsdp2", "hsdp") and steps.world_size > 1, model.activation_checkpointing,
+        options.gathered_blocks(model.decoder.num_hidden_layers),
     )  # fmt: skip
 
 
@@ -270,6 +273,9 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     try:
         refuse_what_a_fit_would(config)
         world_size = ranks(config.trainer.devices, here) * config.trainer.num_nodes
+        if not config.strict:  # which does not know how many devices there are
+            options = DistributedConfig(**vars(config.trainer.distributed))
+            options.refuse(config.trainer.strategy, world_size, config.trainer.num_nodes, config.trainer.precision)
         steps = plan_steps(
             seq_len=config.data.seq_len, micro_batch_size=config.data.micro_batch_size,
             global_batch_tokens=config.data.global_batch_tokens, world_size=world_size,
@@ -312,7 +318,9 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
     found["memory"] = memory_facts(decoder, step, config.model.optimizer, device)
     found["time"] = time_facts(
-        found["steps"], found["model"], device, precision, config.mfu, config.bench, config.rate_usd_per_hr,
+        found["steps"], found["model"], device,
+        multiplication_precision(precision, config.trainer.matmul_precision), config.mfu, config.bench,
+        config.rate_usd_per_hr,
     )  # fmt: skip
     one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
     space = disk_space(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)
@@ -331,6 +339,7 @@ def refuse_what_a_fit_would(config: Namespace) -> None:
     for name in ("num_nodes", "val_interval", "checkpoint_interval", "log_interval", "keep_checkpoints"):
         if config.trainer[name] < 1:
             raise RequestError(f"trainer.{name} {config.trainer[name]} must be at least 1")
+    refuse_matmul_precision(config.trainer.matmul_precision, config.trainer.precision)
     DataModule(**vars(config.data))
 
 

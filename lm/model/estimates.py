@@ -93,6 +93,7 @@ class Step:
         cuda_graphs: as `model.cuda_graphs`.
         world_size: devices; with `sharded`, each holds a part of weights, gradients and optimizer state.
         sharded: FSDP2.
+        gathered: with `sharded`, blocks whose whole weights are there at once.
         checkpointing: as `model.activation_checkpointing`.
     """
 
@@ -106,6 +107,7 @@ class Step:
     world_size: int = 1
     sharded: bool = False
     checkpointing: str = "none"
+    gathered: int = 2
 
     @property
     def tokens(self) -> int:
@@ -128,6 +130,7 @@ class OptimizerState(NamedTuple):
 
     hidden: int = 2  # for those of the blocks' matrices
     others: int = 2
+    divided: bool = False  # those of the blocks' matrices are divided over the ranks, with DDP too
 
 
 ADAMW = OptimizerState()
@@ -153,7 +156,8 @@ def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = A
     memory = {
         "weights": counts["total"] * step.master_item // shards,
         "gradients": counts["total"] * step.master_item // (shards if step.accumulate == 1 else 1),
-        "optimizer": _state_values(counts, state) * step.master_item // shards,
+        "optimizer": _state_values(counts, state, step.world_size if state.divided and not step.sharded else 1)
+        * step.master_item // shards,
         "casts": casts(config, step),
         "activations": activations(config, step),
         "working": max(loss_working(config, step), block_working(config, step)),
@@ -229,10 +233,16 @@ def casts(config: DecoderConfig, step: Step) -> int:
     """Bytes of half-precision copies of fp32 weights, and of the output matrix's gradient where it waits in fp32.
 
     By kernels the copies last a whole optimizer step. Otherwise a forward pass keeps its own, but for those of what is
-    computed again.
+    computed again. With FSDP2 they are what is gathered: the tables while a micro-batch lasts, and `step.gathered`
+    blocks.
     """
     counts = parameters(config)
     table = config.vocab_size * config.hidden_size
+    if step.sharded:
+        layers = config.num_hidden_layers
+        blocks = (counts["attention"] + counts["mlp"]) * min(step.gathered, layers) // layers
+        gathered = counts["embedding"] + counts["lm_head"] + blocks
+        return step.item * gathered + (4 * table if step.kernels else 0)
     copied = table + counts["attention"] + counts["mlp"]
     if not step.kernels and step.checkpointing != "none":
         copied -= counts["mlp"] + (counts["attention"] if step.checkpointing == "block" else 0)
@@ -269,9 +279,9 @@ def checkpoint_bytes(config: DecoderConfig, master_item: int = 4, state: Optimiz
     return (counts["total"] + _state_values(counts, state)) * master_item
 
 
-def _state_values(counts: dict[str, int], state: OptimizerState) -> int:
+def _state_values(counts: dict[str, int], state: OptimizerState, owners: int = 1) -> int:
     hidden = counts["attention"] + counts["mlp"]
-    return state.hidden * hidden + state.others * (counts["total"] - hidden)
+    return state.hidden * hidden // owners + state.others * (counts["total"] - hidden)
 
 
 def largest_micro_batch(

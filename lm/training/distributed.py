@@ -15,16 +15,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -32,11 +36,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.system.process import PARENT, code_for_launcher, under_torchrun
+from lm.training.muon import Muon
 from lm.training.optim import parameter_names
 
 EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
@@ -213,6 +220,73 @@ def _with_restarts(function: Callable) -> Callable:
 
 # ---- strategies ------------------------------------------------------------------------------------------------------
 
+Sharding = Literal["auto", "ddp", "fsdp2", "hsdp"]
+
+
+@dataclass
+class DistributedConfig:
+    """What ranks exchange, and when. What is not given is PyTorch's default.
+
+    Args:
+        reduce_dtype: Precision in which gradients are added up over the ranks: `bf16` halves what is sent and rounds;
+            `fp32` if not given.
+        bucket_mb: DDP: megabytes of gradients that are sent together; 25 if not given.
+        reshard: FSDP2: whether a block's whole weights are freed between its forward and its backward pass; true if
+            not given. False sends a third less and takes the memory of a whole model in the gathered precision.
+        prefetch: FSDP2: blocks whose weights are gathered ahead of the one that is computed; 1 if not given.
+    """
+
+    reduce_dtype: Literal["fp32", "bf16"] | None = None
+    bucket_mb: int | None = None
+    reshard: bool | None = None
+    prefetch: int | None = None
+
+    def gathered_blocks(self, blocks: int) -> int:
+        """FSDP2: how many of the blocks have their whole weights on a device at once."""
+        return blocks if self.reshard is False else min(blocks, 1 + (self.prefetch or 1))
+
+    def refuse(self, strategy: Sharding, devices: int, num_nodes: int, precision: str) -> None:
+        """Refuse what would change nothing, before anything starts.
+
+        Args:
+            strategy: as `trainer.strategy`.
+            devices: over all nodes.
+            num_nodes: how many nodes.
+            precision: as `trainer.precision`.
+
+        Raises:
+            RequestError: names the option and the cure.
+        """
+        if strategy == "hsdp" and (num_nodes == 1 or devices == num_nodes):
+            other, where = ("fsdp2", "one node") if num_nodes == 1 else ("ddp", "one device a node")
+            raise RequestError(
+                f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be "
+                f"{other}: give --trainer.strategy {other}"
+            )
+        kind = "one device" if devices == 1 else "ddp" if strategy in ("auto", "ddp") else "fsdp2"
+        of = {"bucket_mb": "ddp", "reshard": "fsdp2", "prefetch": "fsdp2"}
+        for name, value in vars(self).items():
+            if value is None:
+                continue
+            if kind != of.get(name, kind) or devices == 1:
+                needs = of.get(name, "several devices")
+                raise RequestError(
+                    f"trainer.distributed.{name} is for {needs}, and this training is on {kind}: leave it out"
+                )
+            if name in ("bucket_mb", "prefetch") and value < 1:
+                raise RequestError(f"trainer.distributed.{name} {value} must be at least 1")
+        if self.reduce_dtype is not None and precision == "bf16-true":
+            raise RequestError(
+                "trainer.distributed.reduce_dtype is for gradients in fp32, and trainer.precision bf16-true has them "
+                "in bf16: leave it out, or give --trainer.precision bf16-mixed"
+            )
+        if self.reduce_dtype == "bf16" and precision == "16-mixed":
+            raise RequestError(
+                "trainer.distributed.reduce_dtype bf16 does not go with trainer.precision 16-mixed, whose scaled "
+                "gradients need fp16's digits: leave it out, or give --trainer.precision bf16-mixed"
+            )
+
+
 START_TIMEOUT = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
 NCCL_MARGIN = 60.0  # seconds
 
@@ -222,12 +296,22 @@ class ReplicatedStrategy(DDPStrategy):
 
     Args:
         rank_timeout: seconds that ranks wait for one another, once they train.
+        options: what they exchange.
     """
 
-    def __init__(self, rank_timeout: float) -> None:
+    def __init__(self, rank_timeout: float, options: DistributedConfig) -> None:
         # Nothing in the model is a buffer that ranks could disagree on, and the gradients need no second copy.
-        super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True, timeout=START_TIMEOUT)
+        super().__init__(
+            broadcast_buffers=False, gradient_as_bucket_view=True, timeout=START_TIMEOUT,
+            bucket_cap_mb=options.bucket_mb or 25,
+        )  # fmt: skip
         self.rank_timeout = rank_timeout
+        self.options = options
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        if self.options.reduce_dtype == "bf16":
+            self.model.register_comm_hook(None, _add_in_bf16)
 
     def on_train_start(self) -> None:
         _set_rank_timeout(self.rank_timeout)
@@ -235,23 +319,40 @@ class ReplicatedStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """All of the optimizer's state on rank zero."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        return optimizer.gathered_state_dict() if isinstance(optimizer, Muon) else optimizer.state_dict()
+
+
+def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """torch's hook, which DDP refuses by its name where ranks exchange over gloo, though gloo can."""
+    return bf16_compress_hook(None, bucket)
+
 
 class FullyShardedStrategy(ModelParallelStrategy):
     """FSDP2: every rank holds a shard of the parameters, gradients and optimizer state.
 
-    It is Lightning's strategy with our checkpoint folders at both ends.
+    It is Lightning's strategy with our checkpoint folders at both ends. With replicas it is HSDP: the ranks of a node
+    hold one model together, and gradients are averaged over the nodes.
 
     Args:
-        world_size: devices over all nodes; each holds one shard.
+        world_size: devices over all nodes.
         rank_timeout: seconds that ranks wait for one another, once they train.
+        options: what they exchange.
+        replicas: whole models; each is held by `world_size / replicas` consecutive ranks.
     """
 
-    def __init__(self, world_size: int, rank_timeout: float) -> None:
+    def __init__(
+        self, world_size: int, rank_timeout: float, options: DistributedConfig = DistributedConfig(), replicas: int = 1
+    ) -> None:
         super().__init__(
             data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=False,
             timeout=START_TIMEOUT,
         )  # fmt: skip
         self.rank_timeout = rank_timeout
+        self.options = options
+        self.replicas = replicas
 
     def on_train_start(self) -> None:
         _set_rank_timeout(self.rank_timeout)
@@ -264,9 +365,32 @@ class FullyShardedStrategy(ModelParallelStrategy):
         # The losses that a decoder returns are a view; nothing changes them in place, which is what this warns of.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         mesh = self.device_mesh["data_parallel"]
-        for layer in decoder.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(decoder, mesh=mesh)
+        if self.replicas > 1:
+            shape = (self.replicas, mesh.size() // self.replicas)
+            mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+        settings = dict(mesh=mesh, mp_policy=self._mixed_precision(), reshard_after_forward=self.options.reshard)
+        layers = list(decoder.layers)
+        for layer in layers:
+            fully_shard(layer, **settings)
+        fully_shard(decoder, **{**settings, "reshard_after_forward": False})  # its backward pass comes at once
+        if self.options.prefetch is not None:
+            for index, layer in enumerate(layers):
+                after = layers[index + 1 : index + 1 + self.options.prefetch]
+                before = layers[max(0, index - self.options.prefetch) : index][::-1]
+                layer.set_modules_to_forward_prefetch(after)
+                layer.set_modules_to_backward_prefetch(before)
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        """Where the precision is mixed, weights are gathered in half precision, and gradients added up in fp32.
+
+        Shards stay fp32. Inputs keep their precision: angles of the rotary embedding are fp32.
+        """
+        reduce_dtype = torch.bfloat16 if self.options.reduce_dtype == "bf16" else None
+        if not isinstance(self.precision_plugin, MixedPrecision):
+            return MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        half = torch.float16 if self.precision_plugin.precision == "16-mixed" else torch.bfloat16
+        reduce_dtype = reduce_dtype or torch.float32
+        return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -118,8 +118,8 @@ class LanguageModule(LightningModule):
         self._refuse_graphs(device)
         sharded = isinstance(self.trainer.strategy, FullyShardedStrategy)
         if sharded and self.compile_whole:
-            raise RequestError("model.compile_whole needs whole weights, and trainer.strategy fsdp2 gathers them block "
-                               "by block: leave it out")  # fmt: skip
+            raise RequestError("model.compile_whole needs whole weights, and sharding gathers them block by block: leave "
+                               "it out, or set trainer.strategy ddp")  # fmt: skip
         ops, self.kernels_taken = choose_kernels(self.kernels, device)
         fuse(self.decoder, ops)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
@@ -185,7 +185,7 @@ class LanguageModule(LightningModule):
 
         The gradient is that of the mean loss over all targets that count, of all micro-batches and all ranks. A step
         whose loss or gradient is not finite changes no weight, on any rank. The host does not wait for the device
-        here, but for optimizers that read `skip` on the host.
+        here, but for optimizers that are not fused (on a Mac).
 
         Returns:
             The mean loss of this rank's targets in nats, a scalar.

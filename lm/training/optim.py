@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lm.errors import RequestError
 from lm.model.estimates import OptimizerState
@@ -75,7 +75,7 @@ class OptimizerConfig:
     @property
     def state(self) -> OptimizerState:
         """How many values it keeps for each parameter."""
-        return OptimizerState(hidden=len(MUON_SLOTS)) if self.name == "muon" else OptimizerState()
+        return OptimizerState(hidden=len(MUON_SLOTS), divided=True) if self.name == "muon" else OptimizerState()
 
     def __post_init__(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -156,8 +156,8 @@ class AdamW(torch.optim.AdamW):
     """torch's AdamW with a step that can be skipped.
 
     Attributes:
-        skip: a bool scalar on the device; the step is not taken where it is true. A fused optimizer of whole tensors
-            reads it on the device, any other waits for it.
+        skip: a bool scalar on the device; the step is not taken where it is true. A fused optimizer reads it on the
+            device, any other waits for it.
     """
 
     skip: Tensor | None = None
@@ -168,11 +168,16 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         if self.skip is not None:
-            first = self.param_groups[0]["params"][0]
-            if self.defaults["fused"] and not isinstance(first, DTensor):
+            if not self.defaults["fused"]:
+                if self.skip.item():
+                    return loss
+            else:
                 self.found_inf = self.skip.float()  # what torch's GradScaler sets
-            elif self.skip.item():
-                return loss
+                first = self.param_groups[0]["params"][0]
+                if isinstance(first, DTensor):
+                    mesh = first.device_mesh
+                    everywhere = [Replicate()] * mesh.ndim
+                    self.found_inf = DTensor.from_local(self.found_inf, mesh, everywhere, run_check=False)
         super().step()
         return loss
 

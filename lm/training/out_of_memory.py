@@ -101,9 +101,10 @@ def _place(frames: TracebackType | None) -> str:
 
 def _step(trainer: Any) -> Step:
     """How a micro-batch is computed."""
-    steps, module = trainer.steps, trainer.lightning_module
+    steps, module, strategy = trainer.steps, trainer.lightning_module, trainer.strategy
     return Step(
         steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
-        module.compile_mode, steps.accumulate, module.cuda_graphs, steps.world_size,
-        isinstance(trainer.strategy, FullyShardedStrategy) and steps.world_size > 1, module.activation_checkpointing,
+        module.compile_mode, steps.accumulate, module.cuda_graphs, steps.world_size // getattr(strategy, "replicas", 1),
+        isinstance(strategy, FullyShardedStrategy) and steps.world_size > 1, module.activation_checkpointing,
+        trainer.distributed.gathered_blocks(module.config.num_hidden_layers),
     )  # fmt: skip

@@ -117,3 +117,17 @@ def precision_for_cpu(precision: Precision) -> Precision:
         return precision
     half = cpu_half_precision()
     return "32-true" if half is None else "bf16-true" if precision == "bf16-true" else "bf16-mixed"
+
+
+def multiplication_precision(precision: str, matmul_precision: str) -> str:
+    """The precision of the matrix multiplications, as `system/hardware.peak_flops` takes it."""
+    return "tf32" if precision == "32-true" and matmul_precision != "highest" else precision
+
+
+def refuse_matmul_precision(matmul_precision: str, precision: str) -> None:
+    """Raise RequestError where no matrices in fp32 are multiplied."""
+    if matmul_precision != "highest" and precision != "32-true":
+        raise RequestError(
+            f"trainer.matmul_precision {matmul_precision} is for trainer.precision 32-true, and this is {precision}, "
+            "which is faster already: leave it out"
+        )

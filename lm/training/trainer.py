@@ -21,9 +21,21 @@ from lm.system.hardware import keep_freed_memory
 from lm.system.stop_signals import STOP
 from lm.system.units import Count
 from lm.training.checkpoint_state import FolderCheckpointIO
-from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy, torchrun_world
+from lm.training.distributed import (
+    DistributedConfig,
+    FullyShardedStrategy,
+    ReplicatedStrategy,
+    Sharding,
+    torchrun_world,
+)
 from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error, process_bytes
-from lm.training.precision import Float8Precision, Precision, choose_precision
+from lm.training.precision import (
+    Float8Precision,
+    Precision,
+    choose_precision,
+    multiplication_precision,
+    refuse_matmul_precision,
+)
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 
 log = logging.getLogger(__name__)
@@ -90,7 +102,11 @@ class Trainer(lightning.Trainer):
         accelerator: Where to train; `gpu` is CUDA or, on a Mac, MPS.
         devices: How many devices of a node, or which. Under `torchrun` its `--nproc_per_node` counts.
         num_nodes: How many nodes. Under `torchrun` its `--nnodes` counts.
-        strategy: Over several devices: `ddp` has a whole model on each, `fsdp2` a shard. `auto` is `ddp`.
+        matmul_precision: How fp32 matrices are multiplied on a GPU: `high` as TF32, which keeps 10 bits of the
+            mantissa and is several times faster; `medium` in bf16 where that exists. For precision 32-true.
+        strategy: Over several devices: `ddp` has a whole model on each, `fsdp2` a shard, and with `hsdp` the devices of
+            a node share a model. `auto` is `ddp`.
+        distributed: What devices exchange: reduce_dtype, bucket_mb, reshard, prefetch.
         rank_timeout: Seconds that ranks wait for one another before the run ends; longer than anything that one of
             them does alone, such as an evaluation.
         deterministic: Refuse operations whose result may differ from run to run.
@@ -117,7 +133,9 @@ class Trainer(lightning.Trainer):
         accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto",
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
-        strategy: Literal["auto", "ddp", "fsdp2"] = "auto",
+        matmul_precision: Literal["highest", "high", "medium"] = "highest",
+        strategy: Sharding = "auto",
+        distributed: DistributedConfig = DistributedConfig(),
         rank_timeout: float = 1800.0,
         deterministic: bool = False,
         detect_anomaly: bool = False,
@@ -144,6 +162,9 @@ class Trainer(lightning.Trainer):
                 f"trainer.accelerator {accelerator}: PyTorch finds no such device on this machine: give "
                 "--trainer.accelerator cpu, or auto"
             )
+        torch.set_float32_matmul_precision(matmul_precision)
+        self.matmul_precision = matmul_precision
+        self.sharding, self.distributed = strategy, distributed
         self._wanted = {"max_steps": max_steps, "max_tokens": max_tokens}
         self.val_interval = val_interval
         self.checkpoint_interval = checkpoint_interval
@@ -183,7 +204,7 @@ class Trainer(lightning.Trainer):
             accelerator=accelerator,
             devices=devices,
             num_nodes=num_nodes,
-            strategy=_strategy(strategy, accelerator, devices, num_nodes, rank_timeout),
+            strategy=_strategy(strategy, _devices(accelerator, devices), num_nodes, rank_timeout, distributed),
             deterministic=deterministic,
             detect_anomaly=detect_anomaly,
             profiler=profiler,
@@ -206,8 +227,11 @@ class Trainer(lightning.Trainer):
                 scratch.
 
         Raises:
-            RequestError: the batch does not come out even; the arithmetic is in the message.
+            RequestError: the batch does not come out even, and the arithmetic is in the message; or an option changes
+                nothing.
         """
+        refuse_matmul_precision(self.matmul_precision, str(self.precision))
+        self.distributed.refuse(self.sharding, self.world_size, self.num_nodes, str(self.precision))
         self.steps = plan_steps(
             seq_len=datamodule.seq_len,
             micro_batch_size=datamodule.micro_batch_size,
@@ -261,6 +285,11 @@ class Trainer(lightning.Trainer):
     def checkpoint_callback(self) -> Checkpoint | None:
         """The callback that takes the run's checkpoints; a user may have one of Lightning's beside it."""
         return next((each for each in self.checkpoint_callbacks if hasattr(each, "request")), None)
+
+    @property
+    def peak_precision(self) -> str:
+        """Of the matrix multiplications, as `system/hardware.peak_flops` takes it."""
+        return multiplication_precision(str(self.precision), self.matmul_precision)
 
     @property
     def fitting(self) -> bool:
@@ -328,18 +357,24 @@ def _device_count(devices: int | str | list[int]) -> int | None:
     return int(devices) if str(devices).isdigit() else None
 
 
-def _strategy(
-    name: str, accelerator: str, devices: int | str | list[int], num_nodes: int, rank_timeout: float
-) -> Strategy | str:
-    on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+def _devices(accelerator: str, devices: int | str | list[int]) -> int:
+    """How many devices of a node are asked for."""
     count = _device_count(devices)
-    if count is None:
-        count = torch.cuda.device_count() if on_gpu else 1
-    if count * num_nodes == 1 and not torchrun_world():
+    if count is not None:
+        return count
+    on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return torch.cuda.device_count() if on_gpu else 1
+
+
+def _strategy(
+    name: Sharding, devices: int, num_nodes: int, rank_timeout: float, options: DistributedConfig
+) -> Strategy | str:
+    world_size = devices * num_nodes
+    if world_size == 1 and not torchrun_world():
         return "auto"
-    return (
-        FullyShardedStrategy(count * num_nodes, rank_timeout) if name == "fsdp2" else ReplicatedStrategy(rank_timeout)
-    )
+    if name in ("fsdp2", "hsdp"):
+        return FullyShardedStrategy(world_size, rank_timeout, options, replicas=num_nodes if name == "hsdp" else 1)
+    return ReplicatedStrategy(rank_timeout, options)
 
 
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")

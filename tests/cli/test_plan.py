@@ -205,6 +205,7 @@ def test_what_else_is_noted(planned, changes, level, words):
     ({"trainer.num_nodes": 0}, "trainer.num_nodes 0 must be at least 1"),
     ({"trainer.val_interval": 0}, "trainer.val_interval 0 must be at least 1"),
     ({"trainer.checkpoint_interval": 0}, "trainer.checkpoint_interval 0 must be at least 1"),
+    ({"trainer.matmul_precision": "high", "trainer.precision": "bf16-mixed"}, "is for trainer.precision 32-true"),
     ({"data.path": None, "data.prepare": None}, "give one of data.path"),
     ({"data.train": "a.parquet"}, "give one of data.path"),
     ({"data.path": None, "data.prepare": None, "data.train": "a.parquet"}, "data.train needs data.tokenizer"),
@@ -245,6 +246,25 @@ def test_fp8_is_not_taken_to_be_twice_as_fast(planned):
     assert runs[1]["mfu"] == pytest.approx(runs[0]["mfu"] / 2, rel=0.01)
     given = planned("--mfu", "0.4", **{"trainer.precision": "fp8-rowwise"})[1]["time"]
     assert given["seconds"] == pytest.approx(runs[0]["seconds"] / 2, rel=0.01) and given["mfu"] == pytest.approx(0.4)
+
+
+def test_tf32_has_a_peak_of_its_own(planned):
+    plain, tf32 = (planned(**{"trainer.precision": "32-true", "trainer.matmul_precision": precision})[1]["time"]
+                   for precision in ("highest", "high"))  # fmt: skip
+    assert tf32["tokens_per_second"] == pytest.approx(494.5 / 67 * plain["tokens_per_second"])
+
+
+def test_what_devices_exchange_is_planned(planned):
+    """An option that would change nothing is refused; whole weights that are kept take memory."""
+    idle = planned(**{"trainer.devices": 2, "trainer.distributed.reshard": False})
+    assert idle[0] == 2 and "distributed.reshard is for fsdp2" in found(idle, "error")[0]
+    layers = {"model.decoder.num_hidden_layers": 8, "trainer.devices": 2, "trainer.strategy": "fsdp2"}
+    less, more = (planned(**layers, **{"trainer.distributed.reshard": reshard})[1] for reshard in (True, False))
+    blocks = sum(less["model"]["parameters"][part] for part in ("attention", "mlp"))
+    assert more["memory"]["casts"] - less["memory"]["casts"] == 6 / 8 * 4 * blocks
+    nodes = {**layers, "trainer.num_nodes": 2, "data.micro_batch_size": 2}
+    all_nodes, one_node = (planned(**{**nodes, "trainer.strategy": name})[1]["memory"] for name in ("fsdp2", "hsdp"))
+    assert one_node["weights"] == 2 * all_nodes["weights"]
 
 
 def test_a_device_that_cannot_do_what_is_asked(planned):

@@ -12,7 +12,15 @@ from lm.kernels.operations import FUSED
 from lm.model.compile import checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig, fused_rows
 from lm.model.decoder import Decoder
-from lm.model.estimates import Step, activations, casts, checkpoint_bytes, largest_micro_batch, training_memory
+from lm.model.estimates import (
+    Step,
+    activations,
+    casts,
+    checkpoint_bytes,
+    largest_micro_batch,
+    parameters,
+    training_memory,
+)  # fmt: skip
 from lm.model.fused import WeightCopies, fuse
 from lm.training.optim import OptimizerConfig, build_optimizer
 
@@ -137,6 +145,23 @@ def test_shards_divide_what_belongs_to_the_parameters():
     for part in ("weights", "gradients", "optimizer"):
         assert share[part] == pytest.approx(whole[part] / 8)
     assert share["activations"] == whole["activations"]
+
+
+def test_replicas_divide_the_momentum_of_muon_alone():
+    muon = OptimizerConfig(name="muon").state
+    alone, eight, shards = (training_memory(PRESET, Step(16, 1024, world_size=n, sharded=sharded), muon)["optimizer"]
+                            for n, sharded in ((1, False), (8, False), (8, True)))  # fmt: skip
+    counts = parameters(PRESET)
+    hidden = counts["attention"] + counts["mlp"]
+    assert alone - eight == pytest.approx(4 * hidden * 7 / 8) and shards == alone // 8
+
+
+def test_shards_are_gathered_two_blocks_at_a_time():
+    """And not kept, as the copies that autocast makes of whole weights."""
+    step = Step(16, 1024, "bf16-mixed", world_size=8, sharded=True)
+    counts = parameters(PRESET)
+    blocks = (counts["attention"] + counts["mlp"]) * 2 // PRESET.num_hidden_layers
+    assert casts(PRESET, step) == 2 * (counts["embedding"] + blocks) < casts(PRESET, replace(step, sharded=False))
 
 
 def test_gradients_of_several_devices_are_there_for_longer():

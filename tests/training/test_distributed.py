@@ -7,16 +7,28 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import Precision as PrecisionPlugin
 from safetensors.torch import load_file
-from trainings import PLACES, lm, make_workplace, processes_of, start, write_config
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trainings import CONFIG, PLACES, lm, make_workplace, processes_of, start, write_config
 
-from lm.errors import RunError
+from lm.errors import RequestError, RunError
+from lm.model.config import DecoderConfig, fused_rows
+from lm.model.decoder import Decoder
 from lm.runs.run import Run
+from lm.training.distributed import DistributedConfig, FullyShardedStrategy
+from lm.training.optim import OptimizerConfig, build_optimizer
 
 DIVISIONS = {
     "one": {"trainer.devices": 1, "data.micro_batch_size": 4},  # 2 micro-batches a step
@@ -146,6 +158,108 @@ def test_two_ranks_train_as_one_process(workplace, division):
     state = json.loads((workplace / "checkpoints" / division / "last" / "trainer.json").read_text())
     zero, one = (json.dumps(rank["rng"]["cpu"]) for rank in state["ranks"])
     assert zero != one  # same initial weights on every rank, and other random numbers afterwards
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what ranks exchange: (name of the operation, precision, ranks that take part)."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            group = next(dist.ProcessGroup.unbox(leaf) for leaf in args if isinstance(leaf, torch.ScriptObject))
+            self.seen[function._opname.strip("_"), tensor.dtype, group.size()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def small_decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(DecoderConfig(**{**CONFIG["model"]["decoder"], "vocab_size": 50, "dropout": 0.0}))
+
+
+def shard_on_a_rank(rank: int, rendezvous: str, world: int, replicas: int, precision: str, options, expected) -> None:
+    """A step under FSDP2 with Muon; what ranks exchange in its forward and backward pass is `expected`."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    strategy = FullyShardedStrategy(world, 60.0, DistributedConfig(**options), replicas)
+    strategy._device_mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    strategy.precision_plugin = MixedPrecision(precision, "cpu") if "mixed" in precision else PrecisionPlugin()
+    whole, decoder = small_decoder(), small_decoder()
+    strategy.shard(decoder)
+    angles = []
+    decoder.layers[0].register_forward_pre_hook(lambda _, args: angles.append(args[1].cos.dtype))
+    ids = torch.randint(50, (2, 32))
+    with Collectives() as collectives, strategy.precision_plugin.forward_context():
+        decoder(ids, labels=ids).total.backward()
+    assert collectives.seen == expected
+    assert angles == [torch.float32]
+    assert {p.dtype for p in decoder.parameters()} == {p.grad.dtype for p in decoder.parameters()} == {torch.float32}
+    whole(ids, labels=ids).total.backward()
+    if precision == "32-true":
+        for model in (whole, decoder):
+            build_optimizer(model, OptimizerConfig(name="muon", lr=1e-2), fused_rows(model.config)).step()
+        full = {name: p.full_tensor() for name, p in decoder.named_parameters()}
+        torch.testing.assert_close(full, dict(whole.named_parameters()), rtol=0, atol=1e-4)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world, replicas, precision, options, expected", [
+    (2, 1, "bf16-mixed", {"prefetch": 2}, {("allgather_base", BF16, 2): 5, ("reduce_scatter_base", FP32, 2): 3}),
+    (2, 1, "bf16-mixed", {"reshard": False, "reduce_dtype": "bf16"},
+     {("allgather_base", BF16, 2): 3, ("reduce_scatter_base", BF16, 2): 3}),
+    (4, 2, "32-true", {},
+     {("allgather_base", FP32, 2): 5, ("reduce_scatter_base", FP32, 2): 3, ("allreduce", FP32, 2): 3}),
+], ids=["half", "not resharded", "hsdp"])  # fmt: skip
+def test_shards_exchange_what_the_options_say(tmp_path, world, replicas, precision, options, expected):
+    """Two blocks and the rest: weights of a block are gathered twice, those of the rest once."""
+    arguments = str(tmp_path / "rendezvous"), world, replicas, precision, options, expected
+    torch.multiprocessing.spawn(shard_on_a_rank, arguments, nprocs=world)
+
+
+@pytest.mark.parametrize("strategy, devices, nodes, precision, options, words", [
+    ("auto", 1, 1, "32-true", {"reduce_dtype": "bf16"}, "reduce_dtype is for several devices, and this training is on"),
+    ("ddp", 2, 1, "32-true", {"reshard": False}, "distributed.reshard is for fsdp2, and this training is on ddp"),
+    ("fsdp2", 2, 1, "32-true", {"bucket_mb": 50}, "distributed.bucket_mb is for ddp, and this training is on fsdp2"),
+    ("ddp", 2, 1, "32-true", {"bucket_mb": 0}, "distributed.bucket_mb 0 must be at least 1"),
+    ("ddp", 2, 1, "bf16-true", {"reduce_dtype": "bf16"}, "bf16-true has them in bf16"),
+    ("ddp", 2, 1, "16-mixed", {"reduce_dtype": "bf16"}, "need fp16's digits"),
+    ("hsdp", 2, 1, "32-true", {}, "with one node it would be fsdp2: give --trainer.strategy fsdp2"),
+    ("hsdp", 2, 2, "32-true", {}, "with one device a node it would be ddp: give --trainer.strategy ddp"),
+])  # fmt: skip
+def test_options_that_change_nothing_are_refused(strategy, devices, nodes, precision, options, words):
+    with pytest.raises(RequestError, match=re.escape(words)):
+        DistributedConfig(**options).refuse(strategy, devices, nodes, precision)
+    for fitting in ({"bucket_mb": 50, "reduce_dtype": "bf16"}, {}):
+        DistributedConfig(**fitting).refuse("ddp", 2, 1, "32-true")
+    DistributedConfig(reshard=False, prefetch=2).refuse("hsdp", 4, 2, "bf16-mixed")
+
+
+@pytest.mark.slow
+def test_replicas_that_add_gradients_in_bf16_train_as_one_process(workplace):
+    """As far as bf16 goes; a loss of fp32's closeness would mean that nothing was rounded."""
+    options = {"trainer.distributed": {"reduce_dtype": "bf16", "bucket_mb": 1}}
+    fit(workplace, "bf16-sums", "ddp-whole", **options)
+    whole, rounded = ({key: value for key, value in curves(workplace, run).items() if key[1] == "train/loss"}
+                      for run in ("one", "bf16-sums"))  # fmt: skip
+    assert rounded == pytest.approx(whole, rel=1e-2) and rounded != pytest.approx(whole, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_shards_in_half_precision_train_as_one_process(workplace):
+    """As far as bf16 goes: DDP differs from one process by as much."""
+    half = {"trainer.precision": "bf16-mixed"}
+    fit(workplace, "half", "one", **half)
+    fit(workplace, "half-shards", "fsdp2-compiled", **half)
+    whole, shards = ({key: value for key, value in curves(workplace, run).items() if key[1].endswith("/loss")}
+                     for run in ("half", "half-shards"))  # fmt: skip
+    assert shards == pytest.approx(whole, rel=1e-3)
 
 
 @pytest.mark.slow

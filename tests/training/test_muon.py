@@ -14,9 +14,11 @@ from test_distributed import DIVISIONS, TOLERANCE, curves
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainings import lm, losses, make_workplace, write_config
 
-from lm.training.muon import COEFFICIENTS, ROUNDS, Muon, orthogonalize
+from lm.training.muon import COEFFICIENTS, ROUNDS, Muon, assign_owners, orthogonalize
+from lm.training.optim import AdamW
 
 ALIKE = dict(lr=0.02, weight_decay=0.1)
 SETTINGS = dict(**ALIKE, betas=(0.9, 0.95), eps=1e-8, momentum=0.95)
@@ -117,6 +119,35 @@ def test_parts_of_a_fused_matrix_move_as_if_they_were_apart():
         other.step()
     for i, p in enumerate(fused):
         torch.testing.assert_close(p.data, torch.cat([part.data for part in apart[3 * i : 3 * i + 3]]))
+
+
+class NoWait(TorchDispatchMode):
+    """Refuses to bring a value to the host."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default, "the host waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [Muon, AdamW])
+def test_a_skipped_step_changes_nothing_and_the_host_does_not_wait(make):
+    ours = parameters((24, 16), (16,))
+    settings = {name: value for name, value in SETTINGS.items() if make is Muon or name != "momentum"}
+    groups = [{"params": ours[:1], "rows": (24,)}, {"params": ours[1:], "rows": None}]
+    optimizer = make(groups, **settings, **({"fused": True} if make is AdamW else {}))
+    gradients(ours, 1)
+    optimizer.step()
+    before = deepcopy(([p.detach() for p in ours], optimizer.state_dict()["state"]))
+    for p in ours:
+        p.grad[:] = torch.nan
+    optimizer.skip = torch.tensor(True)
+    with NoWait():
+        optimizer.step()
+    torch.testing.assert_close(([p.detach() for p in ours], optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+    gradients(ours, 2)
+    optimizer.skip = torch.tensor(False)
+    optimizer.step()
+    assert all((p != old).any() for p, old in zip(ours, before[0], strict=True))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -249,35 +280,86 @@ def alone(workplace):
     return curves(workplace, "alone")
 
 
-def steps_of_a_rank(rank: int, world: int, rendezvous: str, expected: list[torch.Tensor]) -> None:
-    """Three steps on shards, with the gradients of the whole; every rank compares what comes out."""
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,))
-    shards = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters((16, 20), (16, 20))]
-    optimizer = Muon([{"params": shards, "rows": (10, 3, 3)}], **SETTINGS)
+ROWS = (10, 3, 3)  # of (16, 20): over three ranks its shards have 6, 6 and 4, and the parts begin somewhere else
+GROUPS = {(16, 20): ROWS, (24, 16): (24,), (1, 16): (1,), (16,): None}  # shape: rows; one row leaves two ranks without
+COPIES = 4  # parameters of each shape: more matrices than ranks, and not a multiple of them
+
+
+def several_groups():
+    return [{"params": parameters(*[shape] * COPIES), "rows": rows} for shape, rows in GROUPS.items()]
+
+
+def take_steps(groups, place=lambda tensor: tensor):
+    """Three steps, the second of which is skipped: its gradients are NaN. Returns the optimizer and its parameters."""
+    optimizer = Muon(groups, **SETTINGS)
+    ours = [p for group in groups for p in group["params"]]
     for seed in range(3):
-        whole = parameters((16, 20), (16, 20))
+        whole = [nn.Parameter(torch.empty(p.shape)) for p in ours]
         gradients(whole, seed)
-        for p, of in zip(shards, whole, strict=True):
-            p.grad = distribute_tensor(of.grad, mesh, [Shard(0)])
+        for p, of in zip(ours, whole, strict=True):
+            p.grad = place(of.grad * (torch.nan if seed == 1 else 1))
+        optimizer.skip = torch.tensor(seed == 1)
         optimizer.step()
-    for p, wanted in zip(shards, expected, strict=True):
+    return optimizer, ours
+
+
+def steps_of_a_rank(rank: int, world: int, rendezvous: str, weights, state) -> None:
+    """The same steps, by ranks with replicas and by ranks with shards; every rank compares what comes out."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    groups = several_groups()
+    optimizer, replicas = take_steps(groups)
+    torch.testing.assert_close([p.detach() for p in replicas], weights, rtol=0, atol=1e-6)
+    kept = [index for index, p in enumerate(replicas) if "momentum_buffer" in optimizer.state[p]]
+    numbers = torch.tensor([len(kept)])
+    dist.all_reduce(numbers)
+    assert numbers.item() == 3 * COPIES and len(kept) < 3 * COPIES  # a rank keeps that of its own matrices alone
+    saved = optimizer.gathered_state_dict()["state"]
+    if rank == 0:
+        assert saved.keys() == state.keys()
+        for index, slots in state.items():
+            torch.testing.assert_close(saved[index], slots, rtol=0, atol=1e-6)
+    again = Muon(groups, **SETTINGS)
+    again.load_state_dict({**again.state_dict(), "state": state})
+    assert [index for index, p in enumerate(replicas) if "momentum_buffer" in again.state[p]] == kept
+
+    mesh = init_device_mesh("cpu", (world,))
+    groups = several_groups()
+    for group in groups:
+        group["params"] = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in group["params"]]
+    optimizer, shards = take_steps(groups, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
+    torch.testing.assert_close([p.full_tensor().detach() for p in shards], weights, rtol=0, atol=1e-6)
+    adamw = AdamW(shards, lr=1.0, fused=True)
+    for adamw.skip in (torch.tensor(True), torch.tensor(False)):
+        before = [p.full_tensor().detach() for p in shards]
+        with NoWait():
+            adamw.step()
+        equal = [torch.equal(p.full_tensor(), old) for p, old in zip(shards, before, strict=True)]
+        assert all(equal) if adamw.skip else not any(equal)
+    for p in shards[: 3 * COPIES]:
         assert optimizer.state[p]["momentum_buffer"].to_local().shape == p.to_local().shape
-        torch.testing.assert_close(p.full_tensor().detach(), wanted, rtol=0, atol=1e-6)
     dist.barrier()  # nobody leaves while another still listens
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_shards_need_not_be_equal(tmp_path):
-    """16 rows over three ranks are 6, 6 and 4, and the parts of a fused matrix begin somewhere else."""
-    whole = parameters((16, 20), (16, 20))
-    optimizer = Muon([{"params": whole, "rows": (10, 3, 3)}], **SETTINGS)
-    for seed in range(3):
-        gradients(whole, seed)
-        optimizer.step()
-    expected = [p.detach() for p in whole]
-    torch.multiprocessing.spawn(steps_of_a_rank, (3, str(tmp_path / "rendezvous"), expected), nprocs=3)
+def test_ranks_divide_the_matrices_and_step_as_one(tmp_path):
+    """Also where a step is skipped, shards are not equal or empty, and matrices do not come out even."""
+    optimizer, ours = take_steps(several_groups())
+    weights, state = [p.detach() for p in ours], optimizer.state_dict()["state"]
+    torch.multiprocessing.spawn(steps_of_a_rank, (3, str(tmp_path / "rendezvous"), weights, state), nprocs=3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 16, 64])
+def test_owners_have_as_much_to_do_as_each_other(world):
+    """Of a 350M model: gate and up, down, queries with keys and values, output; 24 of each."""
+    costs, counts = [8, 4, 3, 2], [24, 24, 24, 24]
+    owners = assign_owners(costs, counts, world)
+    assert [len(ranks) for ranks in owners] == counts and all(ranks == sorted(ranks) for ranks in owners)
+    for ranks in owners:
+        shares = [ranks.count(rank) for rank in range(world)]
+        assert max(shares) - min(shares) <= 1
+    loads = [sum(cost * ranks.count(rank) for cost, ranks in zip(costs, owners, strict=True)) for rank in range(world)]
+    assert max(loads) <= sum(loads) / world + max(costs)
 
 
 @pytest.mark.slow
@@ -285,13 +367,17 @@ def test_shards_need_not_be_equal(tmp_path):
 def test_two_ranks_train_as_one_process(workplace, alone, division):
     fit(workplace, division, **SHARED, **DIVISIONS[division])
     assert curves(workplace, division) == pytest.approx(alone, rel=TOLERANCE)
+    shared, whole = (last(workplace, name, "optimizer") for name in (division, "alone"))
+    assert shared.keys() == whole.keys()
+    for key, tensor in whole.items():
+        assert (shared[key] - tensor).norm() <= 1e-4 * tensor.norm(), key
 
 
 @pytest.mark.slow
 def test_a_checkpoint_resumes_under_another_strategy(workplace, alone):
-    """Shards to one process and back to shards: the curve of a run that was never stopped, and the same tensors in the
+    """Shards, replicas, one process and back: the curve of a run that was never stopped, and the same tensors in the
     files."""
-    relay = {"fsdp2": 4, "one": 8, "fsdp2-whole": 12}
+    relay = {"fsdp2": 2, "ddp": 4, "one": 6, "ddp-whole": 9, "fsdp2-whole": 12}
     for division, steps in relay.items():
         changes = {**SHARED, **DIVISIONS[division], "trainer.max_steps": steps}
         fit(workplace, "relay", "--ckpt_path", "auto", **changes)

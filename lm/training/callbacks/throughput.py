@@ -35,7 +35,7 @@ class Throughput(Callback):
         self._fetches: list[tuple[Any, Any]] = []  # when each began and ended
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        peak = peak_flops(device_name(pl_module.device), str(trainer.precision))
+        peak = peak_flops(device_name(pl_module.device), trainer.peak_precision)
         self._peak = peak * trainer.world_size if peak else None
         # Lightning's loop calls these two just before and just after it asks the loader, for its profilers.
         loop = trainer.fit_loop.epoch_loop
