@@ -27,6 +27,7 @@ from lm.model.estimates import (
     flops_per_token,
     largest_micro_batch,
     parameters,
+    recomputed_flops_per_token,
     training_memory,
 )
 from lm.system.files import disk_space
@@ -132,9 +133,11 @@ def memory_facts(decoder: DecoderConfig, step: Step, optimizer: OptimizerConfig,
 
 def time_facts(
     steps: dict[str, Any], model: dict[str, Any], device: Device, precision: str, mfu: float | None,
-    bench: Path | None, usd_per_hour: float | None,
+    bench: Path | None, usd_per_hour: float | None, recomputed: float,
 ) -> dict[str, Any]:  # fmt: skip
     """How long the steps take and what that costs; `seconds` is None where nothing says how fast the device is.
+
+    `recomputed`: operations a token that activation checkpointing does again.
 
     Raises:
         RequestError: the bench file is of another model.
@@ -148,8 +151,10 @@ def time_facts(
     elif peak is not None:
         # What FP8 wins over bf16 is known when it is measured: not all products are in it, and converting costs.
         fp8 = precision.startswith("fp8")
-        rate = ASSUMED_MFU * (peak_flops(device.name, "bf16") if fp8 else peak) / flops
+        rate = ASSUMED_MFU * (peak_flops(device.name, "bf16") if fp8 else peak) / (flops + recomputed)
         basis = f"{ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
+        if recomputed:
+            basis += f"; {recomputed / flops:.0%} more work for activation checkpointing"
         if model_parameters < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH:
             basis += "; a model or micro-batch as small as this reaches less"
     else:
@@ -321,6 +326,7 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
         found["steps"], found["model"], device,
         multiplication_precision(precision, config.trainer.matmul_precision), config.mfu, config.bench,
         config.rate_usd_per_hr,
+        recomputed_flops_per_token(decoder, step.seq_len, config.model.activation_checkpointing),
     )  # fmt: skip
     one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
     space = disk_space(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)

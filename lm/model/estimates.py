@@ -69,6 +69,14 @@ def flops_per_token(config: DecoderConfig, seq_len: int, full_attention: bool = 
     return 6 * (counts["non_embedding"] + output) + 12 * config.num_attention_heads * config.head_dim * attended
 
 
+def recomputed_flops_per_token(config: DecoderConfig, seq_len: int, checkpointing: str) -> float:
+    """Floating-point operations a token that `model.activation_checkpointing` does again, which MFU does not count: the
+    forward pass of the blocks, a third of their operations, or that of their MLPs."""
+    if checkpointing == "block":
+        return (flops_per_token(config, seq_len) - 6 * config.vocab_size * config.hidden_size) / 3
+    return 2 * parameters(config)["mlp"] if checkpointing == "selective" else 0.0
+
+
 def describe_mfu(mfu: float | None, full: float | None) -> str:
     """MFU in words, with causal attention counted as attended, and with `full_attention` as some projects do."""
     if mfu is None or full is None:

@@ -118,8 +118,8 @@ class LanguageModule(LightningModule):
         self._refuse_graphs(device)
         sharded = isinstance(self.trainer.strategy, FullyShardedStrategy)
         if sharded and self.compile_whole:
-            raise RequestError("model.compile_whole needs whole weights, and sharding gathers them block by block: leave "
-                               "it out, or set trainer.strategy ddp")  # fmt: skip
+            raise RequestError("model.compile_whole needs whole weights, and sharding gathers them block by block: "
+                               "leave it out, or set trainer.strategy ddp")  # fmt: skip
         ops, self.kernels_taken = choose_kernels(self.kernels, device)
         fuse(self.decoder, ops)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels

@@ -248,6 +248,23 @@ def test_fp8_is_not_taken_to_be_twice_as_fast(planned):
     assert given["seconds"] == pytest.approx(runs[0]["seconds"] / 2, rel=0.01) and given["mfu"] == pytest.approx(0.4)
 
 
+def test_activation_checkpointing_takes_less_memory_and_more_time(planned):
+    none, selective, block = (planned(**{"model.activation_checkpointing": mode})[1]
+                              for mode in ("none", "selective", "block"))  # fmt: skip
+    assert none["memory"]["activations"] > selective["memory"]["activations"] > block["memory"]["activations"]
+    assert none["time"]["seconds"] < selective["time"]["seconds"] < block["time"]["seconds"]
+    assert block["time"]["seconds"] < 4 / 3 * none["time"]["seconds"]  # the output matrix is not computed again
+    assert "more work for activation checkpointing" in block["time"]["basis"]
+
+
+def test_a_window_that_may_cost_time_on_hopper_is_said(planned):
+    window = {"model.decoder.window_pattern": "SL", "model.decoder.sliding_window": 24}
+    lines = [finding["what"] for finding in planned(**window)[1]["findings"]]
+    assert any("may cost time" in line for line in lines), lines
+    window["model.decoder.sliding_window"] = 4
+    assert not any("may cost time" in finding["what"] for finding in planned(**window)[1]["findings"])
+
+
 def test_tf32_has_a_peak_of_its_own(planned):
     plain, tf32 = (planned(**{"trainer.precision": "32-true", "trainer.matmul_precision": precision})[1]["time"]
                    for precision in ("highest", "high"))  # fmt: skip
