@@ -393,6 +393,7 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
     predicted = Step(  # as `lm plan` does; on a CPU the process itself comes on top
         steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
         module.compile_mode, steps.accumulate, module.cuda_graphs, checkpointing=module.activation_checkpointing,
+        keep_rows=module.keep_normed_rows,
     )  # fmt: skip
     return {
         **facts,

@@ -210,3 +210,7 @@ def _of_memory(
     elif share < HALF_EMPTY and best is not None and best > asked and device.capability is not None:
         yield Finding("advice", f"a step takes {need}, {share:.0%}",
                       f"--data.micro_batch_size {best} fits too and may be faster; the run stays the same")  # fmt: skip
+    kernels = config.model.kernels not in ("off", False) and device.capability is not None
+    if share < HALF_EMPTY and kernels and device.capability >= (8, 0) and not config.model.keep_normed_rows:
+        yield Finding("advice", f"a step takes {need}, {share:.0%}",
+                      "--model.keep_normed_rows true takes more and may be a little faster")  # fmt: skip

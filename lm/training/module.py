@@ -56,6 +56,8 @@ class LanguageModule(LightningModule):
         compile_whole: Compile all blocks as one graph, which takes longer, and not each by itself.
         activation_checkpointing: Compute activations again in the backward pass instead of keeping them: `selective`
             those of the MLPs, which are the most; `block` all; `none` of them. Less memory for more time.
+        keep_normed_rows: Keep what our kernels of norms write for the backward pass instead of writing it again: more
+            memory, and a little less time.
         attention: The library's kernel for attention on a GPU; `auto` measures which is the fastest.
         cuda_graphs: Record a micro-batch's forward and backward pass once and replay it; for small models.
     """
@@ -71,6 +73,7 @@ class LanguageModule(LightningModule):
         compile: Compile = "none",
         compile_whole: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
+        keep_normed_rows: bool = False,
         attention: Attention = "auto",
         cuda_graphs: bool = False,
     ) -> None:
@@ -85,6 +88,7 @@ class LanguageModule(LightningModule):
         self.compile_mode = compile
         self.compile_whole = compile_whole
         self.activation_checkpointing = activation_checkpointing
+        self.keep_normed_rows = keep_normed_rows
         self.attention = attention
         self.cuda_graphs = cuda_graphs
         self.graphed: GraphedMicroBatch | None = None  # while training with CUDA graphs
@@ -121,7 +125,7 @@ class LanguageModule(LightningModule):
             raise RequestError("model.compile_whole needs whole weights, and sharding gathers them block by block: "
                                "leave it out, or set trainer.strategy ddp")  # fmt: skip
         ops, self.kernels_taken = choose_kernels(self.kernels, device)
-        fuse(self.decoder, ops)
+        fuse(self.decoder, ops, self.keep_normed_rows)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
         self._choose_attention(device, dtype)
         self.attention_kernels = describe_attention(

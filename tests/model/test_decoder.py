@@ -288,6 +288,22 @@ def test_the_fused_forward_pass_is_the_plain_one(config, documents):
 
 
 @pytest.mark.parametrize("compile", ["none", "triton_free"])
+def test_normalised_rows_that_are_kept_are_those_that_would_be_recomputed(compile):
+    torch._dynamo.reset()
+    results = []
+    for keep_rows in (False, True):
+        torch.manual_seed(0)
+        model = Decoder(VARIANTS["qk_norm"])
+        fuse(model, FUSED, keep_rows)
+        compile_decoder(model, compile)
+        ids, labels = batch()
+        model(ids, labels=labels).total.backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    for recomputed, kept in zip(*results, strict=True):
+        assert torch.equal(recomputed, kept)
+
+
+@pytest.mark.parametrize("compile", ["none", "triton_free"])
 @pytest.mark.parametrize("name", ["plain", "untied"])
 def test_copies_of_the_weights_in_half_precision_follow_the_weights_and_change_no_bit(name, compile):
     """But for the gradients of attention's output matrices, which without copies are rounded to half precision."""
