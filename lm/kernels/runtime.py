@@ -58,7 +58,7 @@ def cubin(name: str, arch: str, **defines: object) -> bytes:
     except (OSError, ValueError):  # absent, or damaged
         pass
     code, _ = compile_source(name, arch, **defines)
-    _write_cached(path, hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
+    write_cached(path, hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
     return code
 
 
@@ -117,7 +117,7 @@ def _cache_key(name: str, arch: str, defines: dict[str, object]) -> str:
     return digest.hexdigest()
 
 
-def _write_cached(path: Path, content: bytes) -> None:
+def write_cached(path: Path, content: bytes) -> None:
     """Write a file of the cache by a rename; a cache that cannot be written is not used."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

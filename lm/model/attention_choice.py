@@ -7,7 +7,6 @@ versions and shape, so that a run that is resumed takes the same kernels again.
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -23,7 +22,7 @@ from torch.nn.attention import (
 )
 
 from lm.errors import RequestError
-from lm.kernels.runtime import cache_folder
+from lm.kernels.runtime import cache_folder, write_cached
 from lm.model.attention import AttentionMask, attend, backends
 from lm.model.decoder import Decoder
 
@@ -123,13 +122,7 @@ def measured(device: torch.device, dtype: torch.dtype, shape: Shape) -> dict[str
         return json.loads(path.read_text())
     except (OSError, ValueError):
         times, _ = measure(device, dtype, shape, candidates(device))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(times))
-        os.replace(temporary, path)
-    except OSError:  # it is measured again next time
-        pass
+    write_cached(path, json.dumps(times).encode())
     return times
 
 

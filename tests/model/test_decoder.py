@@ -324,6 +324,8 @@ def test_copies_of_the_weights_in_half_precision_follow_the_weights_and_change_n
             results.append([total, *(p.grad for n, p in model.named_parameters() if "o_proj" not in n)])
             rounded = model.layers[0].self_attn.o_proj.weight.grad.bfloat16().float()
             assert torch.equal(rounded, model.layers[0].self_attn.o_proj.weight.grad) == (copied is not copies)
+            table = (model.embed_tokens if name == "plain" else model.lm_head).weight.grad
+            assert not torch.equal(table, table.bfloat16().float())  # nothing rounds the output matrix's
             assert model.output_copy is None and model.layers[0].mlp.down_proj.copy is None
         for plain, with_copies in zip(*results, strict=True):
             assert plain.dtype == torch.float32 and torch.equal(plain, with_copies)
