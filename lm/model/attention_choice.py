@@ -146,7 +146,8 @@ def measure(
     """
     times, failures = {}, {}
     before = current_flash_attention_impl()
-    q, k, v = (torch.randn(shape.batch, shape.length, heads, shape.head_dim, device=device, dtype=dtype,
+    own = torch.Generator(device).manual_seed(0)  # training draws the same numbers whether this was measured or read
+    q, k, v = (torch.randn(shape.batch, shape.length, heads, shape.head_dim, device=device, dtype=dtype, generator=own,
                            requires_grad=True) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))  # fmt: skip
     offsets = torch.arange(0, shape.batch * shape.length + 1, shape.length, dtype=torch.int32, device=device)
 

@@ -18,7 +18,9 @@ WINDOWS = Shape(2, 128, 4, 2, 32, (None, 16, 16, None), False)
 
 
 def test_both_kernels_of_a_cpu_are_timed_and_what_does_not_run_says_why():
+    drawn = torch.get_rng_state()
     times, failures = measure(CPU, torch.bfloat16, CAUSAL, ["flash", "math", "cudnn"])
+    assert torch.equal(torch.get_rng_state(), drawn)  # a training's random numbers are its own
     assert set(times) == {"flash", "math"} and all(value > 0 for value in times.values())
     assert set(failures) == {"cudnn"} and "kernel" in failures["cudnn"].lower()
 
