@@ -30,7 +30,7 @@ from lm.model.estimates import (
     recomputed_flops_per_token,
     training_memory,
 )
-from lm.system.files import disk_space
+from lm.system.files import disk_space, parse_json
 from lm.system.hardware import Device, find_device, peak_flops
 from lm.system.units import format_bytes, format_count, format_duration, plural
 from lm.training.distributed import DistributedConfig
@@ -176,7 +176,7 @@ def measured_rate(file: Path, model_parameters: int, seq_len: int) -> tuple[floa
         RequestError: it cannot be read, or is of another model.
     """
     try:
-        found = json.loads(file.read_text())
+        found = parse_json(file.read_bytes())
         shape = found["parameters"], found["seq_len"]
         rate = float(found["tokens_per_second"])
         if not rate > 0:

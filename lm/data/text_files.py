@@ -286,6 +286,8 @@ def _json_text(line: bytes, key: str) -> str:
         entry = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"byte 0x{error.object[error.start]:02x} is not UTF-8 text") from error
+    except RecursionError:
+        raise ValueError("values are nested too deep to be read") from None
     except ValueError as error:
         raise ValueError(f"not a JSON object on one line ({first_line(error)})") from error
     if not isinstance(entry, dict):

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 
 from lm.errors import RequestError
 from lm.runs.run import Run
-from lm.system.files import nonnegative, write_atomically
+from lm.system.files import nonnegative, parse_json, write_atomically
 from lm.system.process import seconds_since_process_start
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
@@ -78,7 +78,7 @@ class Sidecar:
     def read(self) -> tuple[dict[str, Any] | None, str | None]:
         """Its content if that is new, and what is wrong with it."""
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            content = parse_json(self.path.read_bytes())
             update = str(content["last_update_utc"])
             date = datetime.fromisoformat(update)
             usable = nonnegative(content["spent_usd"]) is not None
