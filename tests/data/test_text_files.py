@@ -186,6 +186,7 @@ def test_flat_ids_that_do_not_fit_are_refused(tmp_path):
 GOOD = json_lines(["a", "b"])
 BAD_LINES = {
     "not json": (GOOD + b"{'text': 1}\n", "line 3: not a JSON object"),
+    "nested": (b"[" * 10**5 + b"\n", "line 1: values are nested too deep"),
     "an array": (b'[\n{"text": "a"}\n]', "line 1: not a JSON object"),
     "a list": (GOOD + b"[1, 2]\n", "line 3: a JSON list"),
     "no key": (GOOD + b'{"id": 1, "body": "x"}\n', "line 3: there is no key 'text' among 'id', 'body'.*--text_key"),
