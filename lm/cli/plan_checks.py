@@ -54,6 +54,9 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     if config.model.decoder.tie_word_embeddings and config.model.optimizer.groups.output != GroupConfig():
         yield Finding("error", "model.optimizer.groups.output: the output matrix of this model is its embedding",
                       "set model.optimizer.groups.embedding")
+    if config.model.compile_whole and config.model.compile == "none":
+        yield Finding("error", "model.compile_whole is for a compiled model, and model.compile is none",
+                      "set model.compile inductor, or leave it out")  # fmt: skip
     if config.model.cuda_graphs and config.data.on_bad_shard == "skip":
         yield Finding("error", "model.cuda_graphs does not go with data.on_bad_shard skip: what is skipped differs "
                       "from batch to batch", "set data.on_bad_shard to raise")  # fmt: skip

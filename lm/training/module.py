@@ -121,6 +121,9 @@ class LanguageModule(LightningModule):
         device = self.trainer.strategy.root_device
         self._refuse_graphs(device)
         sharded = isinstance(self.trainer.strategy, FullyShardedStrategy)
+        if self.compile_whole and self.compile_mode == "none":
+            raise RequestError("model.compile_whole is for a compiled model: set model.compile inductor, or leave it "
+                               "out")  # fmt: skip
         if sharded and self.compile_whole:
             raise RequestError("model.compile_whole needs whole weights, and sharding gathers them block by block: "
                                "leave it out, or set trainer.strategy ddp")  # fmt: skip

@@ -185,6 +185,7 @@ def test_shards_of_another_tokenizer(planned, workplace):
     ({"trainer.max_steps": 3000}, "warning", "every token is seen"),
     ({"trainer.val_interval": 500}, "advice", "trainer.val_interval 500 is more than the run's 12 steps"),
     ({"model.schedule.name": "wsd", "model.schedule.decay_steps": 11}, "error", "warm-up 2 + decay 11 steps are more"),
+    ({"model.compile_whole": True}, "error", "set model.compile inductor"),
     ({"model.cuda_graphs": True, "trainer.devices": 2}, "error", "needs one device"),
     ({"trainer.precision": "fp8-rowwise", "data.micro_batch_size": 1, "data.seq_len": 8}, "error", "tokens a micro-"),
     ({"trainer.precision": "fp8-rowwise", "model.decoder.intermediate_size": 72}, "error", "intermediate_size is 72"),
