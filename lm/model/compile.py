@@ -17,7 +17,7 @@ from lm.errors import RequestError
 
 Compile = Literal["none", "inductor", "triton_free"]
 ActivationCheckpointing = Literal["none", "selective", "block"]
-SELECTIVE_FROM = "2.13"  # torch version in which the MLP of a compiled block is recomputed by itself
+RECOMPUTED_FROM = "2.13"  # torch version in which compiled code recomputes what our autograd functions save
 
 
 def checkpoint_activations(
@@ -34,14 +34,14 @@ def checkpoint_activations(
         compile: as it will be compiled.
 
     Raises:
-        RequestError: this torch keeps all of a compiled block that is to be recomputed in part.
+        RequestError: this torch keeps all of a compiled block of our kernels.
     """
     if mode == "none":
         return
-    if mode == "selective" and compile != "none" and torch.__version__ < SELECTIVE_FROM:
+    if decoder.fused and compile != "none" and torch.__version__ < RECOMPUTED_FROM:
         raise RequestError(
-            f"model.activation_checkpointing selective with model.compile {compile} saves no memory before torch "
-            f"{SELECTIVE_FROM}, and this is {torch.__version__}: take block, or update torch"
+            f"model.activation_checkpointing {mode} with our kernels and model.compile {compile} saves no memory "
+            f"before torch {RECOMPUTED_FROM}, and this is {torch.__version__}: set model.compile none, or update torch"
         )
     for layer in decoder.layers:
         if mode == "block":
