@@ -77,7 +77,7 @@ def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
         f"data: {format_count(tokens['train'])} tokens for training, "
         f"{format_count(tokens.get('val', 0))} for validation",
         f"training: {steps.max_steps:,} steps of {steps.tokens_per_step:,} tokens = "
-        f"{format_count(steps.max_steps * steps.tokens_per_step)} tokens, {epochs:.2g} epochs; {devices}, "
+        f"{format_count(steps.max_steps * steps.tokens_per_step)} tokens, {epochs:.2f} epochs; {devices}, "
         f"{trainer.precision}",
         f"weights: {_origin(trainer)}",
     ]
