@@ -33,7 +33,10 @@ from lm.runs.run import ROOT, Run
 from lm.system.files import DAMAGE
 from lm.system.units import format_bytes, format_count, format_duration
 
-FIGURES = ("train/loss", "val/loss", "val/bpb", "optim/lr", "optim/grad_norm", "perf/tokens_per_second", "perf/mfu")
+FIGURES = (
+    "train/loss", "val/loss", "val/bpb", "optim/lr", "optim/grad_norm",
+    "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention",
+)  # fmt: skip
 
 Fact = tuple[str, str, str]  # label, value, style
 

@@ -22,8 +22,7 @@ from rich.text import Text
 from safetensors import SafetensorError, safe_open
 
 from lm.errors import LmError, RequestError
-from lm.model.config import DecoderConfig
-from lm.model.estimates import describe_mfu, flops_per_token
+from lm.model.estimates import describe_mfu
 from lm.runs import registry
 from lm.runs.evaluations import describe_evaluation, merge_evaluations
 from lm.runs.history import read_samples
@@ -245,9 +244,8 @@ def describe_run(run: Run) -> dict[str, Any]:
         "parameters": count_parameters(last / "model.safetensors") if last else None,
         "config": config,
         "curves": {name: curve for name in ("train/loss", "val/loss", "val/bpb", "optim/grad_norm",
-                                            "perf/tokens_per_second", "perf/mfu")
+                                            "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention")
                    if (curve := summarize(metrics, name))},
-        "mfu_full_attention_ratio": full_attention_ratio(config),
         "checkpoints": [
             {"step": step, "path": str(path), "bytes": folder_bytes(path), "best": path == best, "last": path == last}
             for step, path in steps.items()
@@ -262,16 +260,6 @@ def describe_run(run: Run) -> dict[str, Any]:
         "samples": [sample for sample in samples if sample["step"] == samples[-1]["step"]],
         "next": next_command(run, status),
     }  # fmt: skip
-
-
-def full_attention_ratio(config: dict[str, Any]) -> float | None:
-    """How many times as high MFU is where attention counts by its full length; None: the config does not say it."""
-    try:
-        decoder = DecoderConfig(**config["model"]["decoder"])
-        seq_len = config["data"]["seq_len"] or decoder.max_position_embeddings
-        return flops_per_token(decoder, seq_len, full_attention=True) / flops_per_token(decoder, seq_len)
-    except (KeyError, TypeError, RequestError):  # of another version, or the vocabulary is the tokenizer's
-        return None
 
 
 def summarize(metrics: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
@@ -362,13 +350,12 @@ def _losses(found: dict[str, Any]) -> list[str]:
 
 
 def _speed(found: dict[str, Any]) -> list[str]:
-    speed, mfu = found["curves"].get("perf/tokens_per_second"), found["curves"].get("perf/mfu")
-    if not speed:
+    if not (speed := found["curves"].get("perf/tokens_per_second")):
         return []
-    used = f"; MFU {mfu['last']:.1%}, median {mfu['median']:.1%}" if mfu else ""
-    lines = [f"{format_count(speed['last'])} tokens/s, median {format_count(speed['median'])}{used}"]
-    if mfu and (ratio := found["mfu_full_attention_ratio"]):
-        lines.append(f"median MFU: {describe_mfu(mfu['median'], mfu['median'] * ratio)}")
+    lines = [f"{format_count(speed['last'])} tokens/s, median {format_count(speed['median'])}"]
+    mfu, full = found["curves"].get("perf/mfu"), found["curves"].get("perf/mfu_full_attention")
+    if mfu and full:
+        lines.append(f"median MFU: {describe_mfu(mfu['median'], full['median'])}")
     return lines
 
 

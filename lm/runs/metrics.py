@@ -38,7 +38,8 @@ METRICS = {  # every metric of metrics.jsonl and TensorBoard, except those of an
     "perf/tokens_per_second": Metric(
         "tokens a second", "tokens a second", "count", "tokens/s", "tokens_per_second", (THROUGHPUT, "tokens a second")
     ),
-    "perf/mfu": Metric("MFU", "share of the peak", "{:.1%}", alert="mfu", chart=(THROUGHPUT, "MFU")),
+    "perf/mfu": Metric("MFU (causal)", "share of the peak", "{:.1%}", alert="mfu", chart=(THROUGHPUT, "MFU")),
+    "perf/mfu_full_attention": Metric("MFU (full)", "share of the peak", "{:.1%}", chart=(THROUGHPUT, "MFU")),
     "perf/data_wait": Metric("waiting for data", "share of the time", "{:.1%}", alert="data_wait"),
     "perf/gpu_load": Metric("GPU load", "percent", alert="gpu_load"),
     "perf/gpu_temperature": Metric("GPU temperature", "degrees Celsius", alert="gpu_temperature"),

@@ -286,10 +286,9 @@ class LanguageModule(LightningModule):
             "optim/param_norm": total_norm([p.detach() for p in self.decoder.parameters()]).item(),
         }
 
-    @property
-    def flops_per_token(self) -> float:
+    def flops_per_token(self, full_attention: bool = False) -> float:
         """Floating-point operations of training on one token, forward and backward."""
-        return flops_per_token(self.config, self.trainer.datamodule.seq_len)
+        return flops_per_token(self.config, self.trainer.datamodule.seq_len, full_attention)
 
     # ---- validating, testing, predicting ------------------------------------------------------------------------
 

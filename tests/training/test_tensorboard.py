@@ -72,7 +72,7 @@ def test_the_charts_show_curves_that_are_there(killed):
     assert layout.metadata.plugin_data.plugin_name == "custom_scalars"
     charts = [chart for category in Layout.FromString(layout.tensor.string_val[0]).category for chart in category.chart]
     assert ["train/loss", "val/loss"] in [list(chart.multiline.tag) for chart in charts]
-    assert {tag for chart in charts for tag in chart.multiline.tag} - written == {"perf/mfu"}
+    assert {tag for chart in charts for tag in chart.multiline.tag} - written == {"perf/mfu", "perf/mfu_full_attention"}
 
 
 def test_an_event_file_stays_small(killed):

@@ -61,9 +61,11 @@ SLOW_DATA = """
 import time
 from lightning.pytorch import Callback
 from lm.data.loader import Stream
+from lm.training.callbacks import throughput
 
 class SlowData(Callback):
     def setup(self, trainer, pl_module, stage):
+        throughput.peak_flops = lambda device, precision: 1e12
         rows = Stream.__iter__
         def slowly(stream):
             for batch in rows(stream):
@@ -88,7 +90,7 @@ class NewShapes(Callback):
 
 
 def slow_training(folder, slow, **changes):
-    """The alerts of a training with a floor that it cannot reach, and its metrics."""
+    """The alerts of a training with a floor that it cannot reach, its metrics, and its log."""
     make_workplace(folder)
     (folder / "slow.py").write_text(slow)
     name = slow.split("class ")[1].split("(")[0]
@@ -96,22 +98,24 @@ def slow_training(folder, slow, **changes):
     write_config(folder, **{"guards.throughput": {"floor": "1G"}, "trainer.callbacks": callbacks, **changes})
     lm(folder, "fit", "--config", "small.yaml")
     run = Run(folder / "checkpoints" / "small")
-    return [alert for alert in run.alerts() if alert["guard"] == "throughput"], run.metrics()
+    return [alert for alert in run.alerts() if alert["guard"] == "throughput"], run.metrics(), (run.path / "log.txt").read_text()
 
 
 def test_a_slow_loader_is_diagnosed(tmp_path):
     """Said once, at the third line that is judged, for the first is not; and the share is logged at every line."""
-    alerts, metrics = slow_training(tmp_path, SLOW_DATA)
+    alerts, metrics, log = slow_training(tmp_path, SLOW_DATA)
     assert [(alert["step"], alert["action"]) for alert in alerts] == [(4, "warn")]
     assert "waiting for data" in alerts[0]["message"] and "graphs" not in alerts[0]["message"]
     shares = [line["perf/data_wait"] for line in metrics if "perf/data_wait" in line]
     assert len(shares) == 12 and all(0.5 < share <= 1 for share in shares)
+    assert all(0 < line["perf/mfu"] < line["perf/mfu_full_attention"] for line in metrics if "perf/mfu" in line)
+    assert "MFU (causal) 0." in log and "MFU (full) 0." in log
 
 
 def test_recompiling_is_diagnosed(tmp_path):
     """And nothing else is: the data of the small model is there when it is asked for."""
     changes = {"data.micro_batch_size": 8, "model.compile": "triton_free", "trainer.max_steps": 2}
     changes["guards.throughput.patience"] = 1
-    alerts, _ = slow_training(tmp_path, NEW_SHAPES, **changes)
+    alerts, _, _ = slow_training(tmp_path, NEW_SHAPES, **changes)
     assert len(alerts) == 1 and "new graphs in a log line, the last time because" in alerts[0]["message"]
     assert "waiting for data" not in alerts[0]["message"], json.dumps(alerts)

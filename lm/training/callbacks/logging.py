@@ -144,7 +144,8 @@ def _kind(name: str) -> str:
 
 
 LINE_METRICS = (
-    "train/loss", "optim/lr", "optim/grad_norm", "val/loss", "val/perplexity", "val/bpb", "eval/core", "perf/mfu"
+    "train/loss", "optim/lr", "optim/grad_norm", "val/loss", "val/perplexity", "val/bpb", "eval/core",
+    "perf/mfu", "perf/mfu_full_attention",
 )  # fmt: skip
 
 
@@ -239,7 +240,7 @@ class ProgressBar(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
         if self._progress is not None:
-            log, shown = RunLog.of(trainer), ("train/loss", "perf/tokens_per_second", "perf/mfu")
+            log, shown = RunLog.of(trainer), ("train/loss", "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention")
             newest = {name: value for name, value in log.latest.items() if name in shown}
             text = format_line(step, trainer.max_steps, newest).partition("  ")[2]
             if (seconds := log.eta(trainer)) is not None:

@@ -74,7 +74,8 @@ class Throughput(Callback):
         rate = tokens / seconds
         metrics = {"perf/tokens_per_second": rate, "perf/data_wait": min(waited / seconds, 1.0)}
         if self._peak:
-            metrics["perf/mfu"] = rate * pl_module.flops_per_token / self._peak
+            metrics["perf/mfu"] = rate * pl_module.flops_per_token() / self._peak
+            metrics["perf/mfu_full_attention"] = rate * pl_module.flops_per_token(full_attention=True) / self._peak
         return metrics
 
 
