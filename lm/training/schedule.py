@@ -109,7 +109,8 @@ def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
         return (step + 1) / warmup
     if config.name == "constant" or (config.name == "wsd" and not decay):
         return 1.0
-    start, end = (max_steps - decay, max_steps) if config.name == "wsd" else (warmup, decay or max_steps)
+    # The fall of `wsd` ends with the last step, which is at the final fraction; the others end one step after it.
+    start, end = (max_steps - decay - 1, max_steps - 1) if config.name == "wsd" else (warmup, decay or max_steps)
     progress = min(1.0, max(0.0, (step - start) / max(1, end - start)))  # 0 at the start of the fall, 1 at its end
     fall = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1 - progress
     return config.final_fraction + (1 - config.final_fraction) * fall

@@ -62,9 +62,11 @@ def test_cosine_and_linear_end_at_the_final_fraction_and_pass_the_middle():
         assert values[100] == pytest.approx(0.1) and values[50] == pytest.approx(0.55)
 
 
-def test_wsd_is_flat_then_falls():
-    values = curve(ScheduleConfig("wsd", warmup_steps=10, final_fraction=0.0, decay_steps=20))
-    assert set(values[9:81]) == {1.0} and values[90] == pytest.approx(0.5) and values[100] == 0
+def test_wsd_is_flat_then_falls_to_the_final_fraction_in_its_last_step():
+    values = curve(ScheduleConfig("wsd", warmup_steps=10, final_fraction=0.2, decay_steps=20))
+    assert set(values[9:80]) == {1.0} and values[89] == pytest.approx(0.6)
+    assert values[98] > values[99] == pytest.approx(0.2) == values[100]
+    assert curve(ScheduleConfig("wsd", final_fraction=0.2, decay_steps=1))[98:100] == [1.0, pytest.approx(0.2)]
 
 
 def test_beyond_the_end_the_rate_stays_at_the_final_fraction():
