@@ -17,6 +17,7 @@ import json
 import math
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -316,13 +317,18 @@ def folder_of(run: Run, step: int) -> Path:
 
 def steps_of(run: Run) -> list[int]:
     """The steps that have a post-mortem, in order."""
-    return sorted(int(path.name.removeprefix("postmortem-")) for path in run.path.glob("postmortem-*"))
+    names = [path.name.removeprefix("postmortem-") for path in run.path.glob("postmortem-*")]
+    return sorted(int(name) for name in names if name.isdecimal())  # a person may have copied one
 
 
 def still_open(run: Run) -> Incident | None:
-    """The newest incident that was not closed."""
-    incidents = [facts for step in steps_of(run) if (facts := Run(folder_of(run, step)).read("postmortem.json"))]
-    return next((Incident(**facts) for facts in reversed(incidents) if facts["closed"] is None), None)
+    """The newest incident that was not closed; a damaged `postmortem.json` has none."""
+    for step in reversed(steps_of(run)):
+        with suppress(TypeError, ValueError):
+            incident = Incident(**Run(folder_of(run, step)).read("postmortem.json"))
+            if incident.closed is None:
+                return incident
+    return None
 
 
 def write_postmortem(run: Run, incident: Incident, evidence: Evidence) -> Path:

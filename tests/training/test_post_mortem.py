@@ -270,6 +270,18 @@ def test_a_page_is_written_where_little_is_known(tmp_path):
         json.loads((tmp_path / "postmortem-00000007" / name).read_text(), parse_constant=pytest.fail)
 
 
+@pytest.mark.parametrize("content", ["{}", '{"run": "mine"}', '{"closed": null, "step": 9}', "[1]", "{", '{"steps": [[1]]}'])
+def test_one_that_is_damaged_is_passed_over(tmp_path, content):
+    """A training that is resumed looks for the one that is open, though another has been damaged or renamed."""
+    run = Run(tmp_path)
+    postmortem.write_postmortem(run, a_moment(), Evidence())
+    damaged = postmortem.folder_of(run, 9)
+    damaged.mkdir()
+    (damaged / "postmortem.json").write_text(content)
+    (tmp_path / "postmortem-00000008-copy").mkdir()
+    assert postmortem.steps_of(run) == [7, 9] and postmortem.still_open(run).step == 7
+
+
 def test_writing_one_needs_no_torch():
     code = "import sys, lm.runs.postmortem; assert not {'torch', 'matplotlib'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
