@@ -29,7 +29,7 @@ from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.system.files import finite_or_none
-from lm.system.units import format_bytes, format_count, format_duration
+from lm.system.units import format_bytes, format_count, format_duration, plural
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def rebuild(roots: list[str]) -> None:
     folders = sorted({Path(root).resolve() for root in (*roots, *known, ROOT)})
     runs = [run for folder in folders for run in Run.all(folder)]
     registry.rebuild(runs)
-    print(f"{len(runs)} runs are in {registry.place()}")
+    print(f"{registry.place()} has {plural(len(runs), 'run')}")
 
 
 # ---- ls --------------------------------------------------------------------------------------------------------------
