@@ -119,14 +119,19 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
     )  # fmt: skip
 
 
-def memory_facts(decoder: DecoderConfig, step: Step, optimizer: OptimizerConfig, device: Device) -> dict[str, Any]:
-    """Bytes of a step by part, beside what the device has, and the largest micro-batch that would fit."""
+def memory_facts(
+    decoder: DecoderConfig, step: Step, optimizer: OptimizerConfig, device: Device, global_batch: bool
+) -> dict[str, Any]:
+    """Bytes of a step by part, beside what the device has, and the largest micro-batch that would fit.
+
+    `global_batch`: `data.global_batch_tokens` is given; otherwise a step is one micro-batch, however large.
+    """
     parts = training_memory(decoder, step, optimizer.state)
     reserve = RESERVE_BYTES + int(RESERVE_SHARE * parts["peak"])
     facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
     if device.memory_bytes is not None:
         available = int((device.memory_bytes - RESERVE_BYTES) / (1 + RESERVE_SHARE))
-        samples = step.micro_batch_size * step.accumulate
+        samples = step.micro_batch_size * step.accumulate if global_batch else None
         facts["largest_micro_batch"] = largest_micro_batch(decoder, step, available, samples, optimizer.state)
     return facts
 
@@ -321,7 +326,8 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     precision = precision_for_cpu(config.trainer.precision) if device.capability is None else config.trainer.precision
     step = computation(steps, config, device, precision)
     found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
-    found["memory"] = memory_facts(decoder, step, config.model.optimizer, device)
+    global_batch = config.data.global_batch_tokens is not None
+    found["memory"] = memory_facts(decoder, step, config.model.optimizer, device, global_batch)
     found["time"] = time_facts(
         found["steps"], found["model"], device,
         multiplication_precision(precision, config.trainer.matmul_precision), config.mfu, config.bench,

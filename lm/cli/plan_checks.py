@@ -202,17 +202,21 @@ def _of_memory(
     need = f"{format_bytes(memory['total'])} of {device.name}'s {format_bytes(memory['device'])}"
     block = config.model.activation_checkpointing == "block"
     recompute = "" if block else "--model.activation_checkpointing block, or "
+    stays = "the run stays the same"
+    if config.data.global_batch_tokens is None and best is not None:
+        tokens = best * steps["seq_len"] * steps["world_size"]
+        stays = f"a step then has {tokens:,} tokens, because data.global_batch_tokens is not set"
     if share > 1 and best is None:
         yield Finding("error", f"a step takes {need}, and even one sample at a time does not fit",
                       f"{recompute}take a smaller model or context, or shard it with trainer.strategy fsdp2")
     elif share > 1:
         yield Finding("error", f"a step takes {need}",
-                      f"--data.micro_batch_size {best}: the largest that fits, and the run stays the same")  # fmt: skip
+                      f"--data.micro_batch_size {best}: the largest that fits, and {stays}")  # fmt: skip
     elif share > NEARLY_FULL:
         yield Finding("warning", f"a step takes {need}, {share:.0%}", "lower data.micro_batch_size if memory runs out")
     elif share < HALF_EMPTY and best is not None and best > asked and device.capability is not None:
         yield Finding("advice", f"a step takes {need}, {share:.0%}",
-                      f"--data.micro_batch_size {best} fits too and may be faster; the run stays the same")  # fmt: skip
+                      f"--data.micro_batch_size {best} fits too and may be faster; {stays}")  # fmt: skip
     kernels = config.model.kernels not in ("off", False) and device.capability is not None
     if share < HALF_EMPTY and kernels and device.capability >= (8, 0) and not config.model.keep_normed_rows:
         yield Finding("advice", f"a step takes {need}, {share:.0%}",

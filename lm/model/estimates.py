@@ -297,15 +297,15 @@ def _state_values(counts: dict[str, int], state: OptimizerState, owners: int = 1
 
 
 def largest_micro_batch(
-    config: DecoderConfig, step: Step, most: int, samples: int, state: OptimizerState = ADAMW
+    config: DecoderConfig, step: Step, most: int, samples: int | None, state: OptimizerState = ADAMW
 ) -> int | None:
-    """The largest micro-batch that divides a device's share of the global batch and whose step fits.
+    """The largest micro-batch whose step fits, of those that divide a device's share of the global batch.
 
     Args:
         config: the decoder.
         step: as it is asked for; its micro-batch and accumulation are replaced.
         most: bytes that may be used.
-        samples: sequences of an optimizer step on one device.
+        samples: sequences of an optimizer step on one device; None: a step is one micro-batch, of a power of two.
         state: values that the optimizer keeps.
 
     Returns:
@@ -314,11 +314,15 @@ def largest_micro_batch(
     Raises:
         RequestError: there is no sample.
     """
-    if samples < 1:
+    if samples is None:
+        steps = {2**n: 1 for n in range(32)}  # micro-batch -> micro-batches of a step
+    elif samples < 1:
         raise RequestError("a device has no sample of the global batch")
-    small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
-    for size in sorted({*small, *(samples // size for size in small)}, reverse=True):
-        tried = replace(step, micro_batch_size=size, accumulate=samples // size)
+    else:
+        small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
+        steps = {size: samples // size for size in (*small, *(samples // size for size in small))}
+    for size in sorted(steps, reverse=True):
+        tried = replace(step, micro_batch_size=size, accumulate=steps[size])
         if training_memory(config, tried, state)["peak"] <= most:
             return size
     return None

@@ -70,6 +70,9 @@ def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) 
     taken = "there was too little" if had is None else f"it had {format_bytes(had)} at most"
     more = f" and asked for {format_bytes(int(float(asked[1]) * UNITS[asked[2]]))} more" if asked else ""
     cure = _cure(module.config, step, state, had, reserve)
+    if trainer.datamodule.global_batch_tokens is None:  # a step would be one micro-batch, of whatever size
+        tokens = f" --data.global_batch_tokens {trainer.steps.tokens_per_step}"
+        cure = re.sub(r"(?<=--data.micro_batch_size )\d+", rf"\g<0>{tokens}", cure)
     return RunError(
         f"out of memory ({device.type}) {where} of step {steps_taken + 1}: with micro-batches of "
         f"{step.micro_batch_size} x {step.seq_len} tokens {taken}{more}; {cure}; checkpoints are as they were"

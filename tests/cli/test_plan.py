@@ -100,6 +100,18 @@ def test_fit_prints_the_flag_to_take(workplace):
     assert said == "--data.micro_batch_size 8\n"  # all 8 samples of a step fit at once
 
 
+def test_fit_finds_the_largest_of_all_where_no_global_batch_is_given(planned):
+    """It fits and twice as much does not; what it does to a step is said."""
+    unset = {"data.global_batch_tokens": None}
+    best = planned(**unset)[1]["memory"]["largest_micro_batch"]
+    facts = planned(**unset | {"data.micro_batch_size": best})[1]["memory"]
+    twice = planned(**unset | {"data.micro_batch_size": 2 * best})
+    assert best > 1000 and facts["total"] <= facts["device"] < twice[1]["memory"]["total"]
+    (error,) = [text for text in found(twice, "error") if "a step takes" in text]
+    tokens = f"{best * 32:,} tokens, because data.global_batch_tokens is not set"
+    assert f"--data.micro_batch_size {best}: the largest that fits, and a step then has {tokens}" in error
+
+
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_device_has_a_memory_and_a_peak(name):
     device = DEVICES[name]

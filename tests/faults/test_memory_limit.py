@@ -1,6 +1,7 @@
 """A training that runs out of memory says how much there was and which micro-batch fits, and loses no checkpoint."""
 
 import re
+import shutil
 import sys
 
 import pytest
@@ -25,9 +26,14 @@ LIMITED = [{"class_path": "recorder.Recorder"}, {"class_path": "memory_limit.Lim
 FIT = ("fit", "--config", "wide.yaml", "--ckpt_path", "auto")
 
 
-def test_out_of_memory_at_the_first_step_names_a_micro_batch_that_fits(workplace):
-    """The line is the reason in run.json, too; and with what it proposes the same run is trained in the same memory."""
-    write_config(workplace, "wide", **WIDE, **{"trainer.callbacks": LIMITED})
+@pytest.mark.parametrize("given", [8192, None])
+def test_out_of_memory_at_the_first_step_names_a_micro_batch_that_fits(workplace, given):
+    """The line is the reason in run.json, too; and with what it proposes the same run is trained in the same memory.
+
+    Where a step was one micro-batch, for want of `data.global_batch_tokens`, it proposes these too.
+    """
+    shutil.rmtree(workplace / "checkpoints" / "wide", ignore_errors=True)
+    write_config(workplace, "wide", **WIDE | {"trainer.callbacks": LIMITED, "data.global_batch_tokens": given})
     refused = lm(workplace, *FIT, expect=1)
     said = refused.stderr.splitlines()[-1]
     assert said.startswith("lm fit: out of memory (cpu) in the forward pass of step 1") and "64 x 128 tokens" in said
@@ -36,10 +42,11 @@ def test_out_of_memory_at_the_first_step_names_a_micro_batch_that_fits(workplace
     run = Run(workplace / "checkpoints" / "wide")
     assert run.status() == "failed" and run.read("run.json")["reason"] == said.removeprefix("lm fit: ")
 
-    fitting = re.search(r"--data.micro_batch_size (\d+) needs about", said)[1]
-    assert 8 <= int(fitting) < 64
-    lm(workplace, *FIT, "--data.micro_batch_size", fitting)
-    assert run.status() == "finished"
+    named = re.search(r"(--data.micro_batch_size (\d+)( --data.global_batch_tokens 8192)?) needs about", said)
+    cure, fitting, tokens = named.groups()
+    assert 8 <= int(fitting) < 64 and (tokens is None) == (given is not None)
+    lm(workplace, *FIT, *cure.split())
+    assert run.status() == "finished" and run.read("state.json")["tokens"] == 2 * 8192
 
 
 def test_out_of_memory_in_a_resume_leaves_the_checkpoints(workplace):
