@@ -21,7 +21,8 @@ class DecoderConfig:
         num_key_value_heads: Key and value heads, each shared by equally many query heads; as many as query heads
             if not given.
         head_dim: Width of a head, even; hidden_size / num_attention_heads if not given.
-        intermediate_size: Width inside the MLP.
+        intermediate_size: Width inside the MLP; 8/3 of hidden_size, rounded up to a multiple of 64, if not given: its
+            three matrices then hold as many weights as two of 4 x hidden_size.
         max_position_embeddings: Context: the most tokens in a sequence.
         rms_norm_eps: Added to the mean square in every RMSNorm.
         rope_theta: Base of the rotary wavelengths.
@@ -44,7 +45,7 @@ class DecoderConfig:
     num_attention_heads: int = 8
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    intermediate_size: Count = Count(1408)
+    intermediate_size: Count | None = None
     max_position_embeddings: Count = Count(1024)
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
@@ -77,6 +78,7 @@ class DecoderConfig:
         # Fields that were left open follow from the rest, so that every reader of a config sees whole numbers.
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.intermediate_size = self.intermediate_size or -(-self.hidden_size // 24) * 64  # 64 / 24 = 8 / 3
         if self.num_attention_heads % self.num_key_value_heads:
             raise RequestError(
                 f"num_key_value_heads {self.num_key_value_heads} does not divide num_attention_heads "
