@@ -35,26 +35,30 @@ def prepare(**options: Any) -> None:
     log.info("train on it: lm fit --config tiny.yaml --data.path %s --data.prepare null", settings.output)
 
 
-def inspect(path: str, column: str = "input_ids", json: bool = False) -> None:
+def inspect(path: str, column: str = "input_ids", seq_len: int = 1024, json: bool = False) -> None:
     """Show what a data folder holds: splits, shards, tokens, tokenizer, and the beginning of its text.
 
     Args:
         path: A folder that `lm data prepare` made, or anyone's shards: a folder, glob, file or URL.
         column: Column of token ids.
+        seq_len: Context for which samples, and tokens that are in none, are counted.
         json: Print one JSON object.
     """
-    found = describe_folder(path, column)
+    if seq_len < 1:
+        raise RequestError(f"--seq_len {seq_len} must be at least 1")
+    found = describe_folder(path, column, seq_len)
     if json:
         print(jsonlib.dumps(found, ensure_ascii=False))
     else:
         _print_folder(found)
 
 
-def describe_folder(path: str, column: str = "input_ids") -> dict[str, Any]:
+def describe_folder(path: str, column: str = "input_ids", seq_len: int = 1024) -> dict[str, Any]:
     """What `lm data inspect --json` prints.
 
     Returns:
-        "path", "made_by_lm", "tokenizer" (None if not known), "splits" by name, "sample" (None without a tokenizer).
+        "path", "made_by_lm", "tokenizer" (None if not known), "seq_len", "splits" by name, "padding" (what looks like
+        it, by split), "sample" (None without a tokenizer).
 
     Raises:
         RequestError: there are no readable shards.
@@ -67,7 +71,7 @@ def describe_folder(path: str, column: str = "input_ids") -> dict[str, Any]:
     else:
         opened = {"": Shards.open(path, column, **known)}
     known_counts = {} if manifest is None else manifest["splits"]
-    splits = {name: _counts(shards, known_counts.get(name)) for name, shards in opened.items()}
+    splits = {name: _counts(shards, seq_len, known_counts.get(name)) for name, shards in opened.items()}
     first = opened.get("val") or next(iter(opened.values()))
     return {
         "path": path,
@@ -77,7 +81,9 @@ def describe_folder(path: str, column: str = "input_ids") -> dict[str, Any]:
             "vocab_size": tokenizer.vocab_size, "eos_token": tokenizer.eos_token, "eos_id": tokenizer.eos_id,
             "sha256": tokenizer.sha256,
         },
+        "seq_len": seq_len,
         "splits": splits,
+        "padding": {name: found[1] for name, shards in opened.items() if (found := shards.padding())},
         "sample": None if tokenizer is None or not first.blocks else tokenizer.decode(first.read(0)[:SAMPLE_TOKENS]),
     }  # fmt: skip
 
@@ -107,11 +113,12 @@ def _tokenizer_near(path: Path) -> Tokenizer | None:
     return None
 
 
-def _counts(shards: Shards, recorded: dict[str, Any] | None) -> dict[str, Any]:
-    """Counts of one split; documents and bytes if the manifest records them."""
+def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> dict[str, Any]:
+    """Counts of one split, with the samples of a context and the tokens that are in none; documents and bytes if the manifest records them."""
     files = shards.fingerprint()
     size = sum(file.size for file in files)
     counts: dict[str, Any] = {"tokens": shards.tokens, "shards": len(files), "file_bytes": size}
+    counts |= {"samples": int(shards.windows(seq_len).sum()), "left_over": shards.left_over(seq_len)}
     if recorded is not None:
         per_token = recorded["bytes"] / max(1, shards.tokens)
         counts |= {"documents": recorded["documents"], "bytes": recorded["bytes"], "bytes_per_token": per_token}
@@ -131,6 +138,11 @@ def _print_folder(found: dict[str, Any]) -> None:
     for split, counts in found["splits"].items():
         table.add_row(split, *(show(counts[name]) if name in counts else "unknown" for name, show in columns.items()))
     console.print(table)
+    for split, counts in found["splits"].items():
+        console.print(f"{split and split + ': '}{plural(counts['samples'], 'sample')} at --seq_len {found['seq_len']}, "
+                      f"{counts['left_over']:,} tokens in none ({counts['left_over'] / max(1, counts['tokens']):.1%})")
+    for padding in found["padding"].values():
+        console.print(f"is this padding? {padding}; if it is, train with --data.pad_id, or write an attention_mask")
     tokenizer = found["tokenizer"]
     if tokenizer is None:
         console.print("tokenizer: there is no tokenizer.json in the folder or beside it")

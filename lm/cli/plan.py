@@ -72,10 +72,10 @@ def data_facts(data: Namespace) -> dict[str, Any]:
     opened.prepare_data()  # which makes nothing: it looks whether the folder was made with these options
     opened.setup("fit")
     sizes = opened.tokenizer.token_bytes()
-    return {"prepared": True} | {
+    return {"prepared": True, "warnings": opened.warnings()} | {
         split: {
             "tokens": shards.tokens, "shards": len(shards.fingerprint()),
-            "windows": int(shards.windows(data.seq_len).sum()), "dtype": str(shards.column.dtype),
+            "windows": int(shards.windows(data.seq_len).sum()), "left_over": shards.left_over(data.seq_len), "dtype": str(shards.column.dtype),
             "bytes_per_token": float(sizes[shards.read(0)].mean()),  # UTF-8 of the first block
         }
         for split, shards in opened.shards.items()
@@ -419,7 +419,8 @@ def _data_lines(found: dict[str, Any]) -> list[str]:
     data = found["data"]
     return [
         f"{split}: {format_count(data[split]['tokens'])} tokens in {plural(data[split]['shards'], 'shard')}, "
-        f"{plural(data[split]['windows'], 'sample')}, {data[split]['bytes_per_token']:.2f} bytes of text a token"
+        f"{plural(data[split]['windows'], 'sample')}, {data[split]['left_over']:,} tokens in none, "
+        f"{data[split]['bytes_per_token']:.2f} bytes of text a token"
         for split in ("train", "val") if split in data
     ] or ["not there yet"]  # fmt: skip
 

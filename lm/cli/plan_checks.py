@@ -122,6 +122,8 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
         yield Finding("advice", f"{config.data.path} is not there yet: the first fit makes it from "
                       f"{', '.join(data['from'])}", "to plan with its tokens, run `lm data prepare` first")  # fmt: skip
         return
+    for what, cure in data["warnings"]:
+        yield Finding("warning", what, cure)
     per_epoch, epochs = steps["steps_per_epoch"], steps["epochs"]
     samples = steps["tokens_per_step"] // steps["seq_len"]
     arithmetic = f"{data['train']['windows']:,} samples / {samples:,} a step = {per_epoch:,.1f} steps an epoch"

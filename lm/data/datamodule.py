@@ -19,14 +19,17 @@ from lm.data.loader import TIMEOUT, Batch, OnBadShard, Reading, Stream, Windows
 from lm.data.prepare import PrepareOptions, prepare
 from lm.data.remote import BlockCache
 from lm.data.sampler import Order, lanes_for
-from lm.data.shards import Shards
+from lm.data.shards import Shards, common_file
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.system.files import parse_json
-from lm.system.units import Count
+from lm.system.units import Count, plural
 
 log = logging.getLogger(__name__)
+
+BLOCKS_IN_BUFFER = 8  # at least: small shards are joined to blocks no larger than that, so that some are mixed
+NOTED_LEFT_OVER = 0.01  # of the tokens
 
 
 def text_batches(
@@ -72,6 +75,7 @@ class DataModule(LightningDataModule):
         tokenizer: A `tokenizer.json` or its folder; that of `path` if not given.
         prepare: What to make `path` from when it is not there yet.
         column: Column of token ids in the shards.
+        pad_id: Id that fills rows up, in shards without an `attention_mask`: left out where a row begins or ends in it.
         seq_len: Predicted tokens of a sample; the decoder's `max_position_embeddings` if not given.
         micro_batch_size: Samples that a device runs at once.
         global_batch_tokens: Tokens of an optimizer step over all devices; one micro-batch a device if not given.
@@ -95,6 +99,7 @@ class DataModule(LightningDataModule):
         tokenizer: str | None = None,
         prepare: PrepareOptions | None = None,
         column: str = "input_ids",
+        pad_id: int | None = None,
         seq_len: Count | None = None,
         micro_batch_size: Count = Count(8),
         global_batch_tokens: Count | None = None,
@@ -116,6 +121,7 @@ class DataModule(LightningDataModule):
         self.tokenizer_path = tokenizer or path
         self.prepare_options = prepare
         self.column = column
+        self.pad_id = pad_id
         self.seq_len = seq_len
         self.micro_batch_size = micro_batch_size
         self.global_batch_tokens = global_batch_tokens
@@ -179,6 +185,11 @@ class DataModule(LightningDataModule):
             if shards is not None:
                 shards.require_windows(self.seq_len)
                 self.shards[split] = shards
+        if {"train", "val"} <= self.shards.keys() and (found := common_file(self.shards["train"], self.shards["val"])):
+            same = "" if found[0] == found[1] else f", which is {found[1]}"
+            raise RequestError(
+                f"the training data contains the validation data: {found[0]}{same}; give data.train without it"
+            )
         if stage in ("validate", "test") and wanted[0] not in self.shards:
             raise RequestError(f"there is nothing to {stage} on: give data.{wanted[0]}")
 
@@ -193,7 +204,24 @@ class DataModule(LightningDataModule):
         return Shards.open(
             source, self.column, vocab_size=self.tokenizer.vocab_size, tokenizer_sha256=self.tokenizer.sha256,
             cache=self.cache, patience=self.timeout / 2,  # so that it is the read that says what is wrong
+            pad_id=self.pad_id, eos_id=self.tokenizer.eos_id,
+            block_tokens=self.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
         )
+
+    def warnings(self) -> list[tuple[str, str]]:
+        """What is doubtful in the shards of each split, and what to do about it."""
+        found = []
+        for split, shards in self.shards.items():
+            left, windows = shards.left_over(self.seq_len), shards.windows(self.seq_len)
+            if left > NOTED_LEFT_OVER * shards.tokens:
+                found.append((
+                    f"{split}: {left:,} of {shards.tokens:,} tokens, {left / shards.tokens:.1%}, are in no sample of "
+                    f"{self.seq_len:,} + 1: they are left over at the ends of {plural(len(windows), 'block')}",
+                    "lower data.seq_len",
+                ))  # fmt: skip
+            if padding := shards.padding():
+                found.append((padding[1], f"if that is padding: --data.pad_id {padding[0]}"))
+        return found
 
     @property
     def has_validation(self) -> bool:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lm.data.parquet import IGNORED, BadBlock, Tokens
 from lm.data.sampler import BLOCKS_AHEAD, Order
-from lm.data.shards import BLOCK_TOKENS, BadBlock, Shards
+from lm.data.shards import BLOCK_TOKENS, Shards
 from lm.errors import DataError, RequestError, RunError
 from lm.system.process import reader_pool
 
-IGNORED = -100  # the label that a loss leaves out
 DECODERS = 2  # threads; one decodes some hundred million tokens a second
 TIMEOUT = 300.0  # seconds to wait for a block
 SAMPLES_LOCATED = 1024  # in one call of numpy
@@ -174,7 +174,7 @@ class Stream(IterableDataset):
 
     Raises:
         ValueError: `global_batch` is not a multiple of `world`.
-        RequestError: a row group alone is larger than the shuffle buffer.
+        RequestError: a block alone is larger than the shuffle buffer.
     """
 
     def __init__(
@@ -279,13 +279,17 @@ def assemble(
             request, blocks, windows = waiting.popleft()
             rows = np.empty((len(blocks) + request.padding, seq_len + 1), dtype=dtype)  # (B, T + 1)
             rows[len(blocks) :] = 0
-            bad = {}
+            bad, counts = {}, None
             for place, (block, window) in enumerate(zip(blocks, windows)):
                 if wanted == taken:
                     look_ahead()  # the buffer was full; no sample that was taken needs its block any more
                 first = window * seq_len
                 try:
-                    rows[place] = buffer.get(block)[first : first + seq_len + 1]
+                    tokens = buffer.get(block)
+                    rows[place] = tokens.ids[first : first + seq_len + 1]
+                    if tokens.targets is not None:
+                        counts = np.ones((len(rows), seq_len), bool) if counts is None else counts  # (B, T)
+                        counts[place] = tokens.targets[first + 1 : first + seq_len + 1]
                 except BadBlock as damage:
                     if reading.on_bad_shard == "raise":
                         raise
@@ -293,7 +297,7 @@ def assemble(
                     bad[place] = str(damage.with_traceback(None))  # a block's rows share it: tracebacks would add up
                 taken += 1
             look_ahead()  # so that decoding continues while the batch is trained on
-            yield _to_batch(rows, request, bad)
+            yield _to_batch(rows, request, bad, counts)
     except RunError as error:
         raise DataError(str(error)) from error
     finally:
@@ -312,11 +316,16 @@ def _locate_many(order: Order, requests: Iterator[Request]) -> Iterator[tuple[Re
         size = max(1, SAMPLES_LOCATED // max(1, ends[-1] // len(group)))
 
 
-def _to_batch(rows: np.ndarray, request: Request, bad: dict[int, str]) -> Batch:
-    """A batch of rows; `bad` says what is wrong with the block of a row that could not be read."""
-    mask = None
+def _to_batch(rows: np.ndarray, request: Request, bad: dict[int, str], counts: np.ndarray | None) -> Batch:
+    """A batch of rows.
+
+    Args:
+        bad: what is wrong with the block of a row that could not be read.
+        counts: (B, T) which targets count; None where all do.
+    """
+    mask = None if counts is None else torch.from_numpy(counts)
     if request.padding or bad:
-        mask = torch.ones(len(rows), rows.shape[1] - 1, dtype=torch.bool)  # (B, T)
+        mask = torch.ones(len(rows), rows.shape[1] - 1, dtype=torch.bool) if mask is None else mask  # (B, T)
         mask[len(rows) - request.padding :] = False
         mask[list(bad)] = False
     return Batch(torch.from_numpy(rows), request.cursor, mask, tuple(bad.values()))
@@ -334,7 +343,7 @@ class BlockBuffer:
         self.decoders = reader_pool(DECODERS)
         self.blocks: OrderedDict[int, Future] = OrderedDict()  # the one to drop first stands first
         self.wanted: dict[int, int] = {}  # block -> the latest sample that wants it
-        self.decoded: dict[int, np.ndarray] = {}  # results that `get` has seen, since a Future takes a lock to answer
+        self.decoded: dict[int, Tokens] = {}  # results that `get` has seen, since a Future takes a lock to answer
 
     def want(self, block: int, sample: int, taken: int) -> bool:
         """Decode `block` for `sample`; False if it does not fit yet, while sample `taken` is the next to be taken."""
@@ -350,11 +359,11 @@ class BlockBuffer:
                 self.decoded.pop(oldest, None)
                 self.held -= self.shards.blocks[oldest].tokens
             self.held += tokens
-            self.blocks[block] = self.decoders.submit(self.shards.read, block)
+            self.blocks[block] = self.decoders.submit(self.shards.read_tokens, block)
         self.wanted[block] = sample
         return True
 
-    def get(self, block: int) -> np.ndarray:
+    def get(self, block: int) -> Tokens:
         """The tokens of a wanted block, as soon as they are decoded.
 
         Raises:

@@ -5,9 +5,11 @@
 
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lm.errors import RequestError, RunError
@@ -15,16 +17,26 @@ from lm.system.files import sync
 
 LARGEST_ID = 2**31  # ids are below it where no vocabulary is known: what an int32 tensor can hold
 TOKENIZER_KEY = b"lm.tokenizer"  # in the footers of our shards: SHA-256 of the tokenizer that made them
+SIGNATURE = 28  # bytes of nonce and tag that follow the footer of a file with encrypted columns
 FOOTER_BYTES = 2**16  # most footers are shorter, so one request to an object store gets all of it
 # What reading damaged bytes raises, in Arrow and around it; a failing disk or network is an OSError, too.
 DAMAGE = (
     LookupError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError, SystemError, OSError,
     pa.ArrowException,
 )  # fmt: skip
+LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view,
+         pa.types.is_large_list_view)  # fmt: skip
 
 
 class BadBlock(RunError):
     """The file is there, and its content cannot be used: damaged, changed, null, or ids outside the vocabulary."""
+
+
+class Encrypted(pa.ArrowInvalid):
+    """A Parquet file that takes a key to read."""
+
+    def __init__(self) -> None:
+        super().__init__("it is encrypted")
 
 
 # ---- footer ----------------------------------------------------------------------------------------------------------
@@ -35,14 +47,30 @@ def read_footer(handle: pa.NativeFile) -> bytes:
 
     Raises:
         pyarrow.ArrowInvalid: this is no Parquet file, or not the whole of it.
+        Encrypted: its footer is encrypted.
     """
     size = handle.size()
     first = max(0, size - FOOTER_BYTES)
     end = handle.read_at(size - first, first)
+    if end[-4:] == b"PARE":
+        raise Encrypted
     length = int.from_bytes(end[-8:-4], "little") + 8
     if end[-4:] != b"PAR1" or length > size - 4:
         raise pa.ArrowInvalid("it has no Parquet footer at its end")
     return end[-length:] if length <= len(end) else handle.read_at(length, size - length)
+
+
+def parse_footer(footer: bytes) -> pq.FileMetaData:
+    """What `read_footer` has read.
+
+    Raises:
+        pyarrow.ArrowInvalid: the footer is damaged.
+        Encrypted: columns are encrypted; Arrow aborts the process where it meets one.
+    """
+    parsed = pq.read_metadata(pa.BufferReader(footer))
+    if parsed.serialized_size == len(footer) - 8 - SIGNATURE:
+        raise Encrypted
+    return parsed
 
 
 def footer_digest(footer: bytes) -> str:
@@ -55,21 +83,38 @@ def footer_digest(footer: bytes) -> str:
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
+# Columns beside the ids, as Hugging Face means them. A labels row is not shifted: it repeats the ids.
+MASK, LABELS = "attention_mask", "labels"
+PAD_RUN, PADDED_ROWS = 3, 0.05  # so many equal ids at an end of so many rows look like padding
+IGNORED = -100  # the label that a loss leaves out
+
+
+class Tokens(NamedTuple):
+    """Token ids end to end, and which of them may be targets."""
+
+    ids: np.ndarray  # (tokens,) uint16 or uint32
+    targets: np.ndarray | None = None  # (tokens,) bool; None: all of them
+
 
 class Column:
     """The column of token ids in Parquet files: [0, vocab_size), or [0, 2^31) where the vocabulary is not known.
+
+    Padding is no token: what `attention_mask` says 0 to, and with `pad_id` the run of that id at both ends of a row;
+    of a run at the end one stays where it is the end-of-text token too.
 
     Attributes:
         dtype: of decoded ids: uint16 where they fit, else uint32.
     """
 
-    def __init__(self, name: str, vocab_size: int | None = None) -> None:
-        self.name, self.vocab_size = name, vocab_size
+    def __init__(
+        self, name: str, vocab_size: int | None = None, pad_id: int | None = None, eos_id: int | None = None
+    ) -> None:
+        self.name, self.vocab_size, self.pad_id, self.eos_id = name, vocab_size, pad_id, eos_id
         self.limit = LARGEST_ID if vocab_size is None else vocab_size
         self.dtype = np.dtype(np.uint16 if self.limit <= 2**16 else np.uint32)
 
     def check_type(self, schema: pa.Schema, file: str) -> None:
-        """Refuse a file without this column, or where it does not hold lists of integers.
+        """Refuse a file without this column, or where it or one beside it does not hold lists of integers.
 
         Raises:
             RequestError: names the file and what it holds instead.
@@ -78,47 +123,102 @@ class Column:
             raise RequestError(
                 f"shard {file} has no column {self.name!r}; it has {', '.join(schema.names) or 'none'}; set data.column"
             )
-        kind = schema.field(self.name).type
-        if not _is_list_of_integers(kind):
-            text = "; tokenize it first with `lm data prepare`" if pa.types.is_string(kind) else ""
-            raise RequestError(f"shard {file}: column {self.name!r} is {kind}, not a list of integers{text}")
+        for name in (self.name, *self.beside(schema)):
+            if (times := schema.names.count(name)) > 1:
+                raise RequestError(f"shard {file} has {times} columns {name!r}; write it again with one")
+            kind = schema.field(name).type
+            if not _is_list_of_integers(kind, boolean=name == MASK):
+                text = "; tokenize it first with `lm data prepare`" if pa.types.is_string(kind) else ""
+                cure = text if name == self.name else f", one for each id of {self.name!r}; write it without that column"
+                raise RequestError(f"shard {file}: column {name!r} is {kind}, not a list of integers{cure}")
+
+    def beside(self, schema: pa.Schema) -> list[str]:
+        """The columns that say which ids are padding or no targets."""
+        return [name for name in (MASK, LABELS) if name in schema.names and name != self.name]
 
     def count(self, parquet: pq.ParquetFile, file: str) -> list[int]:
-        """Tokens of every row group, from the footer's statistics where it has them, else by decoding.
+        """Tokens of every row group, from the footer's statistics where they tell, else by decoding.
 
-        An empty or null list is one null leaf value, so the tokens are the leaf values less their nulls. Where the
-        statistics show ids outside the vocabulary, decoding finds the row.
+        An empty or null list is one null leaf value, so where there are none the tokens are the leaf values. Decoding
+        finds null rows, and the row of ids outside the vocabulary. The first row group with labels is decoded in any
+        case, so that labels of another kind are found before any work.
 
         Raises:
             BadBlock: a row group that had to be decoded holds bad ids.
             pyarrow.ArrowException, OSError: it cannot be decoded.
         """
-        leaf = self._leaf(parquet.metadata)
+        beside = self.beside(parquet.schema_arrow)
 
         def count_one(group: int) -> int:
-            chunk = parquet.metadata.row_group(group).column(leaf)
-            sound = chunk.physical_type == parquet.schema.column(leaf).physical_type  # or Arrow aborts the process
-            facts = chunk.statistics if sound else None
-            if facts is not None and facts.has_null_count:
-                if not facts.has_min_max or (facts.min >= 0 and facts.max < self.limit):
-                    return chunk.num_values - facts.null_count
-            return len(self.decode(parquet, group, file))
+            facts, values = self._statistics(parquet, group, self.name)
+            known = facts is not None and facts.has_null_count and not facts.null_count
+            known = known and (not facts.has_min_max or (facts.min >= 0 and facts.max < self.limit))
+            whole = self.pad_id is None and (MASK not in beside or self._is_all_ones(parquet, group, values))
+            if known and whole and not (group == 0 and LABELS in beside):
+                return values
+            return len(self.decode(parquet, group, file).ids)
 
         return [count_one(group) for group in range(parquet.metadata.num_row_groups)]
 
-    def decode(self, parquet: pq.ParquetFile, group: int, file: str) -> np.ndarray:
-        """All tokens of a row group, end to end: (tokens,) of `dtype`, every id inside the vocabulary.
+    def decode(self, parquet: pq.ParquetFile, group: int, file: str) -> Tokens:
+        """All tokens of a row group, end to end, every id inside the vocabulary.
 
         Raises:
-            BadBlock: nulls, or ids outside the vocabulary; names row group and row.
+            BadBlock: nulls, ids outside the vocabulary, or masks and labels that do not fit; names row group and row.
             pyarrow.ArrowException, OSError: bytes that cannot be read or decoded.
         """
+        beside = self.beside(parquet.schema_arrow)
+        if MASK in beside:
+            _, values = self._statistics(parquet, group, self.name)
+            beside = beside[1:] if self._is_all_ones(parquet, group, values) else beside
+        # Arrow takes `tokens.raw` for a part of `tokens`, and reads it too.
+        table = parquet.read_row_group(group, columns=[self.name, *beside], use_threads=False)
+        where = f"shard {file}, row group {group}"
+        rows = table.column(self.name)
+        ids = _values(rows, where, "a token id", "leave such rows out")
+        keep = targets = None
+        if beside or self.pad_id is not None:
+            keep = self._keep(ids, rows)
+        for name in beside:
+            values = _values(table.column(name), where, f"a value of {name!r}", f"write it without {name!r}")
+            other = _lengths(table.column(name))
+            if not np.array_equal(_lengths(rows), other):
+                row = int(np.flatnonzero(_lengths(rows) != other)[0])
+                raise BadBlock(f"{where}, row {row}: {name!r} has {other[row]} values for {_lengths(rows)[row]} ids")
+            if name == MASK:
+                wrong, words = (values != 0) & (values != 1), "which is neither 0 nor 1"
+                keep &= values == 1
+            else:
+                targets = values != IGNORED
+                wrong = targets & (values != ids) & keep
+                words = f"which is neither the id nor {IGNORED}: labels are not shifted, as at Hugging Face"
+            if wrong.any():
+                place = int(np.argmax(wrong))
+                raise BadBlock(f"{where}, row {_row_of(rows, place)}: {name!r} holds {values[place]}, {words}; write it "
+                               "without that column")  # fmt: skip
+        kept = ids if keep is None else ids[keep]
+        if not self.holds(kept):
+            place = int(np.argmax((kept < 0) | (kept >= self.limit)))
+            place = place if keep is None else int(np.flatnonzero(keep)[place])
+            vocabulary = "any vocabulary" if self.vocab_size is None else f"the vocabulary of {self.vocab_size}"
+            raise BadBlock(f"{where}, row {_row_of(rows, place)}: token id {ids[place]} is outside {vocabulary}; was it "
+                           "made with another tokenizer?")  # fmt: skip
+        if targets is not None:
+            targets = None if targets[keep].all() else targets[keep]
+        return Tokens(kept.astype(self.dtype, copy=False), targets)
+
+    def padding(self, parquet: pq.ParquetFile, group: int) -> tuple[int, float] | None:
+        """An id that seems to fill up the rows of a row group unmarked, and its share of the tokens; else None."""
+        if self.pad_id is not None or MASK in self.beside(parquet.schema_arrow):
+            return None
         rows = parquet.read_row_group(group, columns=[self.name], use_threads=False).column(self.name)
-        parts = [self._ids(chunk) for chunk in rows.chunks]
-        if any(part is None for part in parts):
-            raise BadBlock(self._describe_bad_ids(parquet, group, file))
-        tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
-        return tokens.astype(self.dtype, copy=False)
+        ids, ends = _values(rows, "", "", ""), np.cumsum(_lengths(rows))
+        pad_id = find_padding(ids, ends)
+        if pad_id is None:
+            return None
+        first, last = rows_inside(ids, ends, pad_id)
+        share = 1 - float((last - first).sum() / len(ids))
+        return (pad_id, share) if share < 1 else None
 
     def holds(self, ids: np.ndarray) -> bool:
         """Whether every id is inside the vocabulary."""
@@ -126,52 +226,111 @@ class Column:
             return True
         return int(ids.max()) < self.limit and (ids.dtype.kind == "u" or int(ids.min()) >= 0)
 
-    def _leaf(self, footer: pq.FileMetaData) -> int:
-        """The index of the column's values among all leaves of the schema.
+    def _keep(self, ids: np.ndarray, rows: pa.ChunkedArray) -> np.ndarray:
+        """Which ids are not in a run of `pad_id` at an end of their row: (n,) bool."""
+        if self.pad_id is None:
+            return np.ones(len(ids), bool)
+        ends = np.cumsum(_lengths(rows))
+        first, last = rows_inside(ids, ends, self.pad_id)
+        if self.pad_id == self.eos_id:
+            last = np.minimum(last + 1, ends)
+        edges = np.zeros(len(ids) + 1, np.int8)
+        np.add.at(edges, first, 1)
+        np.add.at(edges, last, -1)
+        return np.cumsum(edges[:-1], dtype=np.int8).astype(bool)
+
+    def _statistics(self, parquet: pq.ParquetFile, group: int, name: str) -> tuple[pq.Statistics | None, int]:
+        """The footer's statistics of a column's values, None where it has none; and how many leaf values there are.
 
         Raises:
             pyarrow.ArrowInvalid: there is no such column, though there was: the footer is damaged or another.
         """
-        paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
-        leaf = next((i for i, path in enumerate(paths) if path.startswith(self.name + ".")), None)
-        if leaf is None:
-            raise pa.ArrowInvalid(f"there is no column {self.name!r} of lists")
-        return leaf
+        fields = parquet.schema_arrow
+        if name not in fields.names:
+            raise pa.ArrowInvalid(f"there is no column {name!r} of lists")
+        leaf = sum(_leaves(field.type) for field in list(fields)[: fields.names.index(name)])
+        chunk = parquet.metadata.row_group(group).column(leaf)
+        sound = chunk.physical_type == parquet.schema.column(leaf).physical_type  # or Arrow aborts the process
+        return chunk.statistics if sound else None, chunk.num_values
 
-    def _ids(self, rows: pa.Array) -> np.ndarray | None:
-        """The ids of an array of lists without a copy; None if there are nulls or ids outside the vocabulary."""
-        if not _is_list_of_integers(rows.type):
-            raise pa.ArrowInvalid(f"column {self.name!r} is {rows.type}, not a list of integers")
-        values = rows.flatten()
-        if rows.null_count or values.null_count:
-            return None
-        ids = values.to_numpy(zero_copy_only=True)
-        return ids if self.holds(ids) else None
-
-    def _describe_bad_ids(self, parquet: pq.ParquetFile, group: int, file: str) -> str:
-        """The first bad row of a row group, and what is wrong with it."""
-        row = 0
-        for batch in parquet.iter_batches(row_groups=[group], columns=[self.name], use_threads=False):
-            for ids in batch.column(0).to_pylist():
-                if reason := self._fault(ids):
-                    return f"shard {file}, row group {group}, row {row}: {reason}"
-                row += 1
-        return f"shard {file}, row group {group} held bad ids at first, but does not now; is the storage healthy?"
-
-    def _fault(self, row: list[int | None] | None) -> str | None:
-        """What is wrong with a row of ids."""
-        if row is None:
-            return "the row is null; leave such rows out"
-        if None in row:
-            return "a token id is null; leave nulls out"
-        bad = next((token for token in row if not 0 <= token < self.limit), None)
-        vocabulary = "any vocabulary" if self.vocab_size is None else f"the vocabulary of {self.vocab_size}"
-        return bad and f"token id {bad} is outside {vocabulary}; was it made with another tokenizer?"
+    def _is_all_ones(self, parquet: pq.ParquetFile, group: int, values: int) -> bool:
+        """Whether the footer says that the attention mask is 1 for each of so many ids."""
+        facts, count = self._statistics(parquet, group, MASK)
+        sure = facts is not None and facts.has_null_count and not facts.null_count and facts.has_min_max
+        return sure and facts.min == facts.max == 1 and count == values
 
 
-def _is_list_of_integers(kind: pa.DataType) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return is_list and pa.types.is_integer(kind.value_type)
+def rows_inside(ids: np.ndarray, ends: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where each row begins and ends without the runs of an id at its ends: two (rows,) int64.
+
+    Args:
+        ids: of all rows, end to end.
+        ends: (rows,) where each row ends in them.
+    """
+    starts = np.concatenate([[0], ends[:-1]])
+    others = np.append(np.flatnonzero(ids != pad_id), len(ids))
+    before, after = np.searchsorted(others, starts), np.searchsorted(others, ends)
+    empty = before == after  # nothing but padding
+    return np.where(empty, starts, others[before]), np.where(empty, starts, others[after - 1] + 1)
+
+
+def find_padding(ids: np.ndarray, ends: np.ndarray) -> int | None:
+    """The id that seems to fill rows up: many of them end, or begin, in a run of it; None: there is none.
+
+    Args:
+        ids: of all rows, end to end.
+        ends: (rows,) where each row ends in them.
+    """
+    starts, run = np.concatenate([[0], ends[:-1]]), np.arange(PAD_RUN)
+    long = ends - starts >= PAD_RUN
+    for edges in (ends[long, None] - 1 - run, starts[long, None] + run):  # (rows, PAD_RUN) places
+        outer = ids[edges]
+        found, counts = np.unique(outer[(outer == outer[:, :1]).all(1), 0], return_counts=True)
+        if len(found) and counts.max() >= max(2, PADDED_ROWS * len(ends)):
+            return int(found[counts.argmax()])
+    return None
+
+
+def _values(rows: pa.ChunkedArray, where: str, what: str, cure: str) -> np.ndarray:
+    """The values of lists of integers, end to end, without a copy where there is one chunk.
+
+    Raises:
+        BadBlock: a row or a value is null; names the row.
+        pyarrow.ArrowInvalid: these are no lists of integers.
+    """
+    if not _is_list_of_integers(rows.type, boolean=True):
+        raise pa.ArrowInvalid(f"a column is {rows.type}, not a list of integers")
+    if rows.null_count:
+        raise BadBlock(f"{where}, row {pc.index(rows.is_null(), True).as_py()}: the row is null; {cure}")
+    parts = [chunk.flatten() for chunk in rows.chunks]
+    if any(part.null_count for part in parts):
+        row = _row_of(rows, pc.index(pa.chunked_array(parts).is_null(), True).as_py())
+        raise BadBlock(f"{where}, row {row}: {what} is null; leave nulls out")
+    values = [part.to_numpy(zero_copy_only=not pa.types.is_boolean(part.type)) for part in parts]
+    if len(values) == 1:
+        return values[0]
+    return np.concatenate([np.empty(0, rows.type.value_type.to_pandas_dtype()), *values])
+
+
+def _lengths(rows: pa.ChunkedArray) -> np.ndarray:
+    """How many values each row has: (rows,) int64."""
+    return pc.list_value_length(rows).to_numpy().astype(np.int64)
+
+
+def _row_of(rows: pa.ChunkedArray, place: int) -> int:
+    """The row in which a value stands."""
+    return int(np.searchsorted(np.cumsum(_lengths(rows)), place, side="right"))
+
+
+def _leaves(kind: pa.DataType) -> int:
+    """How many columns of values a type takes in a Parquet file."""
+    kind = getattr(kind, "storage_type", kind)
+    return sum(_leaves(kind.field(index).type) for index in range(kind.num_fields)) or 1
+
+
+def _is_list_of_integers(kind: pa.DataType, boolean: bool = False) -> bool:
+    is_list = any(is_kind(kind) for is_kind in LISTS)
+    return is_list and (pa.types.is_integer(kind.value_type) or boolean and pa.types.is_boolean(kind.value_type))
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -39,6 +39,7 @@ PATIENCE = 150.0  # seconds for all attempts of one read
 WARN_EVERY = 60.0  # seconds
 ARROW_SCHEMES = ("s3", "gs", "gcs")
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_DENIED = re.compile(r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH")
 _REFUSED = re.compile(  # how pyarrow words what S3 will not answer better the next time
     r"AWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH)|HTTP status 301\)"
 )
@@ -110,6 +111,8 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
         info = filesystem.get_file_info(path)
         if info.type != pafs.FileType.Directory:
             return info.type, [info]
+        if isinstance(filesystem, pafs.LocalFileSystem):
+            return info.type, filesystem.get_file_info(_walk(path, recursive))
         return info.type, filesystem.get_file_info(pafs.FileSelector(path, recursive=recursive))
 
     try:
@@ -131,6 +134,39 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     if not chosen:
         raise RequestError(f"{source}: no file matches")
     return Listing(filesystem, path, prefix, chosen, "glob")
+
+
+def _walk(folder: str, recursive: bool) -> list[str]:
+    """The paths of all files below a local folder; a link that leads to a folder above itself is not followed.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    here = Path(folder).resolve()
+    above = {folder: {here, *here.parents}}  # folder -> those that a link in it may not lead to
+    paths = []
+    for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        around = above.pop(place)
+        paths += [os.path.join(place, name) for name in files]
+        led_to = {os.path.join(place, name): Path(place, name).resolve() for name in folders if recursive}
+        above |= {path: {*around, there} for path, there in led_to.items() if there not in around}
+        folders[:] = [name for name in folders if os.path.join(place, name) in above]
+    return paths
+
+
+def file_identity(name: str) -> Hashable:
+    """The same for all paths of a local file, also links; a remote one has its URL alone."""
+    if is_remote(name):
+        return name
+    try:
+        info = os.stat(name.removeprefix("file://"))
+    except OSError:  # gone since it was listed, which reading it will say
+        return name
+    return info.st_dev, info.st_ino
 
 
 def _split_glob(source: str) -> tuple[str, str | None]:
@@ -270,6 +306,11 @@ def _is_transient(error: Exception) -> bool:
     return not isinstance(error, (LmError, pa.ArrowException)) and type(error).__module__ != "builtins"
 
 
+def is_denied(error: BaseException | None) -> bool:
+    """Whether a file system or store answered that this user may not read."""
+    return isinstance(error, PermissionError) or isinstance(error, OSError) and bool(_DENIED.search(str(error)))
+
+
 def _warn(name: str, reason: str) -> None:
     """Log a failed read, at most once a minute: all reads fail when a store is gone."""
     global _last_warning
@@ -280,6 +321,10 @@ def _warn(name: str, reason: str) -> None:
 
 def unreadable(name: str, error: Exception) -> RunError:
     """The error of a file that is not there, or that may not be read."""
+    if is_denied(error):
+        return RunError(
+            f"{name}: access denied ({first_line(error)}); check its permissions, or the credentials of its store"
+        )
     return RunError(
         f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back, and resume with "
         "`--ckpt_path auto`"

@@ -13,7 +13,7 @@ import lzma
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from lm.data.remote import is_remote, list_files, open_file, open_filesystem
+from lm.data.remote import file_identity, is_remote, list_files, open_file, open_filesystem
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
 
@@ -104,10 +104,12 @@ def find_files(inputs: Sequence[str]) -> list[TextFile]:
     Raises:
         RequestError: there is nothing, or something that is no text; names it.
     """
-    found = {file.name: file for source in inputs for file in _find(source)}
+    found: dict[Hashable, TextFile] = {}
+    for file in (file for source in inputs for file in _find(source)):
+        found.setdefault(file_identity(file.name), file)
     if not found:
         raise RequestError("there is nothing to read: give files, folders, globs or URLs with --input")
-    return [found[name] for name in sorted(found)]
+    return sorted(found.values(), key=lambda file: file.name)
 
 
 def _find(source: str) -> Iterator[TextFile]:

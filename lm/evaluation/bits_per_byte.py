@@ -126,9 +126,15 @@ def shards_bits_per_byte(
     shards = Shards.open(source, column, tokenizer.vocab_size, tokenizer.sha256)
     shards.require_windows(seq_len)
     windows = Windows(shards, seq_len=seq_len, micro_batch=1, limit=max_windows)
-    rows = ((sample, Row(batch.tokens[0].numpy(), 1)) for sample, batch in enumerate(windows))
     sums = _Sums(tokenizer)
-    for samples in sums.add(decoder, rows, batch_tokens, seq_len, tokenizer.eos_id if document_mask else None):
+
+    def rows() -> Iterator[tuple[int, Row]]:
+        for sample, batch in enumerate(windows):
+            if batch.mask is not None:
+                sums.targets[sample] = batch.mask[0].numpy()
+            yield sample, Row(batch.tokens[0].numpy(), 1)
+
+    for samples in sums.add(decoder, rows(), batch_tokens, seq_len, tokenizer.eos_id if document_mask else None):
         if progress is not None:
             progress(samples, windows.total)
     return sums.result()
@@ -162,6 +168,7 @@ class _Sums:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.token_bytes = tokenizer.token_bytes()
         self.samples: list[np.ndarray] = []  # (4,) each: nats, tokens, nats of text, bytes of text
+        self.targets: dict[int, np.ndarray] = {}  # (n,) bool, which predictions of a sample count; missing: all
         self.counted = 0  # tokens so far
 
     def add(
@@ -179,6 +186,8 @@ class _Sums:
 
     def _count(self, sample: int, row: Row, nats: np.ndarray) -> None:
         sizes = self.token_bytes[row.ids[row.start :]]  # (n,)
+        if (counts := self.targets.pop(sample, None)) is not None:
+            nats, sizes = nats[counts], sizes[counts]
         while len(self.samples) <= sample:
             self.samples.append(np.zeros(4))
         self.samples[sample] += nats.sum(), len(nats), nats[sizes > 0].sum(), sizes.sum()

@@ -189,7 +189,7 @@ class Sample(NamedTuple):
     """One sample of the training stream."""
 
     sample: int  # its number, from 0 over the whole run
-    shard: str | None  # its file; None where a drill put rare tokens in its place
+    shard: str | None  # the file in which it begins; None where a drill put rare tokens in its place
     window: int | None  # of its block; None likewise
     token_ids: list[int]  # T + 1
 
@@ -253,7 +253,8 @@ def _read_samples(data: DataModule, samples: np.ndarray) -> list[Sample]:
         for index in np.flatnonzero(blocks == block).tolist():
             window = int(windows[index])
             ids = tokens[window * length : (window + 1) * length + 1].tolist()
-            found[index] = Sample(int(samples[index]), train.blocks[block].file, window, ids)
+            file = train.blocks[block].file_of(window * length)
+            found[index] = Sample(int(samples[index]), file, window, ids)
     return [found[index] for index in sorted(found)]
 
 

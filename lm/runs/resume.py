@@ -21,7 +21,7 @@ REFERENCES = ("best", "last", "auto")
 
 # With other values of these a run would be another one: another model, other data, another order of the samples.
 FIXED = ("seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
-         "data.prepare", "data.column", "data.seq_len", "data.shuffle_buffer")
+         "data.prepare", "data.column", "data.pad_id", "data.seq_len", "data.shuffle_buffer")
 
 
 def find_checkpoint(

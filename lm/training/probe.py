@@ -185,7 +185,10 @@ def _read(trainer: Trainer, taken: StepRef) -> tuple[np.ndarray, list[Place]]:
         for index in np.flatnonzero(blocks == block).tolist():
             start = int(windows[index]) * length
             rows[index] = tokens[start : start + length + 1]
-    return rows, [(train.blocks[block].file, window) for block, window in zip(blocks.tolist(), windows.tolist())]
+    return rows, [
+        (train.blocks[block].file_of(window * length), window)
+        for block, window in zip(blocks.tolist(), windows.tolist(), strict=True)
+    ]
 
 
 def _name(taken: StepRef, micro: int, rank: int, world: int) -> str:

@@ -85,7 +85,7 @@ def test_a_rank_reads_about_its_share(shards):
     reads = []
     for rank in range(4):
         counted = pickle.loads(pickle.dumps(shards))
-        counted.read = lambda block, read=counted.read: reads.append(block) or read(block)
+        counted.read_tokens = lambda block, read=counted.read_tokens: reads.append(block) or read(block)
         mine = stream(counted, rank=rank, world=4, global_batch=total - total % 4)
         order, requests = mine.order, islice(mine.requests(), 1)
         list(assemble(counted, order, SEQ_LEN, requests, mine.buffer))
@@ -117,7 +117,7 @@ def test_a_row_group_larger_than_the_buffer_is_refused_with_the_cure(shards):
     largest = shards.largest
     with pytest.raises(RequestError, match="row group.*more than.*; raise data.shuffle_buffer") as said:
         stream(shards, shuffle_buffer=largest.tokens - 1)
-    assert largest.file in str(said.value)
+    assert largest.file_of(0) in str(said.value)
 
 
 def test_a_step_that_does_not_divide_is_refused(shards):
@@ -172,8 +172,9 @@ def test_a_failure_of_a_decoding_thread_is_raised_where_batches_are_taken(tmp_pa
 def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path):
     """Their targets do not count, they say why, and every other row is where it was."""
     write_folder(tmp_path, [200, 200, 200])
-    whole = list(islice(iter(stream(Shards.open(str(tmp_path), vocab_size=1000))), 3))
-    shards = Shards.open(str(tmp_path), vocab_size=1000)
+    shards = Shards.open(str(tmp_path), vocab_size=1000, block_tokens=1)
+    whole = list(islice(iter(stream(shards)), 3))
+    shards = Shards.open(str(tmp_path), vocab_size=1000, block_tokens=1)
     (tmp_path / "00001.parquet").write_bytes(b"gone")
     skipping = stream(shards, reading=Reading(on_bad_shard="skip"))
     batches = iter(skipping)
@@ -181,7 +182,7 @@ def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path):
     for before, now in zip(whole, islice(batches, 3), strict=True):
         rows = [] if now.mask is None else (~now.mask.any(1)).nonzero().flatten().tolist()
         blocks, _ = skipping.order.locate(np.arange(now.cursor.start, now.cursor.end))
-        assert [row for row, block in enumerate(blocks) if shards.blocks[block].file.endswith("00001.parquet")] == rows
+        assert [row for row, block in enumerate(blocks) if shards.blocks[block].file_of(0).endswith("00001.parquet")] == rows
         assert len(now.bad) == len(rows) and all("00001.parquet, row groups 0 to 1: " in text for text in now.bad)
         assert now.num_tokens == (24 - len(rows)) * SEQ_LEN == int((now.labels != -100).sum())
         for row in set(range(24)) - set(rows):
@@ -224,7 +225,7 @@ def test_threads_end_with_their_iterator(shards):
 def test_the_next_blocks_are_decoded_while_a_batch_is_trained_on(shards):
     """By the time that a batch is asked for, its blocks were read without anybody asking for it."""
     counted, read = pickle.loads(pickle.dumps(shards)), set()
-    counted.read = lambda block, actual=counted.read: (actual(block), read.add(block))[0]
+    counted.read_tokens = lambda block, actual=counted.read_tokens: (actual(block), read.add(block))[0]
     given = stream(counted, lanes=2, global_batch=4)
     batches = iter(given)
     for step in range(1, 40):

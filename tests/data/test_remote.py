@@ -41,7 +41,7 @@ def test_shards_on_s3_are_read(s3, source):
     _, tokens = s3
     shards = Shards.open(source, vocab_size=1000)
     assert np.array_equal(all_tokens(shards), tokens)
-    assert shards.blocks[0].file == "s3://corpus/v1/train/00000.parquet"
+    assert shards.blocks[0].file_of(0) == "s3://corpus/v1/train/00000.parquet"
     assert shards.fingerprint()[0].name == "00000.parquet"
 
 
@@ -84,7 +84,7 @@ def test_any_fsspec_scheme_is_read(tmp_path):
     memory = fsspec.filesystem("memory")
     memory.put(str(tmp_path) + "/", "/shards/", recursive=True)
     shards = Shards.open("memory://shards", vocab_size=1000)
-    assert np.array_equal(all_tokens(shards), tokens) and shards.blocks[0].file.startswith("memory://")
+    assert np.array_equal(all_tokens(shards), tokens) and shards.blocks[0].file_of(0).startswith("memory://")
     with pytest.raises(RequestError, match="nowhere://x: cannot be opened"):
         open_filesystem("nowhere://x")
 

@@ -41,6 +41,8 @@ class Summary(Callback):
             samples = int(data.shards["train"].windows(data.seq_len).sum())
             if problem := warmup_problem(warmup, steps.max_steps, samples, steps.global_batch):
                 log.warning("%s; lower model.schedule.warmup_steps", problem)
+            for what, cure in data.warnings():
+                log.warning("%s; %s", what, cure)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
