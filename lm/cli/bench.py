@@ -36,7 +36,7 @@ from lm.errors import Interrupted, RequestError, RunError
 from lm.kernels.operations import choose_kernels
 from lm.model.estimates import Step, describe_mfu, flops_per_token, parameters, training_memory
 from lm.system.files import write_atomically
-from lm.system.hardware import device_name, peak_flops
+from lm.system.hardware import device_name
 from lm.system.process import run_facts, seconds_since_process_start
 from lm.system.units import Count, format_bytes, format_count, plural
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
@@ -385,7 +385,7 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
     """The JSON object: times in milliseconds, medians all."""
     steps, module = trainer.steps, trainer.lightning_module
     facts = describe_training(config, trainer)
-    peak = peak_flops(facts["device"], trainer.peak_precision)
+    peak = trainer.device_peak
     ms_per_step = statistics.median(stretch.seconds for stretch in timer.stretches) / timer.stretch * 1e3
     rate = steps.tokens_per_step / ms_per_step * 1e3
     flops = {full: flops_per_token(module.config, steps.seq_len, full_attention=full) for full in (False, True)}

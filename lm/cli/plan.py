@@ -31,8 +31,8 @@ from lm.model.estimates import (
     training_memory,
 )
 from lm.system.files import disk_space, parse_json
-from lm.system.hardware import Device, find_device, peak_flops
-from lm.system.units import format_bytes, format_count, format_duration, plural
+from lm.system.hardware import Device, find_device
+from lm.system.units import format_bytes, format_count, format_duration, parse_bytes, plural
 from lm.training.distributed import DistributedConfig
 from lm.training.optim import OptimizerConfig
 from lm.training.precision import multiplication_precision, precision_for_cpu, refuse_matmul_precision
@@ -147,7 +147,7 @@ def time_facts(
     Raises:
         RequestError: the bench file is of another model.
     """
-    peak, flops = peak_flops(device.name, precision), model["flops_per_token"]
+    peak, flops = device.peak_flops(precision), model["flops_per_token"]
     model_parameters = model["parameters"]["total"]
     if bench is not None:
         rate, basis = measured_rate(bench, model_parameters, steps["seq_len"])
@@ -156,14 +156,16 @@ def time_facts(
     elif peak is not None:
         # What FP8 wins over bf16 is known when it is measured: not all products are in it, and converting costs.
         fp8 = precision.startswith("fp8")
-        rate = ASSUMED_MFU * (peak_flops(device.name, "bf16") if fp8 else peak) / (flops + recomputed)
+        bf16 = peak / 2 if device.peak_tflops else device.peak_flops("bf16")
+        rate = ASSUMED_MFU * (bf16 if fp8 else peak) / (flops + recomputed)
         basis = f"{ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
         if recomputed:
             basis += f"; {recomputed / flops:.0%} more work for activation checkpointing"
         if model_parameters < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH:
             basis += "; a model or micro-batch as small as this reaches less"
     else:
-        return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give --bench FILE"}
+        return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give "
+                "--peak_tflops N or --bench FILE"}
     rate *= steps["world_size"]
     seconds = steps["tokens"] / rate
     used = rate * flops / (peak * steps["world_size"]) if peak else None
@@ -206,6 +208,8 @@ class PlanOptions:
     Args:
         strict: Check the schema and the algebra alone: no data, no device.
         device: What to plan for: h200, a100, 4090, ..., cpu, or auto.
+        memory: The device's memory, such as 16GiB; without --device it is any other GPU, an Ampere or later.
+        peak_tflops: The device's peak in this precision: dense TFLOP/s with fp32 accumulation.
         mfu: Share of the device's peak to reckon with, causal attention counted as attended.
         bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
         rate_usd_per_hr: Price of the machine.
@@ -215,6 +219,8 @@ class PlanOptions:
 
     strict: bool = False
     device: str = "auto"
+    memory: str | None = None
+    peak_tflops: float | None = None
     mfu: float | None = None
     bench: Path | None = None
     rate_usd_per_hr: float | None = None
@@ -234,6 +240,8 @@ def plan(arguments: list[str]) -> None:
     config = config_parser("lm plan", PlanOptions).read(arguments)
     if config.mfu is not None and not 0 < config.mfu <= 1:
         raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
+    if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
+        raise RequestError(f"--peak_tflops {config.peak_tflops} must be above 0")
     if config.rate_usd_per_hr is not None and config.rate_usd_per_hr < 0:
         raise RequestError(f"--rate_usd_per_hr {config.rate_usd_per_hr} must not be below 0")
     if config.fit and config.strict:
@@ -249,6 +257,21 @@ def plan(arguments: list[str]) -> None:
         show_plan(found, noted)
     if errors:
         raise RequestError(f"{config_name(config)}: {plural(len(errors), 'error')}: {errors[0].what}")
+
+
+def plan_memory(given: str | None) -> int | None:
+    """Bytes of `--memory`.
+
+    Raises:
+        RequestError: it is no size, or too little for any GPU.
+    """
+    try:
+        size = None if given is None else parse_bytes(given)
+    except ValueError as error:
+        raise RequestError(f"--memory: {error}") from error
+    if size is not None and size <= RESERVE_BYTES:
+        raise RequestError(f"--memory {given} is too little: CUDA alone takes {format_bytes(RESERVE_BYTES)}")
+    return size
 
 
 def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
@@ -279,7 +302,10 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     noted: list[Finding] = []
     wanted = config.device or "auto"
     cpu = wanted == "auto" and config.trainer.accelerator == "cpu"
-    device, here = (Device("", None, None), 1) if config.strict else find_device("cpu" if cpu else wanted)
+    device, here = (Device("", None, None), 1) if config.strict else find_device(
+        "cpu" if cpu and not config.memory else wanted, plan_memory(config.memory),
+        config.peak_tflops or (config.trainer.peak_tflops if wanted == "auto" else None),
+    )  # fmt: skip
     try:
         refuse_what_a_fit_would(config)
         world_size = ranks(config.trainer.devices, here) * config.trainer.num_nodes

@@ -53,13 +53,68 @@ PEAKS: dict[str, tuple[float | None, float, float | None, float, float | None]] 
     r"RTX 4080": (97.5, 97.5, 48.7, 48.7, 194.9),
     r"RTX 4090": (165.2, 165.2, 82.6, 82.6, 330.3),
     r"RTX 5090": (209.5, 209.5, 104.8, 104.8, 419),
-    # NVIDIA V100 and T4 data sheets: tensor cores for fp16 alone
+    # NVIDIA Quadro RTX 6000 and 8000 data sheets, Turing white paper; here and below: tensor cores for fp16 alone
+    r"Quadro RTX [68]000|TITAN RTX": (None, 130.5, None, 16.3, None),
+    # NVIDIA V100 and T4 data sheets
     r"V100-SXM2-\w+": (None, 125, None, 15.7, None),
     r"V100-PCIE-\w+": (None, 112, None, 14, None),
     r"T4": (None, 65, None, 8.1, None),
     # AMD CDNA 3 white paper
     r"MI300X": (1307.4, 1307.4, 653.7, 163.4, 2614.9),
 }
+
+# Consumer and workstation cards by generation: (fp32 peak in TFLOP/s, memory in GiB). GeForce: 2 x CUDA cores x boost
+# clock of NVIDIA's product pages; the others: single-precision figure of NVIDIA's data sheets. Left out: laptops',
+# whose clocks their makers set; RTX 3050, the name of two cards; RTX PRO 5000 and smaller, whose sources disagree.
+GEFORCE = {
+    (7, 5): {
+        "RTX 2060": (6.45, 6), "RTX 2060 SUPER": (7.18, 8), "RTX 2070": (7.46, 8), "RTX 2070 SUPER": (9.06, 8),
+        "RTX 2080": (10.07, 8), "RTX 2080 SUPER": (11.15, 8), "RTX 2080 Ti": (13.45, 11),
+    },
+    (8, 6): {
+        "RTX 3060": (12.74, 12), "RTX 3060 Ti": (16.2, 8), "RTX 3070": (20.31, 8), "RTX 3070 Ti": (21.75, 8),
+        "RTX 3080": (29.77, 10), "RTX 3080 Ti": (34.1, 12), "RTX 3090 Ti": (40, 24),
+    },
+    (8, 9): {
+        "RTX 4060": (15.11, 8), "RTX 4060 Ti": (22.06, 8), "RTX 4070": (29.15, 12), "RTX 4070 SUPER": (35.48, 12),
+        "RTX 4070 Ti": (40.09, 12), "RTX 4070 Ti SUPER": (44.1, 16), "RTX 4080": (48.7, 16),
+        "RTX 4080 SUPER": (52.22, 16),
+    },
+    (12, 0): {
+        "RTX 5050": (13.17, 8), "RTX 5060": (19.18, 8), "RTX 5060 Ti": (23.7, 8), "RTX 5070": (30.87, 12),
+        "RTX 5070 Ti": (43.94, 16), "RTX 5080": (56.28, 16),
+    },
+}  # fmt: skip
+WORKSTATION = {
+    (7, 5): {
+        "Quadro RTX 4000": (7.1, 8), "Quadro RTX 5000": (11.2, 16), "Quadro RTX 6000": (16.3, 24),
+        "Quadro RTX 8000": (16.3, 48), "TITAN RTX": (16.3, 24),
+    },
+    (8, 6): {
+        "RTX A2000": (8, 6), "RTX A2000 12GB": (8, 12), "RTX A4000": (19.2, 16), "RTX A4500": (23.7, 20),
+        "RTX A5000": (27.8, 24), "RTX A5500": (34.1, 24),
+    },
+    (8, 9): {
+        "RTX 2000 Ada Generation": (12, 16), "RTX 4000 SFF Ada Generation": (19.2, 20),
+        "RTX 4000 Ada Generation": (26.7, 20), "RTX 4500 Ada Generation": (39.6, 24),
+        "RTX 5000 Ada Generation": (65.3, 32), "RTX 5880 Ada Generation": (69.3, 48),
+        "RTX 6000 Ada Generation": (91.1, 48),
+    },
+    (12, 0): {
+        "RTX PRO 6000 Blackwell Workstation Edition": (125.95, 96),
+        "RTX PRO 6000 Blackwell Max-Q Workstation Edition": (109.7, 96),
+    },
+}  # fmt: skip
+# Rates of GeForce over its fp32, accumulating in fp32: bf16, fp16, tf32, fp8; a workstation's tensor cores have twice
+# that. NVIDIA Turing, Ampere GA102, Ada and RTX Blackwell white papers.
+RATES = {(7, 5): (0, 4, 0, 0), (8, 6): (2, 2, 1, 0), (8, 9): (2, 2, 1, 4), (12, 0): (2, 2, 1, 4)}
+for _cards, _twice in ((GEFORCE, 1), (WORKSTATION, 2)):
+    for _capability, _bf16_fp16_tf32_fp8 in RATES.items():
+        for _name, (_fp32, _) in _cards[_capability].items():
+            _bf16, _fp16, _tf32, _fp8 = (_twice * rate * _fp32 or None for rate in _bf16_fp16_tf32_fp8)
+            if not any(re.fullmatch(pattern, _name) for pattern in PEAKS):  # some have figures of their own
+                PEAKS[_name] = (_bf16, _fp16, _tf32, _fp32, _fp8)
+
 FAMILIES = {"bf16": 0, "fp16": 1, "16": 1, "tf32": 2, "fp32": 3, "32": 3, "fp8": 4}
 
 
@@ -164,6 +219,11 @@ class Device(NamedTuple):
     name: str  # torch's
     memory_bytes: int | None  # all of it; None: not known
     capability: tuple[int, int] | None  # CUDA compute capability; None: no CUDA device
+    peak_tflops: float | None = None  # in the precision of the training; None: that of `PEAKS`
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Its peak as `peak_flops` has it, or the one that was given."""
+        return self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(self.name, precision)
 
 
 # Memory is what `nvidia-smi` calls memory.total, in MiB: less than the GB of the product's name.
@@ -184,21 +244,37 @@ DEVICES = {
     "v100": Device("Tesla V100-SXM2-32GB", 32_768 * MIB, (7, 0)),
     "t4": Device("Tesla T4", 15_360 * MIB, (7, 5)),
 }
+# A driver keeps up to 0.5 % of a card's memory (RTX 5090: 32,607 of 32,768 MiB). Of cards with 8 or 16 GB it is 8 GB.
+for _cards, _brand in ((GEFORCE, "NVIDIA GeForce "), (WORKSTATION, "NVIDIA ")):
+    for _capability in RATES:
+        for _name, (_, _gib) in _cards[_capability].items():
+            _short = re.sub(r"^RTX | Generation| Blackwell| Workstation Edition", "", _name).lower().replace(" ", "-")
+            DEVICES[_short] = Device(_brand + _name, int(0.995 * _gib * 2**30), _capability)
 
 
-def find_device(name: str) -> tuple[Device, int]:
+def find_device(name: str, memory_bytes: int | None = None, peak_tflops: float | None = None) -> tuple[Device, int]:
     """A device by its name, so that a training can be planned for another machine, and how many of them there are.
 
     Args:
         name: such as "h200", of which there is 1; "cpu"; "auto" for the device that this machine would train on.
+        memory_bytes: in place of the device's own; with "auto" it is any other GPU, of compute capability 8.0.
+        peak_tflops: its peak in TFLOP/s in the precision of the training, in place of the one that is known.
 
     Raises:
         RequestError: the name is not known.
     """
+    found, count = (Device("any GPU", None, (8, 0)), 1) if memory_bytes and name == "auto" else _named_device(name)
+    return found._replace(memory_bytes=memory_bytes or found.memory_bytes, peak_tflops=peak_tflops), count
+
+
+def _named_device(name: str) -> tuple[Device, int]:
     if name.lower() in DEVICES:
         return DEVICES[name.lower()], 1
     if name not in ("auto", "cpu"):
-        raise RequestError(f"--device {name} is not known; there are {', '.join(DEVICES)}, cpu, and auto for this one")
+        raise RequestError(
+            f"--device {name} is not known: give --memory 16GiB --peak_tflops 120 with its figures in its place; known "
+            f"are {', '.join(DEVICES)}, cpu, and auto for this one"
+        )
     import torch
 
     if name == "auto" and torch.cuda.is_available():

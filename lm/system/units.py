@@ -36,6 +36,18 @@ def parse_count(value: str | int | float) -> Count:
     return Count(int(number))
 
 
+def parse_bytes(value: str) -> int:
+    """Read a size such as `16GiB` or `80 GB`.
+
+    Raises:
+        ValueError: if it is none; the message shows what was given.
+    """
+    number = re.fullmatch(r"(.*[KMGT]i?)B", value.strip(), re.IGNORECASE)
+    if not number:
+        raise ValueError(f"expected a size with its unit, such as 16GiB, got {value!r}")
+    return int(parse_count(number[1]))
+
+
 def plural(number: int, noun: str) -> str:
     """A number with its noun: 1 shard, 1,024 shards, 2 batches."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"

@@ -1,6 +1,7 @@
 """Lightning's Trainer in the words of pretraining: optimizer steps and tokens, not micro-batches and epochs."""
 
 import logging
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -17,7 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError
 from lm.runs.checkpoint import Progress, read_progress
 from lm.runs.run import Run
-from lm.system.hardware import keep_freed_memory
+from lm.system.hardware import device_name, keep_freed_memory, peak_flops
 from lm.system.stop_signals import STOP
 from lm.system.units import Count
 from lm.training.checkpoint_state import FolderCheckpointIO
@@ -104,6 +105,8 @@ class Trainer(lightning.Trainer):
         num_nodes: How many nodes. Under `torchrun` its `--nnodes` counts.
         matmul_precision: How fp32 matrices are multiplied on a GPU: `high` as TF32, which keeps 10 bits of the
             mantissa and is several times faster; `medium` in bf16 where that exists. For precision 32-true.
+        peak_tflops: Peak of a device in this precision, for MFU: dense TFLOP/s with fp32 accumulation; that of the
+            table of devices if not given.
         strategy: Over several devices: `ddp` has a whole model on each, `fsdp2` a shard, and with `hsdp` the devices of
             a node share a model. `auto` is `ddp`.
         distributed: What devices exchange: reduce_dtype, bucket_mb, reshard, prefetch.
@@ -134,6 +137,7 @@ class Trainer(lightning.Trainer):
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
         matmul_precision: Literal["highest", "high", "medium"] = "highest",
+        peak_tflops: float | None = None,
         strategy: Sharding = "auto",
         distributed: DistributedConfig = DistributedConfig(),
         rank_timeout: float = 1800.0,
@@ -155,6 +159,8 @@ class Trainer(lightning.Trainer):
             raise RequestError(f"trainer.stop_within {stop_within} is a number of seconds: from 0 to {YEAR:,}")
         if not 0 < rank_timeout <= YEAR:
             raise RequestError(f"trainer.rank_timeout {rank_timeout} is a number of seconds: more than 0, to {YEAR:,}")
+        if peak_tflops is not None and not 0 < peak_tflops < math.inf:
+            raise RequestError(f"trainer.peak_tflops {peak_tflops} must be above 0")
         present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         present["gpu"] = any(present.values())
         if not present.get(accelerator, True):
@@ -164,6 +170,7 @@ class Trainer(lightning.Trainer):
             )
         torch.set_float32_matmul_precision(matmul_precision)
         self.matmul_precision = matmul_precision
+        self.peak_tflops = peak_tflops
         self.sharding, self.distributed = strategy, distributed
         self._wanted = {"max_steps": max_steps, "max_tokens": max_tokens}
         self.val_interval = val_interval
@@ -287,9 +294,12 @@ class Trainer(lightning.Trainer):
         return next((each for each in self.checkpoint_callbacks if hasattr(each, "request")), None)
 
     @property
-    def peak_precision(self) -> str:
-        """Of the matrix multiplications, as `system/hardware.peak_flops` takes it."""
-        return multiplication_precision(str(self.precision), self.matmul_precision)
+    def device_peak(self) -> float | None:
+        """Dense peak of one device in floating-point operations a second, the denominator of MFU; None: not known."""
+        if self.peak_tflops:
+            return self.peak_tflops * 1e12
+        precision = multiplication_precision(str(self.precision), self.matmul_precision)
+        return peak_flops(device_name(self.strategy.root_device), precision)
 
     @property
     def fitting(self) -> bool:

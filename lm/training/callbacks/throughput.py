@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule
 
 from lm.errors import RequestError
 from lm.model.attention import kernel_for
-from lm.system.hardware import device_name, peak_flops
 from lm.system.units import Count, format_count
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
@@ -35,8 +34,7 @@ class Throughput(Callback):
         self._fetches: list[tuple[Any, Any]] = []  # when each began and ended
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        peak = peak_flops(device_name(pl_module.device), trainer.peak_precision)
-        self._peak = peak * trainer.world_size if peak else None
+        self._peak = trainer.device_peak and trainer.device_peak * trainer.world_size
         # Lightning's loop calls these two just before and just after it asks the loader, for its profilers.
         loop = trainer.fit_loop.epoch_loop
         before, after = loop._on_before_fetch, loop._on_after_fetch
