@@ -18,6 +18,7 @@ from lm.system.units import Count, format_count
 
 HEAD_DIM = 128
 ASPECT = 64  # width / depth
+PATTERN = "SSSL"  # S: a layer with a window, L: one with full attention
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; the batch comes out even on so many, and on 4, 2 and 1
 DEVICE_TOKENS = 16_384  # the most tokens that a device runs at once, before `lm plan --fit` says how many fit
@@ -66,6 +67,9 @@ def recipe(
     steps: int | None = None,
     vocab_size: int = 32_768,
     seq_len: int = 2_048,
+    aspect_ratio: float = ASPECT,
+    head_dim: int = HEAD_DIM,
+    pattern: str = PATTERN,
 ) -> Recipe:
     """The recipe of a depth and a horizon.
 
@@ -76,11 +80,14 @@ def recipe(
         steps: as optimizer steps. Exactly one of the three.
         vocab_size: rows of the embedding.
         seq_len: context, in tokens.
+        aspect_ratio: width / depth.
+        head_dim: width of a head.
+        pattern: of the layers' windows.
 
     Raises:
         RequestError: the shape is impossible, or the horizon is less than one optimizer step.
     """
-    decoder = shape(depth, vocab_size, seq_len)
+    decoder = shape(depth, vocab_size, seq_len, aspect_ratio, head_dim, pattern)
     count = parameters(decoder)["total"]
     each = flops_per_token(decoder, seq_len)
     if steps is not None:
@@ -108,7 +115,10 @@ def recipe(
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
-def shape(depth: int, vocab_size: int, seq_len: int) -> DecoderConfig:
+def shape(
+    depth: int, vocab_size: int, seq_len: int, aspect_ratio: float = ASPECT, head_dim: int = HEAD_DIM,
+    pattern: str = PATTERN,
+) -> DecoderConfig:  # fmt: skip
     """A decoder of `depth` blocks in the proportions below.
 
     Every query head has its own key head, as in nanochat: at these sizes the cache that sharing them saves is small.
@@ -122,20 +132,21 @@ def shape(depth: int, vocab_size: int, seq_len: int) -> DecoderConfig:
         raise RequestError(f"--depth {depth} must be at least 2")
     if seq_len < 2:
         raise RequestError(f"--seq_len {seq_len} must be at least 2")
+    hidden_size, windows = width(depth, aspect_ratio, head_dim), window_pattern(depth, pattern)
     return DecoderConfig(
-        vocab_size=vocab_size, hidden_size=width(depth), num_hidden_layers=depth,
-        num_attention_heads=width(depth) // HEAD_DIM, intermediate_size=mlp_width(width(depth)),
-        max_position_embeddings=seq_len, window_pattern=window_pattern(depth), sliding_window=sliding_window(seq_len),
-        qk_norm=True, tie_word_embeddings=True,
+        vocab_size=vocab_size, hidden_size=hidden_size, num_hidden_layers=depth,
+        num_attention_heads=hidden_size // head_dim, intermediate_size=mlp_width(hidden_size),
+        max_position_embeddings=seq_len, window_pattern=windows,
+        sliding_window=sliding_window(seq_len) if "S" in windows else None, qk_norm=True, tie_word_embeddings=True,
     )  # fmt: skip
 
 
-def width(depth: int) -> int:
+def width(depth: int, aspect_ratio: float = ASPECT, head_dim: int = HEAD_DIM) -> int:
     """Width of the residual stream: `64 x depth`, rounded up to whole heads of 128.
 
     Source: nanochat, https://github.com/karpathy/nanochat, scripts/base_train.py; in its log 64 is better than 128.
     """
-    return _round_up(ASPECT * depth, HEAD_DIM)
+    return _round_up(aspect_ratio * depth, head_dim)
 
 
 def mlp_width(width: int) -> int:
@@ -143,15 +154,15 @@ def mlp_width(width: int) -> int:
 
     Three matrices of it hold as many parameters as two of `4 x width` (Shazeer, 2020, arXiv:2002.05202).
     """
-    return _round_up(8 * width / 3, HEAD_DIM)
+    return _round_up(8 * width / 3, 128)
 
 
-def window_pattern(depth: int) -> str:
+def window_pattern(depth: int, pattern: str = PATTERN) -> str:
     """Three layers with a window, then one with full attention; the last layer always has full attention.
 
-    Source: nanochat, nanochat/gpt.py. Written out layer by layer where four does not divide the depth.
+    Source: nanochat, nanochat/gpt.py. Written out layer by layer where the pattern does not come out even.
     """
-    return "SSSL" if depth % 4 == 0 else ("SSSL" * depth)[: depth - 1] + "L"
+    return pattern if depth % len(pattern) == 0 and pattern[-1] == "L" else (pattern * depth)[: depth - 1] + "L"
 
 
 def sliding_window(seq_len: int) -> int:
@@ -241,6 +252,8 @@ VOCAB_SIZE, SEQ_LEN = Count(32_768), Count(2_048)
 INTERVAL = 250  # optimizer steps between validations, and between checkpoints
 VALIDATED = 16  # batches a validation reads: a fiftieth of the work between two of them
 
+WINDOW = "tokens of a window: a quarter of the context, in tiles of 128 (nanochat)"
+
 YAML = """\
 # {title}
 #   {command} > {name}.yaml
@@ -262,15 +275,14 @@ trainer:
 model:
   decoder:
     vocab_size: {vocab_size}  # rows of the embedding; at least the tokenizer's
-    hidden_size: {hidden_size}  # 64 x depth, rounded up to whole heads (nanochat)
+    hidden_size: {hidden_size}  # {aspect_ratio:g} x depth, rounded up to whole heads{of_aspect}
     num_hidden_layers: {depth}  # the depth
-    num_attention_heads: {heads}  # 128 wide each (nanochat)
+    num_attention_heads: {heads}  # {head_dim} wide each{of_head_dim}
     num_key_value_heads: {heads}  # one for every query head: the cache of a small model is small
     intermediate_size: {intermediate_size}  # 8/3 x hidden_size: three matrices for the price of two (arXiv:2002.05202)
     max_position_embeddings: {seq_len}  # context
-    window_pattern: {window_pattern}  # S sees a window, L all; the last sees all (nanochat)
-    sliding_window: {sliding_window}  # tokens of a window: a quarter of the context, in tiles of 128 (nanochat)
-    qk_norm: true  # bounds the attention logits, so that large learning rates pass (arXiv:2309.14322)
+    window_pattern: {window_pattern}  # S sees a window, L all; the last sees all{of_pattern}
+{sliding_window}    qk_norm: true  # bounds the attention logits, so that large learning rates pass (arXiv:2309.14322)
     tie_word_embeddings: true  # or most of a small model would be its two tables
   optimizer:
     name: {optimizer}  # {optimizer_reason}
@@ -299,6 +311,9 @@ def scale(
     seq_len: Count = SEQ_LEN,
     data: str = DATA,
     optimizer: Literal["adamw", "muon"] = "adamw",
+    aspect_ratio: float = ASPECT,
+    head_dim: Count = Count(HEAD_DIM),
+    window_pattern: str = PATTERN,
 ) -> None:
     """Print a whole config from a depth, by published scaling rules.
 
@@ -311,6 +326,9 @@ def scale(
         seq_len: Context, in tokens.
         data: Folder that `lm data prepare` made, or will make.
         optimizer: AdamW, or Muon for the matrices in the blocks.
+        aspect_ratio: Width / depth, before the width is rounded up to whole heads.
+        head_dim: Width of a head, even.
+        window_pattern: Layers with a window (S) and with full attention (L), repeated; the last is always L.
 
     Raises:
         RequestError: no depth, several horizons, or numbers that make no model.
@@ -322,30 +340,40 @@ def scale(
     given = {f"--{name}": value for name, value in horizons.items() if value is not None}
     if len(given) > 1:
         raise RequestError(f"{' and '.join(given)} each give the length of the run: give one of them")
-    for name, value in {**given, "--vocab_size": vocab_size}.items():
+    sizes = {"--vocab_size": vocab_size, "--aspect_ratio": aspect_ratio, "--head_dim": head_dim}
+    for name, value in {**given, **sizes}.items():
         if not 0 < value < math.inf:
             raise RequestError(f"{name} {value} must be above 0")
+    if not window_pattern or set(window_pattern) - {"S", "L"}:
+        raise RequestError(f"--window_pattern {window_pattern!r} must be made of S (a window) and L (all), as SSSL has")
     if not given:
         target_param_data_ratio = TOKENS_PER_PARAMETER
     made = recipe(
         depth, tokens_per_parameter=target_param_data_ratio, flops=target_flops, steps=max_steps,
-        vocab_size=vocab_size, seq_len=seq_len,
+        vocab_size=vocab_size, seq_len=seq_len, aspect_ratio=aspect_ratio, head_dim=head_dim, pattern=window_pattern,
     )  # fmt: skip
+    shape_settings = {"aspect_ratio": (f"{aspect_ratio:g}", f"{ASPECT:g}"), "head_dim": (head_dim, HEAD_DIM),
+                      "window_pattern": (window_pattern, PATTERN)}  # fmt: skip
     settings = {"vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN), "data": (data, DATA),
-                "optimizer": (optimizer, "adamw")}  # fmt: skip
+                "optimizer": (optimizer, "adamw"), **shape_settings}  # fmt: skip
     changed = {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
     options = "".join(f" {name} {value}" for name, value in {**given, **changed}.items())
-    print(write_yaml(made, f"lm scale --depth {depth}{options}", _horizon(made, given), data, optimizer), end="")
+    sources = {name: "" if value != usual else " (nanochat)" for name, (value, usual) in shape_settings.items()}
+    command = f"lm scale --depth {depth}{options}"
+    print(write_yaml(made, command, _horizon(made, given), data, optimizer, aspect_ratio, sources), end="")
 
 
-def write_yaml(made: Recipe, command: str, horizon: str, data: str, optimizer: str) -> str:
-    """The YAML of a recipe: `command` makes it again, and `horizon` is why the run is so long."""
+def write_yaml(
+    made: Recipe, command: str, horizon: str, data: str, optimizer: str, aspect_ratio: float, sources: dict[str, str]
+) -> str:
+    """The YAML of a recipe: `command` makes it again, `horizon` is why the run is so long, `sources` of the shape."""
     decoder = made.decoder
     memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
     reasons = {
         "adamw": "the rules for lr and weight_decay are fitted to it",
         "muon": "for matrices; its updates have AdamW's size, so they share lr and decay (arXiv:2502.16982)",
     }
+    window = f"    sliding_window: {decoder.sliding_window:_}  # {WINDOW}\n" if decoder.sliding_window else ""
     quoted = data if re.fullmatch(r"[\w./-]+", data) else json.dumps(data)
     return YAML.format(
         title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
@@ -355,7 +383,9 @@ def write_yaml(made: Recipe, command: str, horizon: str, data: str, optimizer: s
         interval=min(INTERVAL, made.steps), vocab_size=f"{decoder.vocab_size:_}", rows=int(decoder.vocab_size),
         hidden_size=f"{decoder.hidden_size:_}", depth=decoder.num_hidden_layers, heads=decoder.num_attention_heads,
         intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
-        window_pattern=decoder.window_pattern, sliding_window=f"{decoder.sliding_window:_}",
+        window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=aspect_ratio,
+        head_dim=decoder.head_dim, of_aspect=sources["aspect_ratio"], of_head_dim=sources["head_dim"],
+        of_pattern=sources["window_pattern"],
         lr=_float(made.learning_rate), flops=_float(made.block_flops), weight_decay=f"{made.weight_decay:.3g}",
         memory=f"{memory:.0%}", ratio=f"{made.tokens / made.parameters:.3g}", warmup_steps=f"{made.warmup_steps:_}",
         micro_batch=made.micro_batch, batch=_binary(made.batch_tokens), samples=f"{made.batch:,}",

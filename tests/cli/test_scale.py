@@ -57,6 +57,19 @@ def test_heads_are_whole_and_the_last_layer_sees_all(depth):
     assert set(window_pattern(depth)) == {"S", "L"}
 
 
+def test_the_shape_can_be_another_one(tmp_path):
+    """The command in the header makes the same config again, and no line names a source for a number that was given."""
+    options = ("--depth", 10, "--aspect_ratio", 96, "--head_dim", 64, "--window_pattern", "SL")
+    text = scale(*options)
+    decoder = read(text, tmp_path).model.decoder
+    assert (decoder.hidden_size, decoder.num_attention_heads, decoder.head_dim) == (960, 15, 64)
+    assert decoder.windows == [512, None] * 5
+    assert f"lm scale {' '.join(map(str, options))} >" in text and "96 x depth, rounded up to whole heads\n" in text
+    assert read(scale("--depth", 4, "--window_pattern", "L"), tmp_path).model.decoder.windows == [None] * 4
+    for wrong in ("--window_pattern=LX", "--head_dim=0", "--head_dim=63", "--aspect_ratio=-1"):
+        assert main(["scale", "--depth", "4", wrong]) == 2
+
+
 @pytest.mark.parametrize("depth", [2, 5, 12, 26])
 def test_each_horizon_comes_out_within_a_step(depth):
     by_ratio = recipe(depth, tokens_per_parameter=12.5)
