@@ -24,7 +24,8 @@ PARENT = os.getppid()  # the process that started this one; it may be gone by th
 
 def rank() -> int:
     """The rank of this process in its training, before there is a process group; 0 where there is one process."""
-    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # of torchrun, of ranks that `lm fit` starts, of srun
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def under_torchrun() -> bool:

@@ -5,6 +5,7 @@ under every strategy: full tensors that rank zero writes and every rank reads. S
 resume under another.
 """
 
+import logging
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
@@ -43,9 +45,11 @@ from torch.optim import Optimizer
 
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.system.process import PARENT, code_for_launcher, under_torchrun
+from lm.system.units import plural
 from lm.training.muon import Muon
 from lm.training.optim import parameter_names
 
+log = logging.getLogger(__name__)
 EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
 LAUNCHER_PID = "LM_LAUNCHER_PID"  # environment variable: the process that started this one
 RESUME = "the same command with `--ckpt_path auto` resumes from the newest checkpoint"
@@ -198,6 +202,24 @@ def torchrun_world() -> tuple[int, int] | None:
     return (int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])) if under_torchrun() else None
 
 
+def srun_world() -> tuple[int, int] | None:
+    """Tasks of a node and nodes, where srun started this process as one of several; else None.
+
+    A batch script has the variables of its job too, but it is one process, and so is a job of one task: there `lm fit`
+    starts the processes of the node itself.
+
+    Raises:
+        RequestError: Lightning cannot tell how many tasks a node has.
+    """
+    tasks, nodes = (int(os.environ.get(name, 1)) for name in ("SLURM_NTASKS", "SLURM_NNODES"))
+    if "SLURM_STEP_ID" not in os.environ or tasks == 1 or not SLURMEnvironment.detect():
+        return None
+    if "SLURM_NTASKS_PER_NODE" not in os.environ or tasks % nodes:
+        raise RequestError(f"srun started {tasks} tasks on {plural(nodes, 'node')}: give it --ntasks-per-node, the "
+                           "devices of a node")  # fmt: skip
+    return tasks // nodes, nodes
+
+
 def _with_restarts(function: Callable) -> Callable:
     """`function`, which refuses to begin where torchrun's restarts would not work.
 
@@ -248,6 +270,8 @@ class DistributedConfig:
     def refuse(self, strategy: Sharding, devices: int, num_nodes: int, precision: str) -> None:
         """Refuse what would change nothing, before anything starts.
 
+        Under torchrun, whose count may be another after a restart, a count that makes it so is logged.
+
         Args:
             strategy: as `trainer.strategy`.
             devices: over all nodes.
@@ -257,21 +281,26 @@ class DistributedConfig:
         Raises:
             RequestError: names the option and the cure.
         """
-        if strategy == "hsdp" and (num_nodes == 1 or devices == num_nodes):
+        if strategy == "hsdp" and num_nodes == 1 and under_torchrun():
+            log.info("trainer.strategy hsdp is fsdp2 as long as there is one node")
+        elif strategy == "hsdp" and (num_nodes == 1 or devices == num_nodes):
             other, where = ("fsdp2", "one node") if num_nodes == 1 else ("ddp", "one device a node")
             raise RequestError(
                 f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be "
                 f"{other}: give --trainer.strategy {other}"
             )
-        kind = "one device" if devices == 1 else "ddp" if strategy in ("auto", "ddp") else "fsdp2"
+        kind = "ddp" if strategy in ("auto", "ddp") else "fsdp2"
         of = {"bucket_mb": "ddp", "reshard": "fsdp2", "prefetch": "fsdp2"}
         for name, value in vars(self).items():
             if value is None:
                 continue
-            if kind != of.get(name, kind) or devices == 1:
-                needs = of.get(name, "several devices")
+            needs, alone = of.get(name, "several devices"), devices == 1
+            if alone and under_torchrun() and needs in (kind, "several devices"):
+                log.info("trainer.distributed.%s changes nothing as long as there is one device", name)
+            elif alone or needs not in (kind, "several devices"):
                 raise RequestError(
-                    f"trainer.distributed.{name} is for {needs}, and this training is on {kind}: leave it out"
+                    f"trainer.distributed.{name} is for {needs}, and this training is on "
+                    f"{'one device' if alone else kind}: leave it out"
                 )
             if name in ("bucket_mb", "prefetch") and value < 1:
                 raise RequestError(f"trainer.distributed.{name} {value} must be at least 1")

@@ -2,13 +2,14 @@
 
 import logging
 import math
+import os
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as lightning
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -20,13 +21,14 @@ from lm.runs.checkpoint import Progress, read_progress
 from lm.runs.run import Run
 from lm.system.hardware import device_name, keep_freed_memory, peak_flops
 from lm.system.stop_signals import STOP
-from lm.system.units import Count
+from lm.system.units import Count, plural
 from lm.training.checkpoint_state import FolderCheckpointIO
 from lm.training.distributed import (
     DistributedConfig,
     FullyShardedStrategy,
     ReplicatedStrategy,
     Sharding,
+    srun_world,
     torchrun_world,
 )
 from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error, process_bytes
@@ -101,8 +103,9 @@ class Trainer(lightning.Trainer):
         fp8_keep: Matrices that FP8 leaves in bf16, as patterns of their names, such as `layers.0.*` or `*.down_proj`;
             those of the last block if not given.
         accelerator: Where to train; `gpu` is CUDA or, on a Mac, MPS.
-        devices: How many devices of a node, or which. Under `torchrun` its `--nproc_per_node` counts.
-        num_nodes: How many nodes. Under `torchrun` its `--nnodes` counts.
+        devices: How many devices of a node, or which. Under `torchrun` its `--nproc_per_node` counts, under `srun` its
+            tasks.
+        num_nodes: How many nodes. Under `torchrun` or `srun` its `--nnodes` or `--nodes` counts.
         matmul_precision: How fp32 matrices are multiplied on a GPU: `high` as TF32, which keeps 10 bits of the
             mantissa and is several times faster; `medium` in bf16 where that exists. For precision 32-true.
         peak_tflops: Peak of a device in this precision, for MFU: dense TFLOP/s with fp32 accumulation; that of the
@@ -191,9 +194,12 @@ class Trainer(lightning.Trainer):
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
         if torchrun := torchrun_world():
-            devices, num_nodes = _as_torchrun_says(torchrun, devices, num_nodes)
-        elif SLURMEnvironment.detect():
+            devices, num_nodes = _as_started("torchrun", torchrun, devices, num_nodes)
+        elif srun := srun_world():
+            devices, num_nodes = _as_started("srun", srun, devices, num_nodes)
             plugins.append(SLURMEnvironment(auto_requeue=False))  # ours saves and exits 75
+        elif SLURMEnvironment.detect():
+            plugins.append(LightningEnvironment())
         chosen = choose_precision(precision, fp8_keep, accelerator)
         if isinstance(chosen, Float8Precision):
             plugins.append(chosen)
@@ -219,6 +225,12 @@ class Trainer(lightning.Trainer):
             default_root_dir=default_root_dir,
             plugins=plugins,
         )
+        environment = getattr(self.strategy, "cluster_environment", None)
+        if num_nodes > 1 and isinstance(environment, LightningEnvironment) and "MASTER_ADDR" not in os.environ:
+            raise RequestError(
+                f"trainer.num_nodes {num_nodes}: the nodes do not find one another: start the command on each with "
+                f"`torchrun --nnodes {num_nodes}`, or with `srun --nodes {num_nodes}`, or give --trainer.num_nodes 1"
+            )
         self.fit_loop = FitLoop(self, max_epochs=-1)
         self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
         if isinstance(chosen, Float8Precision):
@@ -346,15 +358,15 @@ class Trainer(lightning.Trainer):
         return cursor.end * self.datamodule.seq_len if cursor else 0
 
 
-def _as_torchrun_says(
-    world: tuple[int, int], devices: int | str | list[int], num_nodes: int
+def _as_started(
+    launcher: str, world: tuple[int, int], devices: int | str | list[int], num_nodes: int
 ) -> tuple[int | str | list[int], int]:
-    """`devices` and `num_nodes` of the processes that torchrun started: with `--nnodes 1:2` a restart changes them."""
+    """`devices` and `num_nodes` of the processes that were started: with torchrun's `--nnodes 1:2` they change."""
     processes, nodes = world
     given = _device_count(devices)
     if given not in (None, processes) or num_nodes not in (1, nodes):
-        log.info("torchrun started %d nodes x %d processes: trainer.devices %s and trainer.num_nodes %d do not count",
-                 nodes, processes, devices, num_nodes)  # fmt: skip
+        log.info("%s started %s x %s: trainer.devices %s and trainer.num_nodes %d do not count", launcher,
+                 plural(nodes, "node"), plural(processes, "process"), devices, num_nodes)  # fmt: skip
     return devices if given == processes else processes, nodes
 
 

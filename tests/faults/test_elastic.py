@@ -145,4 +145,4 @@ def test_torchrun_does_not_restart_what_a_guard_stopped(workplace):
     run = Run(workplace / "checkpoints" / "guarded")
     assert code == 0 and run.status() == "stopped" and run.read("run.json")["world_size"] == 1, said
     assert said.count("lm fit: ") == 1 and said.count("run checkpoints/guarded") == 1, said
-    assert "torchrun started 1 nodes x 1 processes: trainer.devices 4 and trainer.num_nodes 3 do not count" in said
+    assert "torchrun started 1 node x 1 process: trainer.devices 4 and trainer.num_nodes 3 do not count" in said

@@ -12,11 +12,11 @@ import yaml
 
 from lm.cli.options import find_config, refuse_unknown_options
 from lm.errors import RequestError, RunError
-from lm.system.process import code_for_launcher
+from lm.system.process import code_for_launcher, rank
 from lm.system.stop_signals import SIGNALS, StopSignals
 from lm.training.callbacks.run_folder import RunFolder
-from lm.training.distributed import _with_restarts, torchrun_world
-from lm.training.trainer import _as_torchrun_says
+from lm.training.distributed import DistributedConfig, _with_restarts, srun_world, torchrun_world
+from lm.training.trainer import Trainer, _as_started
 
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "configs" / "launch"
@@ -45,8 +45,60 @@ def torchrun(monkeypatch):
     [("auto", 1, (2, 2), 0), (2, 2, (2, 2), 0), ([4, 5], 2, ([4, 5], 2), 0), (8, 1, (2, 2), 1), ("auto", 3, (2, 2), 1)],
 )
 def test_the_processes_that_torchrun_started_count(torchrun, caplog, devices, num_nodes, expected, said):
-    assert _as_torchrun_says(torchrun_world(), devices, num_nodes) == expected
+    caplog.set_level("INFO", "lm")
+    assert _as_started("torchrun", torchrun_world(), devices, num_nodes) == expected
     assert len(caplog.records) == said
+
+
+def test_options_for_many_ranks_stay_when_torchrun_has_one_machine_left(torchrun, caplog):
+    """With `--nnodes 1:2` training continues there; what is wrong with any number of ranks is refused all the same."""
+    caplog.set_level("INFO", "lm")
+    DistributedConfig(reshard=False).refuse("hsdp", 2, 1, "32-true")
+    DistributedConfig(prefetch=2, reduce_dtype="bf16").refuse("fsdp2", 1, 1, "32-true")
+    assert [record.getMessage().split(" as long as ")[1] for record in caplog.records] == [
+        "there is one node", "there is one device", "there is one device"]  # fmt: skip
+    with pytest.raises(RequestError, match="bucket_mb is for ddp"):
+        DistributedConfig(bucket_mb=5).refuse("fsdp2", 1, 1, "32-true")
+
+
+@pytest.fixture
+def srun(monkeypatch):
+    """The variables that srun sets for the last of two tasks on each of two nodes."""
+    variables = {
+        "SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "lm", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    }  # fmt: skip
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_the_tasks_that_srun_started_are_ranks(srun):
+    assert srun_world() == (2, 2) and rank() == 3
+    srun.setenv("SLURM_JOB_NAME", "bash")  # a shell in an allocation
+    assert srun_world() is None
+    srun.setenv("SLURM_JOB_NAME", "lm")
+    srun.delenv("SLURM_NTASKS_PER_NODE")
+    with pytest.raises(RequestError, match="srun started 4 tasks on 2 nodes: give it --ntasks-per-node"):
+        srun_world()
+    srun.delenv("SLURM_STEP_ID")  # a batch script without srun
+    assert srun_world() is None
+
+
+def test_a_job_of_one_task_trains_on_all_the_devices_that_are_asked_for(srun):
+    srun.setenv("SLURM_NTASKS", "1")
+    srun.setenv("SLURM_PROCID", "0")
+    trainer = Trainer(max_steps=1, accelerator="cpu", devices=2)
+    assert trainer.world_size == 2 and not trainer.strategy.cluster_environment.creates_processes_externally
+
+
+def test_nodes_that_nothing_has_started_are_not_waited_for(monkeypatch):
+    for name in ("MASTER_ADDR", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RequestError, match="trainer.num_nodes 2: .*torchrun --nnodes 2"):
+        Trainer(max_steps=1, accelerator="cpu", num_nodes=2)
 
 
 def test_restarts_that_would_hang_are_refused_before_training(torchrun):
