@@ -37,6 +37,7 @@ COMMANDS = {
     "runs rm": ("lm.cli.runs:rm", "remove a run and its checkpoints, after asking"),
     "runs rebuild": ("lm.cli.runs:rebuild", "rebuild the registry of runs from the run folders"),
     "monitor": ("lm.cli.monitor:monitor", "watch runs live in the terminal, or print their state as JSON"),
+    "doctor": ("lm.cli.doctor:doctor", "whether this machine can train: GPU, kernels, disk, data, each with a cure"),
     "bench step": ("lm.cli.bench:step", "time of a training step, and what a checkpoint costs"),
 }
 

@@ -1,0 +1,239 @@
+"""`lm doctor`: whether this machine can train, line by line, each with a cure for what is wrong."""
+
+import importlib.metadata
+import json as jsonlib
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from filelock import FileLock
+from rich.console import Console
+from rich.markup import escape
+
+from lm.cli.options import find_config, read_config
+from lm.data.remote import is_remote, list_files
+from lm.errors import LmError, RequestError, first_line
+from lm.kernels import runtime, swiglu
+from lm.kernels.operations import kernels_missing
+from lm.model.attention_choice import Shape, candidates, measure
+from lm.runs import registry
+from lm.runs.run import ROOT
+from lm.system.hardware import cpu_half_precision, device_name, memory_bytes, peak_flops
+from lm.system.units import format_bytes, plural
+
+STORE_PATIENCE = 3.0  # seconds that a data store may take to answer
+LITTLE_DISK = 5 * 2**30  # bytes; a checkpoint of the 350M preset takes 4.2 GB
+LONGEST_REASON = 80  # characters of why an attention kernel does not run
+MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+
+
+class Check(NamedTuple):
+    """One line of the page."""
+
+    name: str
+    level: Literal["ok", "warning", "error"]
+    what: str
+    cure: str = ""
+
+
+def doctor(config: str | None = None, json: bool = False) -> None:
+    """Check what a training needs on this machine: `lm doctor [--config X] [--json]`.
+
+    Args:
+        config: A training's config, whose folder of runs and data are checked; the working directory if not given.
+        json: Print one JSON object instead of a page.
+
+    Raises:
+        LmError: something is wrong that no training survives; it is on the page.
+    """
+    document = read_config(find_config(config)) if config else {}
+    root = Path(str(document.get("trainer", {}).get("default_root_dir", ROOT)))
+    checks = list(_checks(root, document.get("data", {})))
+    if json:
+        print(jsonlib.dumps({
+            "checks": [check._asdict() for check in checks], "ready": all(check.level != "error" for check in checks),
+        }))  # fmt: skip
+    else:
+        _show(checks)
+    if errors := [check for check in checks if check.level == "error"]:
+        raise LmError(f"{plural(len(errors), 'error')}: {errors[0].name}: {errors[0].what}")
+
+
+def _checks(root: Path, data: dict[str, Any]) -> Iterator[Check]:
+    groups = (_python, _torch, _gpus, _kernels, _attention, _compiler, lambda: _disk(root), _registry,
+              lambda: _store(data))  # fmt: skip
+    for group in groups:
+        try:
+            yield from group()
+        except Exception as error:  # the other checks are still of use
+            name = getattr(group, "__name__", "check").strip("_<>")
+            yield Check(name, "error", f"{type(error).__name__}: {first_line(error)}", "please report it with this page")
+
+
+def _python() -> Iterator[Check]:
+    yield Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
+    wrong = []
+    for requirement in importlib.metadata.requires("lm") or []:
+        name, extra = re.match(r"[\w.-]+", requirement)[0], "extra ==" in requirement
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if not extra:
+                wrong.append(requirement)
+    if wrong:
+        yield Check("packages", "error", f"missing: {', '.join(wrong)}", f"pip install {' '.join(map(repr, wrong))}")
+    else:
+        shown = ("lightning", "tokenizers", "pyarrow")
+        yield Check("packages", "ok", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in shown))
+
+
+def _torch() -> Iterator[Check]:
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for ROCm" if torch.version.hip else "for CPUs"
+    yield Check("torch", "ok", f"{torch.__version__}, {built}")
+    driver = _driver()
+    if driver and not torch.version.cuda:
+        yield Check("driver", "error", f"NVIDIA driver {driver} is there, and this torch is for CPUs alone",
+                    "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130")
+    elif driver and not torch.cuda.is_available():
+        yield Check("driver", "error", f"torch for CUDA {torch.version.cuda} finds no GPU with NVIDIA driver {driver}",
+                    "install a newer driver, or torch for an older CUDA; in a container, start it with --gpus all")
+    elif driver:
+        yield Check("driver", "ok", f"NVIDIA {driver}")
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver; None where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
+    except pynvml.NVMLError:
+        return None
+
+
+def _gpus() -> Iterator[Check]:
+    cores, size = os.cpu_count(), memory_bytes("cpu")
+    half = f", {cpu_half_precision()} in hardware" if cpu_half_precision() else ""
+    yield Check("CPU", "ok", f"{device_name('cpu')}, {plural(cores or 1, 'core')}{half}; {format_bytes(size or 0)}")
+    if not torch.cuda.is_available():
+        mps = torch.backends.mps.is_available()
+        yield Check("GPU", "ok" if mps else "warning", "Apple's, by MPS" if mps else "none: training is on the CPU",
+                    "" if mps else "a CPU trains models of a few million parameters; for more, rent a GPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        name, (major, minor) = device_name(device), torch.cuda.get_device_capability(device)
+        free, total = torch.cuda.mem_get_info(device)
+        peak = peak_flops(name, "bf16")
+        known = f"peak {peak / 1e12:,.0f} TFLOP/s in bf16" if peak else "peak not known, so MFU is not shown"
+        what = f"{name}, capability {major}.{minor}, {format_bytes(free)} of {format_bytes(total)} free, {known}"
+        if free < 0.5 * total:
+            yield Check(f"GPU {index}", "warning", what, "another process uses it: `nvidia-smi` shows which")
+        else:
+            yield Check(f"GPU {index}", "ok", what)
+
+
+def _kernels() -> Iterator[Check]:
+    """Compile a kernel with NVRTC, and where there is a GPU run it beside plain PyTorch."""
+    if not torch.cuda.is_available():
+        if not runtime.available():
+            yield Check("kernels", "ok", "none are needed without a GPU")
+            return
+        code, _ = runtime.compile_source("swiglu", "sm_90", **swiglu.constants(torch.bfloat16, 64, 8))
+        yield Check("kernels", "ok", f"NVRTC compiles them ({len(code):,} bytes for sm_90); no GPU to run them")
+        return
+    device = torch.device("cuda")
+    if missing := kernels_missing(device):
+        yield Check("kernels", "warning", f"{missing}; plain PyTorch is taken, which is slower",
+                    "pip install cuda-bindings nvidia-cuda-nvrtc" if "NVRTC" in missing else "install a newer driver")
+        return
+    gate_up = torch.randn(8, 128, device=device, dtype=torch.bfloat16)
+    ours = torch.ops.lm.swiglu(gate_up)
+    error = (ours.cpu() - torch.ops.lm.swiglu(gate_up.cpu())).abs().max().item()
+    if error < 0.05:
+        yield Check("kernels", "ok", f"compiled by NVRTC, loaded, and right on {device_name(device)}")
+    else:
+        yield Check("kernels", "error", f"a kernel is wrong by {error:.3g} on {device_name(device)}",
+                    "--model.kernels off, and please report it with this page")
+
+
+def _attention() -> Iterator[Check]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    windows = (None, 64) if device.type == "cuda" else (None,)  # a CPU takes a mask for them, whatever the kernel
+    shape = Shape(batch=1, length=128, heads=4, kv_heads=2, head_dim=64, windows=windows, documents=False)
+    times, failures = measure(device, dtype, shape, candidates(device))
+    run = sorted({name.partition(" ")[0] for name in times})
+    not_run = "".join(f"; {name} does not: {why[:LONGEST_REASON]}" for name, why in failures.items())
+    if run:
+        yield Check("attention", "ok", f"{', '.join(run)} run forward and backward{not_run}")
+    else:
+        yield Check("attention", "error", f"no kernel runs{not_run}", "install a torch that is built for this GPU")
+
+
+def _compiler() -> Iterator[Check]:
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if compiler:
+        yield Check("C++ compiler", "ok", f"{compiler}: model.compile inductor works on a CPU")
+    elif not torch.cuda.is_available():
+        yield Check("C++ compiler", "warning", "none: model.compile inductor does not work on a CPU",
+                    "apt install g++, or leave model.compile at none")  # fmt: skip
+
+
+def _disk(root: Path) -> Iterator[Check]:
+    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    place = existing / f".lm-doctor-{os.getpid()}"
+    try:
+        with FileLock(place, timeout=1):
+            place.write_text("written")
+        place.unlink(missing_ok=True)
+    except OSError as error:
+        yield Check("disk", "error", f"{existing} cannot be written to: {error.strerror or error}",
+                    "set trainer.default_root_dir to another folder")  # fmt: skip
+        return
+    what = f"{existing.resolve()}: {format_bytes(free)} free, writable, locks work"
+    if free < LITTLE_DISK:
+        yield Check("disk", "warning", what, "`lm plan` says what the checkpoints of a training need")
+    else:
+        yield Check("disk", "ok", what)
+
+
+def _registry() -> Iterator[Check]:
+    try:
+        registry.forget([])  # opens it for writing and removes nothing
+        yield Check("registry", "ok", f"{registry.place()}, {plural(len(registry.known_runs()), 'run')}")
+    except LmError as error:
+        yield Check("registry", "warning", str(error), "`lm runs rebuild` makes it anew; LM_REGISTRY names another")
+
+
+def _store(data: dict[str, Any]) -> Iterator[Check]:
+    given = [data.get(name) for name in ("path", "train", "val", "test")]
+    sources = [one for some in given if some for one in (some if isinstance(some, list) else [some])]
+    for source in dict.fromkeys(map(str, sources)):
+        try:
+            found = list_files(source, STORE_PATIENCE)
+            yield Check("data", "ok", f"{source}: {plural(len(found.files), 'file')}")
+        except LmError as error:
+            made = source == str(data.get("path")) and data.get("prepare") and not is_remote(source)
+            if made and isinstance(error, RequestError):
+                yield Check("data", "ok", f"{source} is not there yet; the first fit makes it")
+            else:
+                yield Check("data", "error", str(error), "put it there, or set data.path" if not is_remote(source) else
+                            "look at its address, the network, and the credentials in the environment")  # fmt: skip
+
+
+def _show(checks: list[Check]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        console.print(f"{check.name:<{width}}  {MARKS[check.level]:<7}  {escape(check.what)}")
+        if check.cure:
+            console.print(f"{'':<{width}}           {escape(check.cure)}")

@@ -1,0 +1,55 @@
+"""`lm doctor` in a process of its own: a healthy machine, and each thing that may be wrong with its cure."""
+
+import json
+import socket
+import time
+
+import pytest
+from trainings import lm
+
+
+def checked(folder, *options, code=0, **environment):
+    """The checks by name, and the exit code is as given."""
+    done = lm(folder, "doctor", "--json", *options, expect=code, **environment)
+    found = json.loads(done.stdout)
+    assert found["ready"] is (code == 0)
+    return {check["name"]: check for check in found["checks"]}
+
+
+def test_a_machine_that_can_train(tmp_path):
+    began = time.monotonic()
+    found = checked(tmp_path)
+    assert time.monotonic() - began < 30  # 3.4 s alone
+    assert {"Python", "packages", "torch", "CPU", "GPU", "kernels", "attention", "disk", "registry"} <= found.keys()
+    assert all(check["level"] == "ok" or check["cure"] for check in found.values())
+    assert "run forward and backward" in found["attention"]["what"] and "NVRTC compiles" in found["kernels"]["what"]
+    page = lm(tmp_path, "doctor").stdout
+    assert "kernels" in page and "writable, locks work" in page and not list(tmp_path.iterdir())
+
+
+def test_what_is_wrong_has_a_cure(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "own.yaml").write_text("trainer: {default_root_dir: file/runs}\ndata: {train: nowhere, val: null}\n")
+    (tmp_path / "runs.db").write_text("no database")
+    found = checked(tmp_path, "--config", "own.yaml", code=1, LM_REGISTRY=str(tmp_path / "runs.db"))
+    assert found["disk"]["level"] == "error" and "trainer.default_root_dir" in found["disk"]["cure"]
+    assert found["data"]["level"] == "error" and "nowhere" in found["data"]["what"]
+    assert found["registry"]["level"] == "warning" and "lm runs rebuild" in found["registry"]["cure"]
+
+
+def test_a_store_that_does_not_answer_is_a_line_after_seconds(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = f"s3://bucket/train?endpoint_override=http://127.0.0.1:{silent.getsockname()[1]}"
+        (tmp_path / "own.yaml").write_text(json.dumps({"data": {"train": source}}))
+        began = time.monotonic()
+        keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        found = checked(tmp_path, "--config", "own.yaml", code=1, **keys)
+    assert found["data"]["level"] == "error" and "network" in found["data"]["cure"]
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.parametrize("document", ["data: [1]", "data: {train: 3}", "trainer: {default_root_dir: 5}"])
+def test_a_config_that_is_wrong_does_not_break_it(tmp_path, document):
+    (tmp_path / "own.yaml").write_text(document + "\n")
+    done = lm(tmp_path, "doctor", "--config", "own.yaml", expect=None)
+    assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr
