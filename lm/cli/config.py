@@ -25,7 +25,7 @@ from lm.runs.resume import checkpoint_folder, find_checkpoint, is_of_a_run, refu
 from lm.runs.run import ROOT, Run
 from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
-from lm.training.callbacks.run_folder import RunFolder
+from lm.training.callbacks.run_folder import RunFolder, RunOptions
 from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
 from lm.training.callbacks.summary import Summary
 from lm.training.module import LanguageModule
@@ -38,7 +38,7 @@ CLASSES = {"trainer": Trainer, "model": LanguageModule, "data": DataModule}
 OTHER_GROUPS = {"guards": GuardsConfig, "samples": SamplesConfig, "evaluation": EvaluationConfig}
 FLAGS = ("force",)
 LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input", "samples.prompts",
-         "evaluation.tasks")  # fmt: skip
+         "evaluation.tasks", "tags", "on_event")  # fmt: skip
 
 
 class ConfigFile(ActionConfigFile):
@@ -87,6 +87,7 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
         parser.add_argument(f"--{name}", type=str | None, default=None)
     for name, kind in CLASSES.items():
         parser.add_class_arguments(kind, name, instantiate=False)
+    parser.add_class_arguments(RunOptions)
     for name, kind in OTHER_GROUPS.items():
         parser.add_class_arguments(kind, name)
     if options is not None:
@@ -171,6 +172,7 @@ class TrainingCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--run", type=str | None, default=None)
         parser.add_argument("--force", type=bool, default=False)
+        parser.add_class_arguments(RunOptions)
         for name, kind in OTHER_GROUPS.items():
             parser.add_class_arguments(kind, name)
 
@@ -211,9 +213,12 @@ class TrainingCLI(LightningCLI):
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
         config = self.config[self.subcommand]
         auto = config.ckpt_path == "auto"
-        run_folder = RunFolder(self.resumed_run, config.run, self.config_text, config.force, auto=auto)
+        options = RunOptions(**{name: config[name] for name in get_type_hints(RunOptions)})
+        self.run_folder = RunFolder(
+            self.resumed_run, config.run, self.config_text, config.force, auto=auto, options=options
+        )
         beside = {name: self._get(self.config_init, name) for name in OTHER_GROUPS}
-        callbacks = [*standard_callbacks(trainer_config, run_folder, **beside), Summary()]
+        callbacks = [*standard_callbacks(trainer_config, self.run_folder, **beside), Summary()]
         try:
             return self._instantiate_trainer(trainer_config, callbacks)
         except (MisconfigurationException, ValueError, TypeError) as error:
@@ -223,7 +228,10 @@ class TrainingCLI(LightningCLI):
         if self.stays_stopped:
             log.info("the run has finished: it was stopped early; change trainer.early_stopping to continue it")
             return
-        super()._run_subcommand(subcommand)
+        try:
+            super()._run_subcommand(subcommand)
+        finally:
+            self.run_folder.announce_end()
 
     def after_fit(self) -> None:
         """Record the end of a run that was killed between its last checkpoint and that record."""

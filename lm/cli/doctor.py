@@ -73,7 +73,8 @@ def _checks(root: Path, data: dict[str, Any]) -> Iterator[Check]:
             yield from group()
         except Exception as error:  # the other checks are still of use
             name = getattr(group, "__name__", "check").strip("_<>")
-            yield Check(name, "error", f"{type(error).__name__}: {first_line(error)}", "please report it with this page")
+            what = f"{type(error).__name__}: {first_line(error)}"
+            yield Check(name, "error", what, "please report it with this page")
 
 
 def _python() -> Iterator[Check]:

@@ -32,6 +32,7 @@ COMMANDS = {
     "profile": ("lm.cli.profile:profile", "where the time of a training step goes, by part; a trace"),
     "runs ls": ("lm.cli.runs:ls", "every run: its status, step, losses, tokens a second and age"),
     "runs show": ("lm.cli.runs:show", "one run on a page: progress, losses, model, checkpoints, machine"),
+    "runs check": ("lm.cli.runs:check", "whether a run ended as its config expects, also as exit code"),
     "runs compare": ("lm.cli.runs_compare:compare", "curves of runs in one chart, and the settings they differ in"),
     "runs export": ("lm.cli.runs_compare:export", "a run for others: metrics, pictures, weights, and a manifest"),
     "runs rm": ("lm.cli.runs:rm", "remove a run and its checkpoints, after asking"),

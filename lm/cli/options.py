@@ -23,6 +23,7 @@ from lm.system.files import parse_yaml
 PACKAGE = Path(lm.__file__).parent
 CONFIGS = (Path("configs"), PACKAGE.parent / "configs")
 GROUPS = {
+    "": "lm.training.callbacks.run_folder:RunOptions",  # not in a group
     "trainer": "lm.training.trainer:Trainer",
     "model": "lm.training.module:LanguageModule",
     "data": "lm.data.datamodule:DataModule",
@@ -58,6 +59,7 @@ SYNONYMS = {
         "trainer.val_interval": "val_check_interval eval_interval eval_every eval_steps val_every",
         "trainer.checkpoint_interval": "save_every save_interval save_steps ckpt_interval checkpoint_every",
         "trainer.keep_checkpoints": "save_total_limit save_top_k",
+        "trainer.keep_every": "every_n_train_steps keep_period",
         "trainer.log_interval": "log_every_n_steps log_every logging_steps",
         "trainer.gradient_clip_val": "grad_clip gradient_clip max_grad_norm clip",
         "trainer.precision": "dtype mixed_precision amp",
@@ -117,7 +119,7 @@ def training_options(command: str) -> list[Option]:
     """All options of a command: first its own, then those of a training."""
     found = [*_options_of(OWN[command], ""), CONFIG, SEED] if command in OWN else list(FIT)
     for group, kind in GROUPS.items():
-        found += _options_of(kind, f"{group}.")
+        found += _options_of(kind, f"{group}." if group else "")
     return found
 
 
@@ -209,7 +211,7 @@ def print_options(command: str, what: str, chosen: str | None = None) -> None:
         RequestError: there is no such group.
     """
     if chosen not in (None, "all") and chosen not in _groups({option.name for option in training_options(command)}):
-        raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(GROUPS)}")
+        raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(filter(None, GROUPS))}")
     width = min(110, shutil.get_terminal_size().columns)
     frequent = FREQUENT_WITHOUT_FIT if command in ("validate", "test", "predict") else FREQUENT
     print(f"lm {command}: {what}\n\nusage: lm {command} {USAGE.get(command, '--config FILE')} [--OPTION VALUE ...]\n")

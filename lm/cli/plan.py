@@ -361,7 +361,9 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
         recomputed_flops_per_token(decoder, step.seq_len, config.model.activation_checkpointing),
     )  # fmt: skip
     one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
-    space = disk_space(Path(config.trainer.default_root_dir), one, config.trainer.keep_checkpoints)
+    every = config.trainer.keep_every
+    kept = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0)
+    space = disk_space(Path(config.trainer.default_root_dir), one, kept)
     found["disk"] = space._asdict()
     noted += findings.of_device(found["memory"], space, found["steps"], device, config, precision)
     order = ("error", "warning", "advice")
@@ -374,8 +376,8 @@ def refuse_what_a_fit_would(config: Namespace) -> None:
     Raises:
         RequestError: names the value.
     """
-    for name in ("num_nodes", "val_interval", "checkpoint_interval", "log_interval", "keep_checkpoints"):
-        if config.trainer[name] < 1:
+    for name in ("num_nodes", "val_interval", "checkpoint_interval", "log_interval", "keep_checkpoints", "keep_every"):
+        if config.trainer[name] is not None and config.trainer[name] < 1:
             raise RequestError(f"trainer.{name} {config.trainer[name]} must be at least 1")
     refuse_matmul_precision(config.trainer.matmul_precision, config.trainer.precision)
     DataModule(**vars(config.data))

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from lm.errors import LmError, RequestError
 from lm.model.estimates import describe_mfu
 from lm.runs import registry
+from lm.runs.acceptance import Expectation, acceptance, expectations
 from lm.runs.evaluations import describe_evaluation, merge_evaluations
 from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
@@ -39,21 +40,24 @@ STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow", "interrup
 EXPLAINED = ("stopped", "interrupted", "failed")  # statuses that have a reason worth a line
 
 
-def ls(all: bool = False, root: str = str(ROOT), json: bool = False) -> None:
+def ls(all: bool = False, tag: str | None = None, root: str = str(ROOT), json: bool = False) -> None:
     """Every run that the registry knows and every run under a folder, the newest last.
 
     Args:
         all: Older runs too.
+        tag: Only runs with this tag.
         root: Folder whose runs are listed even where the registry does not know them.
         json: Print one JSON list instead.
     """
-    found = collect_runs(root)
+    found = [run for run in collect_runs(root) if tag in (None, *(run.get("tags") or ()))]
     shown = found if all or json else found[-SHOWN:]
     if json:
         print(to_json(shown))
         return
     console = Console(highlight=False, soft_wrap=True)
-    if not found:
+    if not found and tag is not None:
+        console.print(f"no run has the tag {tag}")
+    elif not found:
         console.print(f"no runs under {root} or in the registry: start one with `lm fit --config tiny.yaml`")
     _print_table(shown, console)
     if len(found) > len(shown):
@@ -118,6 +122,35 @@ def rebuild(roots: list[str]) -> None:
     runs = [run for folder in folders for run in Run.all(folder)]
     registry.rebuild(runs)
     print(f"{registry.place()} has {plural(len(runs), 'run')}")
+
+
+def check(run: str, root: str = str(ROOT), json: bool = False) -> None:
+    """Whether a run ended as its config expects: exit code 0 if it did, 1 if not.
+
+    Args:
+        run: Name under the root or in the registry, or a path.
+        root: Folder of the runs.
+        json: Print one JSON object instead of lines.
+
+    Raises:
+        RequestError: the run has not ended, or its config expects nothing.
+        LmError: it did not end as expected.
+    """
+    folder = registry.find_run(run, root)
+    found, status = expectations(folder), folder.status()
+    if not found:
+        raise RequestError(f"run {folder.name} expects nothing: its config has no `expect: {{val/loss: [3.2, 3.5]}}`")
+    if status == "running":
+        raise RequestError(f"run {folder.name} is still being trained")
+    judged = acceptance(found)
+    passed = judged["passed"] and status == "finished"
+    if json:
+        print(to_json({**judged, "passed": passed, "status": status}))
+    else:
+        print("\n".join([f"{status}", *map(str, found)]))
+    if not passed:
+        missed = [str(each) for each in found if not each.met] or [f"it is {status}, not finished"]
+        raise LmError(f"run {folder.name} did not pass: {'; '.join(missed)}")
 
 
 # ---- ls --------------------------------------------------------------------------------------------------------------
@@ -241,6 +274,8 @@ def describe_run(run: Run) -> dict[str, Any]:
         "phase": state.get("phase"),
         "time": state.get("time"),
         "pid": state.get("pid"),
+        "note": described.get("note"),
+        "acceptance": described.get("acceptance"),
         "parameters": count_parameters(last / "model.safetensors") if last else None,
         "config": config,
         "curves": {name: curve for name in ("train/loss", "val/loss", "val/bpb", "optim/grad_norm",
@@ -305,7 +340,8 @@ def _print_page(found: dict[str, Any]) -> None:
         title.append(f": {found['reason']}")
     console.print(title)
     parts = {
-        "where": [found["path"]], "progress": _progress(found), "losses": _losses(found), "speed": _speed(found),
+        "where": [found["path"]], "about": _about(found), "progress": _progress(found), "losses": _losses(found),
+        "speed": _speed(found),
         "model": _model(found), "training": _training(found["config"]), "checkpoints": _checkpoints(found),
         "machine": _machine(found), "started as": _started(found), "cost": _cost(found["budget"]),
         "evaluation": describe_evaluation(found["evaluation"]), "alerts": _alerts(found["alerts"]),
@@ -322,6 +358,12 @@ def _print_page(found: dict[str, Any]) -> None:
     console.print(grid)
     command = Text("next".ljust(width + 2), style="dim").append(found["next"], style="not dim")
     console.print(command, soft_wrap=True)  # in one piece, to be copied
+
+
+def _about(found: dict[str, Any]) -> list[str]:
+    checks = (found["acceptance"] or {}).get("checks", [])
+    judged = [str(Expectation(each["metric"], each["low"], each["high"], each["value"])) for each in checks]
+    return [found["note"] or "", f"tags: {', '.join(found['tags'])}" if found["tags"] else "", *judged]
 
 
 def _progress(found: dict[str, Any]) -> list[str]:

@@ -53,7 +53,7 @@ def facts(run: Run) -> dict[str, Any]:
     """A run's row of the registry, read from its folder; None for what is not known (yet).
 
     Returns:
-        By the names of `COLUMNS`; `status` is `Run.status()`, `best_loss` the lowest validation loss.
+        By the names of `COLUMNS`, and `tags`; `status` is `Run.status()`, `best_loss` the lowest validation loss.
     """
     described, state = run.read("run.json"), run.read("state.json")
     config = run.config.read_bytes() if run.config.exists() else None
@@ -75,6 +75,7 @@ def facts(run: Run) -> dict[str, Any]:
         "entered": described.get("entered"),
         "host": described.get("host"),
         "config_sha256": hashlib.sha256(config).hexdigest() if config is not None else None,
+        "tags": described.get("tags") or [],
         "core": (merge_evaluations(run.evaluations()) or {}).get("core"),
     }
 

@@ -90,6 +90,7 @@ class Trainer(lightning.Trainer):
         val_interval: Optimizer steps between validations; the last step is always validated.
         checkpoint_interval: Optimizer steps between checkpoints.
         keep_checkpoints: How many of the newest checkpoints are kept beside the best.
+        keep_every: Checkpoints of steps that are multiples of this are taken too, and kept for good; none: none.
         stop_within: Seconds that the run may take after a signal, on a single device. A step that is not done in half
             of them is dropped; after all of them the process ends, and the newest checkpoint is the one to resume from.
             0: as long as it takes.
@@ -129,6 +130,7 @@ class Trainer(lightning.Trainer):
         val_interval: Count = Count(250),
         checkpoint_interval: Count = Count(250),
         keep_checkpoints: int = 1,
+        keep_every: Count | None = None,
         stop_within: float = 15.0,
         log_interval: Count = Count(10),
         histogram_interval: Count | None = None,
@@ -152,7 +154,7 @@ class Trainer(lightning.Trainer):
     ) -> None:
         at_least_one = {
             "val_interval": val_interval, "checkpoint_interval": checkpoint_interval, "log_interval": log_interval,
-            "histogram_interval": histogram_interval, "keep_checkpoints": keep_checkpoints,
+            "histogram_interval": histogram_interval, "keep_checkpoints": keep_checkpoints, "keep_every": keep_every,
             "early_stopping.patience": early_stopping.patience, "num_nodes": num_nodes,
         }  # fmt: skip
         for name, value in at_least_one.items():

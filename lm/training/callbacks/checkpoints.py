@@ -24,7 +24,7 @@ HALF_WRITTEN = re.compile(r"\.(last|best|\w+\.json|\w+\.yaml)[.-](\d+)")  # a fi
 
 
 class Checkpoints(ModelCheckpoint):
-    """Keeps `last`, `best` and the newest `keep` checkpoints of a run.
+    """Keeps `last`, `best`, the newest `keep` checkpoints of a run, and one every `keep_every` steps.
 
     A checkpoint is taken between two optimizer steps, after the validation if there is one, so that a resume repeats
     and loses neither. ModelCheckpoint's own timing and linking are replaced: they save twice, and move links before the
@@ -34,15 +34,17 @@ class Checkpoints(ModelCheckpoint):
         interval: optimizer steps between checkpoints.
         min_delta: how much lower `val/loss` must be to be a new best.
         keep: how many of the newest are kept beside the best.
+        keep_every: checkpoints of multiples of this step are taken and kept too.
     """
 
     FILE_EXTENSION = ""
 
-    def __init__(self, interval: int, min_delta: float = 0.0, keep: int = 1) -> None:
+    def __init__(self, interval: int, min_delta: float = 0.0, keep: int = 1, keep_every: int | None = None) -> None:
         super().__init__(monitor="val/loss", save_top_k=0, enable_version_counter=False)
         self.interval = interval
         self.min_delta = min_delta
         self.keep = keep
+        self.keep_every = keep_every
         self.best_loss = float("inf")
         self.best_name: str | None = None
         self.saved_step = -1
@@ -79,7 +81,8 @@ class Checkpoints(ModelCheckpoint):
     def _warn_of_full_disk(self, trainer: Trainer, pl_module: LightningModule) -> None:
         item = next(pl_module.parameters()).element_size()
         one = checkpoint_bytes(pl_module.config, item, pl_module.optimizer_config.state)
-        needed = disk_space(trainer.run.path, one, self.keep, present=len(trainer.run.steps()))
+        kept = self.keep + (trainer.max_steps // self.keep_every if self.keep_every else 0)
+        needed = disk_space(trainer.run.path, one, kept, present=len(trainer.run.steps()))
         if not needed.suffices:
             log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
 
@@ -117,7 +120,10 @@ class Checkpoints(ModelCheckpoint):
             self.save(trainer)
 
     def _due(self, step: int) -> bool:
-        return self.requested or step % self.interval == 0
+        return self.requested or step % self.interval == 0 or self._is_kept(step)
+
+    def _is_kept(self, step: int) -> bool:
+        return self.keep_every is not None and step % self.keep_every == 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: ModelCheckpoint would save."""
@@ -149,8 +155,9 @@ class Checkpoints(ModelCheckpoint):
         link_to(run.path / last, best)
         steps = run.steps()
         kept = [path.name for at, path in steps.items() if at <= step and path.name not in self.left_behind]
-        for path in steps.values():
-            if path.name not in (*kept[-self.keep :], last, best):
+        for at, path in steps.items():
+            always = self._is_kept(at) and path.name in kept
+            if not always and path.name not in (*kept[-self.keep :], last, best):
                 remove_folder(path)
 
     @staticmethod

@@ -240,7 +240,8 @@ class ProgressBar(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
         if self._progress is not None:
-            log, shown = RunLog.of(trainer), ("train/loss", "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention")
+            log = RunLog.of(trainer)
+            shown = ("train/loss", "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention")
             newest = {name: value for name, value in log.latest.items() if name in shown}
             text = format_line(step, trainer.max_steps, newest).partition("  ")[2]
             if (seconds := log.eta(trainer)) is not None:

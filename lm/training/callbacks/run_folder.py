@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from lightning.pytorch import LightningModule
 
 from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
+from lm.runs.acceptance import acceptance, expectations, refuse_empty_ranges
+from lm.runs.events import PATIENCE, announce, refuse_missing_program
 from lm.runs.registry import record_run
 from lm.runs.run import Run
 from lm.system.files import write_atomically
@@ -31,6 +34,28 @@ STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # of a run that end
 CLAIM_WAIT = 2.0  # seconds that another process may take between making a run folder and describing it
 
 
+@dataclass
+class RunOptions:
+    """What is kept of a run, and done at its end.
+
+    Args:
+        tags: Words to find the run by, with `lm runs ls --tag WORD`.
+        note: What the run is for.
+        on_event: A program and its arguments, started when the run has finished, failed, or was interrupted or stopped
+            by a guard; it gets the facts as JSON on its standard input. No shell reads it.
+        expect: Metrics, and the range that each must end in, such as `{val/loss: [3.2, 3.5]}`.
+    """
+
+    tags: list[str] = field(default_factory=list)
+    note: str | None = None
+    on_event: list[str] = field(default_factory=list)
+    expect: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        refuse_missing_program(self.on_event)
+        refuse_empty_ranges(self.expect)
+
+
 class RunFolder(Callback):
     """Claims the run folder when a fit starts, and records in it and in the registry how the run ended.
 
@@ -41,19 +66,23 @@ class RunFolder(Callback):
         name: of a new one.
         config: text of the resolved config.
         force: resume a run though its shards changed.
+        options: tags, a note, and what is done at the run's end.
         auto: where a run of this name has appeared in the meantime, refuse to start another beside it.
         register: write it to the user's registry of runs.
     """
 
     def __init__(
-        self, run: Run | None, name: str, config: str, force: bool = False, auto: bool = False, register: bool = True
-    ) -> None:
+        self, run: Run | None, name: str, config: str, force: bool = False, auto: bool = False, register: bool = True,
+        options: RunOptions = RunOptions(),
+    ) -> None:  # fmt: skip
         self._resumed = run
         self._name = name
         self._config = config
         self._force = force
         self._auto = auto
         self._register = register
+        self._options = options
+        self._ended: Run | None = None  # the run, once its end is recorded
         self._registry_warned = False
         self._log: logging.Handler | None = None
 
@@ -130,7 +159,8 @@ class RunFolder(Callback):
         device = device_name(trainer.strategy.root_device)
         run.describe(
             id=run.name, name=name, status="running", reason=None, device=device, world_size=trainer.world_size,
-            stretches=segments, turn=Run.next_turn(run.path.parent), **facts,
+            stretches=segments, turn=Run.next_turn(run.path.parent), tags=self._options.tags, note=self._options.note,
+            **facts,
         )  # fmt: skip
 
     def _refuse_changed_shards(self, run: Run, shards: dict[str, Any]) -> None:
@@ -153,6 +183,11 @@ class RunFolder(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         reason = "all steps done" if trainer.global_step >= trainer.max_steps else "early stopping"
+        if trainer.is_global_zero and (found := expectations(trainer.run)):
+            judged = acceptance(found)
+            trainer.run.attempt(trainer.run.path / "run.json", lambda: trainer.run.describe(acceptance=judged))
+            log.log(logging.INFO if judged["passed"] else logging.WARNING,
+                    "%s: %s", "passed" if judged["passed"] else "not passed", "; ".join(map(str, found)))  # fmt: skip
         self._end(trainer, "finished", reason)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -181,6 +216,13 @@ class RunFolder(Callback):
             record = {"levelno": logging.INFO, "msg": f"{status}: {reason}", "exc_info": trace}
             self._log.handle(logging.makeLogRecord(record))
         self._record(run)
+        self._ended = run
+
+    def announce_end(self, patience: float = PATIENCE) -> None:
+        """Start the program of `on_event`, if the run's end was recorded; its lock is free by then."""
+        if self._ended is not None and self._options.on_event:
+            self._ended.release()
+            announce(self._ended, self._options.on_event, patience)
 
     def _close_log(self) -> None:
         if self._log is not None:

@@ -101,7 +101,9 @@ def standard_callbacks(
         ProgressBar(),
         *optional,
         *stopping,
-        Checkpoints(trainer["checkpoint_interval"], early.min_delta, trainer["keep_checkpoints"]),
+        Checkpoints(
+            trainer["checkpoint_interval"], early.min_delta, trainer["keep_checkpoints"], trainer["keep_every"]
+        ),
         Interrupt(),
         Predictions(),
     ]

@@ -84,6 +84,8 @@ class Interrupt(Callback, Checkpoint):
         for callback in trainer.callbacks:
             if isinstance(callback, RunFolder | ProgressBar):
                 callback.on_exception(trainer, trainer.lightning_module, error)
+            if isinstance(callback, RunFolder):
+                callback.announce_end(patience=0.0)
         print(f"lm fit: {error}", file=sys.stderr, flush=True)
 
     def _any_rank_asked(self) -> bool:

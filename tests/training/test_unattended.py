@@ -1,0 +1,107 @@
+"""Runs that nobody watches: the program at their end, checkpoints that are kept, what they must reach, tags."""
+
+import json
+import signal
+import time
+
+import pytest
+from trainings import lm, make_workplace, start, write_config
+
+from lm.runs.run import Run
+
+KEEP = """#!/bin/sh
+cat > "$1"
+echo heard
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = make_workplace(tmp_path_factory.mktemp("unattended"))
+    (folder / "keep.sh").write_text(KEEP)
+    (folder / "keep.sh").chmod(0o755)
+    return folder
+
+
+def configured(workplace, name, **changes):
+    """A config whose program writes what it hears to `NAME.json`; its command line."""
+    changes = {"trainer.callbacks": [], "on_event": ["./keep.sh", f"{name}.json"], **changes}
+    return "fit", "--config", str(write_config(workplace, name, **changes))
+
+
+def heard(workplace, name):
+    return json.loads((workplace / f"{name}.json").read_text())
+
+
+def test_a_finished_run_is_announced_and_judged(workplace):
+    ranges = {"train/loss": [0, 9], "val/loss": [0, 0.5], "val/nothing": [0, 1]}
+    done = lm(workplace, *configured(workplace, "all", expect=ranges, tags=["first", "small"], note="why [not]"))
+    facts = heard(workplace, "all")
+    assert (facts["event"], facts["exit_code"], facts["step"], facts["tags"]) == ("finished", 0, 12, ["first", "small"])
+    assert facts["checkpoint"].endswith("step-00000012") and facts["acceptance"]["passed"] is False
+    assert "heard" in done.stderr and "heard" not in done.stdout
+    assert "not passed: train/loss is" in done.stderr and "val/nothing was never logged; expected 0 to 1" in done.stderr
+
+    judged = json.loads(lm(workplace, "runs", "check", "all", "--json", expect=1).stdout)
+    assert [check["met"] for check in judged["checks"]] == [True, False, False] and judged["status"] == "finished"
+    page = lm(workplace, "runs", "show", "all").stdout
+    assert "why [not]" in page and "tags: first, small" in page and "outside the expected range 0 to 0.5" in page
+    assert "all" in lm(workplace, "runs", "ls", "--tag", "small").stdout
+    assert "no run has the tag large" in lm(workplace, "runs", "ls", "--tag", "large").stdout
+
+
+def test_what_is_met_passes(workplace):
+    lm(workplace, *configured(workplace, "met", expect={"val/loss": [0, 9]}))
+    assert "within the expected range 0 to 9" in lm(workplace, "runs", "check", "met").stdout
+
+
+def test_an_interrupted_run_is_announced_with_the_command_that_resumes_it(workplace):
+    process = start(workplace, *configured(workplace, "cut", **{"trainer.max_steps": 2000}))
+    run = Run(workplace / "checkpoints" / "cut")
+    while not run.metrics("train/loss"):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    facts = heard(workplace, "cut")
+    assert process.returncode == 75 and (facts["event"], facts["exit_code"]) == ("interrupted", 75)
+    assert facts["resume"][1:4] == ["-m", "lm", "fit"] and not run.is_locked()
+    lm(workplace, *facts["resume"][3:], "--trainer.max_steps", str(facts["step"] + 1))
+    assert heard(workplace, "cut")["event"] == "finished" and run.status() == "finished"
+
+
+def test_a_guard_and_a_failure_are_announced(workplace):
+    lm(workplace, *configured(workplace, "guarded", **{"guards.alerts": {"loss > 0": "stop"}}), expect=3)
+    assert (heard(workplace, "guarded")["event"], heard(workplace, "guarded")["exit_code"]) == ("stopped", 3)
+    (workplace / "failing.py").write_text(
+        "from lightning.pytorch import Callback\n\nclass Failing(Callback):\n"
+        "    def on_train_batch_end(self, *args):\n        raise ZeroDivisionError('on purpose')\n"
+    )
+    callbacks = {"trainer.callbacks": [{"class_path": "failing.Failing"}]}
+    lm(workplace, *configured(workplace, "failed", **callbacks), expect=1)
+    assert heard(workplace, "failed")["event"] == "failed" and "on purpose" in heard(workplace, "failed")["reason"]
+
+
+def test_a_program_that_fails_changes_nothing_and_a_missing_one_is_refused(workplace):
+    done = lm(workplace, *configured(workplace, "false", on_event=["false"]))
+    assert "on_event: false ended with exit code 1" in done.stderr
+    refused = lm(workplace, *configured(workplace, "none", on_event=["./nowhere"]), expect=2)
+    assert "no program './nowhere'" in refused.stderr and not (workplace / "checkpoints" / "none").exists()
+
+
+def test_no_shell_reads_the_program(workplace):
+    lm(workplace, *configured(workplace, "shell", on_event=["./keep.sh", "$(touch found);shell.json"]))
+    assert (workplace / "$(touch found);shell.json").exists() and not (workplace / "found").exists()
+
+
+def test_every_so_many_steps_one_is_kept_for_good(workplace):
+    changes = {"trainer.keep_every": 5, "trainer.checkpoint_interval": 3, "trainer.max_steps": 16, "on_event": []}
+    lm(workplace, *configured(workplace, "kept", **changes, **{"trainer.val_interval": 16}))
+    assert list(Run(workplace / "checkpoints" / "kept").steps()) == [5, 10, 15, 16]
+    refused = lm(workplace, *configured(workplace, "kept", **{"trainer.keep_every": 0}), expect=2)
+    assert "trainer.keep_every 0 must be at least 1" in refused.stderr
+
+
+@pytest.mark.parametrize("given", ["[3, 2]", "[1]", "[1, 2, 3]"])
+def test_a_range_that_is_none_is_refused(workplace, given):
+    refused = lm(workplace, *configured(workplace, "range"), "--expect", f'{{"val/loss": {given}}}', expect=2)
+    assert "give [LOWEST, HIGHEST]" in refused.stderr
