@@ -24,7 +24,7 @@ from lm.kernels.operations import kernels_missing
 from lm.model.attention_choice import Shape, candidates, measure
 from lm.runs import registry
 from lm.runs.run import ROOT
-from lm.system.hardware import cpu_half_precision, device_name, memory_bytes, peak_flops
+from lm.system.hardware import cpu_half_precision, device_name, driver_version, memory_bytes, peak_flops
 from lm.system.units import format_bytes, plural
 
 STORE_PATIENCE = 3.0  # seconds that a data store may take to answer
@@ -97,7 +97,7 @@ def _python() -> Iterator[Check]:
 def _torch() -> Iterator[Check]:
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for ROCm" if torch.version.hip else "for CPUs"
     yield Check("torch", "ok", f"{torch.__version__}, {built}")
-    driver = _driver()
+    driver = driver_version()
     if driver and not torch.version.cuda:
         yield Check("driver", "error", f"NVIDIA driver {driver} is there, and this torch is for CPUs alone",
                     "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130")
@@ -106,17 +106,6 @@ def _torch() -> Iterator[Check]:
                     "install a newer driver, or torch for an older CUDA; in a container, start it with --gpus all")
     elif driver:
         yield Check("driver", "ok", f"NVIDIA {driver}")
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's driver; None where there is none."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlSystemGetDriverVersion()
-    except pynvml.NVMLError:
-        return None
 
 
 def _gpus() -> Iterator[Check]:

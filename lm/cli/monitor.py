@@ -28,7 +28,7 @@ from lm.cli.runs import STYLES, to_json
 from lm.errors import RequestError
 from lm.runs.history import LiveRun, Series, smooth
 from lm.runs.metrics import METRICS
-from lm.runs.registry import find_run
+from lm.runs.registry import find_run, known_folders
 from lm.runs.run import ROOT, Run
 from lm.system.files import DAMAGE
 from lm.system.units import format_bytes, format_count, format_duration
@@ -361,18 +361,20 @@ def monitor(
 
 
 def default_runs(root: str) -> list[Run]:
-    """The runs to watch where none is named: those that are running, else the newest.
+    """The runs to watch where none is named: those that are running, under `root` and in the registry, else the newest.
 
     Raises:
         RequestError: there is no run at all.
     """
-    every = [(run, run.status()) for run in reversed(Run.all(root))]
+    here = Run.all(root)
+    elsewhere = [Run(path) for path in known_folders() if path not in [run.path.resolve() for run in here]]
+    every = [*reversed(here), *sorted(elsewhere, key=lambda run: run.entered()[1], reverse=True)]
     if not every:
-        raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`")
-    active = [run for run, status in every if status == "running"]
+        raise RequestError(f"no run under {root} or in the registry: start one with `lm fit --config tiny.yaml`")
+    active = [run for run in every if run.status() == "running"]
     if not active:
-        print(f"nothing is running under {root}; this is the newest run", file=sys.stderr)
-    return active or [every[0][0]]
+        print("nothing is running; this is the newest run", file=sys.stderr)
+    return active or every[:1]
 
 
 def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> None:

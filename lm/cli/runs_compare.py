@@ -7,9 +7,11 @@ import csv
 import json as jsonlib
 import math
 import shutil
+import statistics
 import time
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,7 +98,9 @@ def _no_metric(metric: str, metrics: list[list[dict[str, Any]]]) -> str:
     return f"none of the runs has a metric {metric!r}; {hint}"
 
 
-def draw_curves(path: Path, series: Sequence[Series], x_label: str, y_label: str, title: str = "") -> None:
+def draw_curves(
+    path: Path, series: Sequence[Series], x_label: str, y_label: str, title: str = "", scale: str = "linear"
+) -> None:
     """Write a PNG of curves over one pair of axes; values that are not finite leave a gap."""
     from lm.inspection.drawing import figure  # matplotlib takes half a second
 
@@ -104,7 +108,7 @@ def draw_curves(path: Path, series: Sequence[Series], x_label: str, y_label: str
     for index, one in enumerate(series):
         marker = "o" if len(one.x) <= 30 else None  # a curve of few points, such as validations, shows them
         axes.plot(one.x, one.y, DASHES[index % len(DASHES)], label=one.name, linewidth=1.4, marker=marker, markersize=3)
-    axes.set(xlabel=x_label, ylabel=y_label, title=title)
+    axes.set(xlabel=x_label, ylabel=y_label, title=title, yscale=scale)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if len(series) > 1:
@@ -153,11 +157,12 @@ def _number(value: float | None) -> str:
 
 # ---- export ----------------------------------------------------------------------------------------------------------
 
-PICTURES = {  # file -> the metrics that it shows
-    "loss.png": ("train/loss", "val/loss"),
-    "grad_norm.png": ("optim/grad_norm",),
-    "throughput.png": ("perf/tokens_per_second",),
+PICTURES = {  # file -> the metrics that it shows, over what, and the scale of their axis
+    "loss.png": (("train/loss", "val/loss"), "step", "linear"),
+    "norms.png": (("optim/grad_norm", "optim/param_norm"), "step", "log"),
+    "throughput.png": (("perf/tokens_per_second",), "time", "linear"),  # so that pauses show
 }
+PAUSE = 5  # times the usual time between log lines, from which on a curve over time is interrupted
 
 
 def export(
@@ -214,7 +219,9 @@ def manifest_of(run: Run, metrics: list[dict[str, Any]], checkpoint: Path | None
         "versions": {"python": described.get("python"), **described.get("versions", {})},
         "git": described.get("git"),
         "command": described.get("command"),
-        "machine": {name: described.get(name) for name in ("host", "device", "world_size")},
+        "machine": {
+            **{name: described.get(name) for name in ("host", "device", "world_size")}, **described.get("machine", {}),
+        },
         "cost": run.read("budget.json") or None,
         "started": facts["started"],
         "last_logged": _utc(metrics[-1]["time"]) if metrics else None,
@@ -253,11 +260,23 @@ def write_metrics(metrics: list[dict[str, Any]], folder: Path) -> None:
 
 def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> None:
     """Draw the `PICTURES` that there are values for."""
-    for file, names in PICTURES.items():
-        series = [curve(METRICS[name].label, metrics, name, "step") for name in names]
-        series = [one for one in series if one.x]
+    for file, (names, x, scale) in PICTURES.items():
+        series = [curve(METRICS[name].label, metrics, name, x) for name in names]
+        series = [_interrupted(one) if x == "time" else one for one in series if one.x]
         if series:
-            draw_curves(folder / file, series, "optimizer step", METRICS[names[0]].unit, title)
+            label = {"step": "optimizer step", "time": "hours since the first log line"}[x]
+            draw_curves(folder / file, series, label, METRICS[names[0]].unit, title, scale)
+
+
+def _interrupted(series: Series) -> Series:
+    """A curve over time without a line through pauses, as where the run was stopped."""
+    gaps = [b - a for a, b in pairwise(series.x)]
+    usual = statistics.median(gaps) if gaps else 0.0
+    x, y = list(series.x[:1]), list(series.y[:1])
+    for gap, at, value in zip(gaps, series.x[1:], series.y[1:], strict=True):
+        x += [at - gap / 2, at] if gap > PAUSE * usual else [at]
+        y += [math.nan, value] if gap > PAUSE * usual else [value]
+    return Series(series.name, x, y)
 
 
 def weights_digest(checkpoint: Path) -> str:

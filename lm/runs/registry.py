@@ -202,7 +202,7 @@ def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> 
     here = Path(root) / name
     if (here / "run.json").is_file():
         return Run(here)
-    named = [path for path in _known_folders() if path.name == name]
+    named = [path for path in known_folders() if path.name == name]
     if len(named) > 1:
         raise RequestError(f"several runs are named {name}; give the path of one: {', '.join(map(str, named))}")
     if named:
@@ -220,11 +220,11 @@ def unknown_run(name: str, root: str | Path) -> RequestError:
 
 def nearest_runs(name: str, root: str | Path) -> str:
     """`; did you mean tiny or tiny-2?`: the names of runs that are like a name; empty where none is."""
-    names = sorted({path.name for path in _known_folders()} | {run.name for run in Run.all(root)})
+    names = sorted({path.name for path in known_folders()} | {run.name for run in Run.all(root)})
     close = get_close_matches(name, names, 3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def _known_folders() -> list[Path]:
+def known_folders() -> list[Path]:
     """The folders of runs in the registry that exist."""
     return [path for row in known_runs() if ((path := Path(row["path"])) / "run.json").is_file()]

@@ -167,6 +167,19 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
     return memory()["total_bytes"] if device.type == "cpu" else None
 
 
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver; None where there is none."""
+    try:
+        nvml = import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        return nvml.nvmlSystemGetDriverVersion()
+    except nvml.NVMLError:
+        return None
+
+
 def cpu_half_precision(cpuinfo: str | None = None) -> str | None:
     """The half precision that this CPU multiplies faster than fp32: "bf16", or None where the system names none.
 

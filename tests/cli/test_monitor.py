@@ -253,20 +253,25 @@ def test_json_tells_programs_how_a_run_stands(tmp_path):
 
 def test_which_run_is_meant(tmp_path):
     """By name or path; else the active ones; where none is active the newest; where there is none, that."""
-    assert "no run under" in monitor(tmp_path, "--json", expect=2).stderr
+    own = {"LM_REGISTRY": str(tmp_path / "runs.db")}
+    assert "no run under" in monitor(tmp_path, "--json", expect=2, **own).stderr
     root = tmp_path / "checkpoints"
     make_run(root, "old", status="finished", age=9000)
     make_run(root, "dead", age=60)
-    found = monitor(tmp_path, "--json")
+    found = monitor(tmp_path, "--json", **own)
     assert json.loads(found.stdout)["run"] == "dead" and "nothing is running" in found.stderr
     make_run(root, "alive")
-    assert json.loads(monitor(tmp_path, "--json").stdout)["run"] == "alive"
+    assert json.loads(monitor(tmp_path, "--json", **own).stdout)["run"] == "alive"
     make_run(root, "kicking")
-    assert [run["run"] for run in json.loads(monitor(tmp_path, "--json").stdout)] == ["kicking", "alive"]
-    both = json.loads(monitor(tmp_path, "old", "checkpoints/dead", "--json").stdout)
+    assert [run["run"] for run in json.loads(monitor(tmp_path, "--json", **own).stdout)] == ["kicking", "alive"]
+    both = json.loads(monitor(tmp_path, "old", "checkpoints/dead", "--json", **own).stdout)
     assert [(run["run"], run["status"]) for run in both] == [("old", "finished"), ("dead", "dead")]
-    assert "no run 'kickin'" in monitor(tmp_path, "kickin", "--json", expect=2).stderr
-    assert "--interval" in monitor(tmp_path, "old", "--interval", "0", expect=2).stderr
+    other = tmp_path / "other"  # a folder from which the registry alone knows the runs
+    other.mkdir()
+    lm(other, "runs", "rebuild", str(root), **own)
+    assert len(json.loads(monitor(other, "--json", **own).stdout)) == 2
+    assert "no run 'kickin'" in monitor(tmp_path, "kickin", "--json", expect=2, **own).stderr
+    assert "--interval" in monitor(tmp_path, "old", "--interval", "0", expect=2, **own).stderr
 
 
 def test_a_pipe_gets_one_plain_page(tmp_path):

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from trainings import CONFIG, lm, make_workplace, write_config
 
 from lm.cli.charts import MARKERS, chart
-from lm.cli.runs_compare import export
+from lm.cli.runs_compare import _interrupted, export
 from lm.errors import RequestError, RunError
 from lm.runs import registry
 from lm.runs.history import Series, smooth
@@ -290,7 +290,7 @@ def test_an_export_holds_the_run_and_its_weights_byte_for_byte(trained, place):
     out = place / "out"
     names = {path.name for path in out.iterdir() if not path.name.startswith("events.")}
     assert names == {
-        "manifest.json", "metrics.csv", "metrics.parquet", "loss.png", "grad_norm.png", "throughput.png",
+        "manifest.json", "metrics.csv", "metrics.parquet", "loss.png", "norms.png", "throughput.png",
         "final.safetensors", "config.yaml",
     }  # fmt: skip
     last = trained.link("last")
@@ -305,8 +305,15 @@ def test_an_export_holds_the_run_and_its_weights_byte_for_byte(trained, place):
     assert manifest["config_sha256"] == digests["config.yaml"] and manifest["seed"] == 7
     facts = trained.read("run.json")
     assert manifest["machine"]["device"] == facts["device"] and manifest["command"] == facts["command"]
+    assert manifest["machine"]["cores"] == os.cpu_count() and {"driver", "cuda", "memory_bytes"} <= manifest["machine"].keys()
     assert manifest["versions"]["torch"] == facts["versions"]["torch"] and manifest["tokens"] == 12 * 256
     assert list(place.iterdir()) == [out]
+
+
+def test_a_pause_interrupts_the_curve_over_time():
+    series = _interrupted(Series("speed", [0.0, 0.1, 0.2, 5.2, 5.3], [1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert series.x == pytest.approx([0.0, 0.1, 0.2, 2.7, 5.2, 5.3])
+    assert [str(value) for value in series.y] == ["1.0", "2.0", "3.0", "nan", "4.0", "5.0"]
 
 
 def test_exported_metrics_are_exact_in_both_tables(trained, place):

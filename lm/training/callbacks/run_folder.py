@@ -3,6 +3,7 @@
 import getpass
 import json
 import logging
+import os
 import shutil
 import socket
 import statistics
@@ -23,7 +24,7 @@ from lm.runs.events import PATIENCE, announce, refuse_missing_program
 from lm.runs.registry import record_run
 from lm.runs.run import Run
 from lm.system.files import write_atomically
-from lm.system.hardware import Telemetry, device_name
+from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
 from lm.system.process import run_facts
 from lm.training.callback import Callback
 from lm.training.trainer import Trainer
@@ -157,10 +158,14 @@ class RunFolder(Callback):
         segments = [segment for segment in before.get("stretches", []) if segment["step"] < start.step]
         segments.append({"step": start.step, "sample": start.samples, "global_batch": trainer.steps.global_batch})
         device = device_name(trainer.strategy.root_device)
+        machine = {
+            "cores": os.cpu_count(), "memory_bytes": memory_bytes("cpu"), "driver": driver_version(),
+            "cuda": torch.version.cuda,
+        }  # fmt: skip
         run.describe(
             id=run.name, name=name, status="running", reason=None, device=device, world_size=trainer.world_size,
             stretches=segments, turn=Run.next_turn(run.path.parent), tags=self._options.tags, note=self._options.note,
-            **facts,
+            machine=machine, **facts,
         )  # fmt: skip
 
     def _refuse_changed_shards(self, run: Run, shards: dict[str, Any]) -> None:
