@@ -1,14 +1,20 @@
 """Runs that nobody watches: the program at their end, checkpoints that are kept, what they must reach, tags."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
-from trainings import lm, make_workplace, start, write_config
+from trainings import HERE, PLACES, lm, make_workplace, start, write_config
 
 from lm.runs.run import Run
 
+LOOP = HERE.parent / "configs" / "launch" / "until_done.sh"
+BIN = Path(sys.executable).parent  # of the `python` that the loop calls
 KEEP = """#!/bin/sh
 cat > "$1"
 echo heard
@@ -105,3 +111,28 @@ def test_every_so_many_steps_one_is_kept_for_good(workplace):
 def test_a_range_that_is_none_is_refused(workplace, given):
     refused = lm(workplace, *configured(workplace, "range"), "--expect", f'{{"val/loss": {given}}}', expect=2)
     assert "give [LOWEST, HIGHEST]" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_loop_runs_again_until_the_run_is_over(workplace):
+    """A training that is killed and one that is interrupted are resumed; a signal to the loop ends both."""
+    name, run = "looped", Run(workplace / "checkpoints" / "looped")
+    configured(workplace, name, on_event=[], **{"trainer.max_steps": 4000, "trainer.checkpoint_interval": 5})
+    loop = subprocess.Popen(
+        [str(LOOP), f"{name}.yaml"], cwd=workplace, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": PLACES, "PATH": f"{BIN}:{os.environ['PATH']}", "LM_PAUSE": "0"},
+    )  # fmt: skip
+    ended = []
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        while run.read("heartbeat.json").get("pid") in (None, *ended) or not run.steps() or not run.is_locked():
+            time.sleep(0.1)
+        time.sleep(0.5)
+        ended.append(run.read("heartbeat.json")["pid"])
+        os.kill(ended[-1], number)
+    while run.read("heartbeat.json").get("pid") in ended or not run.is_locked():
+        time.sleep(0.1)
+    time.sleep(1)
+    loop.send_signal(signal.SIGTERM)
+    _, errors = loop.communicate(timeout=60)
+    assert loop.returncode == 75 and run.status() == "interrupted" and not run.is_locked()
+    assert errors.count("training resumes in") == 2 and "exit code 137" in errors and "exit code 75" in errors
