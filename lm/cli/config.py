@@ -1,4 +1,4 @@
-"""The parsers of the one YAML, and the commands that run it: `fit`, `validate`, `test`, `predict`.
+"""The parsers of the one YAML, and the commands that take it: `fit`, `validate`, `test`, `predict`, `plan`.
 
 `cli/options` finds the file, and has refused unknown names before this module is imported.
 """
@@ -18,6 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lm.cli.options import CONFIG, find_config, read_config
+from lm.cli.plan import PlanChecks, PlanOptions, is_prepared, plan
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.runs.registry import find_run, record_run
@@ -182,6 +183,9 @@ class TrainingCLI(LightningCLI):
     # ---- between parsing and building ---------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
+        self.options: dict[type, dict[str, Any]] = {}
+        for kind in (LanguageModule, DataModule):
+            self.parser.add_instantiator(self._build, kind, subclasses=False, prepend=True)
         config = self.config[self.subcommand]
         refuse_nulls(config)
         root = config.trainer.default_root_dir
@@ -219,10 +223,28 @@ class TrainingCLI(LightningCLI):
         )
         beside = {name: self._get(self.config_init, name) for name in OTHER_GROUPS}
         callbacks = [*standard_callbacks(trainer_config, self.run_folder, **beside), Summary()]
+        if self.subcommand == "fit":
+            planned = Namespace(
+                trainer=Namespace(**trainer_config), model=Namespace(**self.options[LanguageModule]),
+                data=Namespace(**self.options[DataModule]), evaluation=beside["evaluation"],
+                **vars(PlanOptions(device="cpu" if config.trainer.accelerator == "cpu" else "auto")),
+            )  # fmt: skip
+            self.checks = PlanChecks(planned, self.resumed_run, config.force)
+            callbacks.append(self.checks)
         try:
             return self._instantiate_trainer(trainer_config, callbacks)
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise RequestError(f"trainer: {' '.join(str(error).split())}") from error
+
+    def _build(self, kind: type, **options: Any) -> Any:
+        """Build the module or the data, and keep its options."""
+        self.options[kind] = options
+        return kind(**options)
+
+    def before_fit(self) -> None:
+        """What `lm plan` refuses without the data is refused before hours are spent on making it."""
+        if not is_prepared(self.checks.config.data):
+            self.checks.refuse(self.trainer, None)
 
     def _run_subcommand(self, subcommand: str) -> None:
         if self.stays_stopped:
@@ -279,11 +301,14 @@ def _chosen_run(arguments: list[str]) -> Run:
 
 
 def main(arguments: list[str]) -> None:
-    """Run `lm fit|validate|test|predict ...`."""
+    """Run `lm fit|validate|test|predict|plan ...`."""
     warnings.filterwarnings("ignore", module="lightning")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     command, rest = arguments[0], arguments[1:]
+    if command == "plan":
+        config = config_parser("lm plan", PlanOptions).read(rest)
+        return plan(config, config.run or config_name(config))
     if command != "fit" and not any(a in ("-c", "--config") or a.startswith("--config=") for a in rest):
         run = _chosen_run(rest)
         there = ["--run", run.name, "--trainer.default_root_dir", str(run.path.parent)]

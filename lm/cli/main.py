@@ -20,7 +20,7 @@ COMMANDS = {
     "validate": ("lm.cli.config:main", "loss, perplexity and bits per byte of a checkpoint on the validation data"),
     "test": ("lm.cli.config:main", "the same on all of the test data"),
     "predict": ("lm.cli.config:main", "per-token log-probabilities of texts, to Parquet"),
-    "plan": ("lm.cli.plan:plan", "what a config means before it is run, and what is wrong with it"),
+    "plan": ("lm.cli.config:main", "what a config means before it is run, and what is wrong with it"),
     "scale": ("lm.cli.scale:scale", "a whole config from a depth, by published scaling rules"),
     "data prepare": ("lm.cli.data:prepare", "tokenize texts into Parquet shards"),
     "data inspect": ("lm.cli.data:inspect", "what a data folder holds"),

@@ -1,19 +1,21 @@
 """`lm plan`: what a config means before it is run, on one page; nothing is built or written.
 
-The numbers are computed here; `cli/plan_checks` has the findings on them.
+The numbers are computed here; `cli/plan_checks` has the findings on them. `lm fit` checks the same before it trains.
 """
 
 import json
+import logging
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning.pytorch import LightningModule
 from rich.console import Console
 
 from lm.cli import plan_checks as findings
-from lm.cli.config import config_name, config_parser
 from lm.cli.plan_checks import Finding
 from lm.data.datamodule import DataModule
 from lm.data.prepare import LEARNED
@@ -30,18 +32,23 @@ from lm.model.estimates import (
     recomputed_flops_per_token,
     training_memory,
 )
+from lm.runs.run import Run
 from lm.system.files import disk_space, parse_json
-from lm.system.hardware import Device, find_device
+from lm.system.hardware import Device, device_name, find_device
 from lm.system.units import format_bytes, format_count, format_duration, parse_bytes, plural
-from lm.training.distributed import DistributedConfig
+from lm.training.callback import Callback
+from lm.training.distributed import EXIT_WAIT, DistributedConfig
 from lm.training.optim import OptimizerConfig
 from lm.training.precision import multiplication_precision, precision_for_cpu, refuse_matmul_precision
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
+from lm.training.trainer import Trainer, refuse_accelerator
+
+log = logging.getLogger(__name__)
 
 KERNELS_FROM = (8, 0)  # compute capability, as in `kernels/operations`
 ASSUMED_MFU = 0.4  # what published trainings of this size reach on one GPU: nanochat 41 to 50 %, OLMo-core 52 to 57 %
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters, and tokens of a micro-batch, under which the host decides
-RESERVE_BYTES = 2**30  # CUDA context and library workspaces; on a CPU Python and its libraries
+RESERVE_BYTES = {"gpu": 2**30, "cpu": 2**26}  # CUDA context and library workspaces; what libraries take in a step
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
 
 
@@ -60,26 +67,32 @@ def find_tokenizer(data: Namespace) -> Tokenizer | None:
     return None if data.prepare.tokenizer in LEARNED else Tokenizer.load(data.prepare.tokenizer)
 
 
-def data_facts(data: Namespace) -> dict[str, Any]:
-    """Tokens and shards by split, and how well the tokenizer fits a sample of them.
+def data_facts(data: Namespace, opened: DataModule | None) -> tuple[dict[str, Any], Tokenizer | None]:
+    """Tokens and shards by split, how well the tokenizer fits a sample of them, and the tokenizer.
+
+    Args:
+        data: the config's.
+        opened: the data of a fit that begins, of which nothing is read.
 
     Raises:
         RequestError: shards are missing, damaged or made with another tokenizer; names the file.
     """
-    if not is_prepared(data):
-        return {"prepared": False, "from": list(data.prepare.input)}
-    opened = DataModule(**vars(data))
-    opened.prepare_data()  # which makes nothing: it looks whether the folder was made with these options
-    opened.setup("fit")
+    if opened is None and not is_prepared(data):
+        return {"prepared": False, "from": list(data.prepare.input)}, find_tokenizer(data)
+    fit, opened = opened is not None, opened or DataModule(**vars(data))
+    if not fit:
+        opened.prepare_data()  # which makes nothing: it looks whether the folder was made with these options
+        opened.setup("fit")
     sizes = opened.tokenizer.token_bytes()
     return {"prepared": True, "warnings": opened.warnings()} | {
         split: {
             "tokens": shards.tokens, "shards": len(shards.fingerprint()),
-            "windows": int(shards.windows(data.seq_len).sum()), "left_over": shards.left_over(data.seq_len), "dtype": str(shards.column.dtype),
-            "bytes_per_token": float(sizes[shards.read(0)].mean()),  # UTF-8 of the first block
+            "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
+            "dtype": str(shards.column.dtype),
+            "bytes_per_token": None if fit else float(sizes[shards.read(0)].mean()),  # UTF-8 of the first block
         }
         for split, shards in opened.shards.items()
-    }  # fmt: skip
+    }, opened.tokenizer  # fmt: skip
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -124,15 +137,19 @@ def memory_facts(
 ) -> dict[str, Any]:
     """Bytes of a step by part, beside what the device has, and the largest micro-batch that would fit.
 
-    `global_batch`: `data.global_batch_tokens` is given; otherwise a step is one micro-batch, however large.
+    `largest_recomputed` is the one with `model.activation_checkpointing block`. `global_batch`:
+    `data.global_batch_tokens` is given; otherwise a step is one micro-batch, however large.
     """
     parts = training_memory(decoder, step, optimizer.state)
-    reserve = RESERVE_BYTES + int(RESERVE_SHARE * parts["peak"])
+    reserve_bytes = RESERVE_BYTES["cpu" if device.capability is None else "gpu"]
+    reserve = reserve_bytes + int(RESERVE_SHARE * parts["peak"])
     facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
     if device.memory_bytes is not None:
-        available = int((device.memory_bytes - RESERVE_BYTES) / (1 + RESERVE_SHARE))
+        available = int((device.memory_bytes - reserve_bytes) / (1 + RESERVE_SHARE))
         samples = step.micro_batch_size * step.accumulate if global_batch else None
-        facts["largest_micro_batch"] = largest_micro_batch(decoder, step, available, samples, optimizer.state)
+        for name, checkpointing in (("largest_micro_batch", step.checkpointing), ("largest_recomputed", "block")):
+            tried = replace(step, checkpointing=checkpointing)
+            facts[name] = largest_micro_batch(decoder, tried, available, samples, optimizer.state)
     return facts
 
 
@@ -228,16 +245,16 @@ class PlanOptions:
     json: bool = False
 
 
-def plan(arguments: list[str]) -> None:
+def plan(config: Namespace, name: str) -> None:
     """Check a config and say what it asks for: `lm plan --config X [--strict] [--device D] [--fit] [--json]`.
 
     Args:
-        arguments: what stands after `lm plan`.
+        config: of a training, with `PlanOptions`.
+        name: of the run.
 
     Raises:
         RequestError: the config has errors; they are on the page.
     """
-    config = config_parser("lm plan", PlanOptions).read(arguments)
     if config.mfu is not None and not 0 < config.mfu <= 1:
         raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
     if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
@@ -247,6 +264,7 @@ def plan(arguments: list[str]) -> None:
     if config.fit and config.strict:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
     found, noted = examine(config)
+    found = {"config": name, **found}
     errors = [finding for finding in noted if finding.level == "error"]
     if config.json:
         print(json.dumps({**found, "findings": [finding._asdict() for finding in noted], "ready": not errors}))
@@ -256,7 +274,7 @@ def plan(arguments: list[str]) -> None:
     else:
         show_plan(found, noted)
     if errors:
-        raise RequestError(f"{config_name(config)}: {plural(len(errors), 'error')}: {errors[0].what}")
+        raise RequestError(f"{name}: {plural(len(errors), 'error')}: {errors[0].what}")
 
 
 def plan_memory(given: str | None) -> int | None:
@@ -269,8 +287,8 @@ def plan_memory(given: str | None) -> int | None:
         size = None if given is None else parse_bytes(given)
     except ValueError as error:
         raise RequestError(f"--memory: {error}") from error
-    if size is not None and size <= RESERVE_BYTES:
-        raise RequestError(f"--memory {given} is too little: CUDA alone takes {format_bytes(RESERVE_BYTES)}")
+    if size is not None and size <= RESERVE_BYTES["gpu"]:
+        raise RequestError(f"--memory {given} is too little: CUDA alone takes {format_bytes(RESERVE_BYTES["gpu"])}")
     return size
 
 
@@ -296,9 +314,17 @@ def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
 # ---- facts and findings ----------------------------------------------------------------------------------------------
 
 
-def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
-    """The facts of a config, as far as they can be known, and the findings on it."""
-    found: dict[str, Any] = {"config": config.run or config_name(config)}
+def examine(
+    config: Namespace, opened: DataModule | None = None, resumed: Run | None = None
+) -> tuple[dict[str, Any], list[Finding]]:
+    """The facts of a config, as far as they can be known, and the findings on it.
+
+    Args:
+        config: of a training, with `PlanOptions`.
+        opened: the data of a fit that begins.
+        resumed: the run that it resumes.
+    """
+    found: dict[str, Any] = {}
     noted: list[Finding] = []
     wanted = config.device or "auto"
     cpu = wanted == "auto" and config.trainer.accelerator == "cpu"
@@ -308,7 +334,10 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     )  # fmt: skip
     try:
         refuse_what_a_fit_would(config)
-        world_size = ranks(config.trainer.devices, here) * config.trainer.num_nodes
+        if wanted == "auto" and not config.strict:
+            refuse_accelerator(config.trainer.accelerator)
+        on_node = ranks(config.trainer.devices, here)
+        world_size = on_node * config.trainer.num_nodes
         if not config.strict:  # which does not know how many devices there are
             options = DistributedConfig(**vars(config.trainer.distributed))
             options.refuse(config.trainer.strategy, world_size, config.trainer.num_nodes, config.trainer.precision)
@@ -323,14 +352,15 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     data, tokenizer = {"prepared": False, "from": []}, None
     if not config.strict:
         try:
-            data = data_facts(config.data)
-            tokenizer = find_tokenizer(config.data)
+            data, tokenizer = data_facts(config.data, opened)
         except (LmError, OSError) as error:
             noted.append(Finding("error", str(error), ""))
             data = {"unknown": True}
     decoder = with_vocabulary(config, tokenizer)
     found["steps"] = step_facts(steps, config, data)
     noted += findings.of_steps(found["steps"], config)
+    if resumed is None:
+        noted += findings.of_warmup(found["steps"], config, data)
     if not config.strict and "unknown" not in data:
         found["data"] = data
         noted += findings.of_data(data, found["steps"], config)
@@ -349,6 +379,8 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     noted += findings.of_model(found["model"], found["steps"])
     if config.strict:
         return found, noted
+    if device.capability is None and device.memory_bytes is not None:
+        device = device._replace(memory_bytes=device.memory_bytes // on_node)  # which the ranks of a CPU share
     precision = precision_for_cpu(config.trainer.precision) if device.capability is None else config.trainer.precision
     step = computation(steps, config, device, precision)
     found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
@@ -363,11 +395,64 @@ def examine(config: Namespace) -> tuple[dict[str, Any], list[Finding]]:
     one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
     every = config.trainer.keep_every
     kept = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0)
-    space = disk_space(Path(config.trainer.default_root_dir), one, kept)
+    present = len(resumed.steps()) if resumed else 0
+    space = disk_space(Path(config.trainer.default_root_dir), one, kept, present)
     found["disk"] = space._asdict()
     noted += findings.of_device(found["memory"], space, found["steps"], device, config, precision)
     order = ("error", "warning", "advice")
     return found, sorted(noted, key=lambda finding: order.index(finding.level))
+
+
+class PlanChecks(Callback):
+    """Makes the checks of `lm plan` when a fit begins: logs the warnings, and refuses a run with an error.
+
+    Args:
+        config: of the fit, as `lm plan` reads it.
+        resumed: the run that it resumes. Errors that are about its beginning do not count.
+        force: log the errors too, and train.
+    """
+
+    def __init__(self, config: Namespace, resumed: Run | None, force: bool) -> None:
+        self.config = config
+        self._resumed = resumed
+        self._force = force
+        self._noted: list[str] = []  # to be logged once the run has a log
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The data is open, and the model is not built yet."""
+        if stage == "fit":
+            self.refuse(trainer, trainer.datamodule)
+
+    def refuse(self, trainer: Trainer, opened: DataModule | None) -> None:
+        """Refuse what has an error; with several ranks, rank zero decides and reports, once they can exchange it.
+
+        Args:
+            trainer: of the fit.
+            opened: its data; None: it is still to be made, and the ranks have not found one another.
+
+        Raises:
+            RequestError: the last error, with its cure; those before it are logged.
+        """
+        self.config.trainer.num_nodes = trainer.num_nodes  # as torchrun or SLURM says
+        self.config.trainer.devices = trainer.world_size // trainer.num_nodes
+        noted: list[Finding] = []
+        if trainer.is_global_zero or opened is None:
+            noted = [finding for finding in examine(self.config, opened, self._resumed)[1] if finding.level != "advice"]
+        if opened is not None:
+            noted = trainer.strategy.broadcast(noted)
+        errors = [str(finding) for finding in noted if finding.level == "error"]
+        if errors and not self._force:
+            if not trainer.is_global_zero:
+                time.sleep(EXIT_WAIT)  # a launcher may end all ranks with the first one, which is to report
+                raise SystemExit(RequestError.exit_code)
+            for error in errors[:-1]:
+                log.error("%s", error)
+            raise RequestError(errors[-1])
+        self._noted = [f"{finding.level}: {finding}" for finding in noted]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for line in self._noted if trainer.is_global_zero else ():
+            log.warning("%s", line)
 
 
 def refuse_what_a_fit_would(config: Namespace) -> None:
@@ -467,9 +552,10 @@ def _steps_lines(found: dict[str, Any]) -> list[str]:
 
 def _memory_lines(found: dict[str, Any]) -> list[str]:
     memory, device = found["memory"], found["device"]
+    free = " free" * (device["name"] == device_name("cpu"))
     parts = ("weights", "gradients", "optimizer", "casts", "activations", "working", "reserve")
     whole, best = memory["device"], memory.get("largest_micro_batch")
-    of_device = f" of {format_bytes(whole)} ({memory['total'] / whole:.0%})" if whole else ""
+    of_device = f" of {format_bytes(whole)}{free} ({memory['total'] / whole:.0%})" if whole else ""
     return [
         f"{format_bytes(memory['total'])}{of_device} on {device['count']} x {device['name']}, {device['precision']}, "
         f"kernels {'on' if device['kernels'] else 'off'}",

@@ -36,15 +36,13 @@ class Finding(NamedTuple):
     what: str  # with the arithmetic
     cure: str
 
+    def __str__(self) -> str:
+        return f"{self.what}; {self.cure}" if self.cure else self.what
+
 
 def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     """Findings on the steps of the run, from the config alone."""
-    warmup, total = steps["warmup_steps"], steps["max_steps"]
-    if problem := warmup_problem(warmup, total, None, 1):
-        yield Finding("error", problem, "lower model.schedule.warmup_steps")
-    elif steps["warmup_share"] > LONG_WARMUP:
-        yield Finding("warning", f"warm-up takes {warmup:,} of {total:,} steps, {steps['warmup_share']:.0%} of the run",
-                      "lower model.schedule.warmup_steps, or train longer")
+    total = steps["max_steps"]
     for name, count in (("val_interval", "validated"), ("checkpoint_interval", "saved")):
         interval = config.trainer[name]
         if interval > total:
@@ -63,6 +61,23 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     if config.model.cuda_graphs and steps["world_size"] > 1:
         yield Finding("error", f"model.cuda_graphs needs one device, and this run has {steps['world_size']}",
                       "set trainer.devices 1, or turn it off")
+
+
+def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) -> Iterator[Finding]:
+    """Findings on the warm-up, for the steps of the run and of an epoch."""
+    warmup, total, per_epoch = steps["warmup_steps"], steps["max_steps"], steps.get("steps_per_epoch")
+    ratio = config.model.schedule.warmup_ratio is not None
+    shorter = f"--model.schedule.warmup_{'ratio' if ratio else 'steps'} {{}}"
+    if problem := warmup_problem(warmup, total, None, 1):
+        yield Finding("error", problem, f"{shorter.format(0.1 if ratio else total // 10)}, or `lm fit` with --force")
+    elif per_epoch is not None and per_epoch < warmup:
+        samples = steps["tokens_per_step"] // steps["seq_len"]
+        problem = warmup_problem(warmup, total, data["train"]["windows"], samples)
+        most = f"{int(per_epoch) / total:.6f}" if ratio else int(per_epoch)
+        yield Finding("error", problem, f"{shorter.format(most)}, more data, or `lm fit` with --force")
+    elif steps["warmup_share"] > LONG_WARMUP:
+        yield Finding("warning", f"warm-up takes {warmup:,} of {total:,} steps, {steps['warmup_share']:.0%} of the run",
+                      f"lower model.schedule.warmup_{'ratio' if ratio else 'steps'}, or train longer")
 
 
 def _of_fp8(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
@@ -127,12 +142,8 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     per_epoch, epochs = steps["steps_per_epoch"], steps["epochs"]
     samples = steps["tokens_per_step"] // steps["seq_len"]
     arithmetic = f"{data['train']['windows']:,} samples / {samples:,} a step = {per_epoch:,.1f} steps an epoch"
-    if per_epoch < steps["warmup_steps"] < steps["max_steps"]:
-        problem = warmup_problem(steps["warmup_steps"], steps["max_steps"], data["train"]["windows"], samples)
-        yield Finding("error", problem, "give more data, a smaller data.global_batch_tokens, or "
-                      f"--model.schedule.warmup_steps {max(1, int(per_epoch))} and fewer steps")  # fmt: skip
-    elif epochs > MANY_EPOCHS:
-        yield Finding("warning", f"every token is seen {epochs:.1f} times: {arithmetic}, and the run has "
+    if epochs > MANY_EPOCHS:
+        yield Finding("warning", f"every token is seen {epochs:,.2f} times: {arithmetic}, and the run has "
                       f"{steps['max_steps']:,}; beyond {MANY_EPOCHS} epochs repeated tokens teach little",
                       "give more data, or train for fewer steps")  # fmt: skip
     if "val" not in data:
@@ -178,7 +189,7 @@ def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], de
     else:
         yield from _of_memory(memory, steps, device, config)
     if not disk.suffices:
-        yield Finding("error", str(disk), "free some, or set trainer.default_root_dir to another disk")
+        yield Finding("error", str(disk), "free some, set trainer.default_root_dir to another disk, or `lm fit` with --force")
 
 
 def _of_windows(
@@ -201,19 +212,22 @@ def _of_memory(
     memory: dict[str, Any], steps: dict[str, Any], device: Device, config: Namespace
 ) -> Iterator[Finding]:  # fmt: skip
     share, best, asked = memory["total"] / memory["device"], memory["largest_micro_batch"], steps["micro_batch_size"]
-    need = f"{format_bytes(memory['total'])} of {device.name}'s {format_bytes(memory['device'])}"
-    block = config.model.activation_checkpointing == "block"
-    recompute = "" if block else "--model.activation_checkpointing block, or "
+    free = " that are free" if device.capability is None else ""
+    need = f"about {format_bytes(memory['total'])} of {device.name}'s {format_bytes(memory['device'])}{free}"
     stays = "the run stays the same"
     if config.data.global_batch_tokens is None and best is not None:
         tokens = best * steps["seq_len"] * steps["world_size"]
         stays = f"a step then has {tokens:,} tokens, because data.global_batch_tokens is not set"
     if share > 1 and best is None:
+        recomputed = memory["largest_recomputed"]
+        take = "take a smaller model or context" if recomputed is None else (
+            f"--model.activation_checkpointing block --data.micro_batch_size {recomputed}")  # fmt: skip
         yield Finding("error", f"a step takes {need}, and even one sample at a time does not fit",
-                      f"{recompute}take a smaller model or context, or shard it with trainer.strategy fsdp2")
+                      f"{take}, shard it over more devices with trainer.strategy fsdp2, or `lm fit` with --force")
     elif share > 1:
         yield Finding("error", f"a step takes {need}",
-                      f"--data.micro_batch_size {best}: the largest that fits, and {stays}")  # fmt: skip
+                      f"--data.micro_batch_size {best}: the largest that fits, and {stays}; or "
+                      "`lm fit` with --force")  # fmt: skip
     elif share > NEARLY_FULL:
         yield Finding("warning", f"a step takes {need}, {share:.0%}", "lower data.micro_batch_size if memory runs out")
     elif share < HALF_EMPTY and best is not None and best > asked and device.capability is not None:

@@ -230,7 +230,7 @@ class Device(NamedTuple):
     """A kind of device."""
 
     name: str  # torch's
-    memory_bytes: int | None  # all of it; None: not known
+    memory_bytes: int | None  # all of a GPU's, of a CPU's what is free; None: not known
     capability: tuple[int, int] | None  # CUDA compute capability; None: no CUDA device
     peak_tflops: float | None = None  # in the precision of the training; None: that of `PEAKS`
 
@@ -293,7 +293,9 @@ def _named_device(name: str) -> tuple[Device, int]:
     if name == "auto" and torch.cuda.is_available():
         found = Device(device_name("cuda"), memory_bytes("cuda"), torch.cuda.get_device_capability())
         return found, torch.cuda.device_count()
-    return Device(device_name("cpu"), memory_bytes("cpu"), None), 1
+    ram = memory()
+    free = None if ram["total_bytes"] is None else ram["total_bytes"] - (ram["used_bytes"] or 0)
+    return Device(device_name("cpu"), free, None), 1
 
 
 # ---- telemetry: load, memory, temperature and power -----------------------------------------------------------------

@@ -166,13 +166,7 @@ class Trainer(lightning.Trainer):
             raise RequestError(f"trainer.rank_timeout {rank_timeout} is a number of seconds: more than 0, to {YEAR:,}")
         if peak_tflops is not None and not 0 < peak_tflops < math.inf:
             raise RequestError(f"trainer.peak_tflops {peak_tflops} must be above 0")
-        present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-        present["gpu"] = any(present.values())
-        if not present.get(accelerator, True):
-            raise RequestError(
-                f"trainer.accelerator {accelerator}: PyTorch finds no such device on this machine: give "
-                "--trainer.accelerator cpu, or auto"
-            )
+        refuse_accelerator(accelerator)
         torch.set_float32_matmul_precision(matmul_precision)
         self.matmul_precision = matmul_precision
         self.peak_tflops = peak_tflops
@@ -358,6 +352,17 @@ class Trainer(lightning.Trainer):
         """Tokens that were trained on, over all ranks and since the beginning of the run."""
         cursor = self.lightning_module.cursor
         return cursor.end * self.datamodule.seq_len if cursor else 0
+
+
+def refuse_accelerator(accelerator: str) -> None:
+    """Raise RequestError where this machine has no such device."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    present["gpu"] = any(present.values())
+    if not present.get(accelerator, True):
+        raise RequestError(
+            f"trainer.accelerator {accelerator}: PyTorch finds no such device on this machine: give "
+            "--trainer.accelerator cpu, or auto"
+        )
 
 
 def _as_started(

@@ -17,7 +17,6 @@ from lm.system.hardware import device_name
 from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback
 from lm.training.callbacks.evaluation import Samples, SamplesConfig
-from lm.training.schedule import warmup_and_decay_steps, warmup_problem
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -36,13 +35,6 @@ class Summary(Callback):
         if trainer.is_global_zero:
             for line in describe_fit(trainer, pl_module):
                 log.info("%s", line)
-            steps, data = trainer.steps, trainer.datamodule
-            warmup, _ = warmup_and_decay_steps(steps.max_steps, pl_module.schedule_config)
-            samples = int(data.shards["train"].windows(data.seq_len).sum())
-            if problem := warmup_problem(warmup, steps.max_steps, samples, steps.global_batch):
-                log.warning("%s; lower model.schedule.warmup_steps", problem)
-            for what, cure in data.warnings():
-                log.warning("%s; %s", what, cure)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
