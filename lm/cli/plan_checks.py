@@ -189,7 +189,8 @@ def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], de
     else:
         yield from _of_memory(memory, steps, device, config)
     if not disk.suffices:
-        yield Finding("error", str(disk), "free some, set trainer.default_root_dir to another disk, or `lm fit` with --force")
+        yield Finding("error", str(disk), "free some, set trainer.default_root_dir to another disk, or `lm fit` with "
+                      "--force")  # fmt: skip
 
 
 def _of_windows(

@@ -30,6 +30,7 @@ from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.system.files import finite_or_none
+from lm.system.process import program
 from lm.system.units import format_bytes, format_count, format_duration, plural
 
 log = logging.getLogger(__name__)
@@ -322,14 +323,11 @@ def count_parameters(file: Path) -> int | None:
 
 def next_command(run: Run, status: str) -> str:
     """The command to type next: watch a run that is running, validate one that has finished, resume any other."""
-    path, began = run.path.resolve(), run.started_in()
-    there = "" if began == Path.cwd() else f"cd {shlex.quote(str(began))} && "
-    name = path.relative_to(began) if path.is_relative_to(began) else path
     if status == "running":
-        return f"lm monitor {shlex.quote(run.name)}"
+        return f"{program()} monitor {shlex.quote(run.name)}"
     if status == "finished":
-        return f"{there}lm validate --ckpt_path {shlex.quote(str(name / 'best'))}"
-    return f"{there}lm fit --config {shlex.quote(str(name / 'config.yaml'))} --ckpt_path auto"
+        return run.command("validate", "--ckpt_path", "best")
+    return run.resume_command()
 
 
 def _print_page(found: dict[str, Any]) -> None:

@@ -378,7 +378,7 @@ class BlockBuffer:
                     raise
                 raise RunError(
                     f"{self.shards.blocks[block]}: not read after {self.timeout:g} seconds (data.timeout); does its "
-                    "file system answer? Once it does, resume with `--ckpt_path auto`"
+                    "file system answer?"
                 ) from error
         return tokens
 

@@ -278,7 +278,7 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
         time.sleep(pause)
     raise RunError(
         f"{name}: {attempt} attempts to read it failed in {patience:g} s: {first_line(reason)}; "
-        "check the network and the credentials, then resume with `--ckpt_path auto`"
+        "check the network and the credentials"
     ) from reason
 
 
@@ -326,8 +326,7 @@ def unreadable(name: str, error: Exception) -> RunError:
             f"{name}: access denied ({first_line(error)}); check its permissions, or the credentials of its store"
         )
     return RunError(
-        f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back, and resume with "
-        "`--ckpt_path auto`"
+        f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back"
     )
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lm.errors import RequestError, RunError
+from lm.runs.run import Run
 from lm.system.files import DAMAGE, atomic_folder, digest, dump_checksummed, load_checksummed
 from lm.system.units import format_bytes
 
@@ -116,8 +117,9 @@ def write_files(folder: Path, content: dict[str, Any]) -> None:
 
 def _reason(error: Exception, folder: Path, content: dict[str, Any]) -> str:
     """Why a write failed, and the cure; for a full disk with the figures."""
+    run = Run(folder.parent)
     if not folder.parent.is_dir():
-        return f"the folder {folder.parent} is gone; put it back, and `--ckpt_path auto` resumes the run"
+        return f"the folder {folder.parent} is gone; put it back, and `{run.resume_command()}` resumes the run"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     size = format_bytes(sum(tensor.nbytes for key in TENSORS for tensor in content.get(key, {}).values()))
     if NO_SPACE in text:  # among other words of safetensors
@@ -125,7 +127,9 @@ def _reason(error: Exception, folder: Path, content: dict[str, Any]) -> str:
         text = f"{NO_SPACE}, {free} free of the {size} that it takes; make room"
     elif NO_QUOTA in text:  # the system does not say how much of it is left
         text = f"{NO_QUOTA}, and it takes {size}; make room"
-    return f"{text}; the ones before it are untouched, and `--ckpt_path auto` resumes from there"
+    if not (run.path / "run.json").exists():  # of a model that is imported
+        return text
+    return f"{text}; the ones before it are untouched, and `{run.resume_command()}` resumes from there"
 
 
 def link_to(folder: Path, best: str | None) -> None:

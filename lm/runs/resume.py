@@ -45,6 +45,7 @@ def find_checkpoint(
     """
     fit, auto = command == "fit", reference == "auto"
     if reference is None and fit:
+        _say_unfinished(root, name)
         return None, None
     if not is_of_a_run(reference):
         path = checkpoint_folder(reference)
@@ -117,6 +118,16 @@ def _checkpoint_of(run: Run, reference: str | None) -> Path | None:
         with suppress(OSError):  # a read-only disk
             restore_interrupted(run.path / "step-*")  # that a kill left aside while they were being replaced
     return newest_whole(run) if reference == "auto" else run.checkpoint(reference)
+
+
+def _say_unfinished(root: str, name: str) -> None:
+    """Log how to resume the newest run of a name, where it has not come to its end."""
+    for run in Run.all(root, name)[-1:]:
+        steps, status = list(run.steps()), run.status()
+        if status not in ("running", "finished"):
+            at = f"at step {steps[-1]:,}" if steps else "before its first checkpoint"
+            log.info("found run %s, %s %s: `%s` resumes it, and this command starts another", run.path, status, at,
+                     run.resume_command())  # fmt: skip
 
 
 def _refuse_lost_name(root: str, name: str, found: Run | None) -> None:

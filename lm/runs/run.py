@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import socket
 import time
 from contextlib import suppress
@@ -21,6 +22,7 @@ from lm.errors import RequestError
 from lm.runs.evaluations import Evaluation, is_evaluation
 from lm.runs.metrics import numbers, valid_metrics
 from lm.system.files import Attempts, append_line, nonnegative, parse_json, parse_yaml, read_lines, write_atomically
+from lm.system.process import program
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,18 @@ class Run:
         if not root.is_absolute() and runs.parts[-len(root.parts) :] == root.parts:
             return Path(*runs.parts[: -len(root.parts)])
         return Path.cwd()
+
+    def resume_command(self) -> str:
+        """The command that resumes the run, with the config that it has stored."""
+        force = " --force" * ("--force" in self.read("run.json").get("command", []))
+        return self.command("fit", "--config", "config.yaml") + f" --ckpt_path auto{force}"
+
+    def command(self, name: str, option: str, file: str) -> str:
+        """A command with one of the run's files, to be typed: in the folder that the run was started in."""
+        path, began = self.path.resolve(), self.started_in()
+        there = "" if began == Path.cwd() else f"cd {shlex.quote(str(began))} && "
+        path = path.relative_to(began) if path.is_relative_to(began) else path
+        return f"{there}{program()} {name} {option} {shlex.quote(str(path / file))}"
 
     # ---- finding and making runs --------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -31,6 +33,17 @@ def rank() -> int:
 def under_torchrun() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def program() -> str:
+    """How this program is started, as it is typed: `lm`, `python -m lm` or `torchrun --nproc_per_node 2 -m lm`."""
+    if under_torchrun():
+        nodes, processes = os.environ.get("GROUP_WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+        return f"torchrun {f'--nproc_per_node {processes}' if nodes == '1' else '...'} -m lm"
+    if Path(sys.argv[0]).name == "lm":
+        return "lm" if shutil.which("lm") == sys.argv[0] else shlex.quote(sys.argv[0])
+    typed = sys.orig_argv[: sys.orig_argv.index("-m")] if "-m" in sys.orig_argv else [Path(sys.executable).name]
+    return f"{shlex.join(typed)} -m lm"
 
 
 def code_for_launcher(code: int) -> int:

@@ -24,6 +24,7 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
 from lm.runs.checkpoint import TENSORS, read_folder, write_folder
+from lm.runs.run import Run
 from lm.system.files import remove_folder
 from lm.training.distributed import gather_from_ranks
 from lm.training.optim import index_state, name_state, parameter_names
@@ -76,7 +77,7 @@ class FolderCheckpointIO(CheckpointIO):
             except OSError as error:
                 raise RunError(
                     f"the checkpoint {path} is whole, but the links and older ones beside it cannot be changed: "
-                    f"{error.strerror or error}; the same command with `--ckpt_path auto` resumes from it"
+                    f"{error.strerror or error}; `{Run(Path(path).parent).resume_command()}` resumes from it"
                 ) from error
 
         self._pending = self._writer.submit(write)

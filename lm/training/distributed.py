@@ -52,7 +52,12 @@ from lm.training.optim import parameter_names
 log = logging.getLogger(__name__)
 EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
 LAUNCHER_PID = "LM_LAUNCHER_PID"  # environment variable: the process that started this one
-RESUME = "the same command with `--ckpt_path auto` resumes from the newest checkpoint"
+
+
+def how_to_resume(trainer: Any) -> str:
+    """The words of a message on how to resume the run of a `Trainer` that ends early."""
+    run = getattr(trainer, "run", None)
+    return "give the same command again" if run is None else f"`{run.resume_command()}` resumes it"
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
@@ -89,6 +94,7 @@ class Launcher(_SubprocessScriptLauncher):
                 exit_with(launcher)
             return self._follow(_with_restarts(function), *args, **kwargs)
         os.environ[LAUNCHER_PID] = str(os.getpid())
+        self._trainer = trainer
         self._call_children_scripts()
         return self._lead(trainer, function, *args, **kwargs)
 
@@ -151,7 +157,7 @@ class Launcher(_SubprocessScriptLauncher):
                 code = process.poll()
                 if code not in (None, 0, Interrupted.exit_code, GuardStop.exit_code):
                     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-                    return RunError(f"local rank {rank} {how}; {RESUME}")
+                    return RunError(f"local rank {rank} {how}; {how_to_resume(self._trainer)}")
             if time.monotonic() >= until:
                 return None
             time.sleep(0.05)
@@ -167,8 +173,8 @@ class Launcher(_SubprocessScriptLauncher):
             return failure
         who = f"local rank {', '.join(hung)}" if hung else "a rank of another node"
         return RunError(
-            f"{who} did not answer in time, so it hangs (see trainer.rank_timeout); {RESUME}; the wait ended with: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"{who} did not answer in time, so it hangs (see trainer.rank_timeout); {how_to_resume(self._trainer)}; "
+            f"the wait ended with: {str(error).strip().splitlines()[0]}"
         )
 
     def _end(self, wait: float) -> None:

@@ -28,6 +28,7 @@ from lm.training.distributed import (
     FullyShardedStrategy,
     ReplicatedStrategy,
     Sharding,
+    how_to_resume,
     srun_world,
     torchrun_world,
 )
@@ -288,12 +289,13 @@ class Trainer(lightning.Trainer):
             STOP.disarm()  # the last checkpoint may take longer than stop_within
             if isinstance(error, DataError) and self.fitting:
                 self._save_last_step()
+                raise DataError(f"{error}; {how_to_resume(self)}") from error
             if isinstance(error, LmError) or STOP.received is None or not self.fitting:
                 raise
             # The signal may have ended other processes that this one depends on.
             raise Interrupted(
                 f"{STOP.received.name}: ended without a checkpoint, because {type(error).__name__}: {error}; "
-                "the same command with `--ckpt_path auto` resumes from the newest one"
+                f"{how_to_resume(self)}"
             ) from error
 
     @property
@@ -332,7 +334,7 @@ class Trainer(lightning.Trainer):
         where = f"after step {self.global_step} with a checkpoint" if self.global_step else "in the first step"
         if self.pending_validation:
             where += ", before its validation was done"
-        raise Interrupted(f"{signal}: stopped {where}{why}; the same command with `--ckpt_path auto` resumes")
+        raise Interrupted(f"{signal}: stopped {where}{why}; {how_to_resume(self)}")
 
     def _save_last_step(self) -> None:
         """Take a checkpoint though the run fails, because the data of the next step cannot be read."""

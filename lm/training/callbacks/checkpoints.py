@@ -16,6 +16,7 @@ from lm.runs.checkpoint import link_to
 from lm.runs.run import Run
 from lm.system.files import disk_space, remove_folder, remove_stale, stated_digest
 from lm.system.stop_signals import STOP
+from lm.training.distributed import how_to_resume
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Checkpoints(ModelCheckpoint):
         except FileNotFoundError as error:
             raise RunError(
                 f"the run folder {trainer.run.path} is gone, seen after step {trainer.global_step}: no checkpoint can "
-                "be written; put it back, and the same command with `--ckpt_path auto` resumes"
+                f"be written; put it back, and {how_to_resume(trainer)}"
             ) from error
         except OSError:  # a network's disk may be away for a moment
             pass

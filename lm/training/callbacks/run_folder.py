@@ -4,6 +4,7 @@ import getpass
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import statistics
@@ -143,7 +144,7 @@ class RunFolder(Callback):
             )
 
     def _describe(self, trainer: Trainer, run: Run, shards: dict[str, Any]) -> None:
-        write_atomically(run.config, self._config)
+        write_atomically(run.config, re.sub("^run: .*$", f"run: {json.dumps(run.name)}", self._config, flags=re.M))
         write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
         facts, before, name = run_facts(), {}, self._name
         if self._resumed is not None:

@@ -16,6 +16,7 @@ from lm.system.stop_signals import STOP
 from lm.training.callback import Callback
 from lm.training.callbacks.logging import ProgressBar
 from lm.training.callbacks.run_folder import RunFolder
+from lm.training.distributed import how_to_resume
 from lm.training.trainer import Trainer
 
 
@@ -76,10 +77,10 @@ class Interrupt(Callback, Checkpoint):
         """Called by the watchdog's thread, just before it ends the process."""
         step, saved = trainer.global_step, trainer.run.steps()
         what = f"the validation after step {step}" if trainer.validating else f"step {step + 1}"
-        newest = f"resumes from step {max(saved)}" if saved else "starts again"
+        newest = f" from step {max(saved)}" if saved else " from its first step"
         error = Interrupted(
             f"{STOP.received.name}: ended without a checkpoint, because {what} was not done within "
-            f"{trainer.stop_within:g} s (trainer.stop_within); the same command with `--ckpt_path auto` {newest}"
+            f"{trainer.stop_within:g} s (trainer.stop_within); {how_to_resume(trainer)}{newest}"
         )
         for callback in trainer.callbacks:
             if isinstance(callback, RunFolder | ProgressBar):

@@ -1,7 +1,6 @@
 """What a fit says of itself: at its start what it is about to do, at its end what it did and what to type next."""
 
 import logging
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from lm.runs.checkpoint import read_progress
 from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
 from lm.system.hardware import device_name
+from lm.system.process import program
 from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback
 from lm.training.callbacks.evaluation import Samples, SamplesConfig
@@ -104,10 +104,9 @@ def _sample(trainer: Trainer, module: LightningModule) -> str | None:
 
 def next_commands(run: Path) -> list[tuple[str, str]]:
     """What to do with a run that has finished: commands and what they are for."""
-    program = "lm" if Path(sys.argv[0]).name == "lm" else f"{Path(sys.executable).name} -m lm"
     where = f"--run {run.name}" if run.parent == Path("checkpoints") else f"--ckpt_path {run / 'best'}"
     return [
-        (f"{program} generate {where}", "write with it: type prompts"),
-        (f"{program} runs show {run}", "the whole run on a page"),
-        (f"{program} export {where} --output {run.name}-export", "a folder to publish, with a model card"),
+        (f"{program()} generate {where}", "write with it: type prompts"),
+        (f"{program()} runs show {run}", "the whole run on a page"),
+        (f"{program()} export {where} --output {run.name}-export", "a folder to publish, with a model card"),
     ]
