@@ -66,6 +66,7 @@ class ConfigParser(Parser):
         config = self.parse_args(spell_out(arguments, self.flags, LISTS))
         if not config.config:
             raise RequestError("give a training's config with --config, such as --config tiny.yaml")
+        refuse_seed(config.seed_everything)
         refuse_nulls(config)
         link_seq_len(config)
         return self.instantiate_classes(config)
@@ -95,6 +96,12 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
         parser.add_class_arguments(options)
         parser.flags = tuple(name for name, kind in get_type_hints(options).items() if kind is bool)
     return parser
+
+
+def refuse_seed(seed: int) -> None:
+    """Raise RequestError for a seed that the generators do not take."""
+    if not 0 <= seed < 2**32:
+        raise RequestError(f"seed_everything {seed} must be a whole number from 0 to {2**32 - 1}")
 
 
 def refuse_nulls(config: Namespace) -> None:
@@ -176,6 +183,10 @@ class TrainingCLI(LightningCLI):
         parser.add_class_arguments(RunOptions)
         for name, kind in OTHER_GROUPS.items():
             parser.add_class_arguments(kind, name)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:
+        super().parse_arguments(parser, args)
+        refuse_seed(self.config[self.config.subcommand].seed_everything)
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: a checkpoint here is a folder and never overrides the command line."""
@@ -262,7 +273,7 @@ class TrainingCLI(LightningCLI):
             return
         repair_links(run, self.checkpoint)
         if run.status() not in ("finished", "stopped"):
-            run.describe(status="finished", reason="all steps done", step=self.trainer.steps.max_steps)
+            run.describe(status="finished", reason="all steps done", step=self.trainer.start.step)
             record_run(run)
 
     def after_validate(self) -> None:

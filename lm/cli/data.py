@@ -3,6 +3,7 @@
 import json as jsonlib
 import logging
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from lm.data.prepare import MANIFEST, PrepareOptions
 from lm.data.prepare import prepare as make
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError
+from lm.errors import RequestError, first_line
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT
 from lm.system.files import DAMAGE, parse_json
@@ -92,13 +93,14 @@ def _manifest(file: Path) -> dict[str, Any] | None:
     """The manifest of a prepared folder; None of a folder that has none."""
     if not file.is_file():
         return None
+    anew = f"`rm -r {quote(str(file.parent))}`, and run `lm data prepare` again"
     try:
         manifest = parse_json(file.read_bytes())
         names = [name for name, split in manifest["splits"].items() if split["documents"] >= 0 and split["bytes"] >= 0]
     except (OSError, *DAMAGE) as error:
-        raise RequestError(f"{file} is damaged ({error}); run `lm data prepare` again") from error
+        raise RequestError(f"{file} is damaged ({first_line(error)}); {anew}") from error
     if not names:
-        raise RequestError(f"{file} is damaged: it has no splits; run `lm data prepare` again")
+        raise RequestError(f"{file} is damaged: it has no splits; {anew}")
     for name in names:
         if name in ("", "..") or Path(name).name != name:
             raise RequestError(f"{file} has a split {name!r}, which is outside of its folder")

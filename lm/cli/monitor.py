@@ -28,7 +28,7 @@ from lm.cli.runs import STYLES, to_json
 from lm.errors import RequestError
 from lm.runs.history import LiveRun, Series, smooth
 from lm.runs.metrics import METRICS
-from lm.runs.registry import find_run, known_folders
+from lm.runs.registry import find_run, known_folders, no_run
 from lm.runs.run import ROOT, Run
 from lm.system.files import DAMAGE
 from lm.system.units import format_bytes, format_count, format_duration
@@ -370,7 +370,7 @@ def default_runs(root: str) -> list[Run]:
     elsewhere = [Run(path) for path in known_folders() if path not in [run.path.resolve() for run in here]]
     every = [*reversed(here), *sorted(elsewhere, key=lambda run: run.entered()[1], reverse=True)]
     if not every:
-        raise RequestError(f"no run under {root} or in the registry: start one with `lm fit --config tiny.yaml`")
+        raise no_run(f"{root} or in the registry")
     active = [run for run in every if run.status() == "running"]
     if not active:
         print("nothing is running; this is the newest run", file=sys.stderr)

@@ -35,34 +35,38 @@ from lm.system.units import format_bytes, format_count, format_duration, plural
 
 log = logging.getLogger(__name__)
 
-SHOWN = 20  # runs that `ls` shows without --all
+SHOWN = 20  # runs of other folders that `ls` shows without --all
 STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow", "interrupted": "yellow", "failed": "red",
           "dead": "red", "gone": "dim"}  # fmt: skip
 EXPLAINED = ("stopped", "interrupted", "failed")  # statuses that have a reason worth a line
 
 
 def ls(all: bool = False, tag: str | None = None, root: str = str(ROOT), json: bool = False) -> None:
-    """Every run that the registry knows and every run under a folder, the newest last.
+    """Every run under a folder, and then the runs of other folders that the registry knows; the newest last.
 
     Args:
-        all: Older runs too.
+        all: Older runs of other folders too.
         tag: Only runs with this tag.
-        root: Folder whose runs are listed even where the registry does not know them.
+        root: Folder whose runs come first.
         json: Print one JSON list instead.
     """
     found = [run for run in collect_runs(root) if tag in (None, *(run.get("tags") or ()))]
-    shown = found if all or json else found[-SHOWN:]
     if json:
-        print(to_json(shown))
+        print(to_json(found))
         return
+    here = Path(root).resolve()
+    own = [run for run in found if Path(run["path"]).parent == here]
+    others = [run for run in found if run not in own]
+    shown = others if all else others[-SHOWN:]
     console = Console(highlight=False, soft_wrap=True)
     if not found and tag is not None:
         console.print(f"no run has the tag {tag}")
-    elif not found:
-        console.print(f"no runs under {root} or in the registry: start one with `lm fit --config tiny.yaml`")
-    _print_table(shown, console)
-    if len(found) > len(shown):
-        console.print(f"{len(found) - len(shown)} older runs: --all shows them")
+    elif not own and tag is None:
+        where = f"under {root}" if others else f"under {root} or in the registry"
+        console.print(f"no runs {where}: start one with `lm fit --config tiny.yaml`")
+    _print_table([*shown, *own], console)
+    if len(others) > len(shown):
+        console.print(f"{len(others) - len(shown)} older runs of other folders: --all shows them")
 
 
 def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
@@ -197,14 +201,14 @@ HEADINGS = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")
 
 
 def _print_table(found: list[dict[str, Any]], console: Console) -> None:
-    """Print the runs of each folder, the folder with the newest run last; the columns of all folders are aligned."""
+    """Print the runs of each folder, the last run's folder first; the columns of all folders are aligned."""
     folders: dict[Path, list[dict[str, Any]]] = {}
     for run in reversed(found):
         folders.setdefault(Path(run["path"]).parent, []).insert(0, run)
     rows = {run["path"]: _cells(run) for run in found}
     widths = [max(map(len, column)) for column in zip(HEADINGS, *rows.values(), strict=True)]
     widths[0] = min(widths[0], max(8, console.width - sum(widths[1:]) - 2 * len(widths)))
-    for folder, runs in reversed(folders.items()):
+    for folder, runs in folders.items():
         where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         console.print(Text(str(where), style="bold"))
         console.print(_table_line(HEADINGS, widths, "dim"))

@@ -18,7 +18,7 @@ from typing import Any
 
 from lm.errors import LmError, RequestError
 from lm.runs.evaluations import merge_evaluations
-from lm.runs.run import ROOT, Run
+from lm.runs.run import ROOT, STEP, Run
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,9 @@ def facts(run: Run) -> dict[str, Any]:
         By the names of `COLUMNS`, and `tags`; `status` is `Run.status()`, `best_loss` the lowest validation loss.
     """
     described, state = run.read("run.json"), run.read("state.json")
+    last = run.link("last")
+    saved = STEP.fullmatch(last.name) if last else None
+    steps = [step for step in (state.get("step", described.get("step")), saved and int(saved[1])) if step is not None]
     config = run.config.read_bytes() if run.config.exists() else None
     latest = state.get("metrics", {})
     losses = [line["val/loss"] for line in run.metrics("val/loss") if not math.isnan(line["val/loss"])]
@@ -64,7 +67,7 @@ def facts(run: Run) -> dict[str, Any]:
         "name": run.name,
         "status": run.status(),
         "reason": described.get("reason"),
-        "step": state.get("step", described.get("step")),
+        "step": max(steps, default=None),  # a process that was killed after its last checkpoint did not say it
         "max_steps": state.get("max_steps"),
         "tokens": state.get("tokens"),
         "best_loss": min(losses, default=None),
@@ -198,7 +201,7 @@ def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> 
     if name is None:
         if runs := Run.all(root):
             return runs[-1]
-        raise RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`{otherwise}")
+        raise no_run(root, otherwise)
     here = Path(root) / name
     if (here / "run.json").is_file():
         return Run(here)
@@ -210,6 +213,11 @@ def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> 
     if (Path(name) / "run.json").is_file():
         return Run(Path(name).resolve())
     raise unknown_run(name, root)
+
+
+def no_run(root: str | Path, otherwise: str = "") -> RequestError:
+    """The error where there is no run at all; `otherwise` is another cure."""
+    return RequestError(f"no run under {root} yet: start one with `lm fit --config tiny.yaml`{otherwise}")
 
 
 def unknown_run(name: str, root: str | Path) -> RequestError:

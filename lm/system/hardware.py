@@ -10,6 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -265,32 +266,45 @@ for _cards, _brand in ((GEFORCE, "NVIDIA GeForce "), (WORKSTATION, "NVIDIA ")):
             DEVICES[_short] = Device(_brand + _name, int(0.995 * _gib * 2**30), _capability)
 
 
+# What a name may have beside the model's: brand, socket, kind of memory, and what stands between them.
+BESIDE_MODEL = re.compile(r"nvidia|geforce|tesla|rtx|sxm\d?|hbm\d\w?|[^a-z0-9]")
+
+
+def _spelling(name: str) -> str:
+    return BESIDE_MODEL.sub("", name.lower())
+
+
 def find_device(name: str, memory_bytes: int | None = None, peak_tflops: float | None = None) -> tuple[Device, int]:
     """A device by its name, so that a training can be planned for another machine, and how many of them there are.
 
     Args:
-        name: such as "h200", of which there is 1; "cpu"; "auto" for the device that this machine would train on.
+        name: such as "h200", "RTX 4090" or "NVIDIA A100-SXM4-80GB", of which there is 1; "cpu"; "auto" for the device
+            that this machine would train on.
         memory_bytes: in place of the device's own; with "auto" it is any other GPU, of compute capability 8.0.
         peak_tflops: its peak in TFLOP/s in the precision of the training, in place of the one that is known.
 
     Raises:
-        RequestError: the name is not known.
+        RequestError: the name is not known; the message has the nearest ones.
     """
     found, count = (Device("any GPU", None, (8, 0)), 1) if memory_bytes and name == "auto" else _named_device(name)
     return found._replace(memory_bytes=memory_bytes or found.memory_bytes, peak_tflops=peak_tflops), count
 
 
 def _named_device(name: str) -> tuple[Device, int]:
-    if name.lower() in DEVICES:
-        return DEVICES[name.lower()], 1
-    if name not in ("auto", "cpu"):
+    known = {f"{_spelling(key)}{round(device.memory_bytes / 2**30)}gb": key for key, device in DEVICES.items()}
+    known |= {_spelling(spelled): key for key, device in DEVICES.items() for spelled in (key, device.name)}
+    if (key := known.get(_spelling(name))) is not None:
+        return DEVICES[key], 1
+    if name.lower() not in ("auto", "cpu"):
+        close = get_close_matches(_spelling(name), known, 3, cutoff=0.7)
+        hint = f"did you mean {' or '.join(dict.fromkeys(known[one] for one in close))}? Else " if close else ""
         raise RequestError(
-            f"--device {name} is not known: give --memory 16GiB --peak_tflops 120 with its figures in its place; known "
-            f"are {', '.join(DEVICES)}, cpu, and auto for this one"
+            f"--device {name} is not known: {hint}give --memory 16GiB --peak_tflops 120 with its figures in its place; "
+            f"known are {', '.join(DEVICES)}, cpu, and auto for this one"
         )
     import torch
 
-    if name == "auto" and torch.cuda.is_available():
+    if name.lower() == "auto" and torch.cuda.is_available():
         found = Device(device_name("cuda"), memory_bytes("cuda"), torch.cuda.get_device_capability())
         return found, torch.cuda.device_count()
     ram = memory()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -12,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -44,6 +46,11 @@ def program() -> str:
         return "lm" if shutil.which("lm") == sys.argv[0] else shlex.quote(sys.argv[0])
     typed = sys.orig_argv[: sys.orig_argv.index("-m")] if "-m" in sys.orig_argv else [Path(sys.executable).name]
     return f"{shlex.join(typed)} -m lm"
+
+
+def under_srun() -> bool:
+    """Whether srun started this process, one of several."""
+    return int(os.environ.get("SLURM_NTASKS", "1")) > 1 and not {"RANK", "LOCAL_RANK"} & os.environ.keys()
 
 
 def code_for_launcher(code: int) -> int:
@@ -124,6 +131,18 @@ def run_facts() -> dict[str, Any]:
         "versions": {"lm": __version__, **{name: version(name) for name in packages}},
         "git": revision or None,
     }
+
+
+def host_name() -> str:
+    """A name or an address by which other machines may reach this one; `HOST` where none is known."""
+    if len(session := os.environ.get("SSH_CONNECTION", "").split()) == 4:
+        return session[2]  # where this session came in
+    name = socket.getfqdn()
+    with suppress(OSError, ValueError):
+        addresses = {ip_address(entry[4][0].partition("%")[0]) for entry in socket.getaddrinfo(name, None)}
+        if not all(address.is_loopback for address in addresses) and not re.fullmatch("[0-9a-f]{12}", name):
+            return name  # and no container's, which its own machine alone knows
+    return "HOST"
 
 
 def seconds_since_process_start() -> float:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import FrameType
 
 from lm.errors import Interrupted
-from lm.system.process import rank, under_torchrun
+from lm.system.process import rank, under_srun, under_torchrun
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 FINAL_WRITE_SECONDS = 2.0  # that the watchdog gives `before_exit`, which writes the run's status
@@ -86,6 +86,8 @@ class StopSignals:
             return
         self.received = signal.Signals(number)
         if rank():
+            if under_srun() and not self.armed:  # which does not end the others with rank zero
+                raise SystemExit(Interrupted.exit_code)
             return  # rank zero speaks, and the other ranks end with it
         if not self.armed:
             raise Interrupted(f"{self.received.name}: ended before the first step; the same command starts again")

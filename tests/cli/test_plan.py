@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
+import shutil
 import time
 from pathlib import Path
 
 import pytest
-from trainings import lm, make_workplace, write_config
+from trainings import lm, make_workplace, processes_of, write_config
 
 from lm.cli.main import main
 from lm.system.hardware import DEVICES, peak_flops
@@ -141,6 +143,71 @@ def test_every_preset_is_sound(preset, capsys):
     if preset != "char.yaml":  # whose vocabulary is known when its texts have been read
         assert whole["memory"]["total"] < whole["memory"]["device"]
     assert all("holds no manifest.json" in one["what"] for one in whole["findings"] if one["level"] == "error")
+
+
+# ---- the same checks when a fit begins ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cwd(tmp_path, workplace):
+    """A folder of its own, with the texts and the data."""
+    for name in ("texts", "data"):
+        shutil.copytree(workplace / name, tmp_path / name)
+    write_config(tmp_path, **{"trainer.callbacks": None, "trainer.max_steps": 2})
+    return tmp_path
+
+
+LARGE = ["--model.decoder.hidden_size", "8192", "--model.decoder.intermediate_size", "32768",
+         "--model.decoder.num_hidden_layers", "20", "--model.schedule.warmup_steps", "0"]  # fmt: skip
+
+
+def test_a_fit_refuses_what_plan_calls_an_error(cwd):
+    """In lines with a cure each, which works when it is typed; no run is begun, and the model is not built."""
+    refused = lm(cwd, "fit", "--config", "small.yaml", expect=2).stderr
+    assert refused.splitlines()[-1] == (
+        "lm fit: the warm-up of 2 steps is not over when the run of 2 ends; --model.schedule.warmup_steps 0, or "
+        "`lm fit` with --force"
+    )
+    large = lm(cwd, "fit", "--config", "small.yaml", *LARGE, expect=2).stderr.splitlines()
+    assert re.search(r"^a step takes about \d+ GiB of .*'s [\d.]+ GiB that are free, .* with --force$", large[-2])
+    assert large[-1].startswith("lm fit: checkpoints of 225 GiB need 675 GiB at once, and")
+    assert not (cwd / "checkpoints").exists()
+    cured = lm(cwd, "fit", "--config", "small.yaml", "--model.schedule.warmup_steps", "0").stderr
+    warning = "warning: validations take 17% as long as training: 512 tokens every 4 steps of 256; lower data.val_tokens"
+    log = (cwd / "checkpoints" / "small" / "log.txt").read_text()
+    assert warning in cured and warning in log and "error" not in cured
+
+
+def test_a_fit_refuses_before_it_makes_the_data(cwd):
+    shutil.rmtree(cwd / "data")
+    assert "is not over when" in lm(cwd, "fit", "--config", "small.yaml", expect=2).stderr
+    assert not (cwd / "data").exists()
+
+
+def test_force_trains_all_the_same_and_a_resume_takes_no_offence_at_the_warm_up(cwd):
+    forced = lm(cwd, "fit", "--config", "small.yaml", "--force").stderr
+    assert "error: the warm-up of 2 steps is not over" in forced and "2 steps in" in forced
+    again = ["--ckpt_path", "auto", "--trainer.max_steps", "4", "--model.schedule.warmup_steps", "4"]
+    assert "after step 2 of 4" in lm(cwd, "fit", "--config", "small.yaml", *again).stderr
+
+
+def test_of_several_ranks_one_refuses_and_all_end(cwd):
+    refused = lm(cwd, "fit", "--config", "small.yaml", "--trainer.devices", "2", expect=2).stderr
+    assert refused.count("is not over when") == 1 and processes_of(cwd) == []
+
+
+def test_the_ranks_of_a_cpu_share_its_memory(planned):
+    one, two = (planned("--device", "cpu", "--trainer.devices", devices)[1]["memory"]["device"] for devices in "12")
+    assert two == pytest.approx(one / 2, rel=0.2)
+
+
+def test_checkpointing_is_a_cure_only_where_it_helps(planned):
+    """What is said to fit does."""
+    deep = {"model.decoder.num_hidden_layers": 64, "model.decoder.hidden_size": 512, "data.global_batch_tokens": 2**17,
+            "model.decoder.max_position_embeddings": 2**17, "model.decoder.num_attention_heads": 8,
+            "model.decoder.intermediate_size": 1024, "data.micro_batch_size": 1, "data.seq_len": None}  # fmt: skip
+    cures = [text for text in found(planned("--device", "cpu", "--trainer.devices", "1", **deep), "error")]
+    assert cures
 
 
 # ---- what it must catch ----------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import statistics
 import threading
 import time
@@ -26,7 +25,7 @@ from lm.runs.registry import record_run
 from lm.runs.run import Run
 from lm.system.files import write_atomically
 from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
-from lm.system.process import run_facts
+from lm.system.process import host_name, run_facts
 from lm.training.callback import Callback
 from lm.training.trainer import Trainer
 
@@ -264,11 +263,10 @@ def _open_log(run: Run) -> logging.Handler:
 
 def _log_places(run: Run) -> None:
     """Log where the run is, and how to look at its curves from another machine."""
-    host = socket.getfqdn()
-    here = f"{getpass.getuser()}@{socket.gethostname() if host.startswith('localhost') else host}"
     log.info("run %s", run.path)
     log.info("curves: tensorboard --logdir %s", run.path.parent)
-    log.info("from another machine: ssh -N -L 6006:localhost:6006 %s, then http://localhost:6006", here)
+    log.info("from another machine: ssh -N -L 6006:localhost:6006 %s@%s, then http://localhost:6006",
+             getpass.getuser(), host_name())  # fmt: skip
 
 
 # ---- heartbeat -------------------------------------------------------------------------------------------------------
