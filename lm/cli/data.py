@@ -190,7 +190,7 @@ def show(
     if injected:
         console.print(f"Step {step} was a drill (guards.inject_step): rare tokens replaced its samples.")
     for entry, texts in zip(seen, documents, strict=True):
-        where = "injected" if injected else f"{entry.shard}, window {entry.window}"
+        where = "injected" if injected else f"{entry.shard}, window {entry.window} of its block"
         console.rule(f"sample {entry.sample}, {where}")
         for index, text in enumerate(texts):
             if index:

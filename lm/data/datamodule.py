@@ -188,7 +188,8 @@ class DataModule(LightningDataModule):
         if {"train", "val"} <= self.shards.keys() and (found := common_file(self.shards["train"], self.shards["val"])):
             same = "" if found[0] == found[1] else f", which is {found[1]}"
             raise RequestError(
-                f"the training data contains the validation data: {found[0]}{same}; give data.train without it"
+                f"the training data contains the validation data: {found[0]}{same}; name other files in data.train "
+                "or data.val, as a folder, a glob or a list"
             )
         if stage in ("validate", "test") and wanted[0] not in self.shards:
             raise RequestError(f"there is nothing to {stage} on: give data.{wanted[0]}")

@@ -567,9 +567,9 @@ def describe_difference(old: Sequence, new: Sequence) -> str:
             lines.append(f"{name} had {was.size} bytes and {was.tokens} tokens, now {now.size} and {now.tokens}")
         elif was.digest != now.digest and None not in (was.digest, now.digest):
             lines.append(f"{name} is as long as it was and holds something else")
-        elif was.offset != now.offset:
-            lines.append(f"{name} began at token {was.offset} of a block, now at {now.offset}, so windows are others")
     if not lines and [entry[:3] for entry in old] != [entry[:3] for entry in new]:
         lines = ["the same shards in another order"]
+    if not lines and [entry.offset for entry in old] != [entry.offset for entry in new]:
+        lines = ["the same shards, cut into other windows than by the lm of that time"]
     more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
     return ", ".join(sorted(lines)[:3] + more)
