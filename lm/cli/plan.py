@@ -287,8 +287,9 @@ def plan_memory(given: str | None) -> int | None:
         size = None if given is None else parse_bytes(given)
     except ValueError as error:
         raise RequestError(f"--memory: {error}") from error
-    if size is not None and size <= RESERVE_BYTES["gpu"]:
-        raise RequestError(f"--memory {given} is too little: CUDA alone takes {format_bytes(RESERVE_BYTES["gpu"])}")
+    least = RESERVE_BYTES["gpu"]
+    if size is not None and size <= least:
+        raise RequestError(f"--memory {given} is too little: CUDA alone takes {format_bytes(least)}")
     return size
 
 
