@@ -83,13 +83,13 @@ def data_facts(data: Namespace, opened: DataModule | None) -> tuple[dict[str, An
     if not fit:
         opened.prepare_data()  # which makes nothing: it looks whether the folder was made with these options
         opened.setup("fit")
-    sizes = opened.tokenizer.token_bytes()
     return {"prepared": True, "warnings": opened.warnings()} | {
         split: {
             "tokens": shards.tokens, "shards": len(shards.fingerprint()),
             "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
             "dtype": str(shards.column.dtype),
-            "bytes_per_token": None if fit else float(sizes[shards.read(0)].mean()),  # UTF-8 of the first block
+            # Of the first block.
+            "bytes_per_token": None if fit else float(shards.token_bytes(opened.tokenizer)[shards.read(0)].mean()),
         }
         for split, shards in opened.shards.items()
     }, opened.tokenizer  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from jsonargparse import Namespace
 
+from lm.data.prepare import describe_small_validation
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
 from lm.model.config import DecoderConfig
@@ -150,6 +151,10 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
         yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
         return
     validated = min(config.data.val_tokens or data["val"]["tokens"], data["val"]["tokens"])
+    if problem := describe_small_validation(validated):
+        short = validated < data["val"]["tokens"]
+        yield Finding("warning", problem, "raise data.val_tokens" if short else "give more in data.val, or prepare "
+                      "the data again with a larger --val_fraction")  # fmt: skip
     # A validation has the forward pass alone, a third of a step's operations.
     share = validated / 3 / (config.trainer.val_interval * steps["tokens_per_step"])
     if share > LONG_VALIDATION:

@@ -137,7 +137,7 @@ class DataModule(LightningDataModule):
         self.global_batch = micro_batch_size  # samples of an optimizer step; the trainer sets it
         self.consumed = 0  # samples trained on so far; a resumed checkpoint sets it
         self.tokenizer: Tokenizer | None = None
-        self.token_bytes: torch.Tensor | None = None  # (V,) UTF-8 bytes of each token
+        self.token_bytes: torch.Tensor | None = None  # (V,) fp64 bytes of text of each token, in what is evaluated
         self.shards: dict[str, Shards] = {}
         self.predicted: deque[tuple[str, int]] = deque()  # document and first token of rows that were predicted
 
@@ -178,7 +178,6 @@ class DataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the tokenizer and the shards that this stage needs; footers or the manifest only, no tokens."""
         self.tokenizer = Tokenizer.load(self.tokenizer_path)
-        self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes())
         wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}[stage]
         for split in wanted:
             shards = self._open(split)
@@ -191,6 +190,8 @@ class DataModule(LightningDataModule):
                 f"the training data contains the validation data: {found[0]}{same}; name other files in data.train "
                 "or data.val, as a folder, a glob or a list"
             )
+        if wanted and wanted[-1] in self.shards:
+            self.token_bytes = torch.from_numpy(self.shards[wanted[-1]].token_bytes(self.tokenizer))
         if stage in ("validate", "test") and wanted[0] not in self.shards:
             raise RequestError(f"there is nothing to {stage} on: give data.{wanted[0]}")
 

@@ -127,8 +127,12 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
                     open_parts[split] = _Part(stack, file, split)
                     record["parts"].append(open_parts[split].counts)
                 part = open_parts[split]
-            text = isinstance(piece.content, str)
-            part.counts["bytes"] += _utf8_length(piece.content) if text else int(sizes[ids].sum())
+            counted = int(sizes[ids].sum())
+            part.counts["token_bytes"] += counted
+            if isinstance(piece.content, str):
+                part.counts["bytes"] += _utf8_length(piece.content)
+            else:
+                part.counts["bytes"] += counted if encoder.tokenizer.byte_level else encoder.tokenizer.text_bytes(ids)
             part.write(ids.tobytes(), len(ids), eos if piece.last else b"")
             if piece.last:
                 if part.counts["tokens"] >= recipe.shard_tokens:
@@ -180,7 +184,7 @@ class _Part:
         self._path = path
         self._file = stack.enter_context(open(path, "wb"))
         self._rows: list[int] = []
-        self.counts = {"file": path.name, "split": split, "tokens": 0, "documents": 0, "bytes": 0}
+        self.counts = {"file": path.name, "split": split, "tokens": 0, "documents": 0, "bytes": 0, "token_bytes": 0}
 
     def write(self, ids: bytes, count: int, end: bytes) -> None:
         """Add a row of ids, and the token that ends its document, if it does."""

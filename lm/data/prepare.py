@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -38,12 +39,13 @@ from lm.data.text_files import TextFile, find_files
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
 from lm.system.files import parse_json, write_atomically
-from lm.system.units import Count
+from lm.system.units import Count, plural
 
 log = logging.getLogger(__name__)
 
 LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
 FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
+LOSS_SPREAD = 2.5  # nats, standard deviation of a token's loss: 2 to 3 for tokens of a BPE
 MANIFEST, PARTS, PLAN = "manifest.json", ".parts", ".parts/plan.json"
 CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
 
@@ -102,6 +104,7 @@ class Split(NamedTuple):
     documents: int
     tokens: int  # with the one that ends each document
     bytes: int  # of the documents in UTF-8
+    token_bytes: int  # what `Tokenizer.token_bytes` makes of them
     slices: list[Slice]  # of the parts
 
 
@@ -119,7 +122,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     options.check()
     output, parts = Path(options.output), Path(options.output) / PARTS
     files = find_files(options.input)
-    given = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token)
+    given = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token).bare()
     if given is None and any(file.kind == "flat" for file in files):
         raise RequestError("a .bin holds token ids: give the tokenizer.json that they were made with (--tokenizer)")
     plan = _plan(options, files, given)
@@ -142,14 +145,23 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
 
 def _warn_of_small_validation(output: Path, splits: dict[str, dict[str, Any]]) -> None:
     tokens = {name: split["tokens"] for name, split in splits.items()}
-    if tokens.get("val", FEW_TOKENS) >= FEW_TOKENS:
+    problem = describe_small_validation(tokens.get("val", FEW_TOKENS))
+    if problem is None:
         return
     fraction = math.ceil(120 * FEW_TOKENS / sum(tokens.values())) / 100  # a fifth more, since documents differ in size
     cure = f"with --val_fraction {fraction}" if fraction <= 0.5 else "from more text"
-    log.warning(
-        "the validation split is too small for a loss that means anything (%s of at least %s tokens): `rm -r %s`, and "
-        "prepare it again %s", f"{tokens['val']:,}", f"{FEW_TOKENS:,}", quote(str(output)), cure,
-    )  # fmt: skip
+    log.warning("%s: `rm -r %s`, and prepare it again %s", problem, quote(str(output)), cure)
+
+
+def describe_small_validation(tokens: int) -> str | None:
+    """What a validation of so few tokens is worth, in words; None where there are enough."""
+    if tokens >= FEW_TOKENS:
+        return None
+    small, enough = (1.96 * LOSS_SPREAD / math.sqrt(max(1, count)) for count in (tokens, FEW_TOKENS))
+    return (
+        f"the validation is too small for a loss that means anything: {plural(tokens, 'token')} give it to within "
+        f"{small:.2f} nats at best (95 % interval), and {FEW_TOKENS:,} to within {enough:.2f}"
+    )
 
 
 def _make(
@@ -186,6 +198,7 @@ def _make(
                 "documents": split.documents,
                 "tokens": split.tokens,
                 "bytes": split.bytes,
+                "token_bytes": split.token_bytes,
                 "shards": [entry for entry in entries if entry["file"].startswith(f"{split.name}/")],
             }
             for split in splits
@@ -332,33 +345,60 @@ def divide(parts: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenize
 
 
 def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
-    documents, tokens, size = (sum(part[key] for part in parts) for key in ("documents", "tokens", "bytes"))
-    return Split(name, documents, tokens, size, [Slice(part["file"], 0, part["tokens"]) for part in parts])
+    sums = (sum(part[key] for part in parts) for key in ("documents", "tokens", "bytes", "token_bytes"))
+    return Split(name, *sums, [Slice(part["file"], 0, part["tokens"]) for part in parts])
 
 
 def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """Cut a few documents, which the hash left in one split, near their end: at the end of a document or a line."""
-    if whole.tokens < 2:
+    """Cut a few documents, which the hash left in one split, near their end: at the end of a document or a line.
+
+    Equal documents are in the same split, or cut at the same place.
+    """
+
+    def ids(piece: Slice) -> np.ndarray:
+        return part_ids(folder, piece.part, id_type(tokenizer.vocab_size))[piece.start : piece.stop]
+
+    documents: list[Slice] = []
+    for piece in whole.slices:
+        ends = np.flatnonzero(ids(piece) == tokenizer.eos_id) + 1
+        documents += [Slice(piece.part, start, stop) for start, stop in pairwise([0, *ends.tolist()])]
+    digests = [blake2b(ids(document)).digest() for document in documents]
+    different = dict(zip(digests, documents, strict=True))  # one of each, in order
+    ends = np.cumsum([document.stop - document.start for document in different.values()])
+    if ends[-1] < 2:
         raise RequestError("the input is a single token: there is nothing to train on")
-    dtype = id_type(tokenizer.vocab_size)
-    edge = min(whole.tokens - 1, max(1, round(whole.tokens * (1 - val_fraction))))
-    ends = np.cumsum([piece.stop for piece in whole.slices])
-    index = int(np.searchsorted(ends, edge, side="right"))  # of the slice that is cut
-    file, _, stop = whole.slices[index]
-    ids = part_ids(folder, file, dtype)
-    first = edge - int(ends[index]) + stop
-    last_tokens = ("\n", tokenizer.eos_token)
-    near = range(first, min(first + CUT_SEARCH, stop))
-    cut = next((at for at in near if at == 0 or tokenizer.decode(ids[at - 1 : at]).endswith(last_tokens)), first)
-    kept, held_out = [*whole.slices[:index], Slice(file, 0, cut)], [Slice(file, cut, stop), *whole.slices[index + 1 :]]
-    val = np.concatenate([part_ids(folder, name, dtype)[start:end] for name, start, end in held_out])
-    size, documents = int(tokenizer.token_bytes()[val].sum()), int((val == tokenizer.eos_id).sum())
-    shared = int(cut > 0 and ids[cut - 1] != tokenizer.eos_id)  # documents that are in both
+    edge = min(int(ends[-1]) - 1, max(1, round(int(ends[-1]) * (1 - val_fraction))))
+    index = int(np.searchsorted(ends, edge, side="right"))  # of the document that is cut
+    last = ids(list(different.values())[index])
+    first = edge - int(ends[index]) + len(last)
+    near = range(first, min(first + CUT_SEARCH, len(last) + (index < len(ends) - 1)))
+    line_ends = ("\n", tokenizer.eos_token)
+    cut = next((at for at in near if at == 0 or tokenizer.decode(last[at - 1 : at]).endswith(line_ends)), first)
+    order = {digest: number for number, digest in enumerate(different)}
+    kept, held_out = [], []
+    for (part, start, stop), digest in zip(documents, digests, strict=True):
+        middle = stop if order[digest] < index else start + cut if order[digest] == index else start
+        kept += [Slice(part, start, middle)] if middle > start else []
+        held_out += [Slice(part, middle, stop)] if middle < stop else []
+    sizes, tokens = tokenizer.token_bytes(), sum(piece.stop - piece.start for piece in held_out)
+    counted = sum(int(sizes[ids(piece)].sum()) for piece in held_out)
+    size = round(whole.bytes * counted / max(1, whole.token_bytes))
     log.info(
-        "too few documents to hold some out: validation gets the last %s of %s tokens", f"{len(val):,}",
-        f"{whole.tokens:,}",
-    )  # fmt: skip
+        "too few documents to hold some out: validation gets %s of %s tokens", f"{tokens:,}", f"{whole.tokens:,}"
+    )
+    rest = (whole.tokens - tokens, whole.bytes - size, whole.token_bytes - counted)
     return [
-        Split("train", whole.documents - documents + shared, whole.tokens - len(val), whole.bytes - size, kept),
-        Split("val", documents, len(val), size, held_out),
+        Split("train", len(kept), *rest, _joined(kept)),
+        Split("val", len(held_out), tokens, size, counted, _joined(held_out)),
     ]
+
+
+def _joined(pieces: list[Slice]) -> list[Slice]:
+    """Slices in order, those that follow each other in a part as one."""
+    joined: list[Slice] = []
+    for piece in pieces:
+        if joined and joined[-1].part == piece.part and joined[-1].stop == piece.start:
+            joined[-1] = joined[-1]._replace(stop=piece.stop)
+        else:
+            joined.append(piece)
+    return joined

@@ -49,6 +49,7 @@ from lm.data.remote import (
     unreadable,
     with_retries,
 )
+from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError, first_line
 from lm.system.files import parse_json
 from lm.system.process import reader_pool
@@ -59,6 +60,7 @@ BLOCK_TOKENS = 2**20  # long enough to be read at full speed, short enough for a
 FOOTERS_KEPT = 256  # parsed footers of files in use: parsing one takes a tenth of the time of reading a block
 FOOTER_THREADS = 16
 PROBED = 4  # shards of a source that are looked at for padding
+DECODED_TOKENS = 2**18  # to learn how many bytes of text they stand for
 SUFFIX = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
 HIDDEN = re.compile(r"(^|/)[._]")
 
@@ -80,6 +82,7 @@ class Shard:
     digest: str | None = None  # of its footer; None where the manifest has none
     foreign: bool = False  # known to be made by others than `lm data prepare`
     labels: bool = False  # beside the ids, which say what is a target
+    text_ratio: float | None = None  # bytes of the text over those of `Tokenizer.token_bytes`, where a manifest says it
 
     @contextmanager
     def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pq.ParquetFile, str | None]]:
@@ -168,6 +171,8 @@ def _from_manifest(
         }
         if sum(sum(counts) for _, counts, _ in entries.values()) != manifest["splits"][split]["tokens"]:
             raise ValueError("row groups do not add up to the tokens of the split")
+        counted = manifest["splits"][split].get("token_bytes")
+        text_ratio = manifest["splits"][split]["bytes"] / counted if counted else None
         tokenizer, vocab_size, made = str(manifest["tokenizer"]), int(manifest["vocab_size"]), manifest["column"]
     except (KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{place} is damaged ({error!r}); {anew}") from error
@@ -179,7 +184,7 @@ def _from_manifest(
     for file, (size, counts, digest) in entries.items():
         if file not in found:
             raise RequestError(f"{place} lists {file!r}, which is missing; fetch it, or {anew}")
-        shard = replace(found[file], row_groups=counts, digest=digest)
+        shard = replace(found[file], row_groups=counts, digest=digest, text_ratio=text_ratio)
         if shard.size != size:
             raise RequestError(
                 f"shard {shard.file} has {shard.size} bytes where the manifest says {size}: "
@@ -349,6 +354,24 @@ class Shards:
         """How many windows each block has: (blocks,) int64, `max(0, (tokens - 1) // seq_len)`."""
         tokens = np.array([block.tokens for block in self.blocks], dtype=np.int64)
         return np.maximum(0, (tokens - 1) // seq_len)
+
+    def token_bytes(self, tokenizer: Tokenizer) -> np.ndarray:
+        """Bytes of text that each token stands for in these shards, on average: (V,) float64.
+
+        `Tokenizer.token_bytes` times a factor, with which the tokens of shards that `lm data prepare` made add up to
+        the bytes of the text itself, and others to what some of them decode to.
+        """
+        sizes = tokenizer.token_bytes().astype(np.float64)
+        weights = [sum(shard.row_groups) for shard in self._shards.values()]
+        ratios = [shard.text_ratio for shard in self._shards.values()]
+        if None not in ratios and any(weights):
+            return sizes * np.average(ratios, weights=weights)
+        for index in () if tokenizer.byte_level else range(len(self.blocks)):
+            with suppress(BadBlock):  # whoever needs it will say so
+                ids = self.read(index)[:DECODED_TOKENS]
+                if counted := sizes[ids].sum():
+                    return sizes * (tokenizer.text_bytes(ids) / counted)
+        return sizes
 
     def require_windows(self, seq_len: int) -> int:
         """The number of windows.

@@ -17,7 +17,8 @@ import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
-from itertools import chain, product
+from itertools import chain, product, takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +54,8 @@ GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 # digits, blanks, line ends, signs, a combining mark.
 KINDS = "sLé\u017f\u4e001\u0663\u00b2 \t\n\r\u0085\u3000'._\u0301"
 BLANK = r"\s"
+CHINESE = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f]"  # as BERT's normalizer has them
+BESIDE_CHINESE = re.compile(f"(?<={CHINESE}) | (?={CHINESE})")
 BEYOND = re.compile("[\U00010000-\U0010ffff]")  # their categories would make the expression slow; such texts are rare
 
 
@@ -85,6 +88,8 @@ class Tokenizer:
         self.vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.eos_token = self._end(eos_token, name)
         self.eos_id = self.vocabulary[self.eos_token]
+        self.unknown = _unknown(self.description["model"])
+        self.encoder = self._without_spelled_tokens()
 
     @classmethod
     def load(cls, path: str | Path, eos_token: str | None = None) -> "Tokenizer":
@@ -94,10 +99,12 @@ class Tokenizer:
             RequestError: there is none, it cannot be read, or no token is known to end a document.
         """
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-        beside = file.with_name("tokenizer_config.json")
+        beside, template = file.with_name("tokenizer_config.json"), file.with_name("chat_template.jinja")
         try:
             text = file.read_text("utf-8")
             config = parse_json(beside.read_text("utf-8")) if beside.exists() else None
+            if template.exists():
+                config = {**(config or {}), "chat_template": template.read_text("utf-8")}
         except FileNotFoundError as error:
             hub = f"; of a model on the Hugging Face hub: `hf download {path} tokenizer.json --local-dir {path}`"
             raise RequestError(
@@ -117,6 +124,38 @@ class Tokenizer:
                 return token
         raise RequestError(f"{name} does not say which token ends a document; give it with --eos_token")
 
+    def _without_spelled_tokens(self) -> tokenizers.Tokenizer:
+        """The backend that encodes: the same ids, but no text becomes a special token or the end of a document.
+
+        `encode_special_tokens` is enough where words are built by merges. Other models also look a word up in their
+        vocabulary, so there the names of such tokens are replaced by ones that no text has.
+        """
+        model, added = self.description["model"], self.description.get("added_tokens") or []
+        vocabulary = model["vocab"]
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
+        looked_up = "merges" not in model or model.get("ignore_merges")
+        found = {token["content"] for token in added if not token["special"]}
+        found |= self.vocabulary.keys() if looked_up else {"".join(pair) for pair in pairs}
+        names = {self.eos_token, *(token["content"] for token in added if token["special"])} - {self.unknown}
+        names = {name for name in names if name in found and len(name) > 1}
+        if not names:
+            return self.backend
+
+        def renamed(name: str) -> str:
+            return self.sha256 + name if name in names else name
+
+        if isinstance(vocabulary, dict):
+            model = {**model, "vocab": {renamed(name): number for name, number in vocabulary.items()}}
+        else:
+            model = {**model, "vocab": [(renamed(name), score) for name, score in vocabulary]}
+        if pairs:
+            model["merges"] = [pair for pair in pairs if not names & {*pair, "".join(pair)}]
+        about = {**self.description, "model": model, "post_processor": None, "truncation": None, "padding": None,
+                 "added_tokens": [{**token, "content": renamed(token["content"])} for token in added]}  # fmt: skip
+        backend = tokenizers.Tokenizer.from_str(json.dumps(about))
+        backend.encode_special_tokens = True
+        return backend
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""
@@ -124,30 +163,46 @@ class Tokenizer:
 
     @cached_property
     def sha256(self) -> str:
-        """Of its JSON with sorted keys and no blanks, so that formatting does not matter."""
-        canonical = json.dumps(self.description, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        """Of its JSON with sorted keys and no blanks, so that formatting does not matter, nor whether it is `bare`."""
+        about = {**self.description, "post_processor": _adding_nothing(self.description.get("post_processor"))}
+        canonical = json.dumps(about, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        """Ids that its post-processor puts before a text, such as a BOS; `encode` never adds them."""
+        encoding = self.backend.encode("the")
+        return [number for number, _ in takewhile(itemgetter(1), zip(encoding.ids, encoding.special_tokens_mask))]
+
+    def bare(self) -> "Tokenizer":
+        """The same one without what its post-processor adds to a text: for models that see documents and their ends."""
+        about = {**self.description, "post_processor": _adding_nothing(self.description.get("post_processor"))}
+        if about == self.description:
+            return self
+        return Tokenizer(json.dumps(about, indent=2, ensure_ascii=False), self.config, self.eos_token)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; nothing is added, and the names of special tokens are read as text."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self.encoder.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self.encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens by their names; bytes that are not UTF-8 become the replacement character."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of UTF-8 that each token stands for inside a text.
+        """Bytes of UTF-8 that each token stands for inside a text; exact where tokens are of bytes or of characters.
 
-        Tokens are decoded between two words, so that marks such as `##`, `</w>` and `▁` count as the blank that they
-        stand for, or as nothing. At the borders of a document that is a blank too many for some tokenizers.
+        Others are decoded between two words, so that marks such as `##`, `</w>` and `▁` count as the blank that they
+        stand for, or as nothing. That is a blank too many at the borders of a document and between some signs;
+        `Shards.token_bytes` corrects it.
 
         Returns:
-            (vocab_size,) int32; 0 for special tokens and for ids that no token has.
+            (vocab_size,) int32; 0 for special tokens and for ids that no token has; at least 1 for all others, also
+            for the token that stands for what is unknown.
         """
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         added = self.backend.get_added_tokens_decoder()
@@ -155,7 +210,7 @@ class Tokenizer:
         byte_fallback = self.description["model"].get("byte_fallback")
         for token, number in self.vocabulary.items():
             if number in added:
-                sizes[number] = 0 if added[number].special else len(token.encode())
+                sizes[number] = int(token == self.unknown) if added[number].special else len(token.encode())
             elif self.byte_level:
                 sizes[number] = len(token)  # one character of the byte alphabet is one byte
             elif byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
@@ -167,8 +222,21 @@ class Tokenizer:
         between = [[word[-1], number, word[0]] for number in spelled]
         decoded = self.backend.decode_batch([[word[-1], word[0]], *between], skip_special_tokens=False)
         empty, *whole = (len(text.encode()) for text in decoded)
-        sizes[spelled] = np.maximum(0, np.array(whole, dtype=np.int32) - empty)
+        sizes[spelled] = np.maximum(1, np.array(whole, dtype=np.int32) - empty)
         return sizes
+
+    def text_bytes(self, ids: np.ndarray) -> int:
+        """Bytes of UTF-8 of the documents that ids (n,) stand for, decoded; an unknown token counts as one byte."""
+        documents = np.split(ids, np.flatnonzero(ids == self.eos_id) + 1)
+        texts = self.backend.decode_batch([document.tolist() for document in documents])
+        unknown = int((ids == self.vocabulary.get(self.unknown, -1)).sum())
+        return sum(len(self._without_added_blanks(text).encode()) for text in texts) + unknown
+
+    def _without_added_blanks(self, text: str) -> str:
+        """A decoded text; where Chinese characters are cut out as words, without the blanks between them."""
+        steps = self.description.get("normalizer") or {}
+        chinese = any(step.get("handle_chinese_chars") for step in (steps, *steps.get("normalizers", ())))
+        return BESIDE_CHINESE.sub("", text) if chinese else text
 
     @cached_property
     def byte_level(self) -> bool:
@@ -231,6 +299,23 @@ def train_char(texts: Iterable[str]) -> Tokenizer:
     return Tokenizer(backend.to_str(pretty=True))
 
 
+def _unknown(model: dict[str, Any]) -> str | None:
+    """The token that stands for what a model has no token for, if there is one."""
+    if model.get("unk_id") is not None:
+        return model["vocab"][model["unk_id"]][0]
+    return model.get("unk_token")
+
+
+def _adding_nothing(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A post-processor without the parts that add tokens to a text; None where nothing is left of it."""
+    if step is None or step["type"] in ("TemplateProcessing", "BertProcessing", "RobertaProcessing"):
+        return None
+    if step["type"] != "Sequence":
+        return step
+    kept = list(filter(None, map(_adding_nothing, step["processors"])))
+    return {**step, "processors": kept} if kept else None
+
+
 def _content(token: Any) -> str | None:
     """A token of a tokenizer_config.json, which is a string or an object."""
     token = token.get("content") if isinstance(token, dict) else token
@@ -279,7 +364,7 @@ class _Words(dict):
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
         super().__init__()
-        self.model = tokenizer.backend.model
+        self.model = tokenizer.encoder.model
         self.dtype = dtype
         self.alphabet = byte_alphabet()
 

@@ -27,8 +27,8 @@ class CorpusResult:
 
     loss: float  # mean over all tokens, in nats
     perplexity: float  # its exponential
-    # Nats over the UTF-8 bytes of the text, over ln 2. Shards have no text: there it is what the tokens stand for, and
-    # special tokens are left out above and below.
+    # Nats over the UTF-8 bytes of the text, over ln 2. Shards have no text: there it is what `Shards.token_bytes` says,
+    # and special tokens are left out above and below.
     bits_per_byte: float
     stderr: float  # standard error of `bits_per_byte` over samples
     loss_stderr: float  # that of `loss`
@@ -84,7 +84,7 @@ def texts_bits_per_byte(
             for row in _windows([tokenizer.eos_id, *tokenizer.encode(text)], seq_len, stride):
                 yield sample, row
 
-    sums = _Sums(tokenizer)
+    sums = _Sums(tokenizer.token_bytes())
     for _ in sums.add(decoder, rows(), batch_tokens, seq_len):
         if progress is not None:
             progress(sums.counted)
@@ -126,7 +126,7 @@ def shards_bits_per_byte(
     shards = Shards.open(source, column, tokenizer.vocab_size, tokenizer.sha256)
     shards.require_windows(seq_len)
     windows = Windows(shards, seq_len=seq_len, micro_batch=1, limit=max_windows)
-    sums = _Sums(tokenizer)
+    sums = _Sums(shards.token_bytes(tokenizer))
 
     def rows() -> Iterator[tuple[int, Row]]:
         for sample, batch in enumerate(windows):
@@ -165,8 +165,8 @@ def _windows(ids: list[int], seq_len: int, stride: int) -> Iterator[Row]:
 class _Sums:
     """Sums over samples: nats and tokens, and the same of tokens that stand for text, with their bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.token_bytes = tokenizer.token_bytes()
+    def __init__(self, token_bytes: np.ndarray) -> None:
+        self.token_bytes = token_bytes  # (V,)
         self.samples: list[np.ndarray] = []  # (4,) each: nats, tokens, nats of text, bytes of text
         self.targets: dict[int, np.ndarray] = {}  # (n,) bool, which predictions of a sample count; missing: all
         self.counted = 0  # tokens so far
@@ -206,6 +206,6 @@ class _Sums:
             stderr=ratio_error(text_nats, text_bytes) / math.log(2) if size else math.nan,
             loss_stderr=ratio_error(nats, tokens),
             tokens=int(tokens.sum()),
-            bytes=int(size),
+            bytes=round(size),
             samples=len(self.samples),
         )

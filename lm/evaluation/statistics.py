@@ -116,8 +116,8 @@ class TokenLoss(Metric):
         Args:
             token_losses: `(B, T)` fp32, nats.
             labels: `(B, T)`, -100 where a token does not count.
-            token_bytes: `(V,)` whole numbers, the bytes of text each token stands for, 0 for special tokens; without
-                it there are no bits per byte.
+            token_bytes: `(V,)` fp64, the bytes of text that each token stands for, 0 for special tokens; without it
+                there are no bits per byte.
         """
         counted = labels != IGNORED  # (B, T)
         losses = torch.where(counted, token_losses, 0.0).double()  # (B, T)

@@ -31,7 +31,7 @@ class Documents(NamedTuple):
     """The sizes of the documents of a text, in order."""
 
     tokens: np.ndarray  # (D,), with the one that ends the document
-    bytes: np.ndarray  # (D,) of UTF-8
+    bytes: np.ndarray  # (D,) fp64, of UTF-8; those of the text on average, where tokens are not of bytes
 
     @property
     def bytes_per_token(self) -> float:
@@ -65,12 +65,12 @@ def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = N
         tokenizer: that they were made with; its end-of-text token ends a document.
         stop: the first token that is not looked at; all are, if not given.
     """
-    sizes = tokenizer.token_bytes()
+    sizes = shards.token_bytes(tokenizer)
     found_tokens, found_bytes = [], []
     open_tokens = open_bytes = 0  # of the document that continues from the piece before
     for tokens in read_tokens(shards, stop):
         ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
-        upto = np.concatenate([[0], np.cumsum(sizes[tokens], dtype=np.int64)])  # bytes before each token
+        upto = np.concatenate([[0], np.cumsum(sizes[tokens])])  # bytes before each token
         edges = np.concatenate([[0], ends])
         of_tokens, of_bytes = np.diff(edges), np.diff(upto[edges])
         if len(ends):
@@ -78,7 +78,7 @@ def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = N
             of_bytes[0] += open_bytes
             open_tokens = open_bytes = 0
         open_tokens += len(tokens) - int(edges[-1])
-        open_bytes += int(upto[-1] - upto[edges[-1]])
+        open_bytes += upto[-1] - upto[edges[-1]]
         found_tokens.append(of_tokens)
         found_bytes.append(of_bytes)
     nothing = [np.zeros(0, dtype=np.int64)]

@@ -100,7 +100,7 @@ class LanguageModule(LightningModule):
         self.cursor: Cursor | None = None  # of the newest step
         self.stats = StepStats()  # no buffers: DDP would overwrite them with those of rank zero
         self.recent_steps: list[StepRecord] = []  # since the log line before the newest one
-        self._token_bytes: Tensor | None = None  # (V,) UTF-8 bytes of each token, on the device
+        self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
         self._rank_state: dict[str, Any] = {}  # of the checkpoint that is resumed: what belongs to this rank alone
 
     # ---- the model ----------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class LanguageModule(LightningModule):
     # ---- validating, testing, predicting ------------------------------------------------------------------------
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        if self._token_bytes is None:
+        if batch_idx == 0:
             self._token_bytes = self.trainer.datamodule.token_bytes.to(self.device)
         self.validation.update(self.losses(batch).per_token, batch.labels, self._token_bytes)
 

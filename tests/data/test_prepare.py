@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from other_tokenizers import KINDS, write_tokenizer
 
 from lm.cli.data import describe_folder, inspect
 from lm.data import encode, prepare
@@ -96,6 +97,46 @@ def test_ids_are_those_of_the_tokenizer(tmp_path):
     rows = pq.read_table(tmp_path / "out/train/00000.parquet")["input_ids"].to_pylist()
     assert rows == [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
     assert not (tmp_path / "out/val").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_the_shards_are_those_of_the_text(kind, tmp_path):
+    """Whatever a tokenizer does to blanks, case and words that it does not know; in the validation, too."""
+    texts = [*(f"{i}. {text.strip()}" for i, text in enumerate(make_texts(300))), "我们今天去公园散步。天气很好"]
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / kind, kind, texts[:100]))
+    run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), tokenizer=str(tmp_path / kind))
+    for split, chosen in (("train", False), ("val", True)):
+        shards = Shards.open(str(tmp_path / "out" / split), tokenizer_sha256=tokenizer.sha256)
+        ids = np.concatenate([shards.read(block) for block in range(len(shards.blocks))])
+        size = sum(len(text.encode()) for text in texts if (split_hash(text) < 0.1) is chosen)
+        assert shards.token_bytes(tokenizer)[ids].sum() == pytest.approx(size, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind, texts", [
+    *((kind, ["the state of the union", "a great house", "laws made by people"] * 30) for kind in KINDS),
+    ("wordpiece", ["我们今天去公园散步天气很好", "昨天下雨了所以没有去"] * 30),
+])  # fmt: skip
+def test_bytes_of_shards_of_others_are_those_that_they_decode_to(kind, texts, tmp_path):
+    """Without a blank too many at the borders of documents or between Chinese characters."""
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / kind, kind, texts))
+    rows = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+    pq.write_table(pa.table({"input_ids": rows}), tmp_path / "0.parquet")
+    sizes = Shards.open(str(tmp_path / "0.parquet")).token_bytes(tokenizer)
+    assert sizes[np.concatenate(rows)].sum() == pytest.approx(sum(len(text.encode()) for text in texts), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_spells_a_special_token_is_one_document(kind, tmp_path):
+    texts = make_texts(100)
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / kind, kind, texts))
+    special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+    spelled = [f"the {token} house{token}of {token} {token}" for token in special] + special
+    source = write_jsonl(tmp_path / "a.jsonl", texts + spelled)
+    manifest = run(tmp_path / "out", source, tokenizer=str(tmp_path / kind), val_fraction=0)
+    ids = np.concatenate(pq.read_table(tmp_path / "out/train")["input_ids"].to_pylist())
+    assert manifest["splits"]["train"]["documents"] == len(texts + spelled) == (ids == tokenizer.eos_id).sum()
+    known = {tokenizer.vocabulary[token] for token in special} - {tokenizer.vocabulary.get(tokenizer.unknown)}
+    assert known & set(ids.tolist()) == {tokenizer.eos_id}
 
 
 def test_the_manifest_tells_what_the_files_are(tmp_path, monkeypatch):
@@ -208,7 +249,24 @@ def test_a_corpus_of_a_few_documents_has_both_splits(fraction, tmp_path, caplog,
     assert sum(split["bytes"] for split in splits.values()) == sum(len(text.encode()) for text in texts)
     assert [splits["train"]["documents"], splits["val"]["documents"]] == [len(train), len(val)]
     assert len(train) + len(val) in (6, 7)  # one may be in both
-    assert "validation gets the last" in caplog.text
+    assert "too few documents to hold some out: validation gets" in caplog.text
+
+
+@pytest.mark.parametrize("letters, shared", [("abac", "b"), ("aaaa", "a"), ("abcb", "b"), ("aabbccaab", "b")])
+def test_copies_of_a_document_are_in_one_split_or_cut_alike(letters, shared, tmp_path, monkeypatch):
+    """Also where the hash leaves one split empty: no line of the validation is trained on."""
+    for module in (encode, prepare):
+        monkeypatch.setattr(module, "split_hash", lambda content: 0.5)
+    texts = {letter: "".join(f"{letter} {line}\n" for line in range(100)) for letter in letters}
+    source = write_jsonl(tmp_path / "a.jsonl", [texts[letter] for letter in letters])
+    manifest = run(tmp_path / "out", source, val_fraction=0.4, tokenizer="char")
+    train, val = ("".join(documents(tmp_path / "out", split)).splitlines() for split in ("train", "val"))
+    assert train and val and not set(train) & set(val)
+    assert sorted(train + val) == sorted("".join(texts[letter] for letter in letters).splitlines())
+    assert {line[0] for line in train} & {line[0] for line in val} == set(shared)
+    for split, lines, edge in (("train", train, " 0"), ("val", val, " 99")):
+        assert manifest["splits"][split]["bytes"] == sum(len(line) + 1 for line in lines)
+        assert manifest["splits"][split]["documents"] == sum(line[1:] == edge for line in lines)
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "char"])

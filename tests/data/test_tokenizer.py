@@ -83,7 +83,7 @@ def test_characters_are_in_order_and_others_are_unknown():
     characters = train_char(["cab", "▁"])
     assert [characters.decode([i]) for i in range(characters.vocab_size)] == [END_OF_TEXT, UNKNOWN, "a", "b", "c", "▁"]
     assert characters.encode("bzb") == [3, 1, 3]
-    assert characters.token_bytes().tolist() == [0, 0, 1, 1, 1, 3]
+    assert characters.token_bytes().tolist() == [0, 1, 1, 1, 1, 3]
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, train_char(TEXTS)], ids=["bpe", "char"])
@@ -152,7 +152,7 @@ def test_bytes_of_sentencepiece_tokens():
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     backend.add_special_tokens(["<unk>", "</s>"])
     backend.add_tokens([AddedToken("<extra>", special=False)])
-    assert Tokenizer(backend.to_str()).token_bytes().tolist() == [0, 0, 1, 1, 1, 3, 2, 0, 0, 7]
+    assert Tokenizer(backend.to_str()).token_bytes().tolist() == [1, 0, 1, 1, 1, 3, 2, 0, 0, 7]
 
 
 def words_marked_by(kind: str) -> Tokenizer:
