@@ -25,13 +25,14 @@ from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import chosen_model, hub_hint
 from lm.runs.run import ROOT
-from lm.system.files import new_folder
+from lm.system.files import new_folder, parse_json
 from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats
 
 log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9  # the most in one file of weights
+DESCRIBING = ("config.json", "generation_config.json")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -91,7 +92,7 @@ def write_model(model: Pretrained, card: Card, folder: Path) -> None:
     for weight_name, weight in weights.items():
         if not torch.isfinite(weight).all():
             raise RequestError(f"{weight_name} has values that are no finite {dtype}; choose another --dtype or model")
-    files = model_files(model.config, model.tokenizer, dtype)
+    files = describing_files(model, dtype)
     about = json.loads(model.tokenizer.files(model.config.max_position_embeddings)["tokenizer_config.json"])
     special = {name: token for name, token in about.items() if name in SPECIAL}
     for file, document in {"tokenizer_config.json": about, "special_tokens_map.json": special}.items():
@@ -106,6 +107,35 @@ def write_model(model: Pretrained, card: Card, folder: Path) -> None:
         raise OSError(str(error)) from error
     for path in folder.iterdir():  # safetensors makes files that only their owner may read
         path.chmod((folder / "README.md").stat().st_mode)
+
+
+def describing_files(model: Pretrained, dtype: str) -> dict[str, str]:
+    """What `model_files` gives, with what its own folder says more: BOS, all ends of a text, defaults of sampling."""
+    files = model_files(model.config, model.tokenizer, dtype)
+    config, generation = (json.loads(files[name]) for name in DESCRIBING)
+    theirs, defaults = (_document(model.path / name) for name in DESCRIBING)
+    ids = {name: theirs[name] for name in theirs.keys() & {"bos_token_id", "eos_token_id", "pad_token_id"}}
+    config |= ids
+    generation |= ids | defaults
+    for about in (config, generation):
+        ends = about["eos_token_id"] if isinstance(about["eos_token_id"], list) else [about["eos_token_id"]]
+        if model.tokenizer.eos_id not in ends:
+            about["eos_token_id"] = [model.tokenizer.eos_id, *ends]
+    return files | {
+        name: json.dumps(about, indent=2) + "\n"
+        for name, about in zip(DESCRIBING, (config, generation), strict=True)
+    }
+
+
+def _document(file: Path) -> dict[str, object]:
+    """A JSON object without its nulls; empty where there is no such file."""
+    try:
+        document = parse_json(file.read_bytes()) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} cannot be read ({error}); is it damaged?") from error
+    if not isinstance(document, dict):
+        raise RequestError(f"{file} is damaged: it is not a JSON object")
+    return {name: value for name, value in document.items() if value is not None}
 
 
 # ---- import ----------------------------------------------------------------------------------------------------------
@@ -154,7 +184,7 @@ def checkpoint_content(model: Pretrained) -> dict[str, object]:
     return {
         "state_dict": {name: weight.contiguous() for name, weight in weights.items()},
         "optimizer": {},
-        "files": model_files(model.config, model.tokenizer, "float32"),
+        "files": describing_files(model, "float32"),
         "epoch": 0,
         "global_step": 0,
         "pytorch-lightning_version": lightning.__version__,

@@ -190,6 +190,10 @@ class DataModule(LightningDataModule):
                 f"the training data contains the validation data: {found[0]}{same}; name other files in data.train "
                 "or data.val, as a folder, a glob or a list"
             )
+        if "train" in self.shards:
+            prefix = self.tokenizer.prefix
+            if not prefix or self.shards["train"].beginning()[: len(prefix)].tolist() != prefix:
+                self.tokenizer = self.tokenizer.bare()  # what a checkpoint has: texts begin as those of the training
         if wanted and wanted[-1] in self.shards:
             self.token_bytes = torch.from_numpy(self.shards[wanted[-1]].token_bytes(self.tokenizer))
         if stage in ("validate", "test") and wanted[0] not in self.shards:

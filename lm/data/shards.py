@@ -366,12 +366,17 @@ class Shards:
         ratios = [shard.text_ratio for shard in self._shards.values()]
         if None not in ratios and any(weights):
             return sizes * np.average(ratios, weights=weights)
-        for index in () if tokenizer.byte_level else range(len(self.blocks)):
-            with suppress(BadBlock):  # whoever needs it will say so
-                ids = self.read(index)[:DECODED_TOKENS]
-                if counted := sizes[ids].sum():
-                    return sizes * (tokenizer.text_bytes(ids) / counted)
-        return sizes
+        if tokenizer.byte_level:
+            return sizes
+        ids = self.beginning()[:DECODED_TOKENS]
+        return sizes * (tokenizer.text_bytes(ids) / max(1, sizes[ids].sum()))
+
+    def beginning(self) -> np.ndarray:
+        """The tokens of the first block that is not damaged."""
+        for index in range(len(self.blocks)):
+            with suppress(BadBlock):  # whoever reads it next will say so
+                return self.read(index)
+        return np.empty(0, self.column.dtype)
 
     def require_windows(self, seq_len: int) -> int:
         """The number of windows.

@@ -250,6 +250,8 @@ class Tokenizer:
         for name in ("bos_token", "unk_token", "pad_token"):
             if token := _content(self.config.get(name)):
                 config[name] = token
+        if template := self.config.get("chat_template"):
+            config["chat_template"] = template
         if UNKNOWN in self.vocabulary:
             config["unk_token"] = UNKNOWN
         config["clean_up_tokenization_spaces"] = False

@@ -52,7 +52,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "{name}"  # this folder, or its name on the Hub
 model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(folder)
-prompt = tokenizer("The", return_tensors="pt", add_special_tokens=False)
+prompt = tokenizer("The", return_tensors="pt")
 tokens = model.generate(**prompt, max_new_tokens=50, do_sample=True, temperature=0.8)
 print(tokenizer.decode(tokens[0]))
 ```"""
@@ -354,7 +354,7 @@ def compare(
     """Compare a model with what `load_and_compute` got from a folder; see `check_reload`."""
     problems = []
     for text, found in zip(TEXTS, ids, strict=True):
-        if found != (wanted := model.tokenizer.encode(text)):
+        if found != (wanted := model.tokenizer.backend.encode(text).ids):
             problems.append(f"{text!r} is {found} to the tokenizer, not {wanted}")
     with torch.no_grad():
         expected = model.decoder.float().cpu()(torch.tensor([sequence]))[0, -LAST:]
@@ -373,7 +373,7 @@ def load_and_compute(folder: Path, sequence: list[int]) -> tuple[str, list[list[
     if find_spec("transformers") is None:
         model = load_pretrained(folder, device="cpu", dtype=torch.float32)
         loader, logits = f"lm {__version__}", model.decoder(ids)
-        texts = [model.tokenizer.encode(text) for text in TEXTS]
+        texts = [model.tokenizer.backend.encode(text).ids for text in TEXTS]
     else:
         import transformers
 
@@ -381,7 +381,7 @@ def load_and_compute(folder: Path, sequence: list[int]) -> tuple[str, list[list[
         model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         loader, logits = f"transformers {transformers.__version__}", model(ids).logits
-        texts = tokenizer(list(TEXTS), add_special_tokens=False)["input_ids"]
+        texts = tokenizer(list(TEXTS))["input_ids"]
     return loader, texts, logits[0, -LAST:].clone()
 
 

@@ -62,12 +62,12 @@ def parse_yaml(text: str | bytes) -> Any:
 
     class Loader(yaml.SafeLoader):  # in Python: the parser in C crashes the process where values are nested deep
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-            lines: dict[str, int] = {}
+            first: dict[str, yaml.Mark] = {}
             for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-                if isinstance(key, yaml.ScalarNode):
-                    line, first = key.start_mark.line + 1, lines.setdefault(key.value, key.start_mark.line + 1)
-                    if line != first:
-                        raise ValueError(f"line {line}: {key.value} is there a second time, after line {first}")
+                if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key.start_mark) != key.start_mark:
+                    line, before = key.start_mark.line + 1, first[key.value].line + 1
+                    after = f", after line {before}" if before < line else ""
+                    raise yaml.YAMLError(f"line {line}: {key.value} is there a second time{after}")
             return super().construct_mapping(node, deep)
 
     try:

@@ -1,17 +1,21 @@
-"""A model of others becomes a checkpoint that a new run starts from: its weights, its tokenizer, and nothing else."""
+"""A model of others becomes a checkpoint that a new run starts from: its weights, its tokenizer, and how it is used."""
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 import yaml
 from decoders import SHAPES, trained_like, write_huggingface
+from other_tokenizers import write_tokenizer
+from safetensors.torch import save_file
 from trainings import CORPUS, lm, losses, make_workplace, trace, write_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from lm.cli.convert import import_model
-from lm.data.tokenizer import train_char
+from lm.cli.convert import export, import_model
+from lm.data.tokenizer import Tokenizer, train_char
 from lm.errors import RequestError
 from lm.inference.pretrained import read_weights
 from lm.model.config import DecoderConfig
@@ -101,6 +105,48 @@ def test_the_yaml_gives_a_fit_this_very_decoder(shape, tmp_path):
     assert DecoderConfig(**decoder) == SHAPES[shape] and "dropout" not in decoder
     (tmp_path / "made" / "model.yaml").write_text("# as a person likes it\n")
     assert find_damage(tmp_path / "made") is None
+
+
+def test_what_a_chat_needs_is_kept(tmp_path):
+    """The template, all ends of a turn, the token before a text, sampling: as transformers finds them in the source."""
+    source = save(tmp_path / "hf")
+    write_tokenizer(source, "llama", [CORPUS])
+    config = json.loads((source / "config.json").read_text())
+    size = Tokenizer.load(source).vocab_size
+    (source / "config.json").write_text(json.dumps({**config, "vocab_size": size, "bos_token_id": 1,
+                                                    "eos_token_id": [2, 70]}))  # fmt: skip
+    weights = read_weights(source)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = torch.randn(size, 32)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_length": 99}
+    (source / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 70], **sampling}))
+    import_model(str(source), str(tmp_path / "made"))
+    export(ckpt_path=str(tmp_path / "made"), output=str(tmp_path / "out"))
+    wanted, *found = (described_by_transformers(folder) for folder in (source, tmp_path / "made", tmp_path / "out"))
+    assert wanted["generation"].items() >= {"eos_token_id": [2, 70], "bos_token_id": 1, **sampling}.items()
+    assert wanted["chat"] == "hello</s>" and wanted["ids"][0] == 1 and found == [wanted] * 2
+
+
+def described_by_transformers(folder):
+    """What a new process of transformers' finds in a folder, which it writes as JSON."""
+    code = """
+import json, sys
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+config, generation = AutoConfig.from_pretrained(sys.argv[1]), GenerationConfig.from_pretrained(sys.argv[1]).to_dict()
+print(json.dumps({
+    "ids": tokenizer("The garden of the river")["input_ids"], "bos": tokenizer.bos_token, "eos": tokenizer.eos_token,
+    "config": [config.bos_token_id, config.eos_token_id, config.pad_token_id],
+    "chat": tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False),
+    "generation": {name: value for name, value in generation.items() if value is not None and name[0] != "_"},
+}))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    described = json.loads(done.stdout.splitlines()[-1])
+    for name in ("transformers_version", "pad_token_id"):  # padding is ours where the source has none
+        described["generation"].pop(name, None)
+    return described
 
 
 # ---- training from it ------------------------------------------------------------------------------------------------
