@@ -223,6 +223,7 @@ class Tokenizer:
         decoded = self.backend.decode_batch([[word[-1], word[0]], *between], skip_special_tokens=False)
         empty, *whole = (len(text.encode()) for text in decoded)
         sizes[spelled] = np.maximum(1, np.array(whole, dtype=np.int32) - empty)
+        sizes[self.eos_id] = 0
         return sizes
 
     def text_bytes(self, ids: np.ndarray) -> int:

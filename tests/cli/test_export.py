@@ -4,23 +4,30 @@ import json
 import re
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from decoders import SHAPES, trained_like, write_huggingface
+from other_tokenizers import KINDS, write_tokenizer
 from safetensors.torch import save_file
 from trainings import CORPUS, lm, make_workplace, write_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lm.cli import convert as command
-from lm.data.tokenizer import train_char
+from lm.data.datamodule import DataModule
+from lm.data.tokenizer import Tokenizer, train_char
 from lm.errors import RequestError, RunError
 from lm.inference import export
 from lm.inference.export import Card, model_card, public_name
 from lm.inference.pretrained import load_pretrained, read_weights
 from lm.system.arguments import call
+from lm.system.units import Count
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -250,6 +257,38 @@ def test_nothing_is_left_where_the_reloaded_model_is_another_one(tmp_path, monke
     with pytest.raises(RunError, match="another model to transformers .*logits differ"):
         command.export(ckpt_path=str(source), output=str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "wordpiece"])
+def test_texts_begin_for_transformers_as_they_did_in_the_training(kind, tmp_path):
+    """Without the BOS of the tokenizer's template, which the shards of `lm data prepare` do not have."""
+    folder = make_workplace(tmp_path)
+    write_tokenizer(folder / "given", kind, [CORPUS])
+    changes = {"data.path": "data/given", "data.prepare.tokenizer": "given", "trainer.max_steps": 2}
+    lm(folder, "fit", "--config", str(write_config(folder, **changes)))
+    lm(folder, "export", "--output", "out")
+    code = "import sys, transformers as t; print(t.AutoTokenizer.from_pretrained(sys.argv[1])(sys.argv[2]).input_ids)"
+    text, shards = CORPUS.split("\n")[7] + "\n", sorted((folder / "data/given").rglob("*.parquet"))
+    rows = [row for shard in shards for row in pq.read_table(shard)["input_ids"].to_pylist()]
+    for model in ("checkpoints/small/best", "out"):
+        done = subprocess.run([sys.executable, "-c", code, folder / model, text], capture_output=True, text=True)
+        assert [*json.loads(done.stdout), Tokenizer.load(folder / "given").eos_id] in rows
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_is_kept_where_the_shards_of_others_begin_with_it(kind, begun, tmp_path):
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "given", kind, [CORPUS]))
+    encode = (lambda text: tokenizer.backend.encode(text).ids) if begun else tokenizer.encode
+    rows = [encode(text) + [tokenizer.eos_id] for text in CORPUS.split("\n")]
+    pq.write_table(pa.table({"input_ids": rows}), tmp_path / "shard.parquet")
+    data = DataModule(train=str(tmp_path / "shard.parquet"), tokenizer=str(tmp_path / "given"), seq_len=Count(16))
+    data.setup("fit")
+    for name, text in data.tokenizer.files().items():
+        (tmp_path / name).write_text(text)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert [theirs(text)["input_ids"] + [tokenizer.eos_id] for text in CORPUS.split("\n")] == rows
+    assert data.tokenizer.sha256 == tokenizer.sha256
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def test_wrong_keys_are_refused_with_their_file(key, message, tmp_path, monkeypa
 @pytest.mark.parametrize("text, message", [
     ("", "config small.yaml is empty"),
     ("trainer:\n\tmax_steps: 5", "line 2 has a tab; indent with blanks"),
-    ("data:\n  path: a\ndata:\n  val: b", "small.yaml cannot be read: line 3: data is there a second time, after line 1"),
+    ("data:\n  path: a\ndata:\n  val: b", "cannot be read: line 3: data is there a second time, after line 1"),
     ("trainer: {max_steps: 1, max_steps: 2}", "small.yaml cannot be read: line 1: max_steps is there a second time"),
     ("data: &d {path: a}\nmodel:\n  decoder: {<<: *d, 'a': 1, \"a\": 2}", "line 3: a is there a second time"),
     ("trainer: {max_step: 1}\nmodel: {n_head: 2}", "no options 'trainer.max_step' (did you mean 'trainer.max_steps'?), "

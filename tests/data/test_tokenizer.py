@@ -114,7 +114,8 @@ def test_the_end_of_a_document_is_given_known_or_asked_for(tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_text(Backend(models.WordLevel(words, unk_token="a")).to_str())
     assert Tokenizer.load(file).eos_token == "</s>"
-    assert Tokenizer.load(file, eos_token="stop").eos_id == 3
+    chosen = Tokenizer.load(file, eos_token="stop")
+    assert chosen.eos_id == 3 not in chosen.encode("stop") and chosen.token_bytes().tolist() == [1, 1, 4, 0]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "b"}}))
     assert Tokenizer.load(tmp_path).eos_token == "b"
     assert Tokenizer.load(tmp_path, eos_token="stop").eos_token == "stop"
