@@ -284,6 +284,7 @@ def test_shards_of_another_tokenizer(planned, workplace):
     ({"model.optimizer.groups.output.lr": 0.1}, "error", "set model.optimizer.groups.embedding"),
     ({"trainer.precision": "bf16-mixed", "trainer.fp8_keep": ["*"]}, "error", "trainer.fp8_keep is for FP8"),
     ({"trainer.val_interval": 1, "data.val_tokens": 4096}, "warning", "validations take"),
+    ({"data.val_tokens": 512}, "warning", "512 tokens give it to within 0.22 nats at best (95 % interval)"),
     ({"model.decoder.hidden_size": 512, "model.decoder.intermediate_size": 2048}, "warning", "tokens are"),
 ])  # fmt: skip
 def test_what_else_is_noted(planned, changes, level, words):
