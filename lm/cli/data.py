@@ -116,7 +116,7 @@ def _tokenizer_near(path: Path) -> Tokenizer | None:
 
 
 def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> dict[str, Any]:
-    """Counts of one split, with the samples of a context and the tokens that are in none; documents and bytes if the manifest records them."""
+    """Counts of one split, with the samples of a context; documents and bytes if the manifest records them."""
     files = shards.fingerprint()
     size = sum(file.size for file in files)
     counts: dict[str, Any] = {"tokens": shards.tokens, "shards": len(files), "file_bytes": size}

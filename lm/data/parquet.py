@@ -129,7 +129,7 @@ class Column:
             kind = schema.field(name).type
             if not _is_list_of_integers(kind, boolean=name == MASK):
                 text = "; tokenize it first with `lm data prepare`" if pa.types.is_string(kind) else ""
-                cure = text if name == self.name else f", one for each id of {self.name!r}; write it without that column"
+                cure = text if name == self.name else f", one for each id of {self.name!r}; leave that out"
                 raise RequestError(f"shard {file}: column {name!r} is {kind}, not a list of integers{cure}")
 
     def beside(self, schema: pa.Schema) -> list[str]:
@@ -194,15 +194,19 @@ class Column:
                 words = f"which is neither the id nor {IGNORED}: labels are not shifted, as at Hugging Face"
             if wrong.any():
                 place = int(np.argmax(wrong))
-                raise BadBlock(f"{where}, row {_row_of(rows, place)}: {name!r} holds {values[place]}, {words}; write it "
-                               "without that column")  # fmt: skip
+                raise BadBlock(f"{where}, row {_row_of(rows, place)}: {name!r} holds {values[place]}, {words}; "
+                               "write it without that column")  # fmt: skip
         kept = ids if keep is None else ids[keep]
         if not self.holds(kept):
             place = int(np.argmax((kept < 0) | (kept >= self.limit)))
             place = place if keep is None else int(np.flatnonzero(keep)[place])
             vocabulary = "any vocabulary" if self.vocab_size is None else f"the vocabulary of {self.vocab_size}"
-            raise BadBlock(f"{where}, row {_row_of(rows, place)}: token id {ids[place]} is outside {vocabulary}; was it "
-                           "made with another tokenizer?")  # fmt: skip
+            row, token = _row_of(rows, place), ids[place]
+            fills = find_padding(ids, np.cumsum(_lengths(rows))) == token
+            raise BadBlock(
+                f"{where}, row {row}: token id {token} is outside {vocabulary}; "
+                + (f"if it fills rows up: --data.pad_id {token}" if fills else "was it made with another tokenizer?")
+            )
         if targets is not None:
             targets = None if targets[keep].all() else targets[keep]
         return Tokens(kept.astype(self.dtype, copy=False), targets)

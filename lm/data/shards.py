@@ -5,14 +5,15 @@ with a column of token ids is read as it is (`data/parquet` decodes it). Of a fo
 manifest says how many tokens there are; of other shards, their footers do.
 
 A *block* is a run of row groups of one shard, or of several small ones, read at once; a *window* is `seq_len + 1`
-consecutive tokens of a block, at a stride of `seq_len`, so that each token is a target once. Windows do not cross blocks:
-at most `seq_len` tokens at the end of each are in none (`Shards.left_over`).
+consecutive tokens of a block, at a stride of `seq_len`, so that each token is a target once. Windows do not cross
+blocks: less than `seq_len` tokens at the end of each are in none, which `Shards.left_over` counts.
 """
 
 import errno
 import logging
 import posixpath
 import re
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -557,16 +558,18 @@ def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:
         RunError: files that seem to be copies cannot be read.
     """
     by_identity = {file_identity(shard.file): shard for shard in train._shards.values()}
-    by_content = {(shard.digest, shard.size): shard for shard in train._shards.values() if shard.digest is not None}
+    by_content = defaultdict(list)
+    for shard in train._shards.values():
+        by_content[shard.digest, shard.size].append(shard)
     for shard in val._shards.values():
         if not sum(shard.row_groups):
             continue
         if same := by_identity.get(file_identity(shard.file)):
             return same.file, shard.file
-        same = by_content.get((shard.digest, shard.size))
-        # A footer holds no more than the bounds of the ids; in shards of ours a digest of all of them.
-        if same and np.array_equal(train._read_part(next(_parts(same))).ids, val._read_part(next(_parts(shard))).ids):
-            return same.file, shard.file
+        alike = by_content.get((shard.digest, shard.size), []) if shard.digest is not None else []
+        for same in alike:  # a footer holds no more than the bounds of the ids; in shards of ours a digest of them all
+            if np.array_equal(train._read_part(next(_parts(same))).ids, val._read_part(next(_parts(shard))).ids):
+                return same.file, shard.file
     return None
 
 

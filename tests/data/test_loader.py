@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -182,7 +184,8 @@ def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path):
     for before, now in zip(whole, islice(batches, 3), strict=True):
         rows = [] if now.mask is None else (~now.mask.any(1)).nonzero().flatten().tolist()
         blocks, _ = skipping.order.locate(np.arange(now.cursor.start, now.cursor.end))
-        assert [row for row, block in enumerate(blocks) if shards.blocks[block].file_of(0).endswith("00001.parquet")] == rows
+        damaged = [shards.blocks[block].file_of(0).endswith("00001.parquet") for block in blocks]
+        assert np.flatnonzero(damaged).tolist() == rows
         assert len(now.bad) == len(rows) and all("00001.parquet, row groups 0 to 1: " in text for text in now.bad)
         assert now.num_tokens == (24 - len(rows)) * SEQ_LEN == int((now.labels != -100).sum())
         for row in set(range(24)) - set(rows):
@@ -190,6 +193,39 @@ def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path):
         left_out += len(rows)
     batches.close()
     assert 0 < left_out < 72
+
+
+@given(st.integers(1, 3), st.integers(0, 200))
+@settings(max_examples=15, deadline=None)
+def test_only_targets_of_the_labels_count(labelled, world, start):
+    """Beside a shard without labels too; the tokens are inputs all the same, in training and in evaluation."""
+    shards, ids, targets = labelled
+    order = Order(shards.windows(SEQ_LEN), 5, lanes=1)
+    for rank in range(world):
+        given = Stream(shards, order, seq_len=SEQ_LEN, start=start, global_batch=6, rank=rank, world=world)
+        batch = next(iter(given))
+        _, windows = order.locate(np.arange(start + rank, start + 6, world))
+        for row, window in enumerate(windows):
+            here = slice(window * SEQ_LEN, (window + 1) * SEQ_LEN)
+            after = slice(window * SEQ_LEN + 1, (window + 1) * SEQ_LEN + 1)
+            assert batch.input_ids[row].tolist() == ids[here].tolist()
+            assert batch.labels[row].tolist() == np.where(targets[after], ids[after], -100).tolist()
+        assert batch.num_tokens == (batch.labels != -100).sum()
+    found = [batch.labels for batch in Windows(shards, seq_len=SEQ_LEN, micro_batch=4)]
+    windows = (len(ids) - 1) // SEQ_LEN
+    assert sum(int((one != -100).sum()) for one in found) == targets[1 : windows * SEQ_LEN + 1].sum()
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """Shards of which the second has labels: with their ids and targets, end to end."""
+    folder, random = tmp_path_factory.mktemp("labelled"), np.random.default_rng(0)
+    write_folder(folder, [150])
+    ids = random.integers(0, 1000, (20, 9))
+    labels = np.where(random.random(ids.shape) < 0.5, ids, -100)
+    pq.write_table(pa.table({"input_ids": ids.tolist(), "labels": labels.tolist()}), folder / "1.parquet")
+    shards = Shards.open(str(folder), vocab_size=1000)
+    return shards, shards.read(0).astype(int), np.concatenate([np.ones(150, bool), labels.ravel() != -100])
 
 
 def threads_of_streams():

@@ -1,9 +1,14 @@
 """Shards: anyone's layout is read to the same tokens, or refused by file, row group and row."""
 
+import base64
+import itertools
 import json
 import os
 import pickle
+import shutil
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +20,7 @@ from shard_files import write_folder, write_manifest, write_rows, write_tokens
 
 from lm.data import shards as shards_module
 from lm.data.parquet import ShardWriter
-from lm.data.shards import BadBlock, Shards, describe_difference
+from lm.data.shards import BadBlock, Shards, common_file, describe_difference
 from lm.errors import RequestError, RunError
 
 INTEGERS = [pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()]
@@ -29,7 +34,8 @@ rows_of_ids = st.lists(st.lists(st.integers(0, 99), max_size=7), min_size=1, max
 
 
 @given(
-    rows_of_ids, st.sampled_from(INTEGERS), st.sampled_from(["list", "large_list", "strict", "fixed"]),
+    rows_of_ids, st.sampled_from(INTEGERS),
+    st.sampled_from(["list", "large_list", "strict", "fixed", "list_view", "large_list_view"]),
     st.integers(1, 9), st.booleans(), st.sampled_from(["none", "lz4", "zstd", "snappy"]), st.booleans(), st.booleans(),
     st.sampled_from(["1.0", "2.0"]),
 )
@@ -43,6 +49,7 @@ def test_every_layout_reads_to_the_same_tokens(
     kind = {
         "list": pa.list_(integer), "large_list": pa.large_list(integer), "fixed": pa.list_(integer, 3),
         "strict": pa.list_(pa.field("element", integer, nullable=False)),
+        "list_view": pa.list_view(integer), "large_list_view": pa.large_list_view(integer),
     }[layout]
     path = tmp_path_factory.mktemp("shard") / "a.parquet"
     write_rows(
@@ -145,13 +152,11 @@ def spoil(row, value):
 )
 @pytest.mark.parametrize("statistics", [True, False])
 def test_bad_ids_name_file_row_group_and_row(tmp_path, rows, kind, message, statistics):
-    """With the statistics' help before any work, otherwise at the latest when the block is read."""
+    """Before any work: the statistics show that something is wrong, and without them all is read."""
     path = write_rows(tmp_path / "bad.parquet", rows, kind, row_group_rows=2, write_statistics=statistics)
-    with pytest.raises((RequestError, RunError), match=f"bad.parquet, {message}") as caught:
-        Shards.open(str(path), vocab_size=10).read(0)
+    with pytest.raises(RequestError, match=f"bad.parquet, {message}") as caught:
+        Shards.open(str(path), vocab_size=10)
     assert "\n" not in str(caught.value)
-    if "token id" in message and "null" not in message:
-        assert caught.type is RequestError, "known from the footer or the count, so before any work"
 
 
 def test_ids_outside_the_vocabulary_behind_a_manifest_are_found_when_read(tmp_path):
@@ -339,3 +344,268 @@ def test_any_number_of_threads_may_read(tmp_path):
         for _ in range(3):
             assert np.array_equal(np.concatenate(list(pool.map(shards.read, range(20)))), tokens)
     assert pq.read_metadata(tmp_path / "00000.parquet").num_row_groups == 3
+
+
+# ---- short files -----------------------------------------------------------------------------------------------------
+
+
+def write_short(folder, seed=0):
+    """400 shards of 5 to 89 tokens; returns all of them end to end."""
+    random = np.random.default_rng(seed)
+    runs = [random.integers(0, 1000, length).tolist() for length in random.integers(5, 90, 400)]
+    for number, run in enumerate(runs):
+        write_rows(folder / f"{number:03d}.parquet", [run])
+    return np.concatenate(runs)
+
+
+def test_windows_run_across_the_files_of_a_split(tmp_path):
+    """At most `seq_len` tokens in a block are in no window, however short the files are; they are counted."""
+    tokens = write_short(tmp_path)
+    shards = Shards.open(str(tmp_path), vocab_size=1000)
+    assert np.array_equal(all_tokens(shards), tokens) and len(shards.blocks) == 1
+    windows = shards.require_windows(64)
+    assert windows == (len(tokens) - 1) // 64 and shards.left_over(64) == len(tokens) - 64 * windows - 1 <= 63
+    names = np.repeat([f"{number:03d}" for number in range(400)], [shard.tokens for shard in shards.fingerprint()])
+    for place in (0, 1, 100, len(tokens) // 2, len(tokens) - 1):
+        assert shards.blocks[0].file_of(place).endswith(f"{names[place]}.parquet")
+    cut = Shards.open(str(tmp_path), vocab_size=1000, block_tokens=500)
+    assert max(block.tokens for block in cut.blocks) <= 500 and np.array_equal(all_tokens(cut), tokens)
+    assert cut.left_over(64) == sum(b.tokens - 1 - (b.tokens - 1) // 64 * 64 for b in cut.blocks)
+    assert str(cut.blocks[0]).startswith(f"shard {tmp_path}/000.parquet, row group 0, up to shard {tmp_path}/0")
+
+
+def test_a_block_of_another_cut_is_another_order(tmp_path):
+    """What a run keeps of its shards tells it, and where each file is a block the record is that of such a run."""
+    write_short(tmp_path)
+    joined, alone = (Shards.open(str(tmp_path), block_tokens=count).fingerprint() for count in (None, 1))
+    assert describe_difference([entry[:4] for entry in alone], alone) == ""
+    assert describe_difference(alone, json.loads(json.dumps(joined))) == (
+        "the same shards, cut into other windows than by the lm of that time"
+    )
+
+
+def test_a_damaged_file_of_a_block_is_named(tmp_path):
+    write_short(tmp_path)
+    shards = Shards.open(str(tmp_path), vocab_size=1000)
+    (tmp_path / "123.parquet").write_bytes(b"gone")
+    with pytest.raises(BadBlock, match="123.parquet, row group 0: cannot be decoded"):
+        shards.read(0)
+
+
+# ---- which files are the same ----------------------------------------------------------------------------------------
+
+
+def test_a_file_counts_once_by_whatever_path(tmp_path):
+    """A folder and its files, links, hard links, another spelling; a copy is another file."""
+    write_rows(tmp_path / "a/0.parquet", [[1, 2]])
+    write_rows(tmp_path / "a/1.parquet", [[3, 4, 5]])
+    (tmp_path / "a/2.parquet").symlink_to("1.parquet")
+    os.link(tmp_path / "a/1.parquet", tmp_path / "a/3.parquet")
+    (tmp_path / "b").symlink_to("a")
+    for source in ("a", ["a", "a"], ["a", "a/0.parquet"], ["a/*.parquet", "a"], ["a", "b"], "*/*.parquet", ["a/../a"]):
+        sources = [source] if isinstance(source, str) else source
+        shards = Shards.open([f"{tmp_path}/{one}" for one in sources])
+        assert sorted(all_tokens(shards).tolist()) == [1, 2, 3, 4, 5], source
+    shutil.copy(tmp_path / "a/0.parquet", tmp_path / "a/4.parquet")
+    assert Shards.open(f"file://{tmp_path}/a").tokens == 7
+
+
+def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
+    """Neither one that leads above the source nor two that lead to each other; other links are followed."""
+    write_rows(tmp_path / "x/a/0.parquet", [[1]])
+    write_rows(tmp_path / "x/b/1.parquet", [[2]])
+    write_rows(tmp_path / "other/2.parquet", [[3]])
+    write_rows(tmp_path / "above.parquet", [[4]])
+    for place, target in {"x/a/up": "..", "x/up": "..", "x/a/side": "../b", "x/b/side": "../a", "x/on": "../other",
+                          "x/gone": "nowhere", "x/self.parquet": "self.parquet"}.items():  # fmt: skip
+        (tmp_path / place).symlink_to(target)
+    assert sorted(all_tokens(Shards.open(str(tmp_path / "x"))).tolist()) == [1, 2, 3]
+    assert [shard.name for shard in Shards.open(f"{tmp_path}/x/b/*.parquet").fingerprint()] == ["1.parquet"]
+
+
+def test_a_file_in_both_splits_is_found(tmp_path):
+    """The same file, a link to it, a copy of it; not another one with the same bounds, and not an empty one."""
+    for number in range(3):
+        write_rows(tmp_path / f"train/{number}.parquet", [[number, 9, 0, 10, 5]])
+    write_rows(tmp_path / "val/0.parquet", [[0, 5, 9, 0, 10]])  # the footer of train/0.parquet
+    train = Shards.open(str(tmp_path / "train"))
+    assert train.fingerprint()[0].digest == Shards.open(str(tmp_path / "val")).fingerprint()[0].digest
+    assert common_file(train, Shards.open(str(tmp_path / "val"))) is None
+    shutil.copy(tmp_path / "train/1.parquet", tmp_path / "val/copy.parquet")
+    assert common_file(train, Shards.open(str(tmp_path / "val"))) == (
+        f"{tmp_path}/train/1.parquet", f"{tmp_path}/val/copy.parquet"
+    )  # fmt: skip
+    (tmp_path / "link").symlink_to("train")
+    found = common_file(train, Shards.open(str(tmp_path / "link/2.parquet")))
+    assert found == (f"{tmp_path}/train/2.parquet", f"{tmp_path}/link/2.parquet")
+    for split in ("train", "val2"):
+        write_rows(tmp_path / split / "empty.parquet", [[], []])
+    write_rows(tmp_path / "val2/0.parquet", [[7, 7, 7]])
+    assert common_file(Shards.open(str(tmp_path / "train")), Shards.open(str(tmp_path / "val2"))) is None
+
+
+# ---- masks and labels ------------------------------------------------------------------------------------------------
+
+
+def write_columns(path, rows, group=3, **columns):
+    """Rows of int32 ids with columns beside them; each a pair of rows and their type."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {"input_ids": pa.array(rows, pa.list_(pa.int32()))}
+    arrays |= {name: pa.array(values, kind) for name, (values, kind) in columns.items()}
+    pq.write_table(pa.table(arrays), path, row_group_size=group)
+    return path
+
+
+INTS = pa.list_(pa.int64())
+MASK_TYPES = [pa.list_(pa.int8()), pa.list_(pa.int64()), pa.list_(pa.bool_()), pa.large_list(pa.uint8())]
+
+
+marked_ids = st.tuples(st.integers(0, 99), st.booleans(), st.booleans())  # id, attention mask, whether a target
+
+
+@given(
+    st.lists(st.lists(marked_ids, max_size=6), min_size=1, max_size=12), st.sampled_from(MASK_TYPES),
+    st.booleans(), st.booleans(), st.integers(1, 4),
+)
+@settings(max_examples=80, deadline=None)
+def test_masks_and_labels_mean_what_they_mean_at_hugging_face(tmp_path_factory, rows, kind, masked, labelled, group):
+    """What the mask leaves out is no token at all, and a label of -100 no target."""
+    columns = {}
+    if masked:
+        number = bool if kind == pa.list_(pa.bool_()) else int
+        columns["attention_mask"] = [[number(mask) for _, mask, _ in row] for row in rows], kind
+    if labelled:
+        columns["labels"] = [[i if target else -100 for i, _, target in row] for row in rows], INTS
+    ids = [[i for i, *_ in row] for row in rows]
+    path = write_columns(tmp_path_factory.mktemp("shard") / "a.parquet", ids, group, **columns)
+    kept = [(i, target or not labelled) for row in rows for i, mask, target in row if mask or not masked]
+    shards = Shards.open(str(path), vocab_size=100)
+    ids, targets = shards.read_tokens(0)
+    assert ids.tolist() == [i for i, _ in kept] == shards.read(0).tolist() and shards.tokens == len(kept)
+    assert ([True] * len(kept) if targets is None else targets.tolist()) == [target for _, target in kept]
+
+
+def test_a_padding_id_outside_the_vocabulary_is_no_error_where_the_mask_leaves_it_out(tmp_path):
+    rows, masks = [[1, 2, 100], [3, 100, 100]], [[1, 1, 0], [1, 0, 0]]
+    path = write_columns(tmp_path / "a.parquet", rows, attention_mask=(masks, pa.list_(pa.int8())))
+    assert Shards.open(str(path), vocab_size=100).read(0).tolist() == [1, 2, 3]
+    path = write_columns(tmp_path / "b.parquet", [[1, 2], [3, 100]], attention_mask=([[0, 1]] * 2, pa.list_(pa.int8())))
+    with pytest.raises(RequestError, match="b.parquet, row group 0, row 1: token id 100 is outside the vocabulary"):
+        Shards.open(str(path), vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    "name, values, kind, message",
+    [
+        ("attention_mask", [[1, 1], [1, 2]], INTS, "row group 0, row 1: 'attention_mask' holds 2, which is neither 0"),
+        ("attention_mask", [[1, 1], [1]], INTS, "row group 0, row 1: 'attention_mask' has 1 values for 2 ids"),
+        ("attention_mask", [[1, 0], [1, None]], INTS, "row 1: a value of 'attention_mask' is null"),
+        ("attention_mask", [[1, 0], None], INTS, "row 1: the row is null; write it without 'attention_mask'"),
+        ("attention_mask", [[0.5, 1], [1, 1]], pa.list_(pa.float32()), "column 'attention_mask' is list<.*float>, not"),
+        ("attention_mask", [[[1], [1]]] * 2, pa.list_(INTS), "column 'attention_mask' is list<.*>, not a list"),
+        ("labels", [[1, 2], [4, -100]], INTS, "row 1: 'labels' holds 4, which is neither the id nor -100"),
+        ("labels", [[2, -100], [4, -100]], INTS, "row 0: 'labels' holds 2, .*: labels are not shifted"),
+        ("labels", [1, 0], pa.int64(), "column 'labels' is int64, not a list of integers, one for each id"),
+        ("labels", [[1, 2, 3], [3]], INTS, "row 0: 'labels' has 3 values for 2 ids"),
+    ],
+)
+def test_masks_and_labels_of_another_kind_are_refused_before_any_work(tmp_path, name, values, kind, message):
+    path = write_columns(tmp_path / "bad.parquet", [[1, 2], [3, 4]], **{name: (values, kind)})
+    with pytest.raises(RequestError, match=f"bad.parquet.*{message}") as caught:
+        Shards.open(str(path), vocab_size=10)
+    assert "\n" not in str(caught.value)
+
+
+PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8], [0, 9, 0, 4, 5, 0, 0, 0]]
+
+
+def test_padding_without_a_mask_is_named_and_left_out_where_that_is_asked_for(tmp_path):
+    """The cure that the message names; an end-of-text token that fills rows up stays once."""
+    path = write_columns(tmp_path / "a.parquet", PADDED * 3)
+    pad_id, said = Shards.open(str(path)).padding()
+    assert pad_id == 0 and said == f"shard {path}, row group 0: 50% of the tokens are runs of id 0 at ends of rows"
+    shards = Shards.open(str(path), vocab_size=10, pad_id=pad_id)
+    kept = [5, 6, 7, 5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5]
+    assert shards.read(0).tolist() == kept * 3 and shards.tokens == 48 and shards.padding() is None
+    ends = Shards.open(str(path), vocab_size=10, pad_id=0, eos_id=0).read(0).tolist()
+    assert ends == [5, 6, 7, 0, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5, 0] * 3
+    left = write_columns(tmp_path / "left.parquet", [row[::-1] for row in PADDED])
+    assert Shards.open(str(left)).padding()[0] == 0
+    assert Shards.open(str(left), vocab_size=10, pad_id=0).read(0).tolist() == [
+        7, 6, 5, 5, 8, 7, 6, 5, 4, 3, 2, 1, 5, 4, 0, 9]  # fmt: skip
+    negative = write_columns(tmp_path / "b.parquet", [[-1 if i == 0 else i for i in row] for row in PADDED[:3]])
+    assert Shards.open(str(negative), vocab_size=10, pad_id=-1).tokens == 12
+    with pytest.raises(RequestError, match="b.parquet, row group 0, row 0: token id -1 .*; if .*: --data.pad_id -1$"):
+        Shards.open(str(negative), vocab_size=10)
+    mask = [[int(i > 0) for i in row] for row in PADDED]
+    masked = write_columns(tmp_path / "c.parquet", PADDED, attention_mask=(mask, INTS))
+    assert Shards.open(str(masked)).padding() is None
+    random = np.random.default_rng(0)
+    text = write_columns(tmp_path / "d.parquet", random.integers(0, 50, (500, 16)).tolist(), group=500)
+    assert Shards.open(str(text)).padding() is None
+    write_columns(tmp_path / "e.parquet", [[0] * 8] * 4)  # nothing but one id is no padding
+    assert Shards.open(str(tmp_path / "e.parquet")).padding() is None
+
+
+# ---- what Arrow does not tell or takes for something else ------------------------------------------------------------
+
+
+def test_an_encrypted_file_is_named(tmp_path):
+    """Also one whose footer is plain: Arrow aborts the process where it looks at an encrypted column."""
+    parquet_encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Keys(parquet_encryption.KmsClient):
+        def __init__(self, connection):
+            super().__init__()
+
+        def wrap_key(self, key, name):
+            return base64.b64encode(key)
+
+    factory = parquet_encryption.CryptoFactory(Keys)
+    rows = pa.table({"input_ids": pa.array([[1, 2, 3]] * 9, pa.list_(pa.int32()))})
+    for plain in (True, False):
+        wanted = parquet_encryption.EncryptionConfiguration(
+            footer_key="footer", column_keys={"ids": ["input_ids.list.element"]}, plaintext_footer=plain
+        )
+        properties = factory.file_encryption_properties(parquet_encryption.KmsConnectionConfig(), wanted)
+        path = tmp_path / f"{plain}.parquet"
+        with pq.ParquetWriter(path, rows.schema, encryption_properties=properties) as writer:
+            writer.write_table(rows)
+        with pytest.raises(RequestError, match=f"{plain}.parquet is encrypted; write it again without encryption$"):
+            Shards.open(str(path))
+
+
+def test_a_column_is_not_taken_for_one_whose_name_begins_alike(tmp_path):
+    columns = {"tokens.raw": [[9, 8, 7, 6]] * 3, "tokens": [[1, 2]] * 3, "s": [{"a": 1, "b": [2]}] * 3}
+    for number, order in enumerate(itertools.permutations(columns)):
+        pq.write_table(pa.table({name: columns[name] for name in order}), tmp_path / f"{number}.parquet")
+        for name, expected in (("tokens", [1, 2]), ("tokens.raw", [9, 8, 7, 6])):
+            shards = Shards.open(str(tmp_path / f"{number}.parquet"), column=name, vocab_size=10)
+            assert shards.read(0).tolist() == expected * 3 and shards.tokens == len(expected) * 3
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    ids = pa.array([[1, 2]], pa.list_(pa.int32()))
+    pq.write_table(pa.Table.from_arrays([ids, ids], ["input_ids", "input_ids"]), tmp_path / "a.parquet")
+    with pytest.raises(RequestError, match="a.parquet has 2 columns 'input_ids'; write it again with one"):
+        Shards.open(str(tmp_path / "a.parquet"))
+
+
+def test_access_denied_is_said(tmp_path):
+    """Before any work it is a wrong request, in mid-run a failure; it is never called damage."""
+    folder = Path(tempfile.mkdtemp())  # that another user may enter
+    folder.chmod(0o755)
+    path = write_rows(folder / "a.parquet", ROWS)
+    shards = Shards.open(str(path))
+    path.chmod(0)
+    try:
+        if os.geteuid() == 0:  # who may read everything
+            os.seteuid(65534)
+        with pytest.raises(RequestError, match="shard .*a.parquet: access denied .*; check its permissions"):
+            Shards.open(str(path))
+        with pytest.raises(RunError, match="a.parquet.*: access denied .*; check its permissions") as caught:
+            shards.read(0)
+        assert not isinstance(caught.value, BadBlock), "which would be skipped"
+    finally:
+        os.seteuid(os.getuid())
+        shutil.rmtree(folder)

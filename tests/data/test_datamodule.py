@@ -1,0 +1,85 @@
+"""What `fit`, `plan` and `data inspect` say of anyone's shards before they are trained on."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from shard_files import write_rows
+from trainings import lm, write_config
+
+from lm.data.tokenizer import train_char
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Shards of ids 2 to 11 in folders, and their tokenizer."""
+    place, random = tmp_path_factory.mktemp("place"), np.random.default_rng(0)
+
+    def rows(*lengths):
+        return [random.integers(2, 12, length).tolist() for length in lengths]
+
+    (place / "tok").mkdir()
+    (place / "tok/tokenizer.json").write_text(train_char(["abcdefghij"]).text)
+    for number, length in enumerate(random.integers(5, 90, 100)):
+        write_rows(place / f"short/{number:02d}.parquet", rows(length))
+    write_rows(place / "val/0.parquet", rows(400))
+    write_rows(place / "both/0.parquet", rows(900))
+    shutil.copytree(place / "val", place / "both/val")
+    write_rows(place / "padded/0.parquet", [row + [1] * (80 - len(row)) for row in rows(*random.integers(9, 70, 30))])
+    return place
+
+
+def config(place, name, **data):
+    data = {"train": "short", "val": "val", "tokenizer": "tok", "micro_batch_size": 4, **data}
+    changes = {"data": data, "trainer.callbacks": None, "trainer.max_steps": 2, "model.schedule": {"warmup_steps": 1}}
+    return str(write_config(place, name, **changes))
+
+
+def test_training_data_that_contains_the_validation_data_is_refused(place):
+    """By `fit` before it writes and by `plan`, with the file's name, whatever the paths are."""
+    (place / "link").unlink(missing_ok=True)
+    (place / "link").symlink_to("both")
+    for train, val, named in (
+        ("both", "val", "both/val/0.parquet, which is val/0.parquet"), ("both", "both/val", "both/val/0.parquet"),
+        (["both/*.parquet", "link/**/*.parquet"], "both/val", "link/val/0.parquet, which is both/val/0.parquet"),
+    ):  # fmt: skip
+        written = config(place, "both", train=train, val=val)
+        said = "the training data contains the validation data: " + named
+        assert said in lm(place, "plan", "--config", written, expect=2).stderr
+    done = lm(place, "fit", "--config", written, expect=2)
+    assert done.stderr.splitlines()[-1].startswith("lm fit: " + said) and not (place / "checkpoints/both").exists()
+    lm(place, "plan", "--config", config(place, "both", train="both/*.parquet", val="both/val"))
+
+
+def test_what_is_left_over_and_what_looks_like_padding_is_said(place):
+    """Short files are trained on; the cure that is said takes the warning away."""
+    short = lm(place, "plan", "--config", config(place, "short")).stdout
+    assert "train: 4.78K tokens in 100 shards, 149 samples, 12 tokens in none" in short
+    assert "val: 15 of 400 tokens, 3.8%, are in no sample of 32 + 1" in short
+    shown = json.loads(lm(place, "data", "inspect", "short", "--seq_len", "32", "--json").stdout)["splits"][""]
+    assert (shown["samples"], shown["left_over"]) == (149, 12)
+    shown = lm(place, "data", "inspect", "padded", "--seq_len", "79").stdout
+    assert "30 samples at --seq_len 79, 29 tokens in none (1.2%)" in shown and "is this padding? shard" in shown
+    written = config(place, "padded", train="padded")
+    done = lm(place, "fit", "--config", written)
+    said, log = done.stderr.splitlines(), (place / "checkpoints/padded/log.txt").read_text()
+    padding, left = (next(line for line in said if part in line) for part in ("padded/0.parquet", "val: 15 of 400 tok"))
+    assert padding.endswith("of id 1 at ends of rows; if that is padding: --data.pad_id 1") and padding in log
+    assert left.endswith("; lower data.seq_len") and left in log
+    cured = lm(place, "plan", "--config", written, "--data.pad_id", "1").stdout
+    assert "padding" not in cured
+
+
+def test_a_run_is_not_resumed_over_other_windows(place):
+    """As by a version of lm in which windows ended with their file."""
+    written = config(place, "older")
+    lm(place, "fit", "--config", written)
+    record = place / "checkpoints/older/data.json"
+    shards = json.loads(record.read_text())
+    record.write_text(json.dumps({split: [entry[:4] for entry in entries] for split, entries in shards.items()}))
+    resume = ("fit", "--config", written, "--ckpt_path", "auto", "--trainer.max_steps", "3")
+    said = lm(place, *resume, expect=2).stderr.splitlines()[-1]
+    assert "train: the same shards, cut into other windows" in said and "start a new run" in said
+    record.write_text(json.dumps(shards))
+    lm(place, *resume)
