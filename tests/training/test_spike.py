@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 
 import numpy as np
@@ -11,7 +12,10 @@ from trainings import lm, losses, make_workplace, trace, write_config
 
 from lm.data.rare import rare_rows, rare_tokens
 from lm.data.shards import Shards
+from lm.runs.postmortem import still_open
 from lm.runs.run import Run
+from lm.training.alerts import AlertEvaluator
+from lm.training.callbacks.standard import GuardsConfig
 
 STEPS = [30, 31, 32, 33, 34]
 LENGTH = {"trainer.max_steps": 44, "trainer.val_interval": 44}
@@ -113,6 +117,44 @@ def test_it_is_survived_and_written_up_with_its_recovery(workplace):
     page = (run.path / "postmortem-00000030" / "postmortem.md").read_text()
     assert "**This was a drill**" in page and "injected" in page
     assert re.search(r"## Recovery\n\nThe loss was back in the log line of step (3[5-9]|4\d)", page)
+
+
+EARLY = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {
+    "monitor": "val/loss", "divergence_threshold": 0.1}}  # fmt: skip
+UNLEARNED = {"trainer.log_interval": 1, "model.optimizer.lr": 1e-9, "model.decoder.dropout": 0.0}
+OFTEN = " or ".join(f"step == {step}" for step in (1, 3, 5, 7, 9))
+
+
+@pytest.mark.parametrize(
+    "page, recovery, changes",
+    [
+        (20, "The loss was back in the log line of step", {"guards.inject_step": 20, "trainer.max_steps": 60}),
+        (12, "The training ended at step 12, 0 steps after step 12", {"guards.inject_step": 12}),
+        (8, "The training ended at step 8", {
+            "guards.inject_step": 6, "guards.spike": None, "trainer.callbacks": [EARLY]}),
+        # One that was open when the drill began is closed for it.
+        (6, "The loss", {"guards.inject_step": 6, "guards.spike": "step == 1", **UNLEARNED}),
+        # A run has five at most, but for the drill.
+        (10, "The ", {"guards.inject_step": 10, "guards.spike": OFTEN, **UNLEARNED}),
+    ],
+)  # fmt: skip
+def test_it_is_written_up_though_no_spike_is_noticed(workplace, page, recovery, changes):
+    """Before there are ten log lines, in the last step, in a run that is stopped early, without `guards.spike`."""
+    changes = {"trainer.log_interval": 10, "trainer.val_interval": 8, **changes}
+    shutil.rmtree(workplace / "checkpoints" / "quiet", ignore_errors=True)
+    lm(workplace, "fit", "--config", str(write_config(workplace, "quiet", **changes)))
+    run = Run(workplace / "checkpoints" / "quiet")
+    text = (run.path / f"postmortem-{page:08d}" / "postmortem.md").read_text()
+    assert "**This was a drill**" in text and f"## Recovery\n\n{recovery}" in text
+    assert still_open(run) is None and [alert["guard"] for alert in run.alerts()].count("drill") == 1
+
+
+def test_a_spike_is_noticed_from_the_tenth_log_line_on():
+    evaluator = AlertEvaluator([GuardsConfig().spike])
+    for _ in range(8):
+        evaluator.evaluate({"train/loss": 3.0, "train/max_loss": 3.0})
+    assert list(evaluator.evaluate({"train/loss": 3.0, "train/max_loss": 9.0}).values()) == [None]
+    assert list(evaluator.evaluate({"train/loss": 3.0, "train/max_loss": 9.0}).values()) == [True]
 
 
 def test_another_division_sees_the_same(workplace):

@@ -37,7 +37,7 @@ def act(
     """Report a finding and do what the config asks for; call it on every rank, with the same arguments.
 
     Args:
-        guard: `alert`, `not-finite`, `budget`, `throughput`, `spike` or `data`.
+        guard: `alert`, `not-finite`, `budget`, `throughput`, `spike`, `drill` or `data`.
         save: `stop` with a checkpoint of this step, because nothing is wrong with the weights. Otherwise `last` stays
             what it was: `auto` must not resume from a state that may be broken.
     """

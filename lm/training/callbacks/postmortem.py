@@ -39,14 +39,17 @@ LINES_KEPT = 200  # log lines in the curves before
 class PostMortem(Callback):
     """Writes a post-mortem when a guard acts, and closes it when the loss is back.
 
-    It is written for the guards `spike` and `not-finite`, and for any guard that does more than warn. Actions of guards
-    while one is open are added to it. This callback must stand before those that change weights.
+    It is written for the guards `spike` and `not-finite`, for any guard that does more than warn, and for the drill,
+    whether it is noticed as a spike or not. Actions of guards while one is open are added to it. This callback must
+    stand before those that change weights.
 
     Args:
         spike: the condition of a spike, as in an alert; None: there is none.
+        drill: the first step of `SpikeInjection`; None: there is none.
     """
 
-    def __init__(self, spike: str | None = None) -> None:
+    def __init__(self, spike: str | None = None, drill: int | None = None) -> None:
+        self._drill = range(0) if drill is None else range(drill, drill + DRILL_STEPS)
         self._evaluator = AlertEvaluator([] if spike is None else [spike])
         self._spiking = False  # reported, and still true
         self._step_refs: deque[StepRef] = deque(maxlen=STEPS_KEPT)
@@ -79,9 +82,19 @@ class PostMortem(Callback):
         message = from_rank_zero(trainer, self._spike_in(line))
         if message is not None:
             act(trainer, pl_module, "spike", "warn", message)
+        self._write_drill(trainer, pl_module)
+
+    def _write_drill(self, trainer: Trainer, module: LightningModule) -> None:
+        """Write up the drill if its steps were logged just now and are no spike."""
+        drilled = any(step.step in self._drill for step in module.recent_steps)
+        if drilled and not any(step >= self._drill.start for step in self._known):
+            if self._open is not None:
+                text = f"The loss was not back when the drill began, in step {self._drill.start}."
+                self._close(trainer, "not recovered", text)
+            act(trainer, module, "drill", "warn", "samples of rare tokens (guards.inject_step)")
 
     def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
-        if action == "warn" and guard not in ("spike", "not-finite"):
+        if action == "warn" and guard not in ("spike", "not-finite", "drill"):
             return
         new_steps = self._note_steps(trainer, pl_module)
         if self._open is not None:
@@ -90,13 +103,18 @@ class PostMortem(Callback):
             with _failure_logged("continued"):
                 if trainer.is_global_zero:
                     postmortem.add_action(trainer.run, self._open, trainer.global_step, guard, action, message)
-        elif (len(self._known) < MAX_POSTMORTEMS or trainer.global_step in self._known) and pl_module.recent_steps:
+        elif pl_module.recent_steps and (
+            len(self._known) < MAX_POSTMORTEMS or trainer.global_step in self._known or guard == "drill"
+        ):
             self._lines = 0
             self._open = self._incident(trainer, pl_module, guard, action, message)
             with not_training(trainer):
                 self._write(trainer, pl_module, self._open)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._drill:
+            _, pl_module.recent_steps = pl_module.stats.read()  # since the last log line of a run that is stopped early
+            self._write_drill(trainer, pl_module)
         self._end(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -175,7 +193,8 @@ class PostMortem(Callback):
         broken = [  # a GradScaler leaves steps out, too, and that alone is no incident
             step for step in steps if not (math.isfinite(step.loss) and (step.applied or guard != "not-finite"))
         ]
-        worst = broken[0] if broken else max(steps, key=lambda step: step.loss)
+        drilled = [step for step in steps if guard == "drill" and step.step in self._drill]
+        worst = broken[0] if broken else max(drilled or steps, key=lambda step: step.loss)
         before = [loss for step, loss in self._losses if step < steps[0].step and math.isfinite(loss)][-BASELINE_LINES:]
         return Incident(
             run=trainer.run.name, step=trainer.global_step, time=steady_time(), guard=guard, action=action,
@@ -232,6 +251,8 @@ DRILL_STEPS = 5
 
 class SpikeInjection(Callback):
     """A drill: replaces the samples of optimizer steps `first` to `first + 4` by sequences of rare tokens.
+
+    `PostMortem` writes it up, whether or not the loss rises.
 
     `run.json` lists the steps under `injected`. A resume from before them removes them from the list, and they are
     injected as in a run that was never stopped.
