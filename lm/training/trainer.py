@@ -239,8 +239,8 @@ class Trainer(lightning.Trainer):
         Args:
             model: The module to train.
             datamodule: Its data; its `seq_len`, `micro_batch_size` and `global_batch_tokens` give the step.
-            ckpt_path: A checkpoint folder to resume from, `best`, `last`, or `auto`: the newest whole one, else from
-                scratch.
+            ckpt_path: A checkpoint folder to resume from; `lm.runs.resume.find_checkpoint` finds the one that `best`,
+                `last` or `auto` means.
 
         Raises:
             RequestError: the batch does not come out even, and the arithmetic is in the message; or an option changes
@@ -263,8 +263,8 @@ class Trainer(lightning.Trainer):
             return
         if self.checkpoint_callback is None:
             log.warning(
-                "this Trainer takes no checkpoints: give it callbacks, such as RunFolder, RunLog, Checkpoints and "
-                "Interrupt of lm.training.callbacks; `lm fit` has all of them"
+                "this Trainer takes no checkpoints and writes nothing: give it `callbacks=standard_callbacks(...)`, as "
+                "lm/training/README.md shows under `Train from Python`, or train with `lm fit`"
             )
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()

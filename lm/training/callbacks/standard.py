@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any, Literal
 
 from lightning.pytorch import Callback
@@ -18,6 +19,7 @@ from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
 from lm.training.callbacks.throughput import Throughput, ThroughputConfig, ThroughputFloor
+from lm.training.trainer import Trainer
 
 
 @dataclass
@@ -38,7 +40,7 @@ class GuardsConfig:
         budget: What the run may cost.
         throughput: Tokens a second that it must reach.
         spike: The condition of a loss spike, for which a post-mortem is written; none: no spike is looked for.
-        inject_step: A drill: five steps of rare tokens from this step on.
+        inject_step: A drill: five steps of rare tokens from this step on, and a post-mortem of them.
     """
 
     alerts: dict[str, Action] = field(default_factory=dict)
@@ -47,7 +49,7 @@ class GuardsConfig:
     max_rollbacks: int = 3
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
-    spike: str | None = "max_loss > 1.3 * median(loss, 10)"
+    spike: str | None = "max_loss > 1.3 * median(loss, 9)"  # from the tenth log line on
     inject_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,15 +70,19 @@ class GuardsConfig:
 def standard_callbacks(
     trainer: Mapping[str, Any],
     run_folder: RunFolder,
-    guards: GuardsConfig,
-    samples: SamplesConfig,
-    evaluation: EvaluationConfig,
+    guards: GuardsConfig = GuardsConfig(),
+    samples: SamplesConfig = SamplesConfig(),
+    evaluation: EvaluationConfig = EvaluationConfig(),
 ) -> list[Callback]:
     """The callbacks of `lm fit` in their order, from the config under `trainer:`, `guards:` and so on.
 
     The run's folder comes first, so that those after it may write. Of the guards those that find something come first,
     then the post-mortem of it, then the rollback.
+
+    Args:
+        trainer: the arguments of the `Trainer`; those that are left out have its defaults.
     """
+    trainer = {name: parameter.default for name, parameter in signature(Trainer).parameters.items()} | dict(trainer)
     early, every = trainer["early_stopping"], trainer["histogram_interval"]
     stopping = [] if early.patience is None else [EarlyStopping(early.patience, early.min_delta)]
     injection = [] if guards.inject_step is None else [SpikeInjection(guards.inject_step)]
@@ -96,7 +102,7 @@ def standard_callbacks(
         Alerts(guards.alerts),
         Budget(guards.budget),
         ThroughputFloor(guards.throughput),
-        PostMortem(guards.spike),
+        PostMortem(guards.spike, guards.inject_step),
         Rollback(guards.max_rollbacks),
         ProgressBar(),
         *optional,
