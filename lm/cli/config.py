@@ -219,6 +219,10 @@ class TrainingCLI(LightningCLI):
             self.stays_stopped = early and not any(key.startswith("trainer.early_stopping") for key in changed)
 
     def _resolved_config(self, config: Namespace) -> str:
+        # A callback's arguments may be of any type, such as an enum or a torch.device.
+        yaml.SafeDumper.add_multi_representer(
+            object, lambda dumper, value: dumper.represent_str(f"{getattr(value, 'value', value)}")
+        )
         kept = config.clone()
         for name in ("config", "ckpt_path", "force"):
             kept.pop(name, None)

@@ -5,6 +5,7 @@ import math
 import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as lightning
@@ -14,6 +15,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
 
 from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError
@@ -22,6 +24,7 @@ from lm.runs.run import Run
 from lm.system.hardware import device_name, keep_freed_memory, peak_flops
 from lm.system.stop_signals import STOP
 from lm.system.units import Count, plural
+from lm.training.callback import refuse_callbacks
 from lm.training.checkpoint_state import FolderCheckpointIO
 from lm.training.distributed import (
     DistributedConfig,
@@ -44,6 +47,7 @@ from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 
 log = logging.getLogger(__name__)
 YEAR = 365 * 24 * 3600  # seconds
+PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
 
 
 class FitLoop(_FitLoop):
@@ -119,7 +123,7 @@ class Trainer(lightning.Trainer):
             them does alone, such as an evaluation.
         deterministic: Refuse operations whose result may differ from run to run.
         detect_anomaly: Find the operation that made a NaN; slow.
-        profiler: One of Lightning's profilers: `simple` or `advanced`.
+        profiler: One of Lightning's profilers: `simple` or `advanced`. Its report is a file in the run's folder.
         callbacks: More Lightning callbacks.
         default_root_dir: Folder of the runs.
     """
@@ -168,6 +172,7 @@ class Trainer(lightning.Trainer):
         if peak_tflops is not None and not 0 < peak_tflops < math.inf:
             raise RequestError(f"trainer.peak_tflops {peak_tflops} must be above 0")
         refuse_accelerator(accelerator)
+        refuse_callbacks(callbacks or [])
         torch.set_float32_matmul_precision(matmul_precision)
         self.matmul_precision = matmul_precision
         self.peak_tflops = peak_tflops
@@ -217,7 +222,7 @@ class Trainer(lightning.Trainer):
             strategy=_strategy(strategy, _devices(accelerator, devices), num_nodes, rank_timeout, distributed),
             deterministic=deterministic,
             detect_anomaly=detect_anomaly,
-            profiler=profiler,
+            profiler=PROFILERS[profiler](filename="profile") if profiler else None,
             callbacks=callbacks,
             default_root_dir=default_root_dir,
             plugins=plugins,
@@ -284,7 +289,11 @@ class Trainer(lightning.Trainer):
     def _run_stage(self) -> Any:
         self._memory_before = process_bytes()
         try:
-            return super()._run_stage()
+            result = super()._run_stage()
+            if self.profiler.filename:  # Lightning writes its report in a moment
+                self.profiler.dirpath = self.run.path if self.run else self.default_root_dir
+                log.info("profile: %s", Path(self.profiler.dirpath) / self.profiler._prepare_filename())
+            return result
         except Exception as error:
             STOP.disarm()  # the last checkpoint may take longer than stop_within
             if isinstance(error, DataError) and self.fitting:

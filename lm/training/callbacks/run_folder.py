@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
@@ -87,6 +88,10 @@ class RunFolder(Callback):
         self._registry_warned = False
         self._log: logging.Handler | None = None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self._resumed is not None:  # before callbacks compare their folders with the checkpoint's
+            _move_default_folders(trainer, self._resumed)
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = self._claim(trainer) if trainer.is_global_zero else None
         path, resumed_from = trainer.strategy.broadcast((path, str(trainer.ckpt_path)))
@@ -96,6 +101,7 @@ class RunFolder(Callback):
                 f"machines see the same {Path(path).parent}? If a network disk was late, give the same command again"
             )
         trainer.run = Run(path)
+        _move_default_folders(trainer, trainer.run)
         if trainer.is_global_zero:
             self._log = _open_log(trainer.run)
             _log_places(trainer.run)
@@ -238,6 +244,14 @@ class RunFolder(Callback):
     def _record(self, run: Run) -> None:
         if self._register:
             self._registry_warned = not record_run(run, warned=self._registry_warned)
+
+
+def _move_default_folders(trainer: Trainer, run: Run) -> None:
+    """Have each ModelCheckpoint of Lightning's, for which nobody has named a folder, write into the run's."""
+    default = str(Path(trainer.default_root_dir, "checkpoints"))
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath in (None, default):
+            callback.dirpath = str(run.path / "checkpoints")
 
 
 class LogFile(logging.FileHandler):

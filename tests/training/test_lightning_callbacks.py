@@ -1,0 +1,110 @@
+"""Lightning's own callbacks in a training: each works, or is refused in one line before anything is written."""
+
+import math
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import callbacks
+from trainings import lm, make_workplace, write_config
+
+from lm.errors import RequestError
+from lm.runs.checkpoint import find_damage
+from lm.runs.run import Run
+from lm.training.callback import REFUSED, refuse_callbacks
+
+PLACE = "lightning.pytorch.callbacks."
+# With validations the first two, and nothing but texts or subclasses the others.
+WORKING = {"ModelCheckpoint", "EarlyStopping", "ModelSummary", "RichModelSummary", "LambdaCallback", "BaseFinetuning",
+           "BasePredictionWriter", "Callback", "Checkpoint"}  # fmt: skip
+ARGUMENTS = {
+    "GradientAccumulationScheduler": {"scheduling": {0: 2}}, "StochasticWeightAveraging": {"swa_lrs": 0.1},
+    "ModelPruning": {"pruning_fn": "l1_unstructured"}, "ThroughputMonitor": {"batch_size_fn": len},
+    "OnExceptionCheckpoint": {"dirpath": "."},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("callbacks"))
+
+
+def fit(folder, run, *given, expect=0, **changes):
+    """Train with callbacks, each a class's name and its arguments."""
+    given = [{"class_path": name if "." in name else PLACE + name, "init_args": each} for name, each in given]
+    config = write_config(folder, run, **{"trainer.callbacks": given, **changes})
+    done = lm(folder, "fit", "--config", str(config), expect=expect)
+    return done, Run(folder / "checkpoints" / run)
+
+
+@pytest.mark.parametrize("name", callbacks.__all__)
+def test_each_of_them_works_or_is_refused(name):
+    """One that a new version of Lightning brings has to be looked at."""
+    kind = getattr(callbacks, name)
+    if name in WORKING:
+        return
+    assert issubclass(kind, tuple(REFUSED))
+    with pytest.raises(RequestError, match=f"^trainer.callbacks: {name} of Lightning does not work here: "):
+        refuse_callbacks([kind(**ARGUMENTS.get(name, {}))])
+
+
+@pytest.mark.parametrize("name", ["Timer", "GradientAccumulationScheduler", "TQDMProgressBar"])
+def test_a_refusal_is_one_line_and_leaves_no_run(workplace, name):
+    """`Timer` has an enum among its arguments, which goes into the run's config."""
+    arguments = {"Timer": {"duration": "00:01:00:00"}, "GradientAccumulationScheduler": {"scheduling": {4: 2}}}
+    refused, run = fit(workplace, "refused", (name, arguments.get(name, {})), expect=2)
+    assert refused.stderr.startswith(f"lm fit: trainer.callbacks: {name} of Lightning does not work here: ")
+    assert refused.stderr.count("\n") == 1 and not run.path.exists()
+
+
+class Typed(callbacks.Callback):
+    """Its argument is of no type that YAML knows."""
+
+    def __init__(self, place: Path | float = math.inf, kind: str = callbacks.timer.Interval.epoch) -> None:
+        assert kind == "epoch"
+
+
+def test_arguments_of_any_type_are_in_the_config_of_the_run(workplace):
+    _, run = fit(workplace, "typed", ("test_lightning_callbacks.Typed", {}), **{"trainer.max_steps": 1})
+    (callback,) = run.settings()["trainer"]["callbacks"]
+    assert callback["init_args"] == {"place": math.inf, "kind": "epoch"}
+    lm(workplace, "validate", "--run", "typed")
+
+
+def test_lightnings_checkpoints_beside_ours(workplace):
+    """In the run's folder unless another is named; whole, its best two kept, and resumed with the callback's state."""
+    best = ("ModelCheckpoint", {"monitor": "val/loss", "save_top_k": 2, "save_last": True})
+    often = ("ModelCheckpoint", {"dirpath": "mine/often", "every_n_train_steps": 3, "save_top_k": -1})
+    _, run = fit(workplace, "beside", best, often)
+    names = {"epoch=0-step=8.ckpt", "epoch=0-step=12.ckpt", "last.ckpt"}
+    assert {path.name for path in (run.path / "checkpoints").iterdir()} == names
+    assert len(list((workplace / "mine/often").iterdir())) == 4
+    kept = [*(run.path / "checkpoints").iterdir(), *(workplace / "mine/often").iterdir(), run.checkpoint("last")]
+    assert not any(map(find_damage, kept)) and list(run.steps()) == [12]
+    model = str(workplace / "mine/often/epoch=0-step=6.ckpt")
+    assert lm(workplace, "generate", "--ckpt_path", model, "--prompt", "The", "--max_new_tokens", "3").stdout
+    fit(workplace, "beside", best, often, **{"trainer.max_steps": 16, "ckpt_path": "auto"})
+    assert run.status() == "finished" and len(list((workplace / "mine/often").iterdir())) == 5
+    assert len(list((run.path / "checkpoints").glob("epoch*"))) == 2
+
+
+@pytest.mark.parametrize("name", ["ModelCheckpoint", "EarlyStopping"])
+def test_what_is_not_logged_to_lightning_cannot_be_monitored(workplace, name):
+    refused, run = fit(workplace, "monitor", (name, {"monitor": "train/loss"}), expect=2)
+    assert f"{name} has no train/loss to monitor: give val/loss or val/perplexity or val/bpb" in refused.stderr
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_profiler_leaves_its_report_in_the_run(workplace, ranks):
+    """Also of a validation, and that of every rank."""
+    run = f"profiled-{ranks}"
+    done, run = fit(workplace, run, **{
+        "trainer.profiler": "simple", "trainer.max_steps": 2, "trainer.devices": ranks, "data.micro_batch_size": 2,
+    })  # fmt: skip
+    names = ["fit-profile.txt"] if ranks == 1 else ["fit-profile-0.txt", "fit-profile-1.txt"]
+    assert f"profile: {Path('checkpoints', run.name, names[0])}\n" in done.stderr
+    for name in names:
+        assert "run_training_batch" in (run.path / name).read_text()
+    if ranks == 1:
+        lm(workplace, "validate", "--run", run.name, "--trainer.profiler", "advanced")
+        assert "VALIDATE Profiler Report" in (run.path / "validate-profile.txt").read_text()
