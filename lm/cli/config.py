@@ -237,11 +237,13 @@ class TrainingCLI(LightningCLI):
             self.resumed_run, config.run, self.config_text, config.force, auto=auto, options=options
         )
         beside = {name: self._get(self.config_init, name) for name in OTHER_GROUPS}
+        if self.subcommand == "fit":
+            beside["guards"].budget.read_file()  # refuses a cap that cannot be counted
         callbacks = [*standard_callbacks(trainer_config, self.run_folder, **beside), Summary()]
         if self.subcommand == "fit":
             planned = Namespace(
                 trainer=Namespace(**trainer_config), model=Namespace(**self.options[LanguageModule]),
-                data=Namespace(**self.options[DataModule]), evaluation=beside["evaluation"],
+                data=Namespace(**self.options[DataModule]), evaluation=beside["evaluation"], guards=beside["guards"],
                 **vars(PlanOptions(device="cpu" if config.trainer.accelerator == "cpu" else "auto")),
             )  # fmt: skip
             self.checks = PlanChecks(planned, self.resumed_run, config.force)

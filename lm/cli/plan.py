@@ -17,10 +17,12 @@ from rich.console import Console
 
 from lm.cli import plan_checks as findings
 from lm.cli.plan_checks import Finding
+from lm.cli.rehearse import rehearse, show_rehearsal
 from lm.data.datamodule import DataModule
 from lm.data.prepare import LEARNED
+from lm.data.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError
+from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
 from lm.model.estimates import (
     Step,
@@ -33,10 +35,11 @@ from lm.model.estimates import (
     training_memory,
 )
 from lm.runs.run import Run
-from lm.system.files import disk_space, parse_json
+from lm.system.files import disk_space, nonnegative, parse_json
 from lm.system.hardware import Device, device_name, find_device
 from lm.system.units import format_bytes, format_count, format_duration, parse_bytes, plural
 from lm.training.callback import Callback
+from lm.training.callbacks.budget import BudgetConfig
 from lm.training.distributed import EXIT_WAIT, DistributedConfig
 from lm.training.optim import OptimizerConfig
 from lm.training.precision import multiplication_precision, precision_for_cpu, refuse_matmul_precision
@@ -50,6 +53,8 @@ ASSUMED_MFU = 0.4  # what published trainings of this size reach on one GPU: nan
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters, and tokens of a micro-batch, under which the host decides
 RESERVE_BYTES = {"gpu": 2**30, "cpu": 2**26}  # CUDA context and library workspaces; what libraries take in a step
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
+DISK_RATE = 500e6  # bytes a second, of a SATA SSD; volumes of clouds begin at 125e6 (AWS gp3)
+NETWORK_SECONDS = 3.0  # that an object store is waited for
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -93,6 +98,25 @@ def data_facts(data: Namespace, opened: DataModule | None) -> tuple[dict[str, An
         }
         for split, shards in opened.shards.items()
     }, opened.tokenizer  # fmt: skip
+
+
+def remote_sources(data: Namespace) -> list[str]:
+    """The URLs among the sources of a fit."""
+    given = [[source] if isinstance(source, str) else source or [] for source in (data.train, data.val)]
+    return [source for group in given for source in group if is_remote(source)]
+
+
+def data_facts_in_time(data: Namespace, opened: DataModule | None) -> tuple[dict[str, Any], Tokenizer | None]:
+    """As `data_facts`, but a file system that is not local is waited for `NETWORK_SECONDS` and no longer.
+
+    Raises:
+        NoAnswer, Unreachable: it did not answer well in that time.
+    """
+    if opened is not None or not remote_sources(data):
+        return data_facts(data, opened)
+    logging.getLogger("lm.data.remote").setLevel(logging.ERROR)  # the page says what failed
+    brief = Namespace(**vars(data) | {"timeout": min(data.timeout, 2 * NETWORK_SECONDS)})  # reads have half of it
+    return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None))
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -155,19 +179,19 @@ def memory_facts(
 
 def time_facts(
     steps: dict[str, Any], model: dict[str, Any], device: Device, precision: str, mfu: float | None,
-    bench: Path | None, usd_per_hour: float | None, recomputed: float,
+    measured: dict[str, Any], usd_per_hour: float | None, recomputed: float,
 ) -> dict[str, Any]:  # fmt: skip
     """How long the steps take and what that costs; `seconds` is None where nothing says how fast the device is.
 
-    `recomputed`: operations a token that activation checkpointing does again.
-
-    Raises:
-        RequestError: the bench file is of another model.
+    Args:
+        measured: what `lm bench step` found, if it was given.
+        usd_per_hour: price of the machine; None: not known.
+        recomputed: operations a token that activation checkpointing does again.
     """
     peak, flops = device.peak_flops(precision), model["flops_per_token"]
-    model_parameters = model["parameters"]["total"]
-    if bench is not None:
-        rate, basis = measured_rate(bench, model_parameters, steps["seq_len"])
+    assumed = not (measured or mfu)
+    if measured:
+        rate, basis = measured["tokens_per_second"], measured["basis"]
     elif peak is not None and mfu:
         rate, basis = mfu * peak / flops, f"{mfu:.0%} MFU, given"
     elif peak is not None:
@@ -178,7 +202,7 @@ def time_facts(
         basis = f"{ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
         if recomputed:
             basis += f"; {recomputed / flops:.0%} more work for activation checkpointing"
-        if model_parameters < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH:
+        if model["parameters"]["total"] < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH:
             basis += "; a model or micro-batch as small as this reaches less"
     else:
         return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give "
@@ -187,14 +211,14 @@ def time_facts(
     seconds = steps["tokens"] / rate
     used = rate * flops / (peak * steps["world_size"]) if peak else None
     return {
-        "seconds": seconds, "tokens_per_second": rate, "basis": basis, "mfu": used,
+        "seconds": seconds, "tokens_per_second": rate, "basis": basis, "assumed": assumed, "mfu": used,
         "mfu_full_attention": used and used * model["flops_per_token_full_attention"] / flops,
         "usd": None if usd_per_hour is None else seconds / 3600 * usd_per_hour,
     }  # fmt: skip
 
 
-def measured_rate(file: Path, model_parameters: int, seq_len: int) -> tuple[float, str]:
-    """Tokens a second of one device in a file of `lm bench step --output`, and what was measured there, in words.
+def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any]:
+    """A file of `lm bench step --output`, with `tokens_per_second` of one device and what was measured, as `basis`.
 
     Raises:
         RequestError: it cannot be read, or is of another model.
@@ -212,7 +236,50 @@ def measured_rate(file: Path, model_parameters: int, seq_len: int) -> tuple[floa
             f"--bench {file} is of another model: {shape[0]:,} parameters and {shape[1]:,} tokens of context, this one "
             f"has {model_parameters:,} and {seq_len:,}"
         )
-    return rate, ", ".join([str(file), *(str(found[name]) for name in ("device", "precision") if name in found)])
+    basis = ", ".join([str(file), *(str(found[name]) for name in ("device", "precision") if name in found)])
+    return {**found, "tokens_per_second": rate, "basis": basis}
+
+
+# ---- checkpoints and budget ------------------------------------------------------------------------------------------
+
+
+def checkpoint_facts(
+    interval: int, steps: dict[str, Any], time: dict[str, Any], size: int, measured: dict[str, Any]
+) -> dict[str, Any]:
+    """What a crash loses at most, and the share of the time that saving takes.
+
+    Args:
+        interval: optimizer steps between checkpoints.
+        size: bytes of a checkpoint.
+        measured: what `lm bench step` found, if it was given.
+    """
+    interval = min(interval, steps["max_steps"])
+    part = interval / steps["max_steps"]
+    lost = part * (time["seconds"] or 0.0)
+    if lost < 1:  # second: not known, or a model so small that nothing is lost
+        return {"interval": interval}
+    try:
+        saving, basis = measured["checkpoint"]["stall_ms"] / 1000, "measured"
+    except (KeyError, TypeError):
+        saving, basis = size / DISK_RATE, f"a disk of {DISK_RATE / 1e6:.0f} MB/s, assumed"
+    return {"interval": interval, "lost_seconds": lost, "lost_usd": time["usd"] and part * time["usd"],
+            "saving_seconds": saving, "saving_share": saving / lost, "saving_basis": basis}  # fmt: skip
+
+
+def budget_facts(
+    budget: BudgetConfig, time: dict[str, Any], rate: float | None, file: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """What the run takes of its budget.
+
+    Args:
+        rate: US dollars an hour; None: not known.
+        file: what `budget.file` says.
+    """
+    return {
+        "cap_usd": budget.cap_usd, "max_hours": budget.max_hours, "rate_usd_per_hr": rate,
+        "hours": time["seconds"] and time["seconds"] / 3600, "usd": time.get("usd"),
+        "spent_usd": nonnegative(file.get("spent_usd")), "hours_elapsed": nonnegative(file.get("hours_elapsed")),
+    }  # fmt: skip
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -229,8 +296,9 @@ class PlanOptions:
         peak_tflops: The device's peak in this precision: dense TFLOP/s with fp32 accumulation.
         mfu: Share of the device's peak to reckon with, causal attention counted as attended.
         bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
-        rate_usd_per_hr: Price of the machine.
+        rate_usd_per_hr: Price of the machine, where guards.budget has none.
         fit: Print the largest micro-batch that fits, and nothing else.
+        rehearse: Play the guards through on invented log lines, without training: what they would log and do.
         json: Print one JSON object instead of a page.
     """
 
@@ -242,6 +310,7 @@ class PlanOptions:
     bench: Path | None = None
     rate_usd_per_hr: float | None = None
     fit: bool = False
+    rehearse: bool = False
     json: bool = False
 
 
@@ -266,6 +335,10 @@ def plan(config: Namespace, name: str) -> None:
     found, noted = examine(config)
     found = {"config": name, **found}
     errors = [finding for finding in noted if finding.level == "error"]
+    if config.rehearse and "steps" in found:  # errors of others, such as missing data, change nothing about the guards
+        played = rehearse(config, found)
+        print(json.dumps({"config": found["config"], "rehearsal": played})) if config.json else show_rehearsal(played)
+        return
     if config.json:
         print(json.dumps({**found, "findings": [finding._asdict() for finding in noted], "ready": not errors}))
     elif config.fit:
@@ -351,15 +424,30 @@ def examine(
     except RequestError as error:
         return found, [Finding("error", str(error), "")]
     data, tokenizer = {"prepared": False, "from": []}, None
+    budget, budget_file, rate = config.guards.budget, {}, None
     if not config.strict:
         try:
-            data, tokenizer = data_facts(config.data, opened)
+            data, tokenizer = data_facts_in_time(config.data, opened)
+        except (NoAnswer, Unreachable) as error:
+            why = first_line(error.__cause__ if isinstance(error, Unreachable) else error)
+            where = ", ".join(remote_sources(config.data))
+            noted.append(Finding("warning", f"{where}: how many tokens there are is not known, since the store does "
+                                 f"not answer in {NETWORK_SECONDS:g} s: {why}",
+                                 "check the network and the credentials, and plan again"))  # fmt: skip
+            data, tokenizer = {"unknown": True}, find_tokenizer(config.data)  # which was read before
         except (LmError, OSError) as error:
             noted.append(Finding("error", str(error), ""))
             data = {"unknown": True}
+        try:
+            budget_file = budget.read_file()
+            rate = nonnegative(budget_file.get("rate_usd_per_hr")) or budget.rate_usd_per_hr or config.rate_usd_per_hr
+            budget.refuse_rate(rate, "--rate_usd_per_hr")
+        except RequestError as error:
+            noted.append(Finding("error", str(error), ""))
     decoder = with_vocabulary(config, tokenizer)
     found["steps"] = step_facts(steps, config, data)
     noted += findings.of_steps(found["steps"], config)
+    noted += findings.of_schedule(found["steps"], config)
     if resumed is None:
         noted += findings.of_warmup(found["steps"], config, data)
     if not config.strict and "unknown" not in data:
@@ -378,6 +466,9 @@ def examine(
         "tied": decoder.tie_word_embeddings, "vocab_size": decoder.vocab_size,
     }  # fmt: skip
     noted += findings.of_model(found["model"], found["steps"])
+    noted += findings.of_rules(decoder, found["steps"], config)
+    if resumed is None:
+        noted += findings.of_alerts(decoder, found["steps"], config)
     if config.strict:
         return found, noted
     if device.capability is None and device.memory_bytes is not None:
@@ -387,13 +478,22 @@ def examine(
     found["device"] = {"name": device.name, "precision": precision, "kernels": step.kernels, "count": world_size}
     global_batch = config.data.global_batch_tokens is not None
     found["memory"] = memory_facts(decoder, step, config.model.optimizer, device, global_batch)
+    count = found["model"]["parameters"]["total"]
+    measured = read_bench(config.bench, count, config.data.seq_len) if config.bench else {}
     found["time"] = time_facts(
         found["steps"], found["model"], device,
-        multiplication_precision(precision, config.trainer.matmul_precision), config.mfu, config.bench,
-        config.rate_usd_per_hr,
+        multiplication_precision(precision, config.trainer.matmul_precision), config.mfu, measured, rate,
         recomputed_flops_per_token(decoder, step.seq_len, config.model.activation_checkpointing),
     )  # fmt: skip
     one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
+    found["checkpoints"] = checkpoint_facts(
+        config.trainer.checkpoint_interval, found["steps"], found["time"], one, measured
+    )  # fmt: skip
+    noted += findings.of_checkpoints(found["checkpoints"], found["steps"])
+    if budget.wanted:
+        found["budget"] = budget_facts(budget, found["time"], rate, budget_file)
+        if resumed is None:  # of which a part is paid for
+            noted += findings.of_budget(found["budget"], found["time"], found["steps"], config)
     every = config.trainer.keep_every
     kept = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0)
     present = len(resumed.steps()) if resumed else 0
@@ -580,8 +680,31 @@ def _time_lines(found: dict[str, Any]) -> list[str]:
 
 def _disk_lines(found: dict[str, Any]) -> list[str]:
     one, at_once, free = (format_bytes(found["disk"][name]) for name in ("checkpoint", "at_once", "free"))
-    return [f"{one} a checkpoint, {at_once} at once; {free} free"]
+    lines, facts = [f"{one} a checkpoint, {at_once} at once; {free} free"], found["checkpoints"]
+    if "lost_seconds" in facts:
+        usd = "" if facts["lost_usd"] is None else f", {facts['lost_usd']:,.2f} USD"
+        lines.append(
+            f"a crash loses at most {format_duration(facts['lost_seconds'])} of work{usd}, "
+            f"{plural(facts['interval'], 'step')}; saving takes {facts['saving_share']:.1%} of the time "
+            f"({facts['saving_basis']})"
+        )
+    return lines
+
+
+def _budget_lines(found: dict[str, Any]) -> list[str]:
+    budget = found["budget"]
+    if budget["hours"] is None:
+        return ["unknown, since the time is"]
+    hours, parts = f"{budget['hours']:,.2f} h", []
+    if budget["max_hours"]:
+        parts.append(f"{hours} of {budget['max_hours']:,.2f}")
+    if budget["usd"] is not None:
+        cap = f" of {budget['cap_usd']:,.2f}" if budget["cap_usd"] else ""
+        parts.append(f"{hours} x {budget['rate_usd_per_hr']:,.2f} USD/h = {budget['usd']:,.2f} USD{cap}")
+    if budget["spent_usd"]:
+        parts.append(f"{budget['spent_usd']:,.2f} USD are spent already")
+    return ["; ".join(parts) or f"{hours}, and no rate is known"]
 
 
 SECTIONS = {"model": _model_lines, "data": _data_lines, "steps": _steps_lines, "memory": _memory_lines,
-            "time": _time_lines, "disk": _disk_lines}  # fmt: skip
+            "time": _time_lines, "budget": _budget_lines, "disk": _disk_lines}  # fmt: skip

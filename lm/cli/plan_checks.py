@@ -3,21 +3,25 @@
 `cli/plan` computes the numbers.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from jsonargparse import Namespace
 
+from lm.cli.scale import batch_tokens, learning_rate
 from lm.data.prepare import describe_small_validation
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
 from lm.model.config import DecoderConfig
+from lm.model.estimates import flops_per_token
 from lm.system.files import DiskSpace
 from lm.system.hardware import Device
-from lm.system.units import format_bytes, format_count
+from lm.system.units import format_bytes, format_count, format_duration
+from lm.training.alerts import true_of_untrained
 from lm.training.callbacks.evaluation import EvaluationConfig
 from lm.training.optim import GroupConfig
-from lm.training.schedule import warmup_problem
+from lm.training.schedule import lr_fraction, warmup_problem
 
 LONG_WARMUP = 0.2  # share of the run
 MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
@@ -27,6 +31,13 @@ HALF_EMPTY = 0.45
 CUDNN_GAIN = 1.7  # over flash attention 2 on Hopper, 1.7 to 2.3 times (transformers issue 48163)
 LONG_VALIDATION = 0.1  # share of the time
 FP8_FROM = (8, 9)  # compute capability
+FAR_BATCH, FAR_RATE = 4, 3  # times the rules of `lm scale`, above or below
+RULES_FROM = 1e17  # operations in the blocks, the least that the rule of the rate was fitted to (arXiv:2401.02954)
+UNCLIPPED_RATE = 6e-4  # the highest of GPT-3's models, which were all clipped at 1.0 (Brown et al., 2020,
+# arXiv:2005.14165, table 2.1 and appendix B)
+EARLY_DECAY = 0.05  # share of the run after the end of its decay
+MUCH_LOST = 3600  # seconds of work
+LONG_SAVING = 0.05  # share of the time
 ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's matrix units
 
 
@@ -243,3 +254,100 @@ def _of_memory(
     if share < HALF_EMPTY and kernels and device.capability >= (8, 0) and not config.model.keep_normed_rows:
         yield Finding("advice", f"a step takes {need}, {share:.0%}",
                       "--model.keep_normed_rows true takes more and may be a little faster")  # fmt: skip
+
+
+def of_schedule(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    """Findings on a decay that does not end with the run, and on a high rate without clipping."""
+    schedule, total = config.model.schedule, steps["max_steps"]
+    warmup, decay = steps["warmup_steps"], steps["decay_steps"]
+    rate, name = config.model.optimizer.lr, schedule.name
+    last, final, end = lr_fraction(total - 1, total, schedule), schedule.final_fraction, max(decay, warmup)
+    if name == "wsd" and not decay and final < 1:
+        yield Finding("warning", f"model.schedule wsd has no decay, so the run ends at its peak rate {rate:g}",
+                      f"--model.schedule.decay_steps {max(1, total // 5)}, a fifth of the run, or name it constant")
+    elif name in ("cosine", "linear") and decay > total and last > final + 0.01:
+        yield Finding("warning", f"the decay ends at step {decay:,}, after the run's {total:,}: the last rate is "
+                      f"{last:.0%} of the peak, {last * rate:.2g}, and not {final:.0%}",
+                      "leave model.schedule.decay_steps out to end it with the run")  # fmt: skip
+    elif name in ("cosine", "linear") and decay and total - end > EARLY_DECAY * total:
+        yield Finding("warning", f"the decay ends at step {end:,} of {total:,}: the last {1 - end / total:.0%} of the "
+                      f"run have {final:.0%} of the peak rate, {final * rate:.2g}",
+                      "leave model.schedule.decay_steps out to end it with the run")  # fmt: skip
+    if not config.trainer.gradient_clip_val and rate > UNCLIPPED_RATE:
+        yield Finding("warning", f"model.optimizer.lr {rate:g} without clipping: one bad batch can undo the run; runs "
+                      f"with a peak of at most {UNCLIPPED_RATE:g} are clipped at 1.0 too",
+                      "--trainer.gradient_clip_val 1.0")  # fmt: skip
+
+
+def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    """Findings on a batch or a learning rate far from the rules of `lm scale`, which has their sources."""
+    tokens, batch, rate = steps["tokens"], steps["tokens_per_step"], config.model.optimizer.lr
+    operations = tokens * (flops_per_token(decoder, steps["seq_len"]) - 6 * decoder.vocab_size * decoder.hidden_size)
+    if operations < RULES_FROM:
+        return
+    best, at_once = batch_tokens(tokens), batch // steps["accumulate"]
+    if (times := max(batch / best, best / batch)) > FAR_BATCH:
+        more = "more" if batch > best else "fewer"
+        yield Finding("warning", f"a step has {batch:,} tokens, {times:.1f} times {more} than the {best:,.0f} "
+                      f"that `lm scale` takes for {format_count(tokens)} tokens",
+                      f"--data.global_batch_tokens {max(1, round(best / at_once)) * at_once}")  # fmt: skip
+    best = learning_rate(operations, batch)
+    if (times := max(rate / best, best / rate)) > FAR_RATE:
+        yield Finding("warning" if rate > best else "advice", f"model.optimizer.lr {rate:g} is {times:.1f} times "
+                      f"{'more' if rate > best else 'less'} than the {best:.2g} that `lm scale` takes for "
+                      f"{operations:.2g} operations in the blocks and {batch:,} tokens a step",
+                      f"--model.optimizer.lr {best:.2g}")  # fmt: skip
+
+
+def of_alerts(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
+    """Findings on alerts that are true of an untrained model."""
+    first = config.trainer.log_interval
+    later = max(steps["warmup_steps"], first)
+    held = true_of_untrained(config.guards.alerts, decoder, first, first * steps["tokens_per_step"])
+    for text, loss in held.items():
+        yield Finding("warning", f"alert `{text}` is true of an untrained model, whose loss is about {loss:.4g} with a "
+                      f"vocabulary of {decoder.vocab_size:,}: it does nothing before it was false once",
+                      f"change its bound, or write `({text}) and step > {later}`")  # fmt: skip
+
+
+def of_checkpoints(checkpoints: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
+    """Findings on the work that a crash loses, and on the time that saving takes."""
+    if "lost_seconds" not in checkpoints:
+        return
+    lost, interval = checkpoints["lost_seconds"], checkpoints["interval"]
+    usd = "" if checkpoints["lost_usd"] is None else f", {checkpoints['lost_usd']:,.2f} USD"
+    if lost > MUCH_LOST:
+        yield Finding("warning", f"a crash loses up to {interval:,} steps, {format_duration(lost)} of work{usd}",
+                      f"--trainer.checkpoint_interval {max(1, int(interval * MUCH_LOST / 2 / lost))}: half an hour")
+    if checkpoints["saving_share"] > LONG_SAVING and interval < steps["max_steps"]:
+        enough = math.ceil(interval * checkpoints["saving_share"] / LONG_SAVING)
+        yield Finding("warning", f"saving takes {checkpoints['saving_share']:.0%} of the time: "
+                      f"{checkpoints['saving_seconds']:,.1f} s ({checkpoints['saving_basis']}) every {lost:,.1f} s",
+                      f"--trainer.checkpoint_interval {enough}")  # fmt: skip
+
+
+def of_budget(
+    facts: dict[str, Any], time: dict[str, Any], steps: dict[str, Any], config: Namespace
+) -> Iterator[Finding]:  # fmt: skip
+    """Findings on what the run takes of its budget: errors where its speed was measured or given."""
+    budget, hours, rate = config.guards.budget, facts["hours"], facts["rate_usd_per_hr"]
+    if budget.cap_usd is not None and rate is None and facts["spent_usd"] is not None:
+        yield Finding("warning", f"{budget.file} has no rate_usd_per_hr: the cost is not known beforehand, nor when "
+                      "the file is not updated any more", "give guards.budget.rate_usd_per_hr too")  # fmt: skip
+    if hours is None:
+        return
+    option = "max_tokens" if config.trainer.max_tokens else "max_steps"
+    for name, cap, need, before, arithmetic in (
+        ("cap_usd", budget.cap_usd, facts["usd"], facts["spent_usd"],
+         f"{hours:,.2f} h x {rate or 0:,.2f} USD/h = {facts['usd'] or 0:,.2f} USD"),
+        ("max_hours", budget.max_hours, hours, facts["hours_elapsed"], f"{hours:,.2f} h"),
+    ):  # fmt: skip
+        if cap is None or need is None or (before or 0.0) + need <= cap:
+            continue
+        spent = f" after {before:,.2f} before it" if before else ""
+        fits = int(steps["max_steps" if option == "max_steps" else "tokens"] * max(0.0, cap - (before or 0.0)) / need)
+        error = need > cap and not time["assumed"] and not budget.dry_run
+        yield Finding("error" if error else "warning", f"the run takes {arithmetic}{spent}, and "
+                      f"guards.budget.{name} is {cap:,.2f} ({time['basis']})",
+                      f"--guards.budget.{name} {math.ceil((before or 0.0) + need)}"
+                      f"{f', or --trainer.{option} {fits}' * bool(fits)}")  # fmt: skip

@@ -256,7 +256,7 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
         patience: seconds for all attempts together.
 
     Raises:
-        RunError: the last attempt failed too.
+        Unreachable: the last attempt failed too.
     """
     if not is_remote(name):
         return read()
@@ -264,11 +264,11 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
     reason = None
     for attempt in count(1):
         try:
-            return _call_within((end - time.monotonic()) / 2, read)
+            return call_within((end - time.monotonic()) / 2, read)
         except Exception as error:
             if not _is_transient(error):
                 raise
-            if reason is None or not isinstance(error, _NoAnswer):  # what the store answered says more
+            if reason is None or not isinstance(error, NoAnswer):  # what the store answered says more
                 reason = error
         # Ranks that failed together must not try again together.
         pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.8, 1.2)
@@ -276,18 +276,22 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
             break
         _warn(name, first_line(reason))
         time.sleep(pause)
-    raise RunError(
+    raise Unreachable(
         f"{name}: {attempt} attempts to read it failed in {patience:g} s: {first_line(reason)}; "
         "check the network and the credentials"
     ) from reason
 
 
-class _NoAnswer(OSError):
+class NoAnswer(OSError):
     """An attempt that was given up."""
 
 
-def _call_within(seconds: float, read: Callable):
-    """Call `read` in a thread; one that takes longer is left to itself, and is a `_NoAnswer`."""
+class Unreachable(RunError):
+    """A remote file system that failed again and again; the cause is its last answer."""
+
+
+def call_within(seconds: float, read: Callable):
+    """Call `read` in a thread; one that takes longer is left to itself, and is a `NoAnswer`."""
     pool = reader_pool(1)
     future = pool.submit(read)
     pool.shutdown(wait=False)
@@ -296,7 +300,7 @@ def _call_within(seconds: float, read: Callable):
     except TimeoutError as error:
         if future.done():  # `read` itself raised it
             raise
-        raise _NoAnswer(f"no answer in {seconds:.1f} s") from error
+        raise NoAnswer(f"no answer in {seconds:.1f} s") from error
 
 
 def _is_transient(error: Exception) -> bool:

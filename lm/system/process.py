@@ -65,7 +65,7 @@ def code_for_launcher(code: int) -> int:
 # ---- exit ------------------------------------------------------------------------------------------------------------
 
 READERS = "lm-read"  # how the names of threads that read data begin
-GRACE = 5.0  # seconds that reads under way have when the process ends
+GRACE = 1.0  # seconds that reads under way have when the process ends
 _reader_pools: WeakSet[ThreadPoolExecutor] = WeakSet()
 
 

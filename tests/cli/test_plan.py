@@ -4,7 +4,9 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -398,3 +400,132 @@ def test_strict_is_schema_and_algebra_alone(planned):
     assert code == 2 and "num_attention_heads" in err and err.count("\n") == 1
     code, _, err = planned("--strict", **{"model.decoder.hiden_size": 3})
     assert code == 2 and "hidden_size" in err
+
+
+# ---- what costs days -------------------------------------------------------------------------------------------------
+
+LARGE = {  # 1.6e18 operations in the blocks, enough for the rules of `lm scale`
+    "model.decoder": {"vocab_size": 32_768, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 6,
+                      "max_position_embeddings": 2048},
+    "trainer.max_steps": 10_000, "data.global_batch_tokens": 262_144, "trainer.log_interval": 10,
+    "model.optimizer.lr": 1e-3, "model.schedule.warmup_steps": 500, "trainer.val_interval": 500,
+    "trainer.checkpoint_interval": 500,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"model.schedule.decay_steps": 5000}, "the decay ends at step 5,000 of 10,000: the last 50% of the run have 10%"),
+    ({"model.schedule.decay_ratio": 0.5}, "the decay ends at step 5,000 of 10,000"),
+    ({"model.schedule.name": "linear", "model.schedule.decay_steps": 20_000},
+     "the decay ends at step 20,000, after the run's 10,000: the last rate is 56% of the peak"),
+    ({"model.schedule.name": "wsd"}, "wsd has no decay, so the run ends at its peak rate 0.001"),
+    ({"trainer.gradient_clip_val": None}, "model.optimizer.lr 0.001 without clipping"),
+    ({"trainer.gradient_clip_val": 0}, "model.optimizer.lr 0.001 without clipping"),
+    ({"model.optimizer.lr": 1e-2}, "model.optimizer.lr 0.01 is 6.1 times more than the 0.0016 that `lm scale` takes"),
+    ({"data.global_batch_tokens": 2**21, "trainer.max_steps": 1250}, "2,097,152 tokens, 8.3 times more than the 253,"),
+    ({"data.global_batch_tokens": 2**14, "data.micro_batch_size": 8, "trainer.max_steps": 160_000},
+     "16,384 tokens, 15.5 times fewer than the 253,"),
+    ({"guards.alerts": {"loss > 10": "stop"}}, "whose loss is about 10.4 with a vocabulary of 32,768"),
+    ({"guards.alerts": {"val_perplexity > 1000": "warn"}}, "does nothing before it was false once"),
+])  # fmt: skip
+def test_what_costs_days_is_a_warning_with_its_numbers(planned, changes, words):
+    sound, run = planned("--strict", **LARGE), planned("--strict", **LARGE | changes)
+    assert sound[0] == run[0] == 0
+    assert not any(words in text for text in found(sound, "warning")), found(sound, "warning")
+    assert any(words in text for text in found(run, "warning")), found(run, "warning")
+
+
+def test_sound_settings_are_not_warned_of(planned):
+    for changes in ({"model.schedule.decay_steps": 9_800}, {"model.schedule.name": "constant"},
+                    {"model.schedule.name": "wsd", "model.schedule.decay_ratio": 0.2},
+                    {"trainer.gradient_clip_val": None, "model.optimizer.lr": 6e-4},
+                    {"guards.alerts": {"loss > 10 and step > 500": "stop", "loss > 11": "stop", "loss < 3": "warn"}},
+                    {"trainer.max_steps": 10, "model.optimizer.lr": 1e-2, "model.schedule.warmup_steps": 1}):  # fmt: skip
+        given = LARGE | changes
+        assert [text for text in found(planned("--strict", **given), "warning") if "tokens are" not in text] == []
+
+
+def test_a_learning_rate_far_below_the_rule_is_advice(planned):
+    assert any("is 16.4 times less than the 0.0016" in text
+               for text in found(planned("--strict", **LARGE | {"model.optimizer.lr": 1e-4}), "advice"))  # fmt: skip
+
+
+def test_what_a_crash_loses_and_what_saving_takes(planned, workplace):
+    """At a measured speed, with a price; from the bench file where it timed checkpoints."""
+    total = planned()[1]["model"]["parameters"]["total"]
+    bench = {"parameters": total, "seq_len": 32, "tokens_per_second": 0.1, "checkpoint": {"stall_ms": 460_800.0}}
+    (workplace / "bench.json").write_text(json.dumps(bench))
+    run = planned("--bench", "bench.json", "--rate_usd_per_hr", "3")
+    facts = run[1]["checkpoints"]
+    assert facts["lost_seconds"] == 3 * 256 / 0.1 and facts["lost_usd"] == pytest.approx(6.40)
+    assert facts["saving_share"] == pytest.approx(0.06) and facts["saving_basis"] == "measured"
+    warnings = found(run, "warning")
+    assert "a crash loses up to 3 steps, 2 h 8 min of work, 6.40 USD --trainer.checkpoint_interval 1" in str(warnings)
+    assert "saving takes 6% of the time: 460.8 s (measured) every 7,680.0 s --trainer.checkpoint_interval 4" in str(warnings)
+    del bench["checkpoint"]
+    (workplace / "bench.json").write_text(json.dumps(bench))
+    facts = planned("--bench", "bench.json")[1]["checkpoints"]
+    assert facts["lost_usd"] is None and "assumed" in facts["saving_basis"] and facts["saving_share"] < 1e-6
+
+
+def test_the_budget_is_counted(planned, workplace):
+    """3,072 tokens at 1 a second are 0.85 h: an error where the speed was measured, a warning where it was assumed."""
+    total = planned()[1]["model"]["parameters"]["total"]
+    measured = {"parameters": total, "seq_len": 32, "tokens_per_second": 1.0}
+    (workplace / "bench.json").write_text(json.dumps(measured))
+    budget = {"guards.budget.cap_usd": 2, "guards.budget.rate_usd_per_hr": 3}
+    run = planned("--bench", "bench.json", "--rate_usd_per_hr", "100", **budget)
+    assert run[0] == 2 and run[1]["time"]["usd"] == pytest.approx(2.56)
+    (error,) = found(run, "error")
+    assert "takes 0.85 h x 3.00 USD/h = 2.56 USD, and guards.budget.cap_usd is 2.00" in error
+    assert error.endswith("--guards.budget.cap_usd 3, or --trainer.max_steps 9")
+    assert planned("--bench", "bench.json", "--trainer.max_steps", "9", **budget)[0] == 0
+    assert planned("--bench", "bench.json", **budget | {"guards.budget.cap_usd": 3})[0] == 0
+    assert planned("--bench", "bench.json", **budget, **{"guards.budget.dry_run": True})[0] == 0
+    hours = planned("--bench", "bench.json", **{"guards.budget.max_hours": 0.5})
+    assert hours[0] == 2 and "the run takes 0.85 h, and guards.budget.max_hours is 0.50" in found(hours, "error")[0]
+    assumed = planned("--device", "h200", **{"guards.budget.max_hours": 1e-12})
+    assert assumed[0] == 0 and "guards.budget.max_hours is 0.00" in str(found(assumed, "warning"))
+    limit = planned("--rate_usd_per_hr", "9", **{"guards.budget": {"max_rate_usd_per_hr": 4, "rate_usd_per_hr": 3}})
+    assert limit[0] == 0, "the budget's own rate counts"
+
+
+def test_what_another_program_has_counted_is_added_to_the_cost(planned, workplace):
+    total = planned()[1]["model"]["parameters"]["total"]
+    (workplace / "bench.json").write_text(json.dumps({"parameters": total, "seq_len": 32, "tokens_per_second": 1.0}))
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    file = {"spent_usd": 1.0, "rate_usd_per_hr": 2.0, "last_update_utc": now}
+    (workplace / "budget.json").write_text(json.dumps(file))
+    budget = {"guards.budget": {"cap_usd": 2.5, "file": "budget.json", "rate_usd_per_hr": 9}}
+    run = planned("--bench", "bench.json", **budget)
+    assert run[0] == 0 and run[1]["budget"]["rate_usd_per_hr"] == 2.0, "the file's rate is the newer one"
+    assert "0.85 h x 2.00 USD/h = 1.71 USD after 1.00 before it" in str(found(run, "warning"))
+    limit = planned(**{"guards.budget": {"file": "budget.json", "max_rate_usd_per_hr": 1.5}})
+    assert limit[0] == 2 and "budget.json: rate_usd_per_hr 2.00 is more than" in found(limit, "error")[0]
+    del file["rate_usd_per_hr"]
+    (workplace / "budget.json").write_text(json.dumps(file))
+    none = planned(**{"guards.budget": {"cap_usd": 2.5, "file": "budget.json"}})
+    assert none[0] == 0 and "budget.json has no rate_usd_per_hr" in str(found(none, "warning"))
+    given = planned("--rate_usd_per_hr", "5", **{"guards.budget": {"file": "budget.json", "max_rate_usd_per_hr": 4}})
+    assert given[0] == 2 and "--rate_usd_per_hr 5.00 is more than" in found(given, "error")[0]
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_an_object_store_that_does_not_answer_is_a_line_and_not_a_wait(workplace, answers):
+    """Nobody listens at the port, or somebody who never says anything; the rest of the page is there."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if answers:
+            server.listen(64)
+        url = f"s3://bucket/train?endpoint_override=http://127.0.0.1:{server.getsockname()[1]}"
+        write_config(workplace, **PLAIN, **{"data.path": None, "data.prepare": None, "data.train": url,
+                                            "data.tokenizer": "data/small"})  # fmt: skip
+        begun = time.monotonic()
+        shown = lm(workplace, "plan", "--config", "small.yaml", "--device", "a100")
+    took = time.monotonic() - begun
+    begun = time.monotonic()
+    lm(workplace, "plan", "--config", "small.yaml", "--device", "a100", "--strict")
+    assert took - (time.monotonic() - begun) < 15  # 3 s of waiting and 1 s until the reads are left to themselves
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("warning s3://")]
+    assert url in line and "does not answer in 3 s" in line and shown.stderr == ""
+    assert any(line.startswith("time ") for line in shown.stdout.splitlines())

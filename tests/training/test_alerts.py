@@ -4,16 +4,20 @@ import json
 import math
 import statistics
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainings import lm, make_workplace, write_config
 
+from lm.cli.main import main
 from lm.errors import RequestError
+from lm.model.config import DecoderConfig
 from lm.runs.run import Run
 from lm.training.alerts import MAX_WINDOW, AlertEvaluator, Expression
 from lm.training.alerts import NAMES as METRICS
+from lm.training.callbacks.guards import Alerts
 
 NAMES = ("loss", "grad_norm", "val_loss")
 
@@ -275,22 +279,76 @@ def test_a_look_costs_next_to_nothing():
 
 def test_a_training_warns_once_and_stops(tmp_path):
     """Both conditions hold at every line: the warning comes once; the stop ends the run with exit code 3, says why in
-    one line, and leaves no checkpoint of weights that may be broken."""
+    one line with its message, and leaves no checkpoint of weights that may be broken. What is true of an untrained
+    model stops nothing, until the loss was below the bound; that is known after a resume."""
     folder = make_workplace(tmp_path)
     window = {"loss < mean(loss, 8)": "warn"}
-    write_config(folder, guards={"alerts": {"loss > 1": "warn", "loss > 1 and step >= 5": "stop", **window}})
+    stop = {"loss > 1 and step >= 5": {"action": "stop", "message": "look at the data"}}
+    untrained = {"loss > 3.5": "stop"}  # ln(38) = 3.64
+    write_config(folder, guards={"alerts": {"grad_norm > 0": "warn", **untrained, **stop, **window}})
     fit = lm(folder, "fit", "--config", "small.yaml", expect=3)
     assert "Traceback" not in fit.stderr and "loss > 1 and step >= 5: loss is " in fit.stderr.splitlines()[-1]
     run = Run(folder / "checkpoints" / "small")
     alerts = [(alert["step"], alert["guard"], alert["action"]) for alert in run.alerts()]
     assert alerts == [(1, "alert", "warn"), (5, "alert", "stop")]
+    assert next(line["train/loss"] for line in run.metrics()) > 3.5
     assert run.status() == "stopped" and "loss > 1 and step >= 5" in run.read("run.json")["reason"]
+    for said in (fit.stderr, (run.path / "log.txt").read_text(), run.read("run.json")["reason"]):
+        assert "at step 5; look at the data" in said
+    assert run.alerts()[-1]["message"].endswith("; look at the data")
     assert list(run.steps()) == [4]  # the best; none of step 5
 
     # Windows continue with the run: eight lines before the one of step 9, four of them in the other process.
     write_config(folder, guards={"alerts": window})
     lm(folder, "fit", "--config", "small.yaml", "--ckpt_path", "auto")
     assert [alert["step"] for alert in run.alerts()] == [1, 5, 9]
+
+
+def played(alerts, losses, state=None):
+    """Actions and steps of `Alerts` over these losses, a log line a step, with 32,768 tokens; and its state after it."""
+    callback, acts = Alerts(alerts), []
+    trainer = SimpleNamespace(
+        log_interval=1, steps=SimpleNamespace(tokens_per_step=256), world_size=1, is_global_zero=False, callbacks=[],
+        global_step=0, tokens_seen=0, stop=None, checkpoint_callback=SimpleNamespace(request=lambda: None),
+    )  # fmt: skip
+    callback.on_guard = lambda trainer, module, guard, action, message: acts.append((trainer.global_step, action))
+    trainer.callbacks.append(callback)
+    if state is not None:
+        callback.load_state_dict(json.loads(json.dumps(state)))
+    callback.on_train_start(trainer, SimpleNamespace(config=DecoderConfig(vocab_size=32_768, hidden_size=1024)))
+    for loss in losses:
+        trainer.global_step += 1
+        line = {"train/loss": loss, "train/perplexity": math.exp(loss), "optim/grad_norm": 1.0}
+        callback.on_metrics(trainer, None, line)
+    return acts, callback.state_dict()
+
+
+@pytest.mark.parametrize("text", ["loss > 10", "perplexity > 30000", "loss > 10.39 or grad_norm > 9", "loss > 10.5"])
+def test_what_is_true_of_an_untrained_model_waits_until_it_was_false(text):
+    """Also where its loss is a little above ln(vocab_size), for its logits vary; and over a resume."""
+    assert played({text: "warn"}, [10.6, 10.6])[0] == []
+    acts, state = played({text: "warn"}, [10.6, 9.0, 11.0])
+    assert acts == [(3, "warn")]
+    assert played({text: "stop"}, [10.6], played({text: "stop"}, [10.6, 9.0])[1])[0] == [(1, "stop")]
+    assert played({text: "stop"}, [10.6], played({text: "stop"}, [10.6, 10.6])[1])[0] == []
+
+
+@pytest.mark.parametrize("text", ["loss > 11", "loss < 10", "loss > 10 and step > 1", "loss > previous(loss)"])
+def test_what_is_not_true_of_an_untrained_model_does_not_wait(text):
+    losses = {"loss < 10": [9.0], "loss > previous(loss)": [10.6, 11.0]}.get(text, [11.5, 11.5])
+    assert played({text: "warn"}, losses)[0] == [(1 if text in ("loss > 11", "loss < 10") else 2, "warn")]
+
+
+@pytest.mark.parametrize(("alert", "words"), [
+    ({"action": "halt"}, "halt"), ({"message": "x"}, "action"), ({"action": "stop", "mesage": "x"}, "mesage"),
+    ({"action": "stop", "message": "a\nb"}, "one line of text"), ({"action": "warn", "message": 5}, "got 5"),
+])  # fmt: skip
+def test_a_wrong_alert_is_one_line(tmp_path, monkeypatch, capsys, alert, words):
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path, guards={"alerts": {"loss > 10": alert}})
+    assert main(["plan", "--config", "small.yaml", "--strict"]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
 
 
 def test_a_wrong_expression_ends_a_fit_before_it_begins(tmp_path):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from trainings import lm, make_workplace, write_config
 
+from lm.cli.main import main
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start
@@ -93,7 +94,8 @@ def test_hours_that_will_not_suffice():
         ({"cap_usd": 1, "rate_usd_per_hr": 0}, "rate_usd_per_hr"), ({"max_hours": math.nan}, "max_hours"),
         ({"cap_usd": math.inf, "file": "x"}, "cap_usd"), ({"max_hours": 1, "warn_at": 1.5}, "warn_at"),
         ({"max_hours": 1, "warn_at": 0}, "warn_at"), ({"dry_run": True}, "dry_run"),
-        ({"dry_run": True, "rate_usd_per_hr": 3}, "dry_run"),
+        ({"dry_run": True, "rate_usd_per_hr": 3}, "dry_run"), ({"max_rate_usd_per_hr": 3}, "rate_usd_per_hr"),
+        ({"rate_usd_per_hr": 5, "max_rate_usd_per_hr": 3}, "5.00 is more than guards.budget.max_rate_usd_per_hr 3.00"),
     ],
 )  # fmt: skip
 def test_an_inconsistent_budget_is_refused(wrong, word):
@@ -321,6 +323,45 @@ def test_a_sidecar_counts_and_the_own_clock_takes_over_where_it_ends(tmp_path, m
     path.write_text(json.dumps({**sidecar, "spent_usd": 1900, "last_update_utc": stamp(-60)}))
     simulation.lines(1, 1)
     assert [act[:3] for act in simulation.acts] == [(810, "stop", False)]
+
+
+def test_a_rate_that_the_file_raises_over_the_limit_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "budget.json"
+    path.write_text(json.dumps({"spent_usd": 3, "rate_usd_per_hr": 2, "last_update_utc": stamp(60)}))
+    config = BudgetConfig(cap_usd=50, max_rate_usd_per_hr=2.5, file=str(path))
+    simulation = Simulation(tmp_path / "run", monkeypatch, config)
+    simulation.lines(20, 1)
+    assert simulation.acts == []
+    path.write_text(json.dumps({"spent_usd": 3, "rate_usd_per_hr": 4, "last_update_utc": stamp()}))
+    simulation.lines(20, 1)
+    assert [act[:3] for act in simulation.acts] == [(210, "stop", True)]
+    assert "an hour costs $4.00, more than the $2.50" in simulation.acts[0][3]
+
+
+@pytest.mark.parametrize(("content", "budget", "words"), [
+    (None, {"cap_usd": 5}, "cannot be read (No such file or directory)"),
+    ({"spent_usd": 1}, {"cap_usd": 5}, "is not whole"),
+    ({"spent_usd": 1, "last_update_utc": "2001-01-01T00:00:00Z"}, {"cap_usd": 5}, "more than 10 minutes ago"),
+    ({"spent_usd": 1, "last_update_utc": "NOW", "rate_usd_per_hr": 4}, {"max_rate_usd_per_hr": 3},
+     "rate_usd_per_hr 4.00 is more than guards.budget.max_rate_usd_per_hr 3.00"),
+])  # fmt: skip
+def test_a_cap_that_cannot_be_counted_is_refused_by_a_fit_before_it_writes_and_by_plan(
+    tmp_path, monkeypatch, capsys, content, budget, words
+):
+    if content is not None:
+        (tmp_path / "budget.json").write_text(json.dumps(content).replace("NOW", stamp()))
+    write_config(tmp_path, **{"guards.budget": {**budget, "file": "budget.json"}, "trainer.callbacks": None})
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--config", "small.yaml", "--device", "h200", "--json"]) == 2
+    (error,) = [one["what"] for one in json.loads(capsys.readouterr().out)["findings"] if one["level"] == "error"]
+    assert words in error
+    ended = lm(tmp_path, "fit", "--config", "small.yaml", expect=2)
+    assert words in ended.stderr and ended.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "budget.json") == ["small.yaml"]
+    if "cap_usd" in budget:  # with a rate its own clock counts
+        known = BudgetConfig(**budget, file="budget.json", rate_usd_per_hr=3)
+        assert known.read_file() == {}
 
 
 def test_what_a_sidecar_projects_counts(tmp_path, monkeypatch):

@@ -14,9 +14,10 @@ from trainings import lm, make_workplace, write_config
 
 from lm.errors import RequestError
 from lm.runs.run import Run
-from lm.training.callbacks.guards import Rollback
+from lm.training.callbacks.guards import Rollback, ValidationTrend
 from lm.training.callbacks.standard import GuardsConfig
 from lm.training.muon import Muon
+from lm.training.schedule import ScheduleConfig
 from lm.training.optim import AdamW
 from lm.training.step_stats import StepStats, sum_over_ranks
 
@@ -126,6 +127,47 @@ def test_a_stop_leaves_last_as_it_was_and_says_why_everywhere(workplace):
     assert "stopped: alert: step >= 5" in (run.path / "log.txt").read_text()
     _, run = fit(workplace, "stopped", "--ckpt_path", "auto", **{"guards.alerts": {}})
     assert run.status() == "finished" and [line["step"] for line in run.metrics() if "optim/lr" in line][-1] == 12
+
+
+def warned(lines, state=None, max_steps=120):
+    """Step and guard of what `ValidationTrend` says of lines of step, training loss and validation loss."""
+    callback, found = ValidationTrend(), []
+    module = SimpleNamespace(schedule_config=ScheduleConfig(name="cosine", warmup_steps=2))
+    trainer = SimpleNamespace(
+        global_step=0, max_steps=max_steps, world_size=1, is_global_zero=False, callbacks=[callback], stop=None
+    )
+    callback.on_guard = lambda trainer, module, guard, action, message: found.append((trainer.global_step, guard))
+    if state is not None:
+        callback.load_state_dict(json.loads(json.dumps(state)))
+    for trainer.global_step, trained, validated in lines:
+        callback.on_metrics(trainer, module, {"train/loss": trained})
+        callback.on_metrics(trainer, module, {"val/loss": validated})
+    return found, callback.state_dict()
+
+
+def test_overfitting_is_said_once_and_over_a_resume():
+    """Three rises of the validation loss while the training loss falls; not where it rises too, nor after a dip."""
+    lines = [(1, 3.0, 3.0), (2, 2.8, 2.9), (3, 2.6, 3.0), (4, 2.4, 3.1), (5, 2.2, 3.2), (6, 2.0, 3.3)]
+    assert warned(lines)[0] == [(5, "overfitting")]
+    for cut in range(len(lines)):
+        state = warned(lines[:cut])[1]
+        assert warned(lines[cut:], state)[0] == ([(5, "overfitting")] if cut < 5 else [])
+    assert warned([(step, 6 - trained, validated) for step, trained, validated in lines])[0] == []
+    assert warned([(1, 3.0, 3.0), (2, 2.8, 3.1), (3, 2.6, 3.2), (4, 2.4, 3.1), (5, 2.2, 3.2), (6, 2, 3.3)])[0] == []
+
+
+def test_a_plateau_is_said_once_and_only_while_the_rate_is_high():
+    """A third of 120 steps without a better validation; at the end of a cosine the rate is low."""
+    level = [(step, 3.0, 3.0) for step in range(10, 121, 10)]
+    assert warned(level)[0] == [(50, "plateau")]
+    late = [(step, 3.0, 3.0 - step / 100 if step < 50 else 2.7) for step in range(10, 121, 10)]
+    assert warned(late)[0] == [] and warned([(10, 3.0, math.nan), (50, 3.0, 3.0)])[0] == []
+
+
+def test_a_training_that_learns_nothing_says_that_it_is_on_a_plateau(workplace):
+    done, run = fit(workplace, "plateau", **{"model.optimizer.lr": 1e-30})
+    assert [(alert["step"], alert["guard"], alert["action"]) for alert in run.alerts()] == [(8, "plateau", "warn")]
+    assert "not lower in the 4 of 12 steps since" in done.stderr and run.status() == "finished"
 
 
 @pytest.mark.fault(9)

@@ -104,6 +104,7 @@ class BudgetConfig:
     Args:
         cap_usd: US dollars that the run may cost over all its sessions.
         rate_usd_per_hr: What the machine costs, in US dollars an hour.
+        max_rate_usd_per_hr: The most that an hour may cost; a run whose file says more ends with a checkpoint.
         max_hours: Hours that the run may take over all its sessions.
         file: A `budget.json` that another program keeps: its figures count; where it has none, the own clock does.
         warn_at: Part of the cap, or of the hours, at which a warning is due.
@@ -112,22 +113,56 @@ class BudgetConfig:
 
     cap_usd: float | None = None
     rate_usd_per_hr: float | None = None
+    max_rate_usd_per_hr: float | None = None
     max_hours: float | None = None
     file: str | None = None
     warn_at: float = 0.8
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("cap_usd", "rate_usd_per_hr", "max_hours"):
+        for name in ("cap_usd", "rate_usd_per_hr", "max_rate_usd_per_hr", "max_hours"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise RequestError(f"guards.budget.{name} {value} must be more than 0")
         if not 0 < self.warn_at <= 1:
             raise RequestError(f"guards.budget.warn_at {self.warn_at} is a part of the cap: more than 0, at most 1")
-        if self.cap_usd is not None and self.rate_usd_per_hr is None and self.file is None:
-            raise RequestError("guards.budget.cap_usd needs guards.budget.rate_usd_per_hr, or a guards.budget.file")
+        for name in ("cap_usd", "max_rate_usd_per_hr"):
+            if getattr(self, name) is not None and self.rate_usd_per_hr is None and self.file is None:
+                raise RequestError(f"guards.budget.{name} needs guards.budget.rate_usd_per_hr, or a guards.budget.file")
+        self.refuse_rate(self.rate_usd_per_hr, "guards.budget.rate_usd_per_hr")
         if self.dry_run and self.cap_usd is None and self.max_hours is None:
             raise RequestError("guards.budget.dry_run needs guards.budget.cap_usd or guards.budget.max_hours")
+
+    def refuse_rate(self, rate: float | None, name: str) -> None:
+        """Refuse a rate in US dollars an hour, by the name of where it stands.
+
+        Raises:
+            RequestError: it is more than `max_rate_usd_per_hr`.
+        """
+        if rate is not None and self.max_rate_usd_per_hr is not None and rate > self.max_rate_usd_per_hr:
+            raise RequestError(
+                f"{name} {rate:,.2f} is more than guards.budget.max_rate_usd_per_hr {self.max_rate_usd_per_hr:,.2f}: "
+                "take a cheaper machine, or raise the limit"
+            )
+
+    def read_file(self) -> dict[str, Any]:
+        """What `file` says before a run starts; empty where it is not given or its figures do not count.
+
+        Raises:
+            RequestError: without it the cap cannot be counted, or it has too high a rate.
+        """
+        if self.file is None:
+            return {}
+        content, problem = Sidecar(Path(self.file)).read()
+        if problem is not None and self.cap_usd is not None and self.rate_usd_per_hr is None:
+            raise RequestError(
+                f"guards.budget.file {self.file} {problem}, and without guards.budget.rate_usd_per_hr "
+                "guards.budget.cap_usd cannot be counted: start the program that keeps the file, or give the rate"
+            )
+        content = content or {}
+        rate = nonnegative(content.get("rate_usd_per_hr"))
+        self.refuse_rate(rate, f"guards.budget.file {self.file}: rate_usd_per_hr")
+        return content
 
     @property
     def wanted(self) -> bool:
@@ -136,13 +171,17 @@ class BudgetConfig:
 
 
 class Verdict(NamedTuple):
-    kind: str  # "near", "projected" or "spent"
+    kind: str  # "near", "projected", "rate" or "spent"
     reason: str
 
 
-def judge(config: BudgetConfig, cost: Cost, projected: Cost | None) -> Verdict | None:
-    """The worst that is true of a cost and its projection to the end of the run; None where all is well."""
-    for kind in ("spent", "projected", "near"):
+def judge(config: BudgetConfig, cost: Cost, projected: Cost | None, rate: float | None = None) -> Verdict | None:
+    """The worst that is true of a cost, its projection to the end of the run, and the machine's rate in US dollars an
+    hour; None where all is well."""
+    limit = config.max_rate_usd_per_hr
+    for kind in ("spent", "rate", "projected", "near"):
+        if kind == "rate" and None not in (rate, limit) and rate > limit:
+            return Verdict(kind, f"an hour costs ${rate:,.2f}, more than the ${limit:,.2f} that it may")
         for cap, form, index in ((config.cap_usd, "${:,.2f}", 1), (config.max_hours, "{:,.2f} hours", 0)):
             now, end = cost[index], projected[index] if projected else None
             if cap is None or now is None:
@@ -161,16 +200,23 @@ class Budget(Callback):
     """Counts the cost, writes `budget.json`, and ends the run in time.
 
     The clock runs from the start of the process, since the machine is paid for from then on. At log lines: near the
-    cap, a warning; a projection over it, a checkpoint and the end; the cap spent, the end without a checkpoint.
+    cap, a warning; a projection over it, or too high a rate, a checkpoint and the end; the cap spent, the end without
+    a checkpoint.
 
     The first steps are slow and say little. So a projection (see `Pace`) ends a run only once it is measured over
     `SETTLED_LINES` and is over the cap for the `PROJECTIONS`th time in a row. Before that, and where steps become slow
     all of a sudden, the last log line that leaves time for one more and a checkpoint ends the run.
+
+    Args:
+        clock: seconds; must not jump.
+        age: seconds that this session has been running for when it starts to train; those of the process if not given.
     """
 
-    def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic, age: float | None = None
+    ) -> None:  # fmt: skip
         self.config = config
-        self._clock = clock
+        self._clock, self._age = clock, age
         self.meter: Meter | None = None  # on rank zero, from the start of a training
         self._sidecar: Sidecar | None = None
         self._pace = Pace()
@@ -185,7 +231,8 @@ class Budget(Callback):
             return
         if trainer.is_global_zero:
             cost = _spent_before(trainer.run)
-            self.meter = Meter(self.config.rate_usd_per_hr, cost, seconds_since_process_start(), self._clock)
+            age = seconds_since_process_start() if self._age is None else self._age
+            self.meter = Meter(self.config.rate_usd_per_hr, cost, age, self._clock)
             self._sidecar = Sidecar(Path(self.config.file), self._clock) if self.config.file else None
         verdict = from_rank_zero(trainer, self._look(trainer))
         if verdict and verdict.kind == "spent" and not self.config.dry_run:  # resumed after its end
@@ -207,14 +254,14 @@ class Budget(Callback):
 
     def _act(self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict) -> None:
         self._reported.add(verdict.kind)
-        end = {"near": "", "projected": "a checkpoint and the end", "spent": "the end, without a checkpoint"}
+        end = "the end, without a checkpoint" if verdict.kind == "spent" else "a checkpoint and the end"
         if verdict.kind == "near":
             act(trainer, pl_module, "budget", "warn", verdict.reason)
         elif self.config.dry_run:
-            act(trainer, pl_module, "budget", "warn", f"{verdict.reason}; if not for the dry run: {end[verdict.kind]}")
+            act(trainer, pl_module, "budget", "warn", f"{verdict.reason}; if not for the dry run: {end}")
         else:
-            reason = f"{verdict.reason}: {end[verdict.kind]}"
-            act(trainer, pl_module, "budget", "stop", reason, save=verdict.kind == "projected")
+            reason = f"{verdict.reason}: {end}"
+            act(trainer, pl_module, "budget", "stop", reason, save=verdict.kind != "spent")
 
     def _look(self, trainer: Trainer) -> Verdict | None:
         """The verdict on the cost as it is now, on rank zero; reads the sidecar and writes the file."""
@@ -224,9 +271,10 @@ class Budget(Callback):
         cost, end = self.meter.read(), self._end(trainer)
         if self._clock() - self._written >= WRITE_INTERVAL:
             self._write(trainer)
-        verdict = judge(self.config, cost, end if len(self._pace.steps) >= SETTLED_LINES else None)
+        rate = self.meter.rate
+        verdict = judge(self.config, cost, end if len(self._pace.steps) >= SETTLED_LINES else None, rate)
         self._over = self._over + 1 if verdict and verdict.kind == "projected" else 0
-        verdict = judge(self.config, cost, None) if 0 < self._over < PROJECTIONS else verdict
+        verdict = judge(self.config, cost, None, rate) if 0 < self._over < PROJECTIONS else verdict
         return verdict if verdict and verdict.kind != "near" else self._last_moment(trainer, cost) or verdict
 
     def _last_moment(self, trainer: Trainer, cost: Cost) -> Verdict | None:

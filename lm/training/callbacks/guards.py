@@ -5,25 +5,39 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 from lightning.pytorch import LightningModule
 
 from lm.data.loader import Batch
 from lm.errors import GuardStop
-from lm.runs.checkpoint import find_damage, read_progress
+from lm.runs.checkpoint import find_damage
 from lm.system.process import steady_time
 from lm.training import checkpoint_state
-from lm.training.alerts import AlertEvaluator
+from lm.training.alerts import AlertEvaluator, true_of_untrained
 from lm.training.callback import Callback, call_hook
 from lm.training.distributed import gather_from_ranks
+from lm.training.schedule import lr_fraction
 from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 Action = Literal["warn", "checkpoint", "stop", "rollback"]
+
+
+class Alert(TypedDict):
+    """What an alert does, and a line that it says to whoever reads the log."""
+
+    action: Action
+    message: NotRequired[str]
+
+
+def action_and_message(alert: Action | Alert) -> tuple[Action, str]:
+    """Both forms of an alert's value as one; the message is empty where there is none."""
+    return (alert, "") if isinstance(alert, str) else (alert["action"], alert.get("message", ""))
 
 
 def from_rank_zero(trainer: Trainer, value: Any) -> Any:
@@ -37,7 +51,7 @@ def act(
     """Report a finding and do what the config asks for; call it on every rank, with the same arguments.
 
     Args:
-        guard: `alert`, `not-finite`, `budget`, `throughput`, `spike`, `drill` or `data`.
+        guard: `alert`, `not-finite`, `budget`, `throughput`, `spike`, `plateau`, `overfitting`, `drill` or `data`.
         save: `stop` with a checkpoint of this step, because nothing is wrong with the weights. Otherwise `last` stays
             what it was: `auto` must not resume from a state that may be broken.
     """
@@ -74,14 +88,25 @@ class Alerts(Callback):
     `rollback` come whenever it is true: the weights have changed since, so the finding is a new one. Rank zero decides,
     since tokens a second differ among ranks.
 
+    A condition that is true of an untrained model does nothing before it was false once, in this process or before a
+    resume.
+
     Args:
-        alerts: expressions, and the action of each.
+        alerts: expressions, and the action of each, with a message or without.
     """
 
-    def __init__(self, alerts: Mapping[str, Action]) -> None:
+    def __init__(self, alerts: Mapping[str, Action | Alert]) -> None:
         self.evaluator = AlertEvaluator(alerts)
-        self.actions = {expression: alerts[text] for text, expression in zip(alerts, self.evaluator.expressions)}
+        actions = map(action_and_message, alerts.values())
+        self.actions = dict(zip(self.evaluator.expressions, actions, strict=True))
         self._reported: set[str] = set()
+        self._was_false: set[str] = set()
+        self._untrained: set[str] = set()  # true of an untrained model
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        texts, step = [expression.text for expression in self.actions], trainer.log_interval
+        tokens = step * trainer.steps.tokens_per_step
+        self._untrained = set(true_of_untrained(texts, pl_module.config, step, tokens))
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
         if not self.actions:
@@ -100,22 +125,27 @@ class Alerts(Callback):
         """Actions that are due, each with its finding: `loss > 10: loss is 12.31 at step 130`."""
         found = []
         for expression, holds in self.evaluator.evaluate(line).items():
-            action = self.actions[expression]
-            if holds and not (action in ONCE and expression.text in self._reported):
+            (action, said), text = self.actions[expression], expression.text
+            waits = text in self._untrained - self._was_false
+            if holds and not waits and not (action in ONCE and text in self._reported):
                 figures = expression.explain(self.evaluator.history, omit=("step",))
-                found.append((action, f"{expression.text}: {figures}{' ' if figures else ''}at step {line['step']}"))
-            if holds:
-                self._reported.add(expression.text)
+                at = f"{figures}{' ' if figures else ''}at step {line['step']}"
+                found.append((action, f"{text}: {at}{'; ' * bool(said)}{said}"))
+            if holds and not waits:
+                self._reported.add(text)
             elif holds is False:
-                self._reported.discard(expression.text)
+                self._reported.discard(text)
+                self._was_false.add(text)
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.evaluator.history.state_dict(), "reported": sorted(self._reported)}
+        alerts = {"reported": sorted(self._reported), "was_false": sorted(self._was_false)}
+        return {**self.evaluator.history.state_dict(), **alerts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.evaluator.history.load_state_dict(state_dict)
         self._reported = set(state_dict["reported"])
+        self._was_false = set(state_dict.get("was_false", ()))
 
 
 # ---- NaN and Inf -----------------------------------------------------------------------------------------------------
@@ -164,6 +194,73 @@ class NotFinite(Callback):
             message += f"; {self._in_a_row} in a row are as many as guards.max_skipped allows"
         stop = too_many or self.policy == "stop"
         act(trainer, pl_module, "not-finite", "stop" if stop else "warn", message, save=stop)
+
+
+# ---- plateau and overfitting -----------------------------------------------------------------------------------------
+
+PLATEAU = 1 / 3  # of the run without a better validation
+HIGH_RATE = 0.5  # of the peak, from which on a plateau is not the end of the schedule
+RISES = 3  # validations in a row, each worse than the one before
+
+
+class ValidationTrend(Callback):
+    """Warns once of a plateau, and once of overfitting; neither does anything to the run.
+
+    A plateau: no better validation loss in a third of the run's steps, while the learning rate is still above half of
+    its peak. Overfitting: the validation loss rises three times in a row, while the mean training loss between these
+    validations falls each time.
+    """
+
+    def __init__(self) -> None:
+        self._best: tuple[int, float] | None = None  # step and validation loss
+        self._newest: list[tuple[float, float]] = []  # validation loss, and mean training loss since the one before
+        self._training = (0.0, 0)  # sum and count of the training losses logged since the newest validation
+        self._reported: set[str] = set()
+
+    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+        trained, loss = metrics.get("train/loss", math.nan), metrics.get("val/loss", math.nan)
+        (total, count), step = self._training, trainer.global_step
+        if math.isfinite(trained):
+            self._training = (total + trained, count + 1)
+        if not math.isfinite(loss):
+            return
+        if count:  # else no step was logged since the one before
+            self._newest = [*self._newest[-RISES:], (loss, total / count)]
+            self._training = (0.0, 0)
+        if self._best is None or loss < self._best[1]:
+            self._best = (step, loss)
+        rate = lr_fraction(max(0, step - 1), trainer.max_steps, pl_module.schedule_config)
+        for guard, message in from_rank_zero(trainer, self._found(step, trainer.max_steps, rate)).items():
+            self._reported.add(guard)
+            act(trainer, pl_module, guard, "warn", message)
+
+    def _found(self, step: int, max_steps: int, rate: float) -> dict[str, str]:
+        """What is true now and was not reported."""
+        found, (best_step, best) = {}, self._best
+        since = step - best_step
+        if since >= PLATEAU * max_steps and rate > HIGH_RATE:
+            found["plateau"] = (
+                f"the validation loss was {best:.4f} at step {best_step} and not lower in the {since} of {max_steps} "
+                f"steps since, and the learning rate is at {rate:.0%} of its peak: an earlier decay or a lower peak "
+                "may help"
+            )
+        validated, trained = [each[0] for each in self._newest], [each[1] for each in self._newest]
+        apart = all(a < b for a, b in pairwise(validated)) and all(a > b for a, b in pairwise(trained))
+        if len(validated) > RISES and apart:
+            found["overfitting"] = (
+                f"the validation loss rose {RISES} times in a row, from {validated[0]:.4f} to {validated[-1]:.4f}, "
+                f"while the training loss fell from {trained[0]:.4f} to {trained[-1]:.4f}: more data, fewer epochs or "
+                f"dropout may help; the best validation was at step {best_step}"
+            )
+        return {guard: message for guard, message in found.items() if guard not in self._reported}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "newest": self._newest, "training": self._training,
+                "reported": sorted(self._reported)}  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._best, self._training = state_dict["best"], state_dict["training"]
+        self._newest, self._reported = state_dict["newest"], set(state_dict["reported"])
 
 
 # ---- rollback --------------------------------------------------------------------------------------------------------
@@ -223,19 +320,22 @@ class Rollback(Callback):
         return next((path for path in reversed(folders) if find_damage(path) is None), None)
 
     def _return_to(self, trainer: Trainer, pl_module: LightningModule, folder: Path) -> None:
-        checkpoint = trainer.strategy.load_checkpoint(folder)
-        checkpoint_state.restore_weights(pl_module, checkpoint)
-        trainer.strategy.load_model_state_dict(checkpoint)
-        trainer.strategy.load_optimizer_state_dict(checkpoint)
+        self._load(trainer, pl_module, folder)
         self.done += 1
         trainer.checkpoint_callback.request()  # or a resume after a kill would repeat the bad steps
         if trainer.is_global_zero:
-            returned = {"step": trainer.global_step, "to": read_progress(folder).step}
+            returned = {"step": trainer.global_step, "to": int(folder.name.removeprefix("step-"))}
             trainer.run.describe(rollbacks=[*trainer.run.read("run.json").get("rollbacks", []), returned])
             log.warning(
                 "rollback %d of %d: weights and optimizer are those of step %d; training continues with step %d and "
                 "skips the samples in between", self.done, self.max_rollbacks, returned["to"], trainer.global_step + 1,
             )  # fmt: skip
+
+    def _load(self, trainer: Trainer, pl_module: LightningModule, folder: Path) -> None:
+        checkpoint = trainer.strategy.load_checkpoint(folder)
+        checkpoint_state.restore_weights(pl_module, checkpoint)
+        trainer.strategy.load_model_state_dict(checkpoint)
+        trainer.strategy.load_optimizer_state_dict(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": self.done}

@@ -13,7 +13,16 @@ from lm.training.alerts import AlertEvaluator
 from lm.training.callbacks.budget import Budget, BudgetConfig
 from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Predictions, Samples, SamplesConfig
-from lm.training.callbacks.guards import Action, Alerts, NotFinite, Rollback, SkippedData
+from lm.training.callbacks.guards import (
+    Action,
+    Alert,
+    Alerts,
+    NotFinite,
+    Rollback,
+    SkippedData,
+    ValidationTrend,
+    action_and_message,
+)
 from lm.training.callbacks.logging import Histograms, ProgressBar, RunLog
 from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
@@ -32,7 +41,8 @@ class GuardsConfig:
         alerts: Conditions over the logged metrics, and the action when one becomes true, such as `loss > 10: stop` or
             `loss > 1.5 * median(loss, 100): rollback`. `warn` reports it; `checkpoint` saves; `stop` ends the run;
             `rollback` returns to the weights of the last good checkpoint and continues with the next samples.
-            Windows count log lines before the newest.
+            Windows count log lines before the newest. With a message: `{action: stop, message: look at the data}`.
+            A condition that is true of an untrained model does nothing before it was false once.
         not_finite: When a loss or gradient is NaN or Inf, no weight is changed; then `skip` continues with the next
             step, and `stop` ends the run with a checkpoint.
         max_skipped: This many such steps in a row end the run.
@@ -43,7 +53,7 @@ class GuardsConfig:
         inject_step: A drill: five steps of rare tokens from this step on, and a post-mortem of them.
     """
 
-    alerts: dict[str, Action] = field(default_factory=dict)
+    alerts: dict[str, Action | Alert] = field(default_factory=dict)
     not_finite: Literal["skip", "stop"] = "skip"
     max_skipped: int = 10
     max_rollbacks: int = 3
@@ -54,6 +64,9 @@ class GuardsConfig:
 
     def __post_init__(self) -> None:
         AlertEvaluator([*self.alerts, *([self.spike] if self.spike else [])])  # refuses a typo
+        for text, (_, message) in zip(self.alerts, map(action_and_message, self.alerts.values())):
+            if message and not message.isprintable():
+                raise RequestError(f"guards.alerts `{text}`: its message {message!r} must be one line of text")
         for name, least in {"max_skipped": 1, "max_rollbacks": 0, "inject_step": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -99,6 +112,7 @@ def standard_callbacks(
         Throughput(),
         *injection,
         NotFinite(guards.not_finite, guards.max_skipped),
+        ValidationTrend(),
         Alerts(guards.alerts),
         Budget(guards.budget),
         ThroughputFloor(guards.throughput),
