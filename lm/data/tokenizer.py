@@ -16,6 +16,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache, cached_property
 from itertools import chain, product, takewhile
 from operator import itemgetter
@@ -112,7 +113,7 @@ class Tokenizer:
                 f"{hub if HUB_NAME.fullmatch(str(path)) and not Path(path).exists() else ''}"
             ) from error
         except (OSError, ValueError) as error:
-            raise RequestError(f"tokenizer {file} cannot be read: {first_line(error)}") from error
+            raise RequestError(f"tokenizer {file}, or what is beside it, cannot be read: {first_line(error)}") from error
         return cls(text, config, eos_token, name=str(file))
 
     def _end(self, wanted: str | None, name: str) -> str:
@@ -171,6 +172,8 @@ class Tokenizer:
     @cached_property
     def prefix(self) -> list[int]:
         """Ids that its post-processor puts before a text, such as a BOS; `encode` never adds them."""
+        if self.bare() is self:
+            return []
         encoding = self.backend.encode("the")
         return [number for number, _ in takewhile(itemgetter(1), zip(encoding.ids, encoding.special_tokens_mask))]
 
@@ -182,12 +185,23 @@ class Tokenizer:
         return Tokenizer(json.dumps(about, indent=2, ensure_ascii=False), self.config, self.eos_token)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; nothing is added, and the names of special tokens are read as text."""
-        return self.encoder.encode(text, add_special_tokens=False).ids
+        """Ids of a text; nothing is added, and the names of special tokens are read as text.
+
+        Raises:
+            RequestError: the text has something that the tokenizer has no token for, and it has no unknown token.
+        """
+        try:
+            return self.encoder.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises bare Exception
+            raise _no_token(error) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts."""
-        return [encoding.ids for encoding in self.encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """Ids of several texts, as `encode` gives them."""
+        try:
+            encodings = self.encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:
+            raise _no_token(error) from error
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens by their names; bytes that are not UTF-8 become the replacement character."""
@@ -206,7 +220,9 @@ class Tokenizer:
         """
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         added = self.backend.get_added_tokens_decoder()
-        word, spelled = self.encode("the") or [self.eos_id], []
+        word, spelled = [self.eos_id], []
+        with suppress(RequestError):
+            word = self.encode("the") or word
         byte_fallback = self.description["model"].get("byte_fallback")
         for token, number in self.vocabulary.items():
             if number in added:
@@ -300,6 +316,13 @@ def train_char(texts: Iterable[str]) -> Tokenizer:
     backend.add_special_tokens([END_OF_TEXT, UNKNOWN])
     backend.decoder = decoders.Fuse()
     return Tokenizer(backend.to_str(pretty=True))
+
+
+def _no_token(error: Exception) -> RequestError:
+    return RequestError(
+        f"the tokenizer cannot encode a text ({first_line(error)}); take one with a token for every byte, or with one "
+        "for what is unknown"
+    )
 
 
 def _unknown(model: dict[str, Any]) -> str | None:

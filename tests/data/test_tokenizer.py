@@ -128,6 +128,13 @@ def test_the_end_of_a_document_is_given_known_or_asked_for(tmp_path):
         Tokenizer.load(file)
 
 
+def test_a_text_that_a_tokenizer_has_no_tokens_for_is_refused():
+    tokenizer = Tokenizer(Backend(models.WordLevel({"go": 0, "</s>": 1}, unk_token="<unk>")).to_str())
+    assert tokenizer.encode_batch(["go"]) == [[0]]
+    with pytest.raises(RequestError, match=r"cannot encode a text \(.*\); take one with a token for every byte"):
+        tokenizer.encode_batch(["go", "stop"])
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"not json", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
 def test_a_file_that_is_no_tokenizer_is_refused_in_one_line(content, tmp_path):
     file = tmp_path / "tokenizer.json"
