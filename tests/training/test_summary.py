@@ -39,3 +39,15 @@ def test_a_failure_that_nobody_foresaw_leaves_its_traceback_in_the_log_and_its_p
     assert "KeyError: 'lost'" in fit.stderr.splitlines()[-1] and "broken.py, line 5;" in fit.stderr.splitlines()[-1]
     log = (folder / "checkpoints/small/log.txt").read_text()
     assert "failed: KeyError: 'lost'\nTraceback" in log and "    {}['lost']" in log
+
+
+def test_so_does_a_failure_of_another_rank(tmp_path):
+    """Rank zero ends because it hears nothing more, with an error that says nothing of the cause."""
+    folder = make_workplace(tmp_path)
+    hook = "def on_train_batch_end(self, trainer, *args):\n        trainer.global_rank and {}['lost']\n"
+    (folder / "broken.py").write_text(f"from lightning.pytorch import Callback\n\nclass Broken(Callback):\n    {hook}")
+    write_config(folder, **{"trainer.callbacks": [{"class_path": "broken.Broken"}], "trainer.devices": 2})
+    fit = lm(folder, "fit", "--config", "small.yaml", expect=1)
+    assert "KeyError: 'lost' (" in fit.stderr and "broken.py, line 5;" in fit.stderr
+    log = (folder / "checkpoints/small/log.txt").read_text()
+    assert "rank 1 failed: KeyError: 'lost'\nTraceback" in log and "trainer.global_rank and {}['lost']" in log

@@ -207,6 +207,10 @@ class RunFolder(Callback):
         foreseen = isinstance(exception, LmError)
         text = str(exception) if foreseen else f"{type(exception).__name__}: {exception}"
         self._end(trainer, STATUS.get(type(exception), "failed"), text, None if foreseen else exception)
+        if not (foreseen or trainer.is_global_zero):  # rank zero ends with another error, if any
+            with suppress(OSError):
+                self._log = _open_log(trainer.run)
+                self._log_end(f"rank {trainer.global_rank} failed: {text}", exception)
         self._close_log()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -222,10 +226,7 @@ class RunFolder(Callback):
         run.attempt(run.path / "run.json", lambda: run.describe(status=status, reason=reason, step=step))
         newest = {"status": status, "reason": reason, "step": step, "tokens": trainer.tokens_seen}
         run.write_state({**run.read("state.json"), **newest})
-        if self._log is not None:
-            trace = unforeseen and (type(unforeseen), unforeseen, unforeseen.__traceback__)
-            record = {"levelno": logging.INFO, "msg": f"{status}: {reason}", "exc_info": trace}
-            self._log.handle(logging.makeLogRecord(record))
+        self._log_end(f"{status}: {reason}", unforeseen)
         self._record(run)
         self._ended = run
 
@@ -234,6 +235,12 @@ class RunFolder(Callback):
         if self._ended is not None and self._options.on_event:
             self._ended.release()
             announce(self._ended, self._options.on_event, patience)
+
+    def _log_end(self, text: str, unforeseen: BaseException | None) -> None:
+        """Write to `log.txt` alone how this rank ended, with the traceback of an error that nobody foresaw."""
+        if self._log is not None:
+            trace = unforeseen and (type(unforeseen), unforeseen, unforeseen.__traceback__)
+            self._log.handle(logging.makeLogRecord({"levelno": logging.INFO, "msg": text, "exc_info": trace}))
 
     def _close_log(self) -> None:
         if self._log is not None:
