@@ -5,6 +5,7 @@ and docstrings alone. The values are checked by `cli/config`, whose parser is ma
 """
 
 import ast
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -100,7 +101,8 @@ class Option(NamedTuple):
 
 
 CONFIG = Option("config", "file", None, "A YAML file, looked up in configs/ too; of several the later ones amend it.")
-SEED = Option("seed_everything", "int", "1337", "Seed of the weights and of the order of the samples.")
+SEED = Option("seed_everything", "int", "1337", "Seed of the weights and of the order of the samples; --seed too.")
+SEED_ALIAS = re.compile("--seed(?==|$)")
 FIT = [
     CONFIG,
     Option("run", "name", None, "Name of the run: if not given, the config's for `fit`, otherwise the newest of all. "

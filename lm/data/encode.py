@@ -100,6 +100,11 @@ def split_hash(content: str | np.ndarray) -> float:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big") / 2**64
 
 
+def split_of(piece: Piece, val_fraction: float) -> str:
+    """"train" or "val", for the document that begins with a piece."""
+    return piece.split or ("val" if split_hash(piece.content) < val_fraction else "train")
+
+
 def record_path(unit: Unit, recipe: Recipe) -> Path:
     """Where the record of a unit is, once the unit is done; its name is a hash of everything that decides the parts."""
     made_of = (unit.slices, recipe.tokenizer, recipe.text_key, recipe.val_fraction, recipe.shard_tokens)
@@ -121,7 +126,7 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
         part: _Part | None = None  # of the document that has begun
         for piece, ids in _encoded(unit_pieces(unit, recipe.text_key, encoder.tokenizer), encoder):
             if part is None:
-                split = piece.split or ("val" if split_hash(piece.content) < recipe.val_fraction else "train")
+                split = split_of(piece, recipe.val_fraction)
                 if split not in open_parts:
                     file = recipe.folder / f"{path.stem}-{len(record['parts']):03d}-{split}"
                     open_parts[split] = _Part(stack, file, split)

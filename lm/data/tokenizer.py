@@ -94,20 +94,25 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, eos_token: str | None = None) -> "Tokenizer":
-        """Read a `tokenizer.json`, or the one in a folder.
+        """Read a `tokenizer.json`, the one in a folder, or of a name on the hub the one in Hugging Face's cache.
+
+        The `meta.json` of character data (`{"stoi": ..., "itos": ...}`) will do too.
 
         Raises:
             RequestError: there is none, it cannot be read, or no token is known to end a document.
         """
-        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        file = _find_file(Path(path))
         beside, template = file.with_name("tokenizer_config.json"), file.with_name("chat_template.jinja")
         try:
             text = file.read_text("utf-8")
+            if file.name != "tokenizer.json" and isinstance(meta := parse_json(text), dict) and "stoi" in meta:
+                return _from_meta(meta, str(file))
             config = parse_json(beside.read_text("utf-8")) if beside.exists() else None
             if template.exists():
                 config = {**(config or {}), "chat_template": template.read_text("utf-8")}
         except FileNotFoundError as error:
-            hub = f"; of a model on the Hugging Face hub: `hf download {path} tokenizer.json --local-dir {path}`"
+            fetch = f"`hf download {path} tokenizer.json tokenizer_config.json`"
+            hub = f"; of a model on the Hugging Face hub, {fetch} puts it into the cache, where it is found"
             raise RequestError(
                 f"tokenizer {file} is not there: give a tokenizer.json or a folder with one"
                 f"{hub if HUB_NAME.fullmatch(str(path)) and not Path(path).exists() else ''}"
@@ -311,7 +316,11 @@ def train_char(texts: Iterable[str]) -> Tokenizer:
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
-    vocabulary = {token: number for number, token in enumerate((END_OF_TEXT, UNKNOWN, *sorted(characters)))}
+    return _of_characters({token: number for number, token in enumerate((END_OF_TEXT, UNKNOWN, *sorted(characters)))})
+
+
+def _of_characters(vocabulary: dict[str, int]) -> Tokenizer:
+    """A token for every character of a vocabulary, which has END_OF_TEXT and UNKNOWN too."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     backend.add_special_tokens([END_OF_TEXT, UNKNOWN])
     backend.decoder = decoders.Fuse()
@@ -340,6 +349,50 @@ def _adding_nothing(step: dict[str, Any] | None) -> dict[str, Any] | None:
         return step
     kept = list(filter(None, map(_adding_nothing, step["processors"])))
     return {**step, "processors": kept} if kept else None
+
+
+def _find_file(path: Path) -> Path:
+    """The file of a tokenizer that is given by its path, its folder, or its name on the Hugging Face hub.
+
+    Raises:
+        RequestError: there is a pickle alone.
+    """
+    if path.is_dir():
+        names = ("tokenizer.json", "meta.json", "meta.pkl")
+        path = next((path / name for name in names if (path / name).exists()), path / "tokenizer.json")
+    if path.suffix in (".pkl", ".pickle"):
+        meta = path.with_suffix(".json")
+        raise RequestError(
+            f"tokenizer {path} is a pickle, which may run any code when it is read: if you trust it, `python -c "
+            f"\"import json, pickle; json.dump(pickle.load(open('{path}', 'rb')), open('{meta}', 'w'))\"`, and give "
+            f"{meta}"
+        )
+    if path.exists() or not HUB_NAME.fullmatch(str(path)):
+        return path
+    from huggingface_hub import try_to_load_from_cache  # takes a while to import
+
+    models = [str(path)]
+    if str(path.parent) in (".", "openai-community"):  # where the hub has moved `gpt2` to
+        models += [path.name, f"openai-community/{path.name}"]
+    try:
+        cached = [try_to_load_from_cache(model, "tokenizer.json") for model in models]
+    except ValueError:  # no model can have this name
+        return path
+    return next((Path(file) for file in cached if isinstance(file, str)), path)
+
+
+def _from_meta(meta: dict[str, Any], name: str) -> Tokenizer:
+    """The tokenizer of character data, with two more tokens: the end of a document, and what is unknown.
+
+    Raises:
+        RequestError: its `stoi` is not a number of its own for every character.
+    """
+    stoi = meta["stoi"]
+    ids = list(stoi.values()) if isinstance(stoi, dict) else []
+    whole = all(type(number) is int and 0 <= number < 2**20 for number in ids) and len(set(ids)) == len(ids)
+    if not ids or not whole or any(len(token) != 1 for token in stoi):
+        raise RequestError(f"tokenizer {name}: stoi must have a whole number of its own for every character")
+    return _of_characters({**stoi, END_OF_TEXT: max(ids) + 1, UNKNOWN: max(ids) + 2})
 
 
 def _content(token: Any) -> str | None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -201,6 +203,48 @@ def test_names_of_flat_ids_decide_their_split(tmp_path):
     assert (manifest["splits"]["train"]["bytes"], manifest["splits"]["val"]["bytes"]) == (3, 3)
     with pytest.raises(RequestError, match="--tokenizer"):
         run(tmp_path / "other", tmp_path / "train.bin")
+
+
+def test_names_of_texts_decide_their_split(tmp_path):
+    """And what is learned is learned from the training texts alone."""
+    train = write_jsonl(tmp_path / "train.jsonl", ["ab", "c"])
+    val = write_jsonl(tmp_path / "validation.jsonl", ["cab", "ba", "d"])
+    run(tmp_path / "out", train, val, tokenizer="char")
+    assert documents(tmp_path / "out", "train") == ["ab", "c"]
+    assert documents(tmp_path / "out", "val") == ["cab", "ba", "<|unknown|>"]
+
+
+def test_character_data_of_nanogpt(tmp_path, capsys):
+    """Its meta.pkl is never read; the message's command makes the meta.json that becomes a tokenizer."""
+    stoi = {"\n": 0, "a": 1, "b": 2, "'": 3}
+    np.array([1, 2, 0, 3], np.uint16).tofile(tmp_path / "train.bin")
+    np.array([2, 2], np.uint16).tofile(tmp_path / "val.bin")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 4, "stoi": stoi, "itos": {1: "a"}}))
+    with pytest.raises(RequestError, match="is a pickle, which may run any code") as caught:
+        run(tmp_path / "out", tmp_path / "*.bin", tokenizer=str(tmp_path))
+    subprocess.run(str(caught.value).split("`")[1].replace("python", sys.executable, 1), shell=True, check=True)
+    run(tmp_path / "out", tmp_path / "*.bin", tokenizer=str(tmp_path))
+    assert documents(tmp_path / "out", "train") == ["ab\n'"] and documents(tmp_path / "out", "val") == ["bb"]
+    assert Tokenizer.load(tmp_path / "out").eos_id == 4
+    for wrong in ({"a": 0, "b": 0}, ["a"], {"ab": 1}, {}):
+        (tmp_path / "meta.json").write_text(json.dumps({"stoi": wrong}))
+        with pytest.raises(RequestError, match="meta.json: stoi"):
+            Tokenizer.load(tmp_path)
+
+
+def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
+    model = tmp_path / "models--openai-community--gpt2"
+    for name, content in {"refs/main": "abc", **{f"snapshots/abc/{name}": text for name, text in
+                                                 train_char(["ab"]).files().items()}}.items():  # fmt: skip
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).write_text(content)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("gpt2", "openai-community/gpt2"):
+        assert Tokenizer.load(name).sha256 == train_char(["ab"]).sha256
+    with pytest.raises(RequestError, match="`hf download org/other tokenizer.json tokenizer_config.json`"):
+        Tokenizer.load("org/other")
+    with pytest.raises(RequestError, match="is not there"):
+        Tokenizer.load("a..b")
 
 
 def test_ids_beyond_sixteen_bits_are_written_wider(tmp_path):
@@ -467,7 +511,7 @@ def test_a_folder_with_other_things_is_not_touched(tmp_path):
     [
         ({"val_fraction": 1.0}, "val_fraction"), ({"workers": 0}, "workers"), ({"output": ""}, "--output"),
         ({"vocab_size": Count(100)}, "at least 257"),
-        ({"tokenizer": "gpt2"}, "gpt2 is not there.*`hf download gpt2 tokenizer.json --local-dir gpt2`"),
+        ({"tokenizer": "gpt2"}, "gpt2 is not there.*`hf download gpt2 tokenizer.json tokenizer_config.json`"),
         ({"shard_tokens": Count(0)}, "shard_tokens"), ({"eos_token": "</s>"}, "--eos_token"),
     ],
 )  # fmt: skip

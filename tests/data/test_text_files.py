@@ -7,6 +7,7 @@ import json
 import logging
 import lzma
 import posixpath
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,7 @@ import pytest
 import zstandard
 
 from lm.data import text_files
-from lm.data.text_files import find_files, read_documents, read_pieces
+from lm.data.text_files import find_files, read_documents, read_pieces, split_by_names
 from lm.data.tokenizer import train_char
 from lm.errors import RequestError, RunError
 
@@ -165,7 +166,8 @@ def test_flat_ids_are_cut_at_the_end_of_documents(piece, tmp_path, monkeypatch):
     np.array([2, 3, 0, 0, 4, 4, 4, 4, 0, 2, 3], np.uint16).tofile(tmp_path / "train.bin")
     [file] = find_files([str(tmp_path / "train.bin")])
     assert whole(file, tokenizer=tokenizer) == [[2, 3], [4, 4, 4, 4], [2, 3]]
-    assert {found.split for found in read_pieces(file, tokenizer=tokenizer)} == {"train"}
+    [named, _] = split_by_names([file, replace(file, name="val.bin")])
+    assert {found.split for found in read_pieces(named, tokenizer=tokenizer)} == {"train"}
 
 
 def test_flat_ids_that_do_not_fit_are_refused(tmp_path):
@@ -179,6 +181,52 @@ def test_flat_ids_that_do_not_fit_are_refused(tmp_path):
     file.write_bytes(b"abc")
     with pytest.raises(RunError, match="odd number"):
         whole(find_files([str(file)])[0], tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("dtype", ["<u2", ">u4", "<i8"])
+def test_an_array_of_numpy_is_read_as_flat_ids_are(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "PIECE", 3)
+    np.save(tmp_path / "ids.npy", np.array([2, 3, 0, 0, 4, 4, 4, 4, 0, 2, 3], dtype))
+    [file] = find_files([str(tmp_path / "ids.npy")])
+    assert whole(file, tokenizer=train_char(["abc"])) == [[2, 3], [4, 4, 4, 4], [2, 3]]
+
+
+@pytest.mark.parametrize("array, message", [
+    (np.array([[2, 3]]), r"array of int64 of shape \(1, 2\).*one axis"),
+    (np.array([2.0]), "array of float64"),
+    (np.array([{}]), "array of object"),  # a pickle, which is not opened
+    (np.array([2, -1]), "token 1: id -1 is outside"),
+])
+def test_other_arrays_are_refused(array, message, tmp_path):
+    np.save(tmp_path / "x.npy", array, allow_pickle=True)
+    with pytest.raises((RequestError, RunError), match=message):
+        whole(find_files([str(tmp_path / "x.npy")])[0], tokenizer=train_char(["abc"]))
+    np.save(tmp_path / "x.npy", np.array([2, 3, 4]))
+    for cut, message in ((8, "2 of the 3 token ids"), (3, "truncated"), (150, "not a NumPy array|truncated")):
+        (tmp_path / "cut.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-cut])
+        with pytest.raises((RequestError, RunError), match=message):
+            whole(find_files([str(tmp_path / "cut.npy")])[0], tokenizer=train_char(["abc"]))
+
+
+# ---- the split that names say ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names, splits", [
+    (["train.txt", "val.txt"], ["train", "val"]),
+    (["train-00000-of-00001.parquet", "validation-00000-of-00001.parquet"], ["train", "val"]),
+    (["TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt"], ["train", "val"]),
+    (["wiki.train.jsonl.gz", "wiki.dev.jsonl.gz", "wiki.test.jsonl.gz"], ["train", "val"]),  # test is left out
+    (["train/a.txt", "val/a.txt"], ["train", "val"]),
+    (["train.txt", "test.txt"], [None]),
+    (["train.txt", "val.txt", "other.txt"], [None, None, None]),
+    (["train.txt"], [None]),
+    (["val.txt"], [None]),
+    (["train.py", "val.py", "test_a.py"], [None, None, None]),
+    (["train_val.txt", "val.txt"], [None, None]),
+])
+def test_names_decide_the_split_if_all_of_them_say_one(names, splits):
+    files = [text_files.TextFile(name, "text", None, 1, None) for name in names]
+    assert [file.split for file in split_by_names(files)] == splits
 
 
 # ---- what is wrong is named -----------------------------------------------------------------------------------------
