@@ -25,6 +25,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
 from lm.model.estimates import (
+    ASSUMED_MFU,
     Step,
     checkpoint_bytes,
     describe_mfu,
@@ -49,7 +50,6 @@ from lm.training.trainer import Trainer, refuse_accelerator
 log = logging.getLogger(__name__)
 
 KERNELS_FROM = (8, 0)  # compute capability, as in `kernels/operations`
-ASSUMED_MFU = 0.4  # what published trainings of this size reach on one GPU: nanochat 41 to 50 %, OLMo-core 52 to 57 %
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters, and tokens of a micro-batch, under which the host decides
 RESERVE_BYTES = {"gpu": 2**30, "cpu": 2**26}  # CUDA context and library workspaces; what libraries take in a step
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use

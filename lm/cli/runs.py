@@ -26,7 +26,7 @@ from lm.model.estimates import describe_mfu
 from lm.runs import registry
 from lm.runs.acceptance import Expectation, acceptance, expectations
 from lm.runs.evaluations import describe_evaluation, merge_evaluations
-from lm.runs.history import read_samples
+from lm.runs.history import read_samples, time_spent
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.system.files import finite_or_none
@@ -271,9 +271,10 @@ def describe_run(run: Run) -> dict[str, Any]:
     config = run.settings()
     steps, status = run.steps(), run.status()
     best, last = run.link("best"), run.link("last") or next(reversed(steps.values()), None)
-    samples = read_samples(run)
+    samples, facts = read_samples(run), registry.facts(run)
+    each = described.get("flops_per_token")
     return {
-        **registry.facts(run),
+        **facts,
         "max_tokens": state.get("max_tokens"),
         "eta_seconds": state.get("eta_seconds") if status == "running" else None,
         "phase": state.get("phase"),
@@ -284,12 +285,15 @@ def describe_run(run: Run) -> dict[str, Any]:
         "parameters": count_parameters(last / "model.safetensors") if last else None,
         "config": config,
         "curves": {name: curve for name in ("train/loss", "val/loss", "val/bpb", "optim/grad_norm",
-                                            "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention")
+                                            "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention",
+                                            "perf/gpu_load")
                    if (curve := summarize(metrics, name))},
         "checkpoints": [
             {"step": step, "path": str(path), "bytes": folder_bytes(path), "best": path == best, "last": path == last}
             for step, path in steps.items()
         ],
+        "seconds": time_spent(metrics),
+        "flops": None if None in (each, facts["tokens"]) else each * facts["tokens"],
         "device": described.get("device"), "world_size": described.get("world_size"),
         "python": described.get("python"), "versions": described.get("versions", {}), "git": described.get("git"),
         "command": described.get("command", []),
@@ -303,7 +307,7 @@ def describe_run(run: Run) -> dict[str, Any]:
 
 
 def summarize(metrics: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """The first and the last value of a metric, its extremes with their steps, and its median."""
+    """The first and the last value of a metric, its extremes with their steps, its median and its mean."""
     points = [(line[name], line["step"]) for line in metrics if name in line]
     if not points:
         return None
@@ -313,6 +317,7 @@ def summarize(metrics: list[dict[str, Any]], name: str) -> dict[str, Any] | None
         "first": points[0][0], "first_step": points[0][1], "last": points[-1][0], "last_step": points[-1][1],
         "lowest": lowest, "lowest_step": lowest_at, "highest": highest, "highest_step": highest_at,
         "median": statistics.median(value for value, _ in finite),
+        "mean": statistics.fmean(value for value, _ in finite),
     }  # fmt: skip
 
 
@@ -343,7 +348,7 @@ def _print_page(found: dict[str, Any]) -> None:
     console.print(title)
     parts = {
         "where": [found["path"]], "about": _about(found), "progress": _progress(found), "losses": _losses(found),
-        "speed": _speed(found),
+        "speed": _speed(found), "time": _time(found),
         "model": _model(found), "training": _training(found["config"]), "checkpoints": _checkpoints(found),
         "machine": _machine(found), "started as": _started(found), "cost": _cost(found["budget"]),
         "evaluation": describe_evaluation(found["evaluation"]), "alerts": _alerts(found["alerts"]),
@@ -401,6 +406,21 @@ def _speed(found: dict[str, Any]) -> list[str]:
     if mfu and full:
         lines.append(f"median MFU: {describe_mfu(mfu['median'], full['median'])}")
     return lines
+
+
+def _time(found: dict[str, Any]) -> list[str]:
+    seconds, load = found["seconds"], found["curves"].get("perf/gpu_load")
+    waiting = seconds["waiting for data"]
+    training = waiting + seconds["computing"]
+    lines = []
+    if training:
+        lines.append(
+            f"{format_duration(training)} of training over all sessions, {waiting / training:.1%} of it waiting for "
+            f"data; {format_duration(seconds['pauses'])} of pauses: validations, checkpoints, stops"
+        )
+    if found["flops"]:
+        lines.append(f"{found['flops']:.3g} operations")
+    return [*lines, f"mean GPU load {load['mean']:.0f}%" if load else ""]
 
 
 def _model(found: dict[str, Any]) -> list[str]:

@@ -29,7 +29,7 @@ from lm.runs.run import ROOT, Run
 from lm.system.files import digest, load_checksummed, new_folder
 
 CHART_HEIGHT = 20
-X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
+X_LABELS = {"step": "step", "tokens": "tokens", "flops": "operations", "time": "hours"}
 DASHES = ("-", "--", "-.", ":")  # so that curves are told apart without colour
 PLAIN = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), "header_style": "dim"}  # a table without borders
 
@@ -37,7 +37,7 @@ PLAIN = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), "header_style"
 def compare(
     runs: list[str],
     metric: str = "train/loss",
-    x: Literal["step", "tokens", "time"] = "step",
+    x: Literal["step", "tokens", "flops", "time"] = "step",
     smooth: float = 0.0,
     png: str | None = None,
     json: bool = False,
@@ -48,7 +48,7 @@ def compare(
     Args:
         runs: Names under the root or in the registry, or paths; at least two.
         metric: The metric to draw, by its name in TensorBoard.
-        x: The x axis; time is hours since the run's first log line.
+        x: The x axis; time is hours since the run's first log line, flops are the operations of training so far.
         smooth: Weight of the earlier values in a moving average, from 0 to below 1.
         png: A file to write the chart to, as a picture.
         json: Print one JSON object instead.
@@ -62,6 +62,8 @@ def compare(
     if len({folder.path.resolve() for folder in folders}) < len(folders):
         raise RequestError("a run cannot be compared with itself; name each once")
     metrics = [folder.metrics() for folder in folders]
+    if x == "flops":
+        metrics = [_with_flops(*pair) for pair in zip(folders, metrics, strict=True)]
     names = labels(folders)
     series = [curve(name, lines, metric, x, smooth) for name, lines in zip(names, metrics, strict=True)]
     if not any(one.x for one in series):
@@ -89,6 +91,14 @@ def compare(
     console.print()
     _print_values(console, rows, metric)
     _print_settings(console, names, differing)
+
+
+def _with_flops(run: Run, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Log lines with the operations of training up to them."""
+    each = run.read("run.json").get("flops_per_token")
+    if each is None:
+        raise RequestError(f"run {run.path} does not say how many operations a token takes: give --x tokens")
+    return [{**line, "flops": each * line["tokens"]} for line in lines if "tokens" in line]
 
 
 def _no_metric(metric: str, metrics: list[list[dict[str, Any]]]) -> str:

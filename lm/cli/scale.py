@@ -345,7 +345,7 @@ def scale(
         if not 0 < value < math.inf:
             raise RequestError(f"{name} {value} must be above 0")
     if not window_pattern or set(window_pattern) - {"S", "L"}:
-        raise RequestError(f"--window_pattern {window_pattern!r} must be made of S (a window) and L (all), as SSSL has")
+        raise RequestError(f"--window_pattern {window_pattern!r} must be of S (a window) and L (all), such as SSSL")
     if not given:
         target_param_data_ratio = TOKENS_PER_PARAMETER
     made = recipe(

@@ -32,7 +32,8 @@ def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step", 
 
     Args:
         lines: `Run.metrics()`.
-        x: `step` (optimizer steps), `tokens`, or `time`, which is hours since the run's first log line.
+        x: `step` (optimizer steps), `tokens`, `flops` where the lines have it, or `time`, which is hours since the run's
+            first log line.
         weight: smooth with it, see `smooth`.
     """
     points = [line for line in lines if metric in line and x in line]
@@ -124,7 +125,8 @@ def time_spent(lines: list[dict[str, Any]], step: float = math.inf) -> dict[str,
         lines: `Run.metrics()`.
         step: the last optimizer step to count.
     """
-    trained = [line for line in lines if "perf/tokens_per_second" in line and line["step"] <= step]
+    known = [line for line in lines if {"tokens", "time"} <= line.keys() and line["step"] <= step]
+    trained = [line for line in known if line.get("perf/tokens_per_second", 0) > 0]
     training, waiting, tokens = [], 0.0, 0
     for line in trained:
         training.append((line["tokens"] - tokens) / line["perf/tokens_per_second"])

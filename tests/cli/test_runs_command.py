@@ -188,7 +188,7 @@ def test_show_puts_all_that_matters_on_a_page(trained):
         "small  finished: all steps done", "step 12 of 12 (100%), 3.07K tokens", f"step {max(steps)} (", "last, ",
         f"{state['metrics']['val/bpb']:.4f}", "2 layers of 32, 2 heads (1 for keys and values)",
         "adamw, lr 0.01, cosine", "256 tokens a step", "lm fit --config", f"on {facts['host']}",
-        f"torch {facts['versions']['torch']}",
+        f"torch {facts['versions']['torch']}", " of training over all sessions", " operations",
     ):  # fmt: skip
         assert part in text, part
     weights = load_file(trained.path / "last" / "model.safetensors")
@@ -236,6 +236,20 @@ def test_show_has_mfu_by_both_ways_to_count_attention(place):
     assert "median MFU: 40.0% by what attention attends to; 42.0% by its full length" in shown
 
 
+def test_show_has_time_operations_load_and_pauses_over_all_sessions(place):
+    run = make(steps=0)
+    run.describe(flops_per_token=2e6)
+    for step, load in ((10, 80.0), (20, 90.0)):
+        run.append_metrics({"step": step, "tokens": step * 100, "time": 1e9 + step * 3, "perf/gpu_load": load,
+                            "perf/tokens_per_second": 50.0, "perf/data_wait": 0.25})  # fmt: skip
+    run.write_state({"step": 20, "max_steps": 50, "tokens": 2000})
+    found = json.loads(runs("show", "a", "--json").stdout)
+    assert found["seconds"] == {"computing": 30.0, "waiting for data": 10.0, "pauses": 10.0} and found["flops"] == 4e9
+    shown = " ".join(runs("show", "a").stdout.split())
+    assert "time 40 s of training over all sessions, 25.0% of it waiting for data; 10 s of pauses" in shown
+    assert "4e+09 operations" in shown and "mean GPU load 85%" in shown
+
+
 def test_show_of_a_run_that_has_only_just_begun(place):
     run = Run.create("a", "checkpoints")
     run.describe(id="a", name="a", status="running", entered=time.time())
@@ -267,6 +281,11 @@ def test_compare_takes_another_metric_another_axis_and_smoothing(place):
     assert found["curves"]["a"]["x"][:2] == [256, 512] and found["curves"]["a"]["y"] == pytest.approx(smooth(raw, 0.5))
     hours = json.loads(runs("compare", "a", "b", "--x", "time", "--json").stdout)["curves"]["b"]["x"]
     assert hours[0] == 0 and hours[-1] == pytest.approx(39 * 9 / 3600)
+    assert "give --x tokens" in runs("compare", "a", "b", "--x", "flops", expect=2).stderr
+    for number, name in enumerate("ab", 1):
+        Run(f"checkpoints/{name}").describe(flops_per_token=number * 1e6)
+    found = json.loads(runs("compare", "a", "b", "--x", "flops", "--json").stdout)["curves"]
+    assert found["a"]["x"][:2] == [256e6, 512e6] and found["b"]["x"][:2] == [512e6, 1024e6]
     assert "val/loss" in runs("compare", "a", "b", "--metric", "val/loss").stdout.splitlines()[0]
 
 

@@ -8,10 +8,12 @@ from trainings import lm, make_workplace, write_config
 def test_a_fit_describes_itself_and_what_it_has_made(tmp_path):
     folder = make_workplace(tmp_path / "work")
     write_config(folder)
-    said = lm(folder, "fit", "--config", "small.yaml").stderr
+    known = ("--seed", "9", "--trainer.peak_tflops", "1e-5", "--guards.budget.rate_usd_per_hr", "3600")
+    said = lm(folder, "fit", "--config", "small.yaml", *known).stderr
     for part in (
+        "device: 1 x ", " threads, 32-true, peak 1e-05 TFLOP/s", " USD, at 40% MFU, assumed", "expected, as measured: ",
         " parameters, ", "context 32", "tokens for training", "training: 12 steps of 256 tokens = 3.07K tokens",
-        "weights: new, drawn from seed 7", "12 steps in ", "best validation loss ", "model: checkpoints/small/best",
+        "weights: new, drawn from seed 9", "12 steps in ", "best validation loss ", "model: checkpoints/small/best",
         "sample: ",
     ):  # fmt: skip
         assert part in said, part
@@ -24,9 +26,35 @@ def test_a_fit_describes_itself_and_what_it_has_made(tmp_path):
         typed = ("--prompt", "The") if arguments[3] == "generate" else ()
         lm(folder, *arguments[3:], *typed)
 
-    said = lm(folder, "fit", "--config", "small.yaml", "--trainer.max_steps", "14", "--ckpt_path", "auto").stderr
+    said = lm(folder, "fit", "--config", "small.yaml", "--trainer.max_steps", "14", "--ckpt_path", "auto",
+              "--seed=9").stderr  # fmt: skip
+    assert "peak not known, so no MFU" in said and "expected: not known before two log lines" in said
     assert "weights: resumed from checkpoints/small/step-00000012, after step 12 of 14" in said
     assert "2 steps in " in said
+
+
+PHASES = """
+import json
+from lightning.pytorch import Callback
+
+class Phases(Callback):
+    def note(self, trainer, *args):
+        with open("phases.txt", "a") as file:
+            print(trainer.run.read("state.json")["phase"], file=file)
+
+    on_train_batch_start = on_train_batch_end = note
+"""
+
+
+def test_compiling_is_said_while_it_takes_its_time(tmp_path):
+    folder = make_workplace(tmp_path)
+    (folder / "phases.py").write_text(PHASES)
+    write_config(folder, **{"trainer.callbacks": [{"class_path": "phases.Phases"}], "model.compile": "triton_free",
+                            "trainer.max_steps": 2})  # fmt: skip
+    said = lm(folder, "fit", "--config", "small.yaml").stderr
+    assert said.index("compiling with triton_free in the first step") < said.index("compiled: the first step took ")
+    phases = (folder / "phases.txt").read_text().split()
+    assert "compiling" in phases and phases[-1] == "training"
 
 
 def test_a_failure_that_nobody_foresaw_leaves_its_traceback_in_the_log_and_its_place_on_the_terminal(tmp_path):

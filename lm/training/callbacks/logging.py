@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wa
 
 # ---- log lines -------------------------------------------------------------------------------------------------------
 
+log = logging.getLogger(__name__)
 lines = logging.getLogger("lm.lines")  # the command line shows them where there is no progress bar
 
 
@@ -51,6 +52,7 @@ class RunLog(Callback):
         self.latest: dict[str, Any] = {}  # the newest value of each metric
         self.pace = Pace()
         self._validation_began = 0.0
+        self._compiling: float | None = None  # since when
 
     @classmethod
     def of(cls, trainer: Trainer) -> "RunLog":
@@ -63,10 +65,22 @@ class RunLog(Callback):
             trainer.logger.experiment.add_custom_scalars(LAYOUT)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._compiles = pl_module.compile_mode != "none"
         self.write_state(trainer, "running")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """torch compiles in the first step."""
+        if self._compiles:
+            self._compiles, self._compiling = False, time.monotonic()
+            log.info("compiling with %s in the first step, which may take minutes", pl_module.compile_mode)
+            self.write_state(trainer, "running", phase="compiling")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         step = trainer.global_step
+        if self._compiling is not None:
+            log.info("compiled: the first step took %s", format_duration(time.monotonic() - self._compiling))
+            self._compiling = None
+            self.write_state(trainer, "running")
         if step % self.interval and step != trainer.max_steps:
             return
         metrics = pl_module.logged_metrics()
@@ -118,7 +132,7 @@ class RunLog(Callback):
         return self.pace.rest(*remaining(trainer))
 
     def write_state(self, trainer: Trainer, status: str, phase: str = "training") -> None:
-        """Replace `state.json`; `phase` is `training`, `validating` or `evaluating`."""
+        """Replace `state.json`; `phase` is `compiling`, `training`, `validating` or `evaluating`."""
         if not trainer.is_global_zero:
             return
         trainer.run.write_state({

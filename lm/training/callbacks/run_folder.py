@@ -171,7 +171,7 @@ class RunFolder(Callback):
         run.describe(
             id=run.name, name=name, status="running", reason=None, device=device, world_size=trainer.world_size,
             stretches=segments, turn=Run.next_turn(run.path.parent), tags=self._options.tags, note=self._options.note,
-            machine=machine, **facts,
+            machine=machine, flops_per_token=trainer.lightning_module.flops_per_token(), **facts,
         )  # fmt: skip
 
     def _refuse_changed_shards(self, run: Run, shards: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lm.errors import RunError
+from lm.model.estimates import ASSUMED_MFU, recomputed_flops_per_token
 from lm.runs.checkpoint import read_progress
 from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
@@ -16,7 +17,9 @@ from lm.system.hardware import device_name
 from lm.system.process import program
 from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback
+from lm.training.callbacks.budget import Budget
 from lm.training.callbacks.evaluation import Samples, SamplesConfig
+from lm.training.callbacks.logging import RunLog
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -29,12 +32,20 @@ class Summary(Callback):
 
     def __init__(self) -> None:
         self._began = (0.0, 0)  # time and optimizer step
+        self._measured = False  # whether the time that is left was logged
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = time.monotonic(), trainer.global_step
         if trainer.is_global_zero:
             for line in describe_fit(trainer, pl_module):
                 log.info("%s", line)
+
+    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+        """Log the time that is left once it is measured: what was assumed at the start may be far from it."""
+        seconds = RunLog.of(trainer).eta(trainer)
+        if seconds and not self._measured and trainer.is_global_zero:
+            self._measured = True
+            log.info("expected, as measured: %s", _time_and_cost(trainer, seconds))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -61,20 +72,42 @@ def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
     data, steps = trainer.datamodule, trainer.steps
     tokens = {split: shards.tokens for split, shards in data.shards.items()}
     epochs = steps.max_steps * steps.tokens_per_step / tokens["train"]
-    device = device_name(trainer.strategy.root_device)
-    devices = f"{trainer.world_size} x {device}" if trainer.world_size > 1 else device
-    if trainer.strategy.root_device.type == "cpu":
-        devices += f" with {torch.get_num_threads()} threads"
     return [
+        f"device: {_devices(trainer)}",
         f"model: {format_count(total)} parameters, {format_count(total - embeddings)} of them outside the embeddings; "
         f"vocabulary {module.config.vocab_size:,}, context {module.config.max_position_embeddings:,}",
         f"data: {format_count(tokens['train'])} tokens for training, "
         f"{format_count(tokens.get('val', 0))} for validation",
         f"training: {steps.max_steps:,} steps of {steps.tokens_per_step:,} tokens = "
-        f"{format_count(steps.max_steps * steps.tokens_per_step)} tokens, {epochs:.2f} epochs; {devices}, "
-        f"{trainer.precision}",
+        f"{format_count(steps.max_steps * steps.tokens_per_step)} tokens, {epochs:.2f} epochs",
+        f"expected: {_expected(trainer, module)}",
         f"weights: {_origin(trainer)}",
     ]
+
+
+def _devices(trainer: Trainer) -> str:
+    name = device_name(trainer.strategy.root_device)
+    if trainer.strategy.root_device.type == "cpu":
+        name += f" with {torch.get_num_threads()} threads"
+    peak = f"peak {trainer.device_peak / 1e12:,.4g} TFLOP/s" if trainer.device_peak else "peak not known, so no MFU"
+    return f"{trainer.world_size} x {name}, {trainer.precision}, {peak}"
+
+
+def _expected(trainer: Trainer, module: LightningModule) -> str:
+    """How long the rest of the run takes, reckoned as `lm plan` does without a measurement."""
+    if not trainer.device_peak:
+        return "not known before two log lines"
+    fp8 = str(trainer.precision).startswith("fp8")
+    again = recomputed_flops_per_token(module.config, trainer.datamodule.seq_len, module.activation_checkpointing)
+    rate = ASSUMED_MFU * trainer.device_peak / (1 + fp8) * trainer.world_size / (module.flops_per_token() + again)
+    tokens = (trainer.steps.max_steps - trainer.global_step) * trainer.steps.tokens_per_step
+    return f"{_time_and_cost(trainer, tokens / rate)}, at {ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
+
+
+def _time_and_cost(trainer: Trainer, seconds: float) -> str:
+    meter = next((each.meter for each in trainer.callbacks if isinstance(each, Budget)), None)
+    cost = f", {seconds / 3600 * meter.rate:,.2f} USD" if meter and meter.rate else ""
+    return f"{format_duration(seconds)}{cost}"
 
 
 def _origin(trainer: Trainer) -> str:
