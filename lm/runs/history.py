@@ -32,8 +32,8 @@ def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step", 
 
     Args:
         lines: `Run.metrics()`.
-        x: `step` (optimizer steps), `tokens`, `flops` where the lines have it, or `time`, which is hours since the run's
-            first log line.
+        x: `step` (optimizer steps), `tokens`, `flops` where the lines have it, or `time`: hours since the run's first
+            log line.
         weight: smooth with it, see `smooth`.
     """
     points = [line for line in lines if metric in line and x in line]
