@@ -49,7 +49,6 @@ from lm.training.trainer import Trainer, refuse_accelerator
 
 log = logging.getLogger(__name__)
 
-KERNELS_FROM = (8, 0)  # compute capability, as in `kernels/operations`
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters, and tokens of a micro-batch, under which the host decides
 RESERVE_BYTES = {"gpu": 2**30, "cpu": 2**26}  # CUDA context and library workspaces; what libraries take in a step
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
@@ -146,9 +145,9 @@ def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[st
 def computation(steps: Steps, config: Namespace, device: Device, precision: str) -> Step:
     """How a micro-batch would be computed on a device."""
     model, options = config.model, DistributedConfig(**vars(config.trainer.distributed))
-    kernels = model.kernels not in ("off", False) and bool(device.capability and device.capability >= KERNELS_FROM)
     return Step(
-        steps.micro_batch_size, steps.seq_len, precision, kernels, model.compile, steps.accumulate, model.cuda_graphs,
+        steps.micro_batch_size, steps.seq_len, precision, findings.has_kernels(device, model.kernels), model.compile,
+        steps.accumulate, model.cuda_graphs,
         # With HSDP a model is divided over the devices of a node.
         steps.world_size // (config.trainer.num_nodes if config.trainer.strategy == "hsdp" else 1),
         config.trainer.strategy in ("fsdp2", "hsdp") and steps.world_size > 1, model.activation_checkpointing,

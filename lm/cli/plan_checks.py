@@ -13,6 +13,7 @@ from lm.cli.scale import batch_tokens, learning_rate
 from lm.data.prepare import describe_small_validation
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
+from lm.model.compile import RECOMPUTED_FROM, keeps_all
 from lm.model.config import DecoderConfig
 from lm.model.estimates import flops_per_token
 from lm.system.files import DiskSpace
@@ -30,6 +31,7 @@ NEARLY_FULL = 0.92  # of the device's memory
 HALF_EMPTY = 0.45
 CUDNN_GAIN = 1.7  # over flash attention 2 on Hopper, 1.7 to 2.3 times (transformers issue 48163)
 LONG_VALIDATION = 0.1  # share of the time
+KERNELS_FROM = (8, 0)  # compute capability, as in `kernels/operations`
 FP8_FROM = (8, 9)  # compute capability
 FAR_BATCH, FAR_RATE = 4, 3  # times the rules of `lm scale`, above or below
 RULES_FROM = 1e17  # operations in the blocks, the least that the rule of the rate was fitted to (arXiv:2401.02954)
@@ -67,6 +69,9 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     if config.model.compile_whole and config.model.compile == "none":
         yield Finding("error", "model.compile_whole is for a compiled model, and model.compile is none",
                       "set model.compile inductor, or leave it out")  # fmt: skip
+    elif config.model.compile_whole and steps["world_size"] > 1 and config.trainer.strategy in ("fsdp2", "hsdp"):
+        yield Finding("error", "model.compile_whole needs whole weights, and sharding gathers them block by block",
+                      "leave it out, or set trainer.strategy ddp")  # fmt: skip
     if config.model.cuda_graphs and config.data.on_bad_shard == "skip":
         yield Finding("error", "model.cuda_graphs does not go with data.on_bad_shard skip: what is skipped differs "
                       "from batch to batch", "set data.on_bad_shard to raise")  # fmt: skip
@@ -185,11 +190,27 @@ def of_tasks(evaluation: EvaluationConfig, data: dict[str, Any]) -> Iterator[Fin
                       "set evaluation.interval, or give data.val")  # fmt: skip
 
 
+def has_kernels(device: Device, kernels: str | bool) -> bool:
+    """Whether our kernels would run on a device; `kernels` as `model.kernels`."""
+    return kernels not in ("off", False) and device.capability is not None and device.capability >= KERNELS_FROM
+
+
 def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
               config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
     """Findings on the device, its memory and the disk."""
-    if config.model.kernels in ("on", True) and (device.capability is None or device.capability < (8, 0)):
+    kernels = has_kernels(device, config.model.kernels)
+    if config.model.kernels in ("on", True) and not kernels:
         yield Finding("error", f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
+    if config.model.keep_normed_rows and not kernels:
+        yield Finding("error", "model.keep_normed_rows is for our kernels, and this is plain PyTorch", "leave it out")
+    if config.model.attention != "auto" and (device.capability is None or precision == "32-true"):
+        yield Finding("error", f"model.attention {config.model.attention} needs a CUDA device and half precision, and "
+                      f"this is {device.name} in {precision}", "set model.attention auto")  # fmt: skip
+    mode, compile = config.model.activation_checkpointing, config.model.compile
+    if mode != "none" and keeps_all(kernels, compile):
+        yield Finding("warning", f"model.activation_checkpointing {mode} with our kernels and model.compile {compile} "
+                      f"saves no memory before torch {RECOMPUTED_FROM}, and is refused",
+                      "set model.compile none, or update torch")  # fmt: skip
     if precision != config.trainer.precision:
         yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is taken",
                       f"--trainer.precision {precision} says so")  # fmt: skip
@@ -250,8 +271,7 @@ def _of_memory(
     elif share < HALF_EMPTY and best is not None and best > asked and device.capability is not None:
         yield Finding("advice", f"a step takes {need}, {share:.0%}",
                       f"--data.micro_batch_size {best} fits too and may be faster; {stays}")  # fmt: skip
-    kernels = config.model.kernels not in ("off", False) and device.capability is not None
-    if share < HALF_EMPTY and kernels and device.capability >= (8, 0) and not config.model.keep_normed_rows:
+    if share < HALF_EMPTY and has_kernels(device, config.model.kernels) and not config.model.keep_normed_rows:
         yield Finding("advice", f"a step takes {need}, {share:.0%}",
                       "--model.keep_normed_rows true takes more and may be a little faster")  # fmt: skip
 

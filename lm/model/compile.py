@@ -20,6 +20,11 @@ ActivationCheckpointing = Literal["none", "selective", "block"]
 RECOMPUTED_FROM = "2.13"  # torch version in which compiled code recomputes what our autograd functions save
 
 
+def keeps_all(kernels: bool, compile: Compile) -> bool:
+    """Whether this torch keeps all activations of a compiled block, though they are to be computed again."""
+    return kernels and compile != "none" and torch.__version__ < RECOMPUTED_FROM
+
+
 def checkpoint_activations(
     decoder: nn.Module, mode: ActivationCheckpointing, compile: Compile = "none"
 ) -> None:  # fmt: skip
@@ -38,7 +43,7 @@ def checkpoint_activations(
     """
     if mode == "none":
         return
-    if decoder.fused and compile != "none" and torch.__version__ < RECOMPUTED_FROM:
+    if keeps_all(bool(decoder.fused), compile):
         raise RequestError(
             f"model.activation_checkpointing {mode} with our kernels and model.compile {compile} saves no memory "
             f"before torch {RECOMPUTED_FROM}, and this is {torch.__version__}: set model.compile none, or update torch"

@@ -128,6 +128,9 @@ class LanguageModule(LightningModule):
             raise RequestError("model.compile_whole needs whole weights, and sharding gathers them block by block: "
                                "leave it out, or set trainer.strategy ddp")  # fmt: skip
         ops, self.kernels_taken = choose_kernels(self.kernels, device)
+        if self.keep_normed_rows and ops is None and self.trainer.fitting:
+            raise RequestError(f"model.keep_normed_rows is for our kernels, and this is {self.kernels_taken}: leave it "
+                               "out")  # fmt: skip
         fuse(self.decoder, ops, self.keep_normed_rows)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
         self._choose_attention(device, dtype)
@@ -136,8 +139,10 @@ class LanguageModule(LightningModule):
             self.decoder.attention_backend,
         )  # fmt: skip
         log.info(
-            "kernels: %s; attention: %s; compile: %s", self.kernels_taken, self.attention_kernels, self.compile_mode
-        )
+            "kernels: %s; attention: %s; compile: %s%s; activation checkpointing: %s", self.kernels_taken,
+            self.attention_kernels, self.compile_mode, ", all blocks as one" * self.compile_whole,
+            self.activation_checkpointing,
+        )  # fmt: skip
         checkpoint_activations(self.decoder, self.activation_checkpointing, self.compile_mode)
         compile_decoder(self.decoder, self.compile_mode, self.compile_whole)
         if sharded:
@@ -154,7 +159,7 @@ class LanguageModule(LightningModule):
             choice.apply(self.decoder)
 
     def _refuse_graphs(self, device: torch.device) -> None:
-        if not self.cuda_graphs:
+        if not (self.cuda_graphs and self.trainer.fitting):
             return
         reasons = {
             f"a CUDA device, and this is a {device.type}": device.type != "cuda",

@@ -339,7 +339,7 @@ def test_two_tasks_of_srun_are_two_ranks_of_one_run(workplace):
              for rank in (0, 1)]  # fmt: skip
     said = [task.communicate(timeout=120)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], said
-    assert "2 ranks" in said[0] and said[1] == ""
+    assert "2 ranks" in said[0] and ", ddp" in said[0] and said[1] == ""
     assert [path.name for path in (workplace / "checkpoints").glob("srun*")] == ["srun"]
     assert Run(workplace / "checkpoints" / "srun").read("run.json")["world_size"] == 2
 
@@ -352,6 +352,7 @@ def test_two_tasks_of_srun_are_two_ranks_of_one_run(workplace):
     [
         ({"data.global_batch_tokens": 250}, "250 / 128 = 1.953"),  # before the other rank is started
         ({"model.decoder.vocab_size": 3}, "smaller than the tokenizer's"),  # on both ranks
+        ({"model.keep_normed_rows": True}, "model.keep_normed_rows is for our kernels, and this is plain PyTorch (no"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(workplace, changes, message):

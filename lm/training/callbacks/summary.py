@@ -15,7 +15,7 @@ from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
 from lm.system.hardware import device_name
 from lm.system.process import program
-from lm.system.units import format_count, format_duration
+from lm.system.units import format_count, format_duration, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import Budget
 from lm.training.callbacks.evaluation import Samples, SamplesConfig
@@ -88,9 +88,10 @@ def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
 def _devices(trainer: Trainer) -> str:
     name = device_name(trainer.strategy.root_device)
     if trainer.strategy.root_device.type == "cpu":
-        name += f" with {torch.get_num_threads()} threads"
+        name += f" with {plural(torch.get_num_threads(), 'thread')}"
+    strategy = f", {'ddp' if trainer.sharding == 'auto' else trainer.sharding}" if trainer.world_size > 1 else ""
     peak = f"peak {trainer.device_peak / 1e12:,.4g} TFLOP/s" if trainer.device_peak else "peak not known, so no MFU"
-    return f"{trainer.world_size} x {name}, {trainer.precision}, {peak}"
+    return f"{trainer.world_size} x {name}{strategy}, {trainer.precision}, {peak}"
 
 
 def _expected(trainer: Trainer, module: LightningModule) -> str:
