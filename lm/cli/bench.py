@@ -34,7 +34,7 @@ from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError
 from lm.kernels.operations import choose_kernels
-from lm.model.estimates import Step, describe_mfu, flops_per_token, parameters, training_memory
+from lm.model.estimates import describe_mfu, flops_per_token, parameters, training_memory
 from lm.system.files import write_atomically
 from lm.system.hardware import device_name
 from lm.system.process import run_facts, seconds_since_process_start
@@ -43,9 +43,12 @@ from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
 from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
+from lm.training.distributed import DistributedConfig, srun_world, torchrun_world
 from lm.training.module import LanguageModule
+from lm.training.out_of_memory import step_of
 from lm.training.trainer import Trainer
 
+log = logging.getLogger(__name__)
 WARMUP = 5  # optimizer steps: more than the micro-batches after which a CUDA graph is recorded
 FORMULAS = {
     "mfu": "flops_per_token x tokens_per_second / dense peak of the device in this precision",
@@ -81,6 +84,8 @@ class BenchOptions:
 def step(arguments: list[str]) -> None:
     """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`.
 
+    It is a step of one device, or of the processes that torchrun started.
+
     Args:
         arguments: what stands after `lm bench step`.
 
@@ -97,6 +102,8 @@ def step(arguments: list[str]) -> None:
     timer = StepTimer(warmup=WARMUP, stretch=stretch, rounds=config.steps // stretch, checkpoints=config.checkpoints)
     # The checkpoints that the timer takes are the only ones.
     trainer = fit_briefly(config, timer.steps, [timer], checkpoint_interval=timer.steps + 1)
+    if not trainer.is_global_zero:
+        return
     found = report(config, timer, trainer)
     if config.output:
         write_atomically(config.output, json.dumps(found, indent=2) + "\n")
@@ -117,7 +124,9 @@ def fit_briefly(
     watch: Callable[[Trainer, LanguageModule], None] = lambda trainer, module: None,
     **options: Any,
 ) -> Trainer:
-    """Train for a few steps on one device, with everything that `lm fit` does for a step, and leave nothing behind.
+    """Train for a few steps, with everything that `lm fit` does for a step, and leave nothing behind.
+
+    It is on one device, or on those of the processes that torchrun or srun started.
 
     Guards watch and do nothing; there are no samples and no evaluations. The schedule is constant, since the
     configured one is for a longer run.
@@ -155,9 +164,13 @@ def fit_briefly(
         constant = replace(config.model.schedule, name="constant")
         module = LanguageModule(**vars(config.model) | {"schedule": constant})
         request = vars(config.trainer) | {
-            "max_steps": steps, "max_tokens": None, "devices": 1, "num_nodes": 1,
-            "default_root_dir": str(Path(folder) / "runs"), **options,
+            "max_steps": steps, "max_tokens": None, "default_root_dir": str(Path(folder) / "runs"), **options,
         }  # fmt: skip
+        if not (torchrun_world() or srun_world()):
+            if str(config.trainer.devices) not in ("1", "auto") or config.trainer.num_nodes > 1:
+                log.warning("one device is measured, whatever trainer.devices and trainer.num_nodes say: start this "
+                            "with torchrun to measure several")  # fmt: skip
+            request |= dict(devices=1, num_nodes=1, strategy="auto", distributed=DistributedConfig())
         run_folder = RunFolder(None, "bench", "", register=False)
         guards = config.guards.harmless()
         standard = standard_callbacks(request, run_folder, guards, SamplesConfig(), EvaluationConfig())
@@ -217,7 +230,12 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
         "accelerator": device.type,
         "threads": torch.get_num_threads(),
         "precision": str(trainer.precision),
+        "ranks": trainer.world_size,
+        "strategy": trainer.sharding if trainer.world_size > 1 else None,
         "compile": module.compile_mode,
+        "compile_whole": module.compile_whole,
+        "activation_checkpointing": module.activation_checkpointing,
+        "keep_normed_rows": module.keep_normed_rows,
         "kernels": choose_kernels(module.kernels, device)[1],
         "cuda_graphs": module.cuda_graphs,
         "attention": module.attention_kernels,
@@ -236,11 +254,14 @@ def print_heading(console: Console, found: dict[str, Any]) -> None:
     """Print what `describe_training` found as two lines."""
     console.print(
         f"{found['config']}: {format_count(found['parameters'])} parameters, {found['micro_batch_size']} x "
-        f"{found['seq_len']} tokens x {plural(found['accumulate'], 'micro-batch')}, {found['precision']}; "
-        f"{found['device']}, {found['threads']} threads, torch {found['versions']['torch']}"
+        f"{found['seq_len']} tokens x {plural(found['accumulate'], 'micro-batch')} x {plural(found['ranks'], 'rank')}, "
+        f"{found['precision']}; {found['device']}, {plural(found['threads'], 'thread')}, "
+        f"torch {found['versions']['torch']}"
     )
     console.print(
-        f"compile: {found['compile']}{', CUDA graphs' * found['cuda_graphs']}; kernels: {found['kernels']}; "
+        f"compile: {found['compile']}{', all blocks as one' * found['compile_whole']}"
+        f"{', CUDA graphs' * found['cuda_graphs']}; activation checkpointing: {found['activation_checkpointing']}; "
+        f"kernels: {found['kernels']}{', normed rows kept' * found['keep_normed_rows']}; "
         f"attention: {found['attention']}"
     )
 
@@ -372,7 +393,8 @@ class StepTimer(Callback):
             stall = clock.read().seconds
             trainer.checkpoint_io.drain()
             self.savings.append((stall, clock.read().seconds))
-            self.checkpoint_bytes = folder_bytes(trainer.run.checkpoint("last"))
+            if trainer.is_global_zero:  # each rank has a folder of its own, and this one writes
+                self.checkpoint_bytes = folder_bytes(trainer.run.checkpoint("last"))
 
     def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         trainer.checkpoint_callback.saved_step = trainer.global_step  # no other checkpoint than those that are timed
@@ -390,11 +412,7 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
     rate = steps.tokens_per_step / ms_per_step * 1e3
     flops = {full: flops_per_token(module.config, steps.seq_len, full_attention=full) for full in (False, True)}
     optimizer_ms = statistics.median(timer.optimizer_steps) * 1e3
-    predicted = Step(  # as `lm plan` does; on a CPU the process itself comes on top
-        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
-        module.compile_mode, steps.accumulate, module.cuda_graphs, checkpointing=module.activation_checkpointing,
-        keep_rows=module.keep_normed_rows,
-    )  # fmt: skip
+    predicted = training_memory(module.config, step_of(trainer), module.optimizer_config.state)["peak"]
     return {
         **facts,
         "turns": len(timer.stretches),
@@ -409,7 +427,7 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
         "first_step_s": timer.first_step_age,
         "first_step": {"step_s": timer.first_step, "warm_up_s": timer.first_step - ms_per_step / 1e3},
         "peak_memory_bytes": timer.peak_bytes,
-        "predicted_memory_bytes": training_memory(module.config, predicted, module.optimizer_config.state)["peak"],
+        "predicted_memory_bytes": predicted,  # of tensors; on a CPU the process itself comes on top
         "checkpoint": checkpoint_cost(timer, config.trainer.checkpoint_interval, ms_per_step),
         "flops_per_token": flops[False],
         "flops_per_token_full_attention": flops[True],
@@ -433,7 +451,7 @@ def checkpoint_cost(timer: StepTimer, interval: int, ms_per_step: float) -> dict
 
 def show_times(found: dict[str, Any]) -> None:
     """Print the report."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     print_heading(console, found)
     first, checkpoint, memory = found["first_step"], found["checkpoint"], found["peak_memory_bytes"]
     console.print(
@@ -448,7 +466,9 @@ def show_times(found: dict[str, Any]) -> None:
         f"{first['warm_up_s']:.2f} s more than a later one"
     )
     measured = "unknown" if memory is None else format_bytes(memory)
-    console.print(f"peak memory: {measured}; `lm plan` expects {format_bytes(found['predicted_memory_bytes'])}")
+    of = "the whole process" if found["accelerator"] == "cpu" else "tensors"
+    console.print(f"peak memory of {of}: {measured}; `lm plan` expects "
+                  f"{format_bytes(found['predicted_memory_bytes'])} of tensors, without its reserve")  # fmt: skip
     if checkpoint is None:
         return
     console.print(

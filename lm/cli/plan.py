@@ -225,10 +225,10 @@ def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any
     try:
         found = parse_json(file.read_bytes())
         shape = found["parameters"], found["seq_len"]
-        rate = float(found["tokens_per_second"])
+        rate = float(found["tokens_per_second"]) / found.get("ranks", 1)  # of one device
         if not rate > 0:
             raise ValueError(f"{rate} tokens a second")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise RequestError(f"--bench {file} is no result of `lm bench step --output`: {error}") from error
     if shape != (model_parameters, seq_len):
         raise RequestError(

@@ -26,6 +26,7 @@ from torch.autograd.profiler import record_function
 from lm.cli.bench import WARMUP, describe_training, fit_briefly, print_heading, synchronize
 from lm.cli.config import config_parser
 from lm.errors import RequestError
+from lm.system.process import rank
 from lm.system.units import Count, format_count
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
@@ -82,6 +83,8 @@ def profile(arguments: list[str]) -> None:
     if config.steps < 1:
         raise RequestError(f"--steps {config.steps} must be at least 1")
     found, operators = measure_parts(config)
+    if rank():  # rank zero reports, under torchrun
+        return
     if config.json:
         print(json.dumps(found))
         return
@@ -262,7 +265,8 @@ class Trace:
             self._profiler.start()
         elif step == self.last:
             self._profiler.stop()
-            self._profiler.export_chrome_trace(str(self.path))
+            if rank() == 0:
+                self._profiler.export_chrome_trace(str(self.path))
             device = "cpu" if torch.accelerator.current_accelerator() is None else "device"
             self.operators = self._profiler.key_averages().table(
                 sort_by=f"self_{device}_time_total", row_limit=OPERATORS, max_name_column_width=40
@@ -274,7 +278,7 @@ class Trace:
 
 def show_parts(found: dict[str, Any]) -> None:
     """Print the report as tables."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     print_heading(console, found)
     console.print(f"data: {found['data']}")
     table = Table("part of a step", "ms", "share")

@@ -57,7 +57,7 @@ def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) 
         before: bytes of this process when the training began, weights included; None: it had not begun.
     """
     module, device, steps_taken = trainer.lightning_module, trainer.strategy.root_device, trainer.global_step
-    step, state = _step(trainer), module.optimizer_config.state
+    step, state = step_of(trainer), module.optimizer_config.state
     had, reserve = None, 0
     if device.type == "cuda":
         had = torch.cuda.max_memory_allocated(device)
@@ -102,8 +102,8 @@ def _place(frames: TracebackType | None) -> str:
     return next((PLACES[name] for name in reversed(names) if name in PLACES), "at the beginning")
 
 
-def _step(trainer: Any) -> Step:
-    """How a micro-batch is computed."""
+def step_of(trainer: Any) -> Step:
+    """How a micro-batch of a training is computed."""
     steps, module, strategy = trainer.steps, trainer.lightning_module, trainer.strategy
     return Step(
         steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,

@@ -1,6 +1,6 @@
-"""Launches and bytes of a training step by our kernels in bf16, counted without a GPU.
+"""Launches and bytes of a training step by our kernels in bf16 or FP8, counted without a GPU.
 
-    python tests/benchmarks/count_launches.py [--config NAME.yaml ...] [--output FILE]
+    python tests/benchmarks/count_launches.py [--config NAME.yaml ...] [--precision NAME] [--output FILE]
 
 The decoder runs on meta tensors, which have shapes and no values, and every op is seen on its way to a device. An op
 that only makes a view, or reserves memory, is none; any other is a launch, with these exceptions: an op of ours counts
@@ -35,7 +35,7 @@ from lm.kernels import cross_entropy
 from lm.kernels.operations import FUSED
 from lm.model import fused
 from lm.model.config import DecoderConfig, fused_rows
-from lm.model.decoder import Decoder
+from lm.model.decoder import Decoder, Linear
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.step_stats import total_norm
 
@@ -47,7 +47,8 @@ KERNELS = {"rms_norm": 1, "rms_norm_backward": 2, "swiglu": 1, "swiglu_backward"
 # queries rounded; with grouped heads the gradients of keys and of values are summed over each group, too.
 ATTENTION = {"forward": 1, "backward": 3, "groups": 2}
 OVERWRITES = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")  # their first argument is not read
-PRODUCTS = ("mm", "bmm", "addmm")
+PRODUCTS = ("mm", "bmm", "addmm", "_scaled_mm")
+PRECISIONS = ("bf16-mixed", "fp8-tensorwise", "fp8-rowwise")  # as `trainer.precision`
 CHUNK, BLOCKS = 65_536, 320  # elements of a block, and blocks of a launch, in torch's MultiTensorApply.cuh
 TITLES = {"micro_batch": "a micro-batch", "optimizer_step": "the rest of an optimizer step"}
 LISTS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # lists of tensors -> tensors of a launch, there
@@ -87,6 +88,9 @@ class Launches(TorchDispatchMode):
         moved = bytes_of(read) + bytes_of(kwargs) + bytes_of(written)
         if name == "linear_cross_entropy":
             self._cross_entropy(*args)
+        elif name == "fp8":
+            rowwise, transpose = args[2], args[4]
+            self._add("our kernels", name, (3 if transpose else 1) if rowwise else 2, moved)
         elif namespace == "lm":
             kernels = 1 + (args[4] is not None) if name == "qk_norm_rope_backward" else KERNELS[name]
             self._add("our kernels", name, kernels, moved)
@@ -176,18 +180,22 @@ def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> T
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
-def count(preset: dict[str, Any], copies: bool) -> dict[str, Launches]:
+def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -> dict[str, Launches]:
     """The launches of a micro-batch and of an optimizer step.
 
     Args:
         preset: a config.
         copies: with `WeightCopies`.
+        precision: one of `PRECISIONS`; FP8 leaves the last block in bf16, as `trainer.fp8_keep` does by default.
     """
     config = DecoderConfig(**preset["model"]["decoder"])
     with torch.device("meta"):
         decoder = Decoder(config)
         ids = torch.zeros(preset["data"]["micro_batch_size"], config.max_position_embeddings, dtype=torch.long)
     fused.fuse(decoder, FUSED)
+    if precision != "bf16-mixed":
+        for matrix in (part for layer in decoder.layers[:-1] for part in layer.modules() if isinstance(part, Linear)):
+            matrix.scaling = precision.removeprefix("fp8-")
     embed = decoder.embed
     decoder.embed = lambda input_ids: embed(input_ids).to(DTYPE)  # autocast knows no meta tensors
     parameters = list(decoder.parameters())
@@ -226,17 +234,19 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Count launches and bytes of a training step.", allow_abbrev=False)
     parser.add_argument("--config", nargs="+", default=["pretrain-50m.yaml", "pretrain-350m.yaml"], help="presets")
     parser.add_argument("--output", type=Path, help="file to write the JSON object to")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed", help="as trainer.precision")
     options = parser.parse_args(arguments)
-    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "torch": torch.__version__, "counts": {}}
+    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "torch": torch.__version__,
+                             "precision": options.precision, "counts": {}}  # fmt: skip
     for name in options.config:
         file = Path(name) if Path(name).exists() else ROOT / "configs" / name
         preset = yaml.safe_load(file.read_text())
         if "vocab_size" not in preset["model"]["decoder"]:
             raise RequestError(f"{name} takes its vocabulary from a tokenizer: it has no model.decoder.vocab_size")
         ways = {"without copies": False, "WeightCopies": True} if hasattr(fused, "WeightCopies") else {"all": False}
-        counted = {way: count(preset, copies) for way, copies in ways.items()}
+        counted = {way: count(preset, copies, options.precision) for way, copies in ways.items()}
         show(f"{file.stem}, {preset['data']['micro_batch_size']} x "
-             f"{preset['model']['decoder']['max_position_embeddings']} tokens, bf16", counted)  # fmt: skip
+             f"{preset['model']['decoder']['max_position_embeddings']} tokens, {options.precision}", counted)  # fmt: skip
         found["counts"][file.stem] = {
             way: {
                 part: {"total": launches.total._asdict(),

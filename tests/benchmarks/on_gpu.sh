@@ -16,11 +16,13 @@
 #           pip download --no-deps --dest wheels jsonargparse docstring-parser typeshed-client
 #   -o  where results go; without it build/on_gpu
 #
-# A part ends within nine minutes, whatever happens in it (PART_SECONDS sets another limit). Parts, in the order of a run that names none:
+# A part ends within nine minutes, whatever happens in it (PART_SECONDS sets another limit). Parts, in the order of a
+# run that names none:
 #
 #   tests                 the GPU tests but slow ones and the sanitizer, four at once where pytest-xdist is there
 #   kernels               each kernel in bf16 beside eager mode and inductor; kernels:fp16 and kernels:fp32 can be named
-#   steps:pretrain-350m   a step in eager mode, inductor and CUDA graphs, and in eager mode without our kernels
+#   steps:pretrain-350m   a step in eager mode, inductor block by block and as a whole, CUDA graphs, and in eager
+#                         mode without our kernels
 #   steps:wide-heads      the same model with heads 128 wide, in eager mode and inductor
 #   peers                 two of our modes beside transformers, litgpt, nanoGPT and Liger, those that are there;
 #                         peers:NAME,NAME chooses others, such as peers:lm:none,litgpt
@@ -212,7 +214,7 @@ steps() {
         pretrain-50m)
             step "$1" 'none none+graphs inductor inductor+graphs none/off inductor/off' --config pretrain-50m.yaml \
                 --data.global_batch_tokens 128Ki ;;
-        pretrain-350m) step "$1" 'none inductor none+graphs none/off' --config pretrain-350m.yaml $batch ;;
+        pretrain-350m) step "$1" 'none inductor none+graphs none/off inductor+whole' --config pretrain-350m.yaml $batch ;;
         pretrain-350m-2048)
             step "$1" 'none inductor' --config pretrain-350m.yaml $batch --data.micro_batch_size 8 \
                 --model.decoder.max_position_embeddings 2048 ;;

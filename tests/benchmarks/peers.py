@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 PROJECTS = ("transformers", "liger", "litgpt", "nanogpt")
-MODES = ("none", "triton_free", "inductor", "none+graphs", "triton_free+graphs", "inductor+graphs")
+MODES = ("none", "triton_free", "inductor", "inductor+whole", "none+graphs", "triton_free+graphs", "inductor+graphs")
 WARMUP = 5  # optimizer steps before anything is timed: more than what comes before a CUDA graph
 FORMULAS = {
     "tokens_per_second": "tokens of an optimizer step / median over the turns of seconds a step",
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="Micro-batches of an optimizer step.")
     parser.add_argument("--steps", type=int, default=5, help="Optimizer steps of a turn.")
     parser.add_argument("--rounds", type=int, default=5, help="Turns of each contender.")
-    parser.add_argument("--output", type=Path | None, default=None, help="File to write the JSON object to.")
+    parser.add_argument("--output", type=Path | None, default=None, help="File to write the JSON object to, after each contender's setup and each round.")
     try:
         config = parser.read(spell_out(arguments, lists=("contenders",)))
         decoder = vars(config.model.decoder) | {"vocab_size": find_vocab_size(config)}
@@ -58,33 +59,41 @@ def main(arguments: list[str]) -> None:
         "precision": str(config.trainer.precision), "steps": config.steps,
         "paths": {name: str(config[name].resolve()) for name in PROJECTS[1:] if config[name]},
     }  # fmt: skip
-    found = compare(task, config.contenders or everyone(), config.rounds)
-    if config.output:
-        write_atomically(config.output, json.dumps(found, indent=2) + "\n")
-    show(found)
+    if config.rounds < 1 or config.steps < 1:
+        sys.exit("peers.py: --rounds and --steps must be at least 1")
+
+    def write(found: dict[str, Any]) -> None:
+        if config.output:
+            write_atomically(config.output, json.dumps(found, indent=2) + "\n")
+
+    show(compare(task, config.contenders or everyone(), config.rounds, write))
 
 
 def everyone() -> list[str]:
     """All contenders, in the order of their turns."""
     import torch
 
-    modes = MODES if torch.cuda.is_available() else MODES[:3]
+    modes = MODES if torch.cuda.is_available() else MODES[:4]
     return [f"lm:{mode}" for mode in modes] + [f"{p}{c}" for p in PROJECTS for c in ("", "+inductor")]
 
 
-def compare(task: dict[str, Any], names: list[str], rounds: int) -> dict[str, Any]:
-    """Let the contenders take turns, and report; one that breaks is out, and the others continue."""
-    from lm.system.process import run_facts
+def compare(
+    task: dict[str, Any], names: list[str], rounds: int, write: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Let the contenders take turns, and report; one that breaks is out, and the others continue.
 
+    `write` gets the report so far after each contender is set up and after each round.
+    """
     contenders, unavailable = {}, {}
+    turns: dict[str, list[float]] = {}
     for name in names:
         process = Process(name, task)
         started = process.read()
         if "unavailable" in started:
             unavailable[name] = started["unavailable"]
         else:
-            contenders[name] = (process, started)
-    turns: dict[str, list[float]] = {name: [] for name in contenders}
+            contenders[name], turns[name] = (process, started), []
+        write(report(task, {name: started for name, (_, started) in contenders.items()}, turns, unavailable))
     for _ in range(rounds):
         for name, (process, _) in list(contenders.items()):
             answer = process.turn()
@@ -93,25 +102,46 @@ def compare(task: dict[str, Any], names: list[str], rounds: int) -> dict[str, An
                 del contenders[name]
             else:
                 turns[name].append(answer["seconds"])
+        found = report(task, {name: started for name, (_, started) in contenders.items()}, turns, unavailable)
+        write(found)
     for process, _ in contenders.values():
         process.end()
+    return found
+
+
+def report(
+    task: dict[str, Any], started: dict[str, dict], turns: dict[str, list[float]], unavailable: dict[str, str]
+) -> dict[str, Any]:
+    """The JSON object.
+
+    Args:
+        task: what every contender does.
+        started: by contender what it said when it was set up.
+        turns: seconds a step in each of its turns; before the first round there are none.
+        unavailable: why the others are out.
+    """
+    from lm.system.process import run_facts
+
     facts = run_facts()
     tokens = task["micro_batch_size"] * task["seq_len"] * task["accumulate"]
     figures = {}
-    for name, (_, started) in contenders.items():
-        seconds = statistics.median(turns[name])
-        flops, full, peak = (started.pop(key) for key in ("flops_per_token", "full_flops", "peak_flops"))
-        rate = tokens / seconds
+    for name, said in started.items():
+        flops, full, peak = (said[key] for key in ("flops_per_token", "full_flops", "peak_flops"))
+        seconds = statistics.median(turns[name]) if turns[name] else None
+        rate = tokens / seconds if seconds else None
         figures[name] = {
-            "ms_per_step": seconds * 1e3, "tokens_per_second": rate,
-            "mfu": rate * flops / peak if peak and flops else None,
-            "mfu_full_attention": rate * full / peak if peak and full else None, **started,
+            "ms_per_step": seconds and seconds * 1e3, "tokens_per_second": rate,
+            "mfu": rate * flops / peak if rate and peak and flops else None,
+            "mfu_full_attention": rate * full / peak if rate and peak and full else None,
+            **{key: said[key] for key in said if key not in ("flops_per_token", "full_flops", "peak_flops")},
         }  # fmt: skip
+    ranked = ranking(turns, figures) if all(turns.values()) else {}
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         **{key: value for key, value in task.items() if key != "paths"},
-        "tokens_per_step": tokens, "rounds": rounds, "python": facts["python"], "versions": facts["versions"],
-        "contenders": figures, "unavailable": unavailable, **ranking(turns, figures), "formulas": FORMULAS,
+        "tokens_per_step": tokens, "rounds": max(map(len, turns.values()), default=0), "python": facts["python"],
+        "versions": facts["versions"], "contenders": figures, "unavailable": unavailable, **ranked,
+        "formulas": FORMULAS,
     }  # fmt: skip
 
 

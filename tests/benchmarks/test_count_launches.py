@@ -39,6 +39,17 @@ def test_copies_of_the_weights_replace_casts_of_every_micro_batch(counted):
     assert [counts["optimizer_step"].ops["_foreach_copy_"] for counts in counted] == [0, 1]
 
 
+@pytest.mark.parametrize("precision, both, matrix", [("fp8-tensorwise", 2, 2), ("fp8-rowwise", 3, 1)])
+def test_fp8_quantises_what_the_kernels_page_says(counted, precision, both, matrix):
+    """4 matrices of each block but the last: the weight, what goes in twice, and the gradient of what comes out."""
+    for copies in (False, True):
+        found, bf16 = count(PRESET, copies, precision), counted[copies]
+        step = both if copies else 0  # of the weight, once an optimizer step
+        assert found["micro_batch"].ops["fp8"] == 2 * 4 * (both - step + matrix + both + both)
+        assert found["optimizer_step"].ops["fp8"] == 2 * 4 * step
+        assert launches(found)["matrix products"] == launches(bf16)["matrix products"]
+
+
 def test_the_optimizer_moves_seven_values_of_a_parameter(counted):
     """Weight, gradient and two means read, all but the gradient written; the norm and clipping move three more."""
     total = parameters(DecoderConfig(**SHAPE))["total"]

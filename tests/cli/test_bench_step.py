@@ -1,12 +1,16 @@
 """`lm bench step` times what `lm fit` does, and leaves nothing behind."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
-from trainings import lm, write_config
+from trainings import PLACES, lm, write_config
 
 from lm.cli.bench import FORMULAS, show_times
 from lm.cli.bench import step as command
+from lm.cli.plan import measured_rate
 from lm.training.trainer import Trainer
 
 SMALL = ("bench", "step", "--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")
@@ -92,3 +96,23 @@ def test_a_schedule_longer_than_the_measurement_is_no_obstacle(tmp_path):
     changes = {"model.schedule.name": "wsd", "model.schedule.decay_steps": 5000, "trainer.max_steps": 10_000}
     write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None, **changes})
     assert "ms" in lm(tmp_path, *SMALL).stdout
+
+
+@pytest.mark.slow
+def test_the_ranks_of_torchrun_are_measured_together_and_planned_with_one_by_one(tmp_path):
+    """One report, with the memory of a shard; `lm plan --bench` divides the rate by the ranks."""
+    write_config(tmp_path, **{"trainer.callbacks": None, "trainer.strategy": "fsdp2"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lm"]
+    ended = subprocess.run(
+        [*command, *SMALL, "--json", "--trainer.distributed.reshard", "false"], cwd=tmp_path, text=True,
+        env={**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert (found["ranks"], found["strategy"], found["accumulate"]) == (2, "fsdp2", 1) and found["checkpoint"]
+    alone = json.loads(lm(tmp_path, *SMALL, "--json", "--trainer.distributed.reshard", "false").stdout)
+    assert alone["ranks"] == 1 and found["predicted_memory_bytes"] < alone["predicted_memory_bytes"]
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    rate, _ = measured_rate(tmp_path / "found.json", found["parameters"], found["seq_len"])
+    assert rate == found["tokens_per_second"] / 2
+    assert not list(tmp_path.glob(".lm-bench-*"))
