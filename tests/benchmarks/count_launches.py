@@ -246,7 +246,8 @@ def main(arguments: list[str]) -> None:
         ways = {"without copies": False, "WeightCopies": True} if hasattr(fused, "WeightCopies") else {"all": False}
         counted = {way: count(preset, copies, options.precision) for way, copies in ways.items()}
         show(f"{file.stem}, {preset['data']['micro_batch_size']} x "
-             f"{preset['model']['decoder']['max_position_embeddings']} tokens, {options.precision}", counted)  # fmt: skip
+             f"{preset['model']['decoder']['max_position_embeddings']} tokens, {options.precision}",
+             counted)  # fmt: skip
         found["counts"][file.stem] = {
             way: {
                 part: {"total": launches.total._asdict(),

@@ -47,7 +47,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="Micro-batches of an optimizer step.")
     parser.add_argument("--steps", type=int, default=5, help="Optimizer steps of a turn.")
     parser.add_argument("--rounds", type=int, default=5, help="Turns of each contender.")
-    parser.add_argument("--output", type=Path | None, default=None, help="File to write the JSON object to, after each contender's setup and each round.")
+    parser.add_argument("--output", type=Path | None, default=None,
+                        help="File to write the JSON object to, after each contender's setup and each round.")
     try:
         config = parser.read(spell_out(arguments, lists=("contenders",)))
         decoder = vars(config.model.decoder) | {"vocab_size": find_vocab_size(config)}

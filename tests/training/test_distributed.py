@@ -334,7 +334,8 @@ def test_two_tasks_of_srun_are_two_ranks_of_one_run(workplace):
     """Without `trainer.devices`, which is one on a CPU; only rank zero speaks."""
     path = config(workplace, "srun", "ddp", **{"trainer.max_steps": 2, "trainer.devices": "auto"})
     job = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "lm", "SLURM_NTASKS": "2",
-           "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODELIST": "localhost", "SLURM_NODEID": "0"}  # fmt: skip
+           "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODELIST": "localhost",
+           "SLURM_NODEID": "0"}  # fmt: skip
     tasks = [start(workplace, "fit", "--config", str(path), SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **job)
              for rank in (0, 1)]  # fmt: skip
     said = [task.communicate(timeout=120)[1] for task in tasks]
