@@ -118,7 +118,7 @@ class Tokenizer:
                 f"{hub if HUB_NAME.fullmatch(str(path)) and not Path(path).exists() else ''}"
             ) from error
         except (OSError, ValueError) as error:
-            raise RequestError(f"tokenizer {file}, or what is beside it, cannot be read: {first_line(error)}") from error
+            raise RequestError(f"tokenizer {file}, or a file beside it, is unreadable: {first_line(error)}") from error
         return cls(text, config, eos_token, name=str(file))
 
     def _end(self, wanted: str | None, name: str) -> str:
