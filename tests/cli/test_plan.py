@@ -418,7 +418,7 @@ def test_strict_is_schema_and_algebra_alone(planned):
 
 # ---- what costs days -------------------------------------------------------------------------------------------------
 
-LARGE = {  # 1.6e18 operations in the blocks, enough for the rules of `lm scale`
+LONG_RUN = {  # 1.6e18 operations in the blocks, enough for the rules of `lm scale`
     "model.decoder": {"vocab_size": 32_768, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 6,
                       "max_position_embeddings": 2048},
     "trainer.max_steps": 10_000, "data.global_batch_tokens": 262_144, "trainer.log_interval": 10,
@@ -443,7 +443,7 @@ LARGE = {  # 1.6e18 operations in the blocks, enough for the rules of `lm scale`
     ({"guards.alerts": {"val_perplexity > 1000": "warn"}}, "does nothing before it was false once"),
 ])  # fmt: skip
 def test_what_costs_days_is_a_warning_with_its_numbers(planned, changes, words):
-    sound, run = planned("--strict", **LARGE), planned("--strict", **LARGE | changes)
+    sound, run = planned("--strict", **LONG_RUN), planned("--strict", **LONG_RUN | changes)
     assert sound[0] == run[0] == 0
     assert not any(words in text for text in found(sound, "warning")), found(sound, "warning")
     assert any(words in text for text in found(run, "warning")), found(run, "warning")
@@ -455,13 +455,13 @@ def test_sound_settings_are_not_warned_of(planned):
                     {"trainer.gradient_clip_val": None, "model.optimizer.lr": 6e-4},
                     {"guards.alerts": {"loss > 10 and step > 500": "stop", "loss > 11": "stop", "loss < 3": "warn"}},
                     {"trainer.max_steps": 10, "model.optimizer.lr": 1e-2, "model.schedule.warmup_steps": 1}):  # fmt: skip
-        given = LARGE | changes
+        given = LONG_RUN | changes
         assert [text for text in found(planned("--strict", **given), "warning") if "tokens are" not in text] == []
 
 
 def test_a_learning_rate_far_below_the_rule_is_advice(planned):
     assert any("is 16.4 times less than the 0.0016" in text
-               for text in found(planned("--strict", **LARGE | {"model.optimizer.lr": 1e-4}), "advice"))  # fmt: skip
+               for text in found(planned("--strict", **LONG_RUN | {"model.optimizer.lr": 1e-4}), "advice"))  # fmt: skip
 
 
 def test_what_a_crash_loses_and_what_saving_takes(planned, workplace):
@@ -473,9 +473,9 @@ def test_what_a_crash_loses_and_what_saving_takes(planned, workplace):
     facts = run[1]["checkpoints"]
     assert facts["lost_seconds"] == 3 * 256 / 0.1 and facts["lost_usd"] == pytest.approx(6.40)
     assert facts["saving_share"] == pytest.approx(0.06) and facts["saving_basis"] == "measured"
-    warnings = found(run, "warning")
-    assert "a crash loses up to 3 steps, 2 h 8 min of work, 6.40 USD --trainer.checkpoint_interval 1" in str(warnings)
-    assert "saving takes 6% of the time: 460.8 s (measured) every 7,680.0 s --trainer.checkpoint_interval 4" in str(warnings)
+    warnings = str(found(run, "warning"))
+    assert "a crash loses up to 3 steps, 2 h 8 min of work, 6.40 USD --trainer.checkpoint_interval 1" in warnings
+    assert "saving takes 6% of the time: 460.8 s (measured) every 7,680.0 s --trainer.checkpoint_interval 4" in warnings
     del bench["checkpoint"]
     (workplace / "bench.json").write_text(json.dumps(bench))
     facts = planned("--bench", "bench.json")[1]["checkpoints"]

@@ -305,7 +305,7 @@ def test_a_training_warns_once_and_stops(tmp_path):
 
 
 def played(alerts, losses, state=None):
-    """Actions and steps of `Alerts` over these losses, a log line a step, with 32,768 tokens; and its state after it."""
+    """Actions and steps of `Alerts` over these losses, a log line a step and 32,768 tokens; and its state."""
     callback, acts = Alerts(alerts), []
     trainer = SimpleNamespace(
         log_interval=1, steps=SimpleNamespace(tokens_per_step=256), world_size=1, is_global_zero=False, callbacks=[],

@@ -17,8 +17,8 @@ from lm.runs.run import Run
 from lm.training.callbacks.guards import Rollback, ValidationTrend
 from lm.training.callbacks.standard import GuardsConfig
 from lm.training.muon import Muon
-from lm.training.schedule import ScheduleConfig
 from lm.training.optim import AdamW
+from lm.training.schedule import ScheduleConfig
 from lm.training.step_stats import StepStats, sum_over_ranks
 
 pytestmark = pytest.mark.slow
