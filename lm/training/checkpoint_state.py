@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -71,9 +70,6 @@ class FolderCheckpointIO(CheckpointIO):
             torch.cuda.synchronize()  # the copies are there
 
         def write() -> None:
-            if storage_options is None:  # a callback of Lightning's, whose folder may be new
-                with suppress(OSError):
-                    Path(path).parent.mkdir(parents=True, exist_ok=True)
             write_folder(Path(path), snapshot)
             try:
                 if storage_options is not None:

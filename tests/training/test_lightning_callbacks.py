@@ -64,7 +64,7 @@ class Typed(callbacks.Callback):
 
 
 def test_arguments_of_any_type_are_in_the_config_of_the_run(workplace):
-    _, run = fit(workplace, "typed", ("test_lightning_callbacks.Typed", {}), **{"trainer.max_steps": 1})
+    _, run = fit(workplace, "typed", ("test_lightning_callbacks.Typed", {}), **{"trainer.max_steps": 3})
     (callback,) = run.settings()["trainer"]["callbacks"]
     assert callback["init_args"] == {"place": math.inf, "kind": "epoch"}
     lm(workplace, "validate", "--run", "typed")
@@ -87,6 +87,11 @@ def test_lightnings_checkpoints_beside_ours(workplace):
     assert len(list((run.path / "checkpoints").glob("epoch*"))) == 2
 
 
+def test_a_folder_that_cannot_be_made_is_refused(workplace):
+    refused, run = fit(workplace, "nowhere", ("ModelCheckpoint", {"dirpath": "texts/000.txt/mine"}), expect=2)
+    assert "trainer.callbacks: ModelCheckpoint cannot write to " in refused.stderr and not run.path.exists()
+
+
 @pytest.mark.parametrize("name", ["ModelCheckpoint", "EarlyStopping"])
 def test_what_is_not_logged_to_lightning_cannot_be_monitored(workplace, name):
     refused, run = fit(workplace, "monitor", (name, {"monitor": "train/loss"}), expect=2)
@@ -99,7 +104,7 @@ def test_a_profiler_leaves_its_report_in_the_run(workplace, ranks):
     """Also of a validation, and that of every rank."""
     run = f"profiled-{ranks}"
     done, run = fit(workplace, run, **{
-        "trainer.profiler": "simple", "trainer.max_steps": 2, "trainer.devices": ranks, "data.micro_batch_size": 2,
+        "trainer.profiler": "simple", "trainer.max_steps": 3, "trainer.devices": ranks, "data.micro_batch_size": 2,
     })  # fmt: skip
     names = ["fit-profile.txt"] if ranks == 1 else ["fit-profile-0.txt", "fit-profile-1.txt"]
     assert f"profile: {Path('checkpoints', run.name, names[0])}\n" in done.stderr

@@ -89,8 +89,8 @@ class RunFolder(Callback):
         self._log: logging.Handler | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self._resumed is not None:  # before callbacks compare their folders with the checkpoint's
-            _move_default_folders(trainer, self._resumed)
+        if stage == "fit":  # before callbacks compare their folders with the checkpoint's
+            _make_checkpoint_folders(trainer, self._resumed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = self._claim(trainer) if trainer.is_global_zero else None
@@ -101,7 +101,7 @@ class RunFolder(Callback):
                 f"machines see the same {Path(path).parent}? If a network disk was late, give the same command again"
             )
         trainer.run = Run(path)
-        _move_default_folders(trainer, trainer.run)
+        _make_checkpoint_folders(trainer, trainer.run)
         if trainer.is_global_zero:
             self._log = _open_log(trainer.run)
             _log_places(trainer.run)
@@ -253,12 +253,25 @@ class RunFolder(Callback):
             self._registry_warned = not record_run(run, warned=self._registry_warned)
 
 
-def _move_default_folders(trainer: Trainer, run: Run) -> None:
-    """Have each ModelCheckpoint of Lightning's, for which nobody has named a folder, write into the run's."""
+def _make_checkpoint_folders(trainer: Trainer, run: Run | None) -> None:
+    """Make the folders of each ModelCheckpoint of Lightning's: in the run's where nobody has named another.
+
+    Raises:
+        RequestError: there can be no such folder.
+    """
     default = str(Path(trainer.default_root_dir, "checkpoints"))
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath in (None, default):
+        if not isinstance(callback, ModelCheckpoint) or callback is trainer.checkpoint_callback:
+            continue
+        if run is not None and callback.dirpath in (None, default):
             callback.dirpath = str(run.path / "checkpoints")
+        if trainer.is_global_zero and callback.dirpath not in (None, default):
+            try:
+                Path(callback.dirpath).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RequestError(
+                    f"trainer.callbacks: ModelCheckpoint cannot write to {callback.dirpath}: {error.strerror}"
+                ) from error
 
 
 class LogFile(logging.FileHandler):
