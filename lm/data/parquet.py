@@ -211,6 +211,13 @@ class Column:
             targets = None if targets[keep].all() else targets[keep]
         return Tokens(kept.astype(self.dtype, copy=False), targets)
 
+    def has_targets(self, parquet: pq.ParquetFile) -> bool:
+        """Whether a label may be other than -100: False where the footer says that none is."""
+        if LABELS not in self.beside(parquet.schema_arrow):
+            return True
+        facts = [self._statistics(parquet, group, LABELS)[0] for group in range(parquet.metadata.num_row_groups)]
+        return any(one is None or not one.has_min_max or one.max != IGNORED for one in facts)
+
     def padding(self, parquet: pq.ParquetFile, group: int) -> tuple[int, float] | None:
         """An id that seems to fill up the rows of a row group unmarked, and its share of the tokens; else None."""
         if self.pad_id is not None or MASK in self.beside(parquet.schema_arrow):

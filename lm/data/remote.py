@@ -119,6 +119,8 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
         kind, found = with_retries(read, source, patience)
     except OSError as error:
         raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
+    except UnicodeEncodeError as error:  # Arrow takes no other names
+        raise RequestError(f"{source}: the name {error.object!r} is not UTF-8; rename it") from error
     if kind == pafs.FileType.NotFound:
         raise RequestError(f"{source}: no such file or folder")
     if kind == pafs.FileType.File and pattern is None:

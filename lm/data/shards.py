@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from lm.data.parquet import (
     COLUMN,
     DAMAGE,
+    IGNORED,
     LABELS,
     LAYOUT,
     TOKENIZER_KEY,
@@ -84,6 +85,7 @@ class Shard:
     foreign: bool = False  # known to be made by others than `lm data prepare`
     labels: bool = False  # beside the ids, which say what is a target
     text_ratio: float | None = None  # bytes of the text over those of `Tokenizer.token_bytes`, where a manifest says it
+    targets: bool = True  # there may be some
 
     @contextmanager
     def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pq.ParquetFile, str | None]]:
@@ -224,7 +226,7 @@ def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None) -> 
             raise RequestError(str(error)) from error
         return replace(
             shard, row_groups=counts, digest=digest, foreign=made_with is None,
-            labels=LABELS in column.beside(parquet.schema_arrow),
+            labels=LABELS in column.beside(parquet.schema_arrow), targets=column.has_targets(parquet),
         )  # fmt: skip
 
 
@@ -383,8 +385,10 @@ class Shards:
         """The number of windows.
 
         Raises:
-            RequestError: there is none; says how many tokens there are and how many it takes.
+            RequestError: there is none; says how many tokens there are and how many it takes. Or no token is a target.
         """
+        if not any(shard.targets for shard in self._shards.values()):
+            raise RequestError(f"{self.source}: every label is {IGNORED}, so no token is a target; leave `labels` out")
         total = int(self.windows(seq_len).sum())
         if total == 0:
             longest = max((block.tokens for block in self.blocks), default=0)

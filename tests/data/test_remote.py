@@ -6,6 +6,8 @@ import threading
 import time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from shard_files import write_folder, write_manifest
 
@@ -87,6 +89,25 @@ def test_any_fsspec_scheme_is_read(tmp_path):
     assert np.array_equal(all_tokens(shards), tokens) and shards.blocks[0].file_of(0).startswith("memory://")
     with pytest.raises(RequestError, match="nowhere://x: cannot be opened"):
         open_filesystem("nowhere://x")
+
+
+def test_many_small_remote_files_are_one_block_and_each_is_kept(tmp_path):
+    """With their labels: the second time nothing is read but the cache."""
+    import fsspec
+
+    memory, ids = fsspec.filesystem("memory"), np.random.default_rng(0).integers(0, 1000, (50, 20))
+    labels = np.where(ids % 2, ids, -100)
+    for number in range(50):
+        rows = {"input_ids": [ids[number].tolist()], "labels": [labels[number].tolist()]}
+        pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+        memory.put(str(tmp_path / "a.parquet"), f"/small/{number:02d}.parquet")
+    shards = Shards.open("memory://small", vocab_size=1000, cache=BlockCache(tmp_path / "cache", 10**6))
+    for _ in range(2):
+        [block] = shards.blocks
+        found, targets = shards.read_tokens(0)
+        assert np.array_equal(found, ids.ravel()) and np.array_equal(targets, labels.ravel() != -100)
+        memory.rm("/small", recursive=True) if memory.exists("/small") else None
+    assert len(list((tmp_path / "cache").iterdir())) == len(block.parts) == 50
 
 
 def test_a_remote_shard_that_is_damaged_is_no_failure_of_the_network(tmp_path):

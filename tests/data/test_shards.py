@@ -421,6 +421,9 @@ def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
         (tmp_path / place).symlink_to(target)
     assert sorted(all_tokens(Shards.open(str(tmp_path / "x"))).tolist()) == [1, 2, 3]
     assert [shard.name for shard in Shards.open(f"{tmp_path}/x/b/*.parquet").fingerprint()] == ["1.parquet"]
+    shutil.copy(tmp_path / "above.parquet", os.fsencode(tmp_path) + b"/x/\xff.parquet")
+    with pytest.raises(RequestError, match=r"x: the name '.*\\udcff.parquet' is not UTF-8; rename it"):
+        Shards.open(str(tmp_path / "x"))
 
 
 def test_a_file_in_both_splits_is_found(tmp_path):
@@ -514,6 +517,15 @@ def test_masks_and_labels_of_another_kind_are_refused_before_any_work(tmp_path, 
     with pytest.raises(RequestError, match=f"bad.parquet.*{message}") as caught:
         Shards.open(str(path), vocab_size=10)
     assert "\n" not in str(caught.value)
+
+
+def test_labels_without_a_target_are_refused(tmp_path):
+    for name, labels in (("none", [[-100, -100]] * 2), ("one", [[-100, -100], [-100, 2]])):
+        write_columns(tmp_path / f"{name}/a.parquet", [[1, 2]] * 2, group=1, labels=(labels, INTS))
+    with pytest.raises(RequestError, match="none: every label is -100, so no token is a target"):
+        Shards.open(str(tmp_path / "none")).require_windows(3)
+    assert Shards.open(str(tmp_path)).require_windows(3) == 2
+    assert Shards.open(str(tmp_path / "one")).require_windows(3) == 1
 
 
 PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8], [0, 9, 0, 4, 5, 0, 0, 0]]

@@ -452,6 +452,18 @@ def test_a_stride_gives_each_token_what_is_before_it(corpus, tokenizer):
     assert few.samples == 2 and few.tokens == len(TEXTS[0]) + len(TEXTS[1])
 
 
+def test_only_targets_of_the_labels_of_shards_are_measured(corpus, tokenizer, tmp_path):
+    decoder, draw = decoder_of(tokenizer), np.random.default_rng(0)
+    ids = draw.integers(0, tokenizer.vocab_size, (10, 49))
+    for name, labels in (("all", ids), ("some", np.where(np.arange(49) % 2, ids, -100))):
+        rows = {"input_ids": ids.tolist(), "labels": labels.tolist()}
+        pq.write_table(pa.table(rows), tmp_path / f"{name}.parquet")
+    every, some = (shards_bits_per_byte(decoder, tokenizer, str(tmp_path / f"{name}.parquet"), seq_len=48)
+                   for name in ("all", "some"))  # fmt: skip
+    assert (every.tokens, every.samples, some.samples) == (480, 10, 10)
+    assert some.tokens == sum(place % 49 % 2 for place in range(1, 481)) and some.loss != every.loss
+
+
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_shards_are_measured_as_a_validation_does(corpus, tokenizer, document_mask):
     decoder, counted = decoder_of(tokenizer), TokenLoss()

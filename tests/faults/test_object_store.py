@@ -7,6 +7,7 @@ import pytest
 from object_store import object_store
 from trainings import lm, losses, make_workplace, start, trace, write_config
 
+from lm.data.remote import list_files
 from lm.data.shards import Shards
 from lm.errors import RequestError
 from lm.runs.run import Run
@@ -105,4 +106,10 @@ def test_a_store_that_refuses_is_not_asked_again(store, monkeypatch):
     began = time.monotonic()
     with pytest.raises(RequestError, match="^s3://corpus/many/train: cannot be listed .*ACCESS_DENIED"):
         Shards.open("s3://corpus/many/train")
+    source = "s3://corpus/many/train/*.parquet"  # a glob has no manifest, so footers are read
+    store.proxy.fail([])
+    list_files(source)
+    store.proxy.fail(chain(repeat(None, store.proxy.met[None]), repeat(403)))
+    with pytest.raises(RequestError, match="^shard s3://corpus/many/train/.*: access denied .*ACCESS_DENIED.*; check"):
+        Shards.open(source)
     assert time.monotonic() - began < 60  # and not 150
