@@ -109,7 +109,8 @@ FIT = [
            "With a config, the newest of `mine`, `mine-2` and so on is resumed, validated or tested."),
     Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, or `auto`: the newest that is whole, "
            "for `fit` else a fresh start."),
-    Option("force", "bool", None, "Resume although the config or the data is not the run's any more."),
+    Option("force", "bool", None, "Train although `lm plan` finds an error, and resume although the "
+           "config or the data is not the run's any more."),
     SEED,
 ]  # fmt: skip
 

@@ -50,7 +50,8 @@ from lm.training.trainer import Trainer, refuse_accelerator
 log = logging.getLogger(__name__)
 
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters, and tokens of a micro-batch, under which the host decides
-RESERVE_BYTES = {"gpu": 2**30, "cpu": 2**26}  # CUDA context and library workspaces; what libraries take in a step
+RESERVE_BYTES = 2**30  # CUDA context and library workspaces
+CPU_RESERVE_BYTES = 2**26  # what libraries take in a step, beyond what this process has already
 RESERVE_SHARE = 0.05  # of the peak, for what the allocator cannot use
 DISK_RATE = 500e6  # bytes a second, of a SATA SSD; volumes of clouds begin at 125e6 (AWS gp3)
 NETWORK_SECONDS = 3.0  # that an object store is waited for
@@ -164,7 +165,7 @@ def memory_facts(
     `data.global_batch_tokens` is given; otherwise a step is one micro-batch, however large.
     """
     parts = training_memory(decoder, step, optimizer.state)
-    reserve_bytes = RESERVE_BYTES["cpu" if device.capability is None else "gpu"]
+    reserve_bytes = CPU_RESERVE_BYTES if device.capability is None else RESERVE_BYTES
     reserve = reserve_bytes + int(RESERVE_SHARE * parts["peak"])
     facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
     if device.memory_bytes is not None:
@@ -359,9 +360,8 @@ def plan_memory(given: str | None) -> int | None:
         size = None if given is None else parse_bytes(given)
     except ValueError as error:
         raise RequestError(f"--memory: {error}") from error
-    least = RESERVE_BYTES["gpu"]
-    if size is not None and size <= least:
-        raise RequestError(f"--memory {given} is too little: CUDA alone takes {format_bytes(least)}")
+    if size is not None and size <= RESERVE_BYTES:
+        raise RequestError(f"--memory {given} is too little: CUDA alone takes {format_bytes(RESERVE_BYTES)}")
     return size
 
 

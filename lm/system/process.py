@@ -50,7 +50,8 @@ def program() -> str:
 
 def under_srun() -> bool:
     """Whether srun started this process, one of several."""
-    return int(os.environ.get("SLURM_NTASKS", "1")) > 1 and not {"RANK", "LOCAL_RANK"} & os.environ.keys()
+    started = "SLURM_STEP_ID" in os.environ and not {"RANK", "LOCAL_RANK"} & os.environ.keys()
+    return started and int(os.environ.get("SLURM_NTASKS", "1")) > 1
 
 
 def code_for_launcher(code: int) -> int:

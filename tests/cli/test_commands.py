@@ -127,8 +127,7 @@ def test_data_show_prints_the_texts_that_a_step_saw(workplace, run):
 
 def test_the_newest_run_is_the_one_that_is_taken(workplace):
     """A second fit of the same config is `small-2`, and a validation without a name takes it."""
-    fitted = lm(workplace, "fit", "--config", "small.yaml", "--trainer.max_steps", "1")
-    assert "the warm-up of 2 steps is not over when the run of 1 ends" in fitted.stderr
+    lm(workplace, "fit", "--config", "small.yaml", "--trainer.max_steps", "1", "--model.schedule.warmup_steps", "0")
     assert "run small-2, checkpoint checkpoints/small-2/step-00000001" in lm(workplace, "validate").stderr
     assert "run small, " in lm(workplace, "validate", "--run", "small").stderr
     by_path = lm(workplace, "validate", "--ckpt_path", "checkpoints/small/last")
@@ -155,6 +154,8 @@ BAD_REQUESTS = {
     "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
     "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),
     "an interval of none": (["--trainer.val_interval", "0"], "trainer.val_interval 0 must be at least 1"),
+    "seed": (["--seed_everything", "-1"], "seed_everything -1 must be a whole number from 0 to 4294967295"),
+    "no such accelerator": (["--trainer.accelerator", "tpu"], "expected one of 'auto', 'cpu', 'gpu'"),
     "run name": (["--run", "../out"], "run name '../out'"),
     "config": (["--config", "smal.yaml"], "no config 'smal.yaml'"),
 }  # fmt: skip

@@ -215,11 +215,16 @@ def test_the_ranks_of_a_cpu_share_its_memory(planned):
 
 def test_checkpointing_is_a_cure_only_where_it_helps(planned):
     """What is said to fit does."""
-    deep = {"model.decoder.num_hidden_layers": 64, "model.decoder.hidden_size": 512, "data.global_batch_tokens": 2**17,
-            "model.decoder.max_position_embeddings": 2**17, "model.decoder.num_attention_heads": 8,
-            "model.decoder.intermediate_size": 1024, "data.micro_batch_size": 1, "data.seq_len": None}  # fmt: skip
-    cures = [text for text in found(planned("--device", "cpu", "--trainer.devices", "1", **deep), "error")]
-    assert cures
+    deep = {"model.decoder.num_hidden_layers": 24, "model.decoder.hidden_size": 1024, "data.global_batch_tokens": 2**14,
+            "model.decoder.max_position_embeddings": 2**14, "model.decoder.num_attention_heads": 16,
+            "model.decoder.intermediate_size": 1024, "data.micro_batch_size": 1,
+            "model.decoder.vocab_size": 64}  # fmt: skip
+    (said,) = [text for text in found(planned("--device", "t4", **deep), "error") if "a step takes" in text]
+    cure = re.search(r"--model.activation_checkpointing block --data.micro_batch_size 1(?=,)", said)[0].split()
+    assert "a step takes" not in str(found(planned("--device", "t4", *cure, **deep), "error"))
+    deep |= {"model.decoder.num_hidden_layers": 640}
+    (said,) = [text for text in found(planned("--device", "t4", **deep), "error") if "a step takes" in text]
+    assert "take a smaller model" in said and "checkpointing" not in said
 
 
 # ---- what it must catch ----------------------------------------------------------------------------------------------

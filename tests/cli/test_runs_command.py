@@ -116,7 +116,7 @@ def test_ls_shows_every_run_newest_last_within_80_columns(place):
     lines = runs("ls").stdout.splitlines()
     assert max(len(line) for line in lines if not line.startswith("/")) <= 80  # a path is whole, however long
     text = "\n".join(lines)
-    order = [text.index(name) for name in ("elsewhere", "finished", "stopped", "a-name-that", "killed", "alive")]
+    order = [text.index(name) for name in ("finished", "stopped", "a-name-that", "killed", "alive", "elsewhere")]
     assert order == sorted(order) and str(place.parent / "other" / "checkpoints") in lines
     row = {line.split()[0]: line for line in lines if line.startswith("  ")}
     assert re.search(r"alive +running +40/50 +2\.1 +0\.325 +10K +50 min", row["alive"])
@@ -160,12 +160,24 @@ def test_ls_works_without_a_registry_and_without_runs(place, monkeypatch):
     assert "  a " in done.stdout and "cannot be read" in done.stderr
 
 
-def test_ls_shows_the_newest_twenty_unless_all_are_wanted(place):
+def test_ls_shows_all_runs_of_this_folder_and_the_newest_twenty_of_others_unless_all_are_wanted(place):
     for index in range(23):
         make(f"r{index}", entered=float(index + 1), steps=1)
-    text = runs("ls").stdout
-    assert "3 older runs: --all shows them" in text and "r3 " in text and "r2 " not in text
-    assert "r2 " in runs("ls", "--all").stdout
+    assert all(f" r{index} " in runs("ls").stdout for index in (0, 22))
+    registry.note(Run.all())
+    (place / "new").mkdir()
+    text = runs("ls", cwd=place / "new").stdout
+    assert text.startswith("no runs under checkpoints: start one with `lm fit --config tiny.yaml`\n")
+    assert "3 older runs of other folders: --all shows them" in text and "r3 " in text and "r2 " not in text
+    assert "r2 " in runs("ls", "--all", cwd=place / "new").stdout
+
+
+def test_the_last_step_is_that_of_the_last_checkpoint_where_a_kill_left_the_log_behind(place):
+    run = make(status="running", steps=40)
+    (run.path / "step-00000044").mkdir()
+    (run.path / "step-00000044" / "trainer.json").touch()
+    (run.path / "last").symlink_to("step-00000044")
+    assert "dead     44/50" in runs("ls").stdout and "step 44 of 50" in runs("show", "a").stdout
 
 
 def test_ls_answers_at_once_without_torch(place):
@@ -206,11 +218,12 @@ def test_the_command_that_show_ends_with_works_from_any_folder(trained, place):
     trained.describe(**before)
     home, _, rest = command.partition(" && ")
     assert home == f"cd {trained.path.parent.parent.resolve()}"
-    assert rest == "lm fit --config checkpoints/small/config.yaml --ckpt_path auto"
+    program = f"{sys.executable} -m lm"
+    assert rest == f"{program} fit --config checkpoints/small/config.yaml --ckpt_path auto"
     folder = home.removeprefix("cd ")
-    assert "all 12 steps are done" in lm(Path(folder), *rest.split()[1:]).stderr
+    assert "all 12 steps are done" in lm(Path(folder), *rest.split()[3:]).stderr
     finished = runs("show", "small", cwd=folder).stdout.splitlines()[-1].removeprefix("next").strip()
-    assert finished == "lm validate --ckpt_path checkpoints/small/best"
+    assert finished == f"{program} validate --ckpt_path checkpoints/small/best"
 
 
 def test_show_has_alerts_samples_costs_and_post_mortems(place):

@@ -605,6 +605,21 @@ def test_inspect_prints_one_json_object_that_agrees_with_the_manifest(tmp_path, 
     assert "bytes per token" in capsys.readouterr().out
 
 
+def test_a_damaged_manifest_is_cured_by_what_is_said(tmp_path, monkeypatch):
+    """Without the `rm`, the folder that is there would be refused."""
+    monkeypatch.chdir(tmp_path)
+    texts = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
+    run("a folder", texts)
+    manifest = tmp_path / "a folder" / "manifest.json"
+    for damage, reason in (("{", "is damaged"), ('{"splits": {}}', "it has no splits")):
+        manifest.write_text(damage)
+        with pytest.raises(RequestError, match=f"{reason}.*; `rm -r 'a folder'`, and run `lm data prepare` again$"):
+            inspect("a folder")
+    subprocess.run("rm -r 'a folder'", shell=True, check=True)
+    run("a folder", texts)
+    assert describe_folder("a folder")["made_by_lm"]
+
+
 def test_inspect_tells_what_it_can_of_other_shards(tmp_path):
     pq.write_table(pa.table({"tokens": [[1, 2, 3], [4]]}), tmp_path / "a.parquet")
     found = describe_folder(str(tmp_path), column="tokens")

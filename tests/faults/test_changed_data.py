@@ -95,7 +95,8 @@ def test_a_tokenizer_or_vocabulary_that_does_not_match_is_refused_before_the_fir
     refused = lm(workplace, "fit", "--config", str(mixed), expect=2)
     assert "was made with another tokenizer" in refused.stderr.splitlines()[-1]
     assert not (workplace / "checkpoints").exists() and not (workplace / "trace.jsonl").exists()
-    lm(workplace, "fit", "--config", str(write_config(workplace, "small", **{"trainer.max_steps": 1})))
+    one = {"trainer.max_steps": 1, "model.schedule.warmup_steps": 0}
+    lm(workplace, "fit", "--config", str(write_config(workplace, "small", **one)))
     other = str(write_config(workplace, "small", **{"data.path": "data/other", "data.prepare": None}))
     for force, said in ((), "cannot be resumed with another data.path"), (("--force", "true"), "checkpoint"):
         refused = lm(workplace, "fit", "--config", other, "--ckpt_path", "auto", *force, expect=2)

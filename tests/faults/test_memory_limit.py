@@ -21,6 +21,7 @@ WIDE = {
     "model.decoder.intermediate_size": 512, "model.decoder.max_position_embeddings": 128, "model.decoder.dropout": 0.0,
     "data.seq_len": 128, "data.global_batch_tokens": 8192, "data.val_tokens": 256, "data.micro_batch_size": 64,
     "trainer.max_steps": 2, "trainer.val_interval": 2, "trainer.checkpoint_interval": 1,
+    "model.schedule.warmup_steps": 1,
 }  # fmt: skip
 LIMITED = [{"class_path": "recorder.Recorder"}, {"class_path": "memory_limit.Limit", "init_args": {"mebibytes": 250}}]
 FIT = ("fit", "--config", "wide.yaml", "--ckpt_path", "auto")

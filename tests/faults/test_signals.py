@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -209,7 +210,7 @@ def test_while_the_data_is_prepared_it_ends_at_once(tmp_path):
     """Nobody is left working on it, and the next command makes the data and trains."""
     workplace = make_workplace(tmp_path / "workplace")
     (workplace / "texts" / "long.txt").write_text("All of it again, and again. " * 1_000_000)
-    config = str(write_config(workplace, "slow", **{"trainer.max_steps": 1}))
+    config = str(write_config(workplace, "slow", **{"trainer.max_steps": 1, "model.schedule.warmup_steps": 0}))
     process = start(workplace, "fit", "--config", config)
     while not (workplace / "data").exists():
         time.sleep(0.05)
@@ -336,3 +337,30 @@ def test_the_exit_code_stays_when_the_work_is_over(tmp_path):
     assert process.stdout.readline() == b"ending\n"
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 2
+
+
+@pytest.mark.fault(6)
+def test_the_command_that_resumes_is_whole_and_works_also_for_a_run_whose_name_got_a_number(workplace):
+    """And the command that began both says what it has found. A name with a blank is quoted."""
+    endless = {"trainer.max_steps": 10**6, "trainer.callbacks": None, "trainer.default_root_dir": "my runs"}
+    config = write_config(workplace, "mine", **endless).name
+    for name in ("mine", "mine-2"):
+        process = start(workplace, "fit", "--config", config)
+        run = Run(workplace / "my runs" / name)
+        while not run.read("state.json").get("step"):
+            time.sleep(0.1)
+            assert process.poll() is None, process.communicate()
+        process.terminate()
+        said = process.communicate(timeout=60)[1].splitlines()
+        assert process.returncode == 75, said
+    command = re.search("`(.*)` resumes it$", said[-1])[1].split(" -m lm ")[1]
+    assert command == "fit --config 'my runs/mine-2/config.yaml' --ckpt_path auto"
+    first = Run(workplace / "my runs" / "mine")
+    assert said[0].startswith(f"found run my runs/mine, interrupted at step {list(first.steps())[-1]:,}: `")
+    assert "fit --config 'my runs/mine/config.yaml' --ckpt_path auto` resumes it, and this" in said[0]
+
+    step = list(run.steps())[-1]
+    resumed = lm(workplace, *shlex.split(command), "--trainer.max_steps", str(step + 1)).stderr
+    assert f"resumed from my runs/mine-2/step-{step:08}, after step {step:,} of" in resumed
+    assert run.status() == "finished" and first.status() == "interrupted"
+    assert not (workplace / "my runs" / "mine-3").exists()

@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from lm.system.hardware import PEAKS, cpu_half_precision, device_name, memory_bytes, peak_flops
+from lm.errors import RequestError
+from lm.system.hardware import (
+    DEVICES,
+    PEAKS,
+    cpu_half_precision,
+    device_name,
+    find_device,
+    memory_bytes,
+    peak_flops,
+)
+from lm.system.process import host_name
 
 
 @pytest.mark.parametrize("name, precision, teraflops", [
@@ -96,3 +106,34 @@ def test_this_cpu_has_a_name_memory_and_no_peak():
 ])
 def test_half_precision_is_only_what_the_cpu_has_in_hardware(cpuinfo, expected):
     assert cpu_half_precision(cpuinfo) == expected
+
+
+@pytest.mark.parametrize(("key", "names"), {
+    "4090": ["rtx4090", "RTX 4090", "rtx-4090", "RTX_4090", "geforce rtx 4090", "NVIDIA GeForce RTX 4090"],
+    "a100": ["A100-80GB", "a100 80gb", "A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"],
+    "a100-40gb": ["a100_40gb", "NVIDIA A100-SXM4-40GB"],
+    "h100": ["H100", "H100-SXM5", "h100 80GB HBM3"], "h100-pcie": ["NVIDIA H100 PCIe"],
+    "t4": ["Tesla T4"], "v100": ["v100-32gb"], "a6000": ["RTX A6000"],
+}.items())
+def test_a_device_is_known_by_any_spelling_of_its_name(key, names):
+    assert [find_device(name)[0] for name in names] == [DEVICES[key]] * len(names)
+
+
+def test_every_device_is_known_by_its_own_name():
+    assert all(find_device(name)[0] == device for key, device in DEVICES.items() for name in (key, device.name))
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("rtx 4091", "4090"), ("l40", "l40s or l4"), ("v100-16gb", "v100")])
+def test_a_device_that_is_not_known_has_the_nearest_names(name, nearest):
+    with pytest.raises(RequestError, match=f"--device {name} is not known: did you mean {nearest}"):
+        find_device(name)
+
+
+def test_another_machine_is_told_a_host_that_it_can_reach(monkeypatch):
+    """The address that the user came in by; else the name of this machine, where it leads to more than itself."""
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    for name, host in (("localhost", "HOST"), ("no-such-host.invalid", "HOST"), ("192.0.2.7", "192.0.2.7")):
+        monkeypatch.setattr("socket.getfqdn", lambda name=name: name)
+        assert host_name() == host
+    monkeypatch.setenv("SSH_CONNECTION", "203.0.113.9 50000 198.51.100.4 22")
+    assert host_name() == "198.51.100.4"

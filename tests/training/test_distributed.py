@@ -315,7 +315,7 @@ def test_validate_counts_every_window_once(workplace):
 
 @pytest.mark.slow
 def test_torchrun_leaves_one_run_folder(workplace):
-    path = config(workplace, "torchrun", "ddp", **{"trainer.max_steps": 2})
+    path = config(workplace, "torchrun", "ddp", **{"trainer.max_steps": 2, "model.schedule.warmup_steps": 1})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lm"]
     env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -332,7 +332,9 @@ def test_torchrun_leaves_one_run_folder(workplace):
 @pytest.mark.slow
 def test_two_tasks_of_srun_are_two_ranks_of_one_run(workplace):
     """Without `trainer.devices`, which is one on a CPU; only rank zero speaks."""
-    path = config(workplace, "srun", "ddp", **{"trainer.max_steps": 2, "trainer.devices": "auto"})
+    path = config(workplace, "srun", "ddp", **{
+        "trainer.max_steps": 2, "trainer.devices": "auto", "model.schedule.warmup_steps": 1,
+    })  # fmt: skip
     job = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "lm", "SLURM_NTASKS": "2",
            "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODELIST": "localhost",
            "SLURM_NODEID": "0"}  # fmt: skip

@@ -112,7 +112,8 @@ def test_a_slow_loader_is_diagnosed(tmp_path):
 
 def test_recompiling_is_diagnosed(tmp_path):
     """And nothing else is: the data of the small model is there when it is asked for."""
-    changes = {"data.micro_batch_size": 8, "model.compile": "triton_free", "trainer.max_steps": 2}
+    changes = {"data.micro_batch_size": 8, "model.compile": "triton_free", "trainer.max_steps": 2,
+               "model.schedule.warmup_steps": 1}  # fmt: skip
     changes["guards.throughput.patience"] = 1
     alerts, _, _ = slow_training(tmp_path, NEW_SHAPES, **changes)
     assert len(alerts) == 1 and "new graphs in a log line, the last time because" in alerts[0]["message"]
