@@ -4,6 +4,7 @@
 """
 
 import logging
+import os
 import sys
 import warnings
 from dataclasses import is_dataclass
@@ -331,4 +332,6 @@ def main(arguments: list[str]) -> None:
         there = ["--run", run.name, "--trainer.default_root_dir", str(run.path.parent)]
         rest = ["--config", str(run.config), *there, *rest]
     sys.argv = [sys.argv[0], *arguments]
+    if not {"", os.getcwd()} & set(sys.path):  # `lm` finds a callback in the working directory as `python -m lm` does
+        sys.path.insert(0, os.getcwd())
     TrainingCLI([command, *spell_out(rest, FLAGS, LISTS)])

@@ -264,8 +264,6 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
     unknown = {}
     files = [value for name, value in zip(arguments, arguments[1:]) if name in ("-c", "--config")]
     files += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
-    if command == "fit" and not files and not any(one.startswith(("--data.", "--print_config")) for one in arguments):
-        raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
     for path in map(find_config, files):
         found = [name for name in _keys(read_config(path), leaves) if not _is_known(name, leaves)]
         if found:
@@ -281,6 +279,8 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
                                      for name in names})
             for where, names in unknown.items()
         ))  # fmt: skip
+    if command == "fit" and not files and not any(one.startswith(("--data.", "--print_config")) for one in arguments):
+        raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
 
 
 def _keys(document: dict[str, Any], leaves: set[str], place: str = "") -> Iterator[str]:

@@ -229,6 +229,8 @@ def _plan(options: PrepareOptions, files: list[TextFile], given: Tokenizer | Non
 def _begin(output: Path, parts: Path, plan: dict[str, Any]) -> None:
     """Take an empty folder, or one where the same preparation was stopped."""
     begun, options, files = _compare(output, PLAN, plan)
+    if options and not any(parts.glob(f"{'?' * 32}.json")):  # no unit is done: it failed at once, or nearly so
+        begun, options = None, ""
     if begun is None:
         if output.is_dir() and any(entry.name != PARTS for entry in output.iterdir()):
             raise RequestError(f"{output} is not empty, and no preparation that can continue; give another --output")

@@ -154,8 +154,8 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(r"Not a valid subclass of (\w+)", r"expected the options of a \1", text)
     text = re.sub(r" Subclass types expect .*", "", text)
     text = re.sub(r"Problem with given class_path '(\S+)': ((?:No module|module '\S+' has no) .*?), got .*",
-                  r"class_path \1: \2; the file my_callbacks.py of a class_path my_callbacks.MyCallback has to be in a "
-                  "folder of PYTHONPATH, or in this one with `python -m lm`", text)  # fmt: skip
+                  r"class_path \1: \2; the file my_callbacks.py of a class_path my_callbacks.MyCallback has to be in "
+                  "this folder or in one of PYTHONPATH", text)  # fmt: skip
     text = re.sub(r"Expected a dot import path string: .*?(?=, got )", "expected a class_path or options", text)
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
     text = re.sub(r"expected dict, got \[", "expected lines such as `name: value` without a dash, got the list [", text)

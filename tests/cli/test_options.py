@@ -149,4 +149,6 @@ def test_what_the_parser_takes_is_let_through(tmp_path, monkeypatch):
 def test_a_fit_without_a_config_says_how_to_give_one():
     with pytest.raises(RequestError, match="give a config with --config, such as `lm fit --config tiny.yaml`"):
         options.refuse_unknown_options("fit", ["--trainer.max_steps", "5"])
+    with pytest.raises(RequestError, match=r"no options 'cofig' \(did you mean 'config'\?\), 'lr' \("):
+        options.refuse_unknown_options("fit", ["--cofig", "small.yaml", "--lr", "3"])
     options.refuse_unknown_options("validate", [])  # takes that of the newest run

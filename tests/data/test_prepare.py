@@ -605,6 +605,14 @@ def test_inspect_prints_one_json_object_that_agrees_with_the_manifest(tmp_path, 
     assert "bytes per token" in capsys.readouterr().out
 
 
+def test_the_key_that_a_failure_asked_for_is_taken(tmp_path):
+    """The first command has left an unfinished preparation of nothing, begun with another key."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in make_texts(50)))
+    with pytest.raises(RunError, match="no key 'text' among 'body'; say which with --text_key"):
+        run(tmp_path / "out", tmp_path / "a.jsonl")
+    assert run(tmp_path / "out", tmp_path / "a.jsonl", text_key="body")["splits"]["train"]["documents"] > 0
+
+
 def test_a_damaged_manifest_is_cured_by_what_is_said(tmp_path, monkeypatch):
     """Without the `rm`, the folder that is there would be refused."""
     monkeypatch.chdir(tmp_path)

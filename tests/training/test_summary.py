@@ -1,8 +1,11 @@
 """A fit says what it is about to do, and at its end what it did; the commands that it names work when typed."""
 
+import os
 import shlex
+import subprocess
+import sys
 
-from trainings import lm, make_workplace, write_config
+from trainings import PLACES, lm, make_workplace, write_config
 
 
 def test_a_fit_describes_itself_and_what_it_has_made(tmp_path):
@@ -50,11 +53,23 @@ def test_compiling_is_said_while_it_takes_its_time(tmp_path):
     folder = make_workplace(tmp_path)
     (folder / "phases.py").write_text(PHASES)
     write_config(folder, **{"trainer.callbacks": [{"class_path": "phases.Phases"}], "model.compile": "triton_free",
-                            "trainer.max_steps": 2})  # fmt: skip
+                            "trainer.max_steps": 2, "model.schedule.warmup_steps": 0})  # fmt: skip
     said = lm(folder, "fit", "--config", "small.yaml").stderr
     assert said.index("compiling with triton_free in the first step") < said.index("compiled: the first step took ")
     phases = (folder / "phases.txt").read_text().split()
     assert "compiling" in phases and phases[-1] == "training"
+
+
+def test_the_installed_command_finds_a_callback_in_the_working_directory_too(tmp_path):
+    """A script's own folder is the first of its path, where `python -m lm` has the working directory."""
+    folder = make_workplace(tmp_path / "work")
+    (folder / "mine.py").write_text("from lightning.pytorch import Callback\n\nclass Mine(Callback):\n    pass\n")
+    write_config(folder, **{"trainer.callbacks": [{"class_path": "mine.Mine"}]})
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "lm").write_text("from lm.__main__ import main\n\nmain()\n")
+    command = [sys.executable, "../bin/lm", "fit", "--config", "small.yaml"]
+    done = subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": PLACES}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_failure_that_nobody_foresaw_leaves_its_traceback_in_the_log_and_its_place_on_the_terminal(tmp_path):
