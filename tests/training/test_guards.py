@@ -194,7 +194,7 @@ def test_a_kill_after_a_rollback_does_not_bring_the_bad_stretch_back(workplace):
 
 
 def test_a_rollback_with_nothing_to_return_to_or_too_many_of_them_stops(workplace):
-    always = {"guards.alerts": {"loss > 0": "rollback"}}
+    always = {"guards.alerts": {"grad_norm > 0": "rollback"}}
     done, run = fit(workplace, "nothing", expect=3, **always)
     assert "there is no checkpoint of step 0 or before" in run.read("run.json")["reason"]
     late = {"guards.alerts": {"step > 6 and loss > 0": "rollback"}, "guards.max_rollbacks": 2}

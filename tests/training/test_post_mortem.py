@@ -169,7 +169,7 @@ def test_a_warning_of_an_alert_is_none_and_a_run_has_five_at_most(workplace):
     """Every fourth step is a spike, and the loss is back before the next."""
     condition = " or ".join(f"step == {step}" for step in range(2, 30, 4))
     run, _ = fit(workplace, "many", **{
-        "guards.spike": condition, "guards.alerts": {"loss > 0": "warn"}, "model.optimizer.lr": 1e-30,
+        "guards.spike": condition, "guards.alerts": {"grad_norm > 0": "warn"}, "model.optimizer.lr": 1e-30,
         "trainer.max_steps": 30, "trainer.val_interval": 30, "model.decoder.dropout": 0.0,
     })  # fmt: skip
     assert postmortem.steps_of(run) == [2, 6, 10, 14, 18] and postmortem.still_open(run) is None
