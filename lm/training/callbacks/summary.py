@@ -45,7 +45,7 @@ class Summary(Callback):
         seconds = RunLog.of(trainer).eta(trainer)
         if seconds and not self._measured and trainer.is_global_zero:
             self._measured = True
-            log.info("expected, as measured: %s", _time_and_cost(trainer, seconds))
+            log.info("expected, as measured: %s to go", _time_and_cost(trainer, seconds))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
