@@ -12,11 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 from other_tokenizers import KINDS, write_tokenizer
 
 from lm.cli.data import describe_folder, inspect
@@ -238,7 +238,7 @@ def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
                                                  train_char(["ab"]).files().items()}}.items():  # fmt: skip
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).write_text(content)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for name in ("gpt2", "openai-community/gpt2"):
         assert Tokenizer.load(name).sha256 == train_char(["ab"]).sha256
     with pytest.raises(RequestError, match="`hf download org/other tokenizer.json tokenizer_config.json`"):
@@ -299,8 +299,7 @@ def test_a_corpus_of_a_few_documents_has_both_splits(fraction, tmp_path, caplog,
 @pytest.mark.parametrize("letters, shared", [("abac", "b"), ("aaaa", "a"), ("abcb", "b"), ("aabbccaab", "b")])
 def test_copies_of_a_document_are_in_one_split_or_cut_alike(letters, shared, tmp_path, monkeypatch):
     """Also where the hash leaves one split empty: no line of the validation is trained on."""
-    for module in (encode, prepare):
-        monkeypatch.setattr(module, "split_hash", lambda content: 0.5)
+    monkeypatch.setattr(encode, "split_hash", lambda content: 0.5)
     texts = {letter: "".join(f"{letter} {line}\n" for line in range(100)) for letter in letters}
     source = write_jsonl(tmp_path / "a.jsonl", [texts[letter] for letter in letters])
     manifest = run(tmp_path / "out", source, val_fraction=0.4, tokenizer="char")
