@@ -72,12 +72,15 @@ def find_tokenizer(data: Namespace) -> Tokenizer | None:
     return None if data.prepare.tokenizer in LEARNED else Tokenizer.load(data.prepare.tokenizer)
 
 
-def data_facts(data: Namespace, opened: DataModule | None) -> tuple[dict[str, Any], Tokenizer | None]:
+def data_facts(
+    data: Namespace, opened: DataModule | None, document_mask: bool = False
+) -> tuple[dict[str, Any], Tokenizer | None]:
     """Tokens and shards by split, how well the tokenizer fits a sample of them, and the tokenizer.
 
     Args:
         data: the config's.
-        opened: the data of a fit that begins, of which nothing is read.
+        opened: the data of a fit that begins, of which nothing is read, unless there is a document mask.
+        document_mask: look whether documents end in the first block.
 
     Raises:
         RequestError: shards are missing, damaged or made with another tokenizer; names the file.
@@ -95,6 +98,7 @@ def data_facts(data: Namespace, opened: DataModule | None) -> tuple[dict[str, An
             "dtype": str(shards.column.dtype),
             # Of the first block.
             "bytes_per_token": None if fit else float(shards.token_bytes(opened.tokenizer)[shards.read(0)].mean()),
+            "documents_end": bool((shards.read(0) == opened.tokenizer.eos_id).any()) if document_mask else None,
         }
         for split, shards in opened.shards.items()
     }, opened.tokenizer  # fmt: skip
@@ -106,17 +110,19 @@ def remote_sources(data: Namespace) -> list[str]:
     return [source for group in given for source in group if is_remote(source)]
 
 
-def data_facts_in_time(data: Namespace, opened: DataModule | None) -> tuple[dict[str, Any], Tokenizer | None]:
+def data_facts_in_time(
+    data: Namespace, opened: DataModule | None, document_mask: bool
+) -> tuple[dict[str, Any], Tokenizer | None]:
     """As `data_facts`, but a file system that is not local is waited for `NETWORK_SECONDS` and no longer.
 
     Raises:
         NoAnswer, Unreachable: it did not answer well in that time.
     """
     if opened is not None or not remote_sources(data):
-        return data_facts(data, opened)
+        return data_facts(data, opened, document_mask)
     logging.getLogger("lm.data.remote").setLevel(logging.ERROR)  # the page says what failed
     brief = Namespace(**vars(data) | {"timeout": min(data.timeout, 2 * NETWORK_SECONDS)})  # reads have half of it
-    return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None))
+    return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None, document_mask))
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -426,7 +432,7 @@ def examine(
     budget, budget_file, rate = config.guards.budget, {}, None
     if not config.strict:
         try:
-            data, tokenizer = data_facts_in_time(config.data, opened)
+            data, tokenizer = data_facts_in_time(config.data, opened, config.model.document_mask)
         except (NoAnswer, Unreachable) as error:
             why = first_line(error.__cause__ if isinstance(error, Unreachable) else error)
             where = ", ".join(remote_sources(config.data))

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from shard_files import write_rows
 from trainings import lm, make_workplace, processes_of, write_config
 
 from lm.cli.main import main
@@ -45,6 +46,16 @@ def planned(workplace, monkeypatch, capsys):
 def found(planned_run, level):
     """The findings of a level, as one text each."""
     return [f"{one['what']} {one['cure']}" for one in planned_run[1]["findings"] if one["level"] == level]
+
+
+def test_a_document_mask_without_documents_is_said(planned, workplace):
+    """And not where documents end, as in prepared data."""
+    assert not [text for text in found(planned(**{"model.document_mask": True}), "warning") if "document_mask" in text]
+    (workplace / "endless").mkdir()
+    write_rows(workplace / "endless" / "a.parquet", [list(range(3, 30)) * 40])
+    data = {"data.path": None, "data.prepare": None, "data.train": "endless", "data.tokenizer": "data/small"}
+    said = found(planned(**{"model.document_mask": True, **data}), "warning")
+    assert [text for text in said if "model.document_mask does nothing" in text]
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
