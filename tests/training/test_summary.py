@@ -14,7 +14,7 @@ def test_a_fit_describes_itself_and_what_it_has_made(tmp_path):
     known = ("--seed", "9", "--trainer.peak_tflops", "1e-5", "--guards.budget.rate_usd_per_hr", "3600")
     said = lm(folder, "fit", "--config", "small.yaml", *known).stderr
     for part in (
-        "device: 1 x ", " threads, 32-true, peak 1e-05 TFLOP/s", " USD, at 40% MFU, assumed", "expected, as measured: ",
+        "device: 1 x ", ", 32-true, peak 1e-05 TFLOP/s", " USD, at 40% MFU, assumed", "expected, as measured: ",
         " parameters, ", "context 32", "tokens for training", "training: 12 steps of 256 tokens = 3.07K tokens",
         "weights: new, drawn from seed 9", "12 steps in ", "best validation loss ", "model: checkpoints/small/best",
         "sample: ",
