@@ -292,7 +292,7 @@ def of_schedule(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
         yield Finding("warning", f"the decay ends at step {decay:,}, after the run's {total:,}: the last rate is "
                       f"{last:.0%} of the peak, {last * rate:.2g}, and not {final:.0%}",
                       "leave model.schedule.decay_steps out to end it with the run")  # fmt: skip
-    elif name in ("cosine", "linear") and decay and total - end > EARLY_DECAY * total:
+    elif name in ("cosine", "linear") and decay and total - end > EARLY_DECAY * total and final < 1:
         yield Finding("warning", f"the decay ends at step {end:,} of {total:,}: the last {1 - end / total:.0%} of the "
                       f"run have {final:.0%} of the peak rate, {final * rate:.2g}",
                       "leave model.schedule.decay_steps out to end it with the run")  # fmt: skip

@@ -155,7 +155,7 @@ def troubled(text: str, line: Callable[[int], Line], stage: Stage) -> tuple[int,
     interval, before = stage.log_interval, max(depths.values()) + 2  # so that windows are full
     for step in (stage.max_steps - 3 * interval, stage.max_steps // 2, interval * (before + 1)):
         first = step - before * interval
-        if first < 1:
+        if first < 1 or step > stage.max_steps:
             continue
         for at in range(first, step, interval):
             clocks = {"step": at, "data/tokens": at * stage.steps.tokens_per_step}
@@ -306,7 +306,9 @@ def _budget(
 
 
 def _count_on(copy: Path, file: dict[str, Any], stage: Stage, rate: float, before: Cost) -> None:
-    """Write what the program that keeps the file would write now."""
+    """Write what the program that keeps the file, if there is one, would write now."""
+    if not file:
+        return
     hours = stage.now / 3600
     end = (before.usd or 0.0) + stage.seconds * stage.max_steps / 3600 * rate
     counted = {"spent_usd": (before.usd or 0.0) + hours * rate, "rate_usd_per_hr": rate,

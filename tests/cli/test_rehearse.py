@@ -65,6 +65,13 @@ def test_what_a_healthy_run_sets_off_is_shown(rehearsed):
     assert 10 < event["step"] < 1000 and event["exit_code"] == 3
 
 
+def test_a_run_that_is_shorter_than_a_window_or_a_log_interval_ends(rehearsed):
+    alerts = {"alerts": {"loss > 2 * median(loss, 100)": "stop"}}
+    for interval in (1, 10):
+        short = {"trainer.max_steps": 5, "trainer.log_interval": interval}
+        assert scenario(rehearsed(alerts, **short), "alert") == []
+
+
 @pytest.mark.parametrize(("policy", "first"), [("skip", ("warn", False, None)), ("stop", ("stop", True, 3))])
 def test_steps_that_are_not_finite(rehearsed, policy, first):
     played = rehearsed({"not_finite": policy, "max_skipped": 25})
