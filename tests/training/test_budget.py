@@ -356,7 +356,7 @@ def test_a_cap_that_cannot_be_counted_is_refused_by_a_fit_before_it_writes_and_b
     assert main(["plan", "--config", "small.yaml", "--device", "h200", "--json"]) == 2
     (error,) = [one["what"] for one in json.loads(capsys.readouterr().out)["findings"] if one["level"] == "error"]
     assert words in error
-    ended = lm(tmp_path, "fit", "--config", "small.yaml", expect=2)
+    ended = lm(tmp_path, "fit", "--config", "small.yaml", "--force", expect=2)
     assert words in ended.stderr and ended.stderr.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "budget.json") == ["small.yaml"]
     if "cap_usd" in budget:  # with a rate its own clock counts
