@@ -264,7 +264,7 @@ def test_texts_begin_for_transformers_as_they_did_in_the_training(kind, tmp_path
     """Without the BOS of the tokenizer's template, which the shards of `lm data prepare` do not have."""
     folder = make_workplace(tmp_path)
     write_tokenizer(folder / "given", kind, [CORPUS])
-    changes = {"data.path": "data/given", "data.prepare.tokenizer": "given", "trainer.max_steps": 2}
+    changes = {"data.path": "data/given", "data.prepare.tokenizer": "given", "trainer.max_steps": 3}
     lm(folder, "fit", "--config", str(write_config(folder, **changes)))
     lm(folder, "export", "--output", "out")
     code = "import sys, transformers as t; print(t.AutoTokenizer.from_pretrained(sys.argv[1])(sys.argv[2]).input_ids)"
