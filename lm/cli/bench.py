@@ -35,7 +35,7 @@ from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError
 from lm.kernels.operations import choose_kernels
 from lm.model.estimates import describe_mfu, flops_per_token, parameters, training_memory
-from lm.system.files import write_atomically
+from lm.system.files import refuse_url, write_atomically
 from lm.system.hardware import device_name
 from lm.system.process import run_facts, seconds_since_process_start
 from lm.system.units import Count, format_bytes, format_count, plural
@@ -98,6 +98,7 @@ def step(arguments: list[str]) -> None:
         raise RequestError(f"--steps {config.steps} must be at least 1")
     if config.checkpoints < 0:
         raise RequestError(f"--checkpoints {config.checkpoints} must be at least 0")
+    refuse_url("--output", config.output or "")
     stretch = min(config.steps, config.trainer.log_interval)
     timer = StepTimer(warmup=WARMUP, stretch=stretch, rounds=config.steps // stretch, checkpoints=config.checkpoints)
     # The checkpoints that the timer takes are the only ones.

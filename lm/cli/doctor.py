@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from lm.cli.options import find_config, read_config
-from lm.data.remote import is_remote, list_files
 from lm.errors import LmError, RequestError, first_line
 from lm.kernels import runtime, swiglu
 from lm.kernels.operations import kernels_missing
@@ -25,6 +24,7 @@ from lm.model.attention_choice import Shape, candidates, measure
 from lm.runs import registry
 from lm.runs.run import ROOT
 from lm.system.hardware import cpu_half_precision, device_name, driver_version, memory_bytes, peak_flops
+from lm.system.remote import is_remote, list_files
 from lm.system.units import format_bytes, plural
 
 STORE_PATIENCE = 3.0  # seconds that a data store may take to answer

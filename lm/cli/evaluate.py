@@ -28,7 +28,7 @@ from lm.runs import registry
 from lm.runs.evaluations import Evaluation, core_sentence, evaluation_metrics, evaluation_record, merge_evaluations
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT, Run
-from lm.system.files import write_atomically
+from lm.system.files import refuse_url, write_atomically
 from lm.system.process import harmless
 from lm.system.units import Count, format_count
 from lm.training.callbacks.logging import EventFile
@@ -83,6 +83,7 @@ def evaluate(
                                ("batch_tokens", batch_tokens, 1), ("stride", stride, 1)):  # fmt: skip
         if value is not None and value < least:
             raise RequestError(f"--{name} {value} must be at least {least}")
+    refuse_url("--output", output or "")
     if output is not None and output.is_dir():
         raise RequestError(f"--output {output} is a folder; give a file")
     if output is not None and not output.absolute().parent.is_dir():

@@ -20,7 +20,6 @@ from lm.cli.plan_checks import Finding
 from lm.cli.rehearse import rehearse, show_rehearsal
 from lm.data.datamodule import DataModule
 from lm.data.prepare import LEARNED
-from lm.data.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
@@ -38,6 +37,7 @@ from lm.model.estimates import (
 from lm.runs.run import Run
 from lm.system.files import disk_space, nonnegative, parse_json
 from lm.system.hardware import Device, device_name, find_device
+from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.system.units import format_bytes, format_count, format_duration, parse_bytes, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import BudgetConfig
@@ -120,7 +120,7 @@ def data_facts_in_time(
     """
     if opened is not None or not remote_sources(data):
         return data_facts(data, opened, document_mask)
-    logging.getLogger("lm.data.remote").setLevel(logging.ERROR)  # the page says what failed
+    logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
     brief = Namespace(**vars(data) | {"timeout": min(data.timeout, 2 * NETWORK_SECONDS)})  # reads have half of it
     return call_within(NETWORK_SECONDS, lambda: data_facts(brief, None, document_mask))
 

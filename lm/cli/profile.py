@@ -26,6 +26,7 @@ from torch.autograd.profiler import record_function
 from lm.cli.bench import WARMUP, describe_training, fit_briefly, print_heading, synchronize
 from lm.cli.config import config_parser
 from lm.errors import RequestError
+from lm.system.files import refuse_url
 from lm.system.process import rank
 from lm.system.units import Count, format_count
 from lm.training.module import LanguageModule
@@ -82,6 +83,7 @@ def profile(arguments: list[str]) -> None:
     config = config_parser("lm profile", ProfileOptions).read(arguments)
     if config.steps < 1:
         raise RequestError(f"--steps {config.steps} must be at least 1")
+    refuse_url("--trace", config.trace or "")
     found, operators = measure_parts(config)
     if rank():  # rank zero reports, under torchrun
         return

@@ -26,7 +26,7 @@ from lm.runs import registry
 from lm.runs.history import Series, curve, differences, labels
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
-from lm.system.files import digest, load_checksummed, new_folder
+from lm.system.files import digest, load_checksummed, new_folder, refuse_url
 
 CHART_HEIGHT = 20
 X_LABELS = {"step": "step", "tokens": "tokens", "flops": "operations", "time": "hours"}
@@ -58,6 +58,7 @@ def compare(
         raise RequestError("name two runs or more; `lm runs ls` lists them")
     if not 0 <= smooth < 1:
         raise RequestError(f"--smooth {smooth} must lie in [0, 1)")
+    refuse_url("--png", png or "")
     folders = [registry.find_run(name, root) for name in runs]
     if len({folder.path.resolve() for folder in folders}) < len(folders):
         raise RequestError("a run cannot be compared with itself; name each once")

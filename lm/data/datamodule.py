@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 
+from lm.data.cache import BlockCache
 from lm.data.loader import TIMEOUT, Batch, OnBadShard, Reading, Stream, Windows
 from lm.data.prepare import PrepareOptions, prepare
-from lm.data.remote import BlockCache
 from lm.data.sampler import Order, lanes_for
 from lm.data.shards import Shards, common_file
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.system.files import parse_json
+from lm.system.files import parse_json, refuse_url
 from lm.system.units import Count, plural
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class DataModule(LightningDataModule):
         train: shards to train on: a folder, a glob, a file or a URL, or several, with `tokenizer`.
         val: Shards to validate on.
         test: Shards for `lm test`; the validation shards, all of them, if not given.
-        tokenizer: A `tokenizer.json` or its folder; that of `path` if not given.
+        tokenizer: A `tokenizer.json` or its folder, also by URL; that of `path` if not given.
         prepare: What to make `path` from when it is not there yet.
         column: Column of token ids in the shards.
         pad_id: Id that fills rows up, in shards without an `attention_mask`: left out where a row begins or ends in it.
@@ -116,6 +116,8 @@ class DataModule(LightningDataModule):
             raise RequestError("give one of data.path (a prepared folder) and data.train (shards)")
         if train is not None and tokenizer is None:
             raise RequestError("data.train needs data.tokenizer: the tokenizer.json that its shards were made with")
+        refuse_url("data.cache_dir", cache_dir, "give a folder of a local disk")
+        refuse_url("data.path", path or "", "give data.train, data.val and data.tokenizer, which may be URLs")
         self.path = Path(path) if path else None
         self.sources = {"train": train, "val": val, "test": test}
         self.tokenizer_path = tokenizer or path

@@ -38,7 +38,7 @@ from lm.data.parquet import COLUMN, LAYOUT
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
-from lm.system.files import parse_json, write_atomically
+from lm.system.files import parse_json, refuse_url, write_atomically
 from lm.system.units import Count, plural
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class PrepareOptions:
             .bin, NumPy's .npy; or embedded:sotu, 11 MB of speeches to try things with. Names such as train.txt and
             val.txt decide the split, if all files have one.
         output: Folder to make: train/ val/ tokenizer.json manifest.json.
-        tokenizer: A tokenizer.json or its folder, a name on the Hugging Face hub such as gpt2, or the meta.json of
-            characters; "bpe" or "char" learns one from the training documents.
+        tokenizer: A tokenizer.json or its folder or URL, a name on the Hugging Face hub such as gpt2, or the meta.json
+            of characters; "bpe" or "char" learns one from the training documents.
         vocab_size: Tokens of a "bpe"; other tokenizers have their own.
         val_fraction: Fraction of the documents for validation, chosen by a hash of their text; 0 for none.
         workers: Processes, one a core if not given. The result is the same for any number.
@@ -87,6 +87,7 @@ class PrepareOptions:
         """
         if not self.output:
             raise RequestError("say with --output which folder to make")
+        refuse_url("--output", self.output)
         if Path(self.output).is_file():
             raise RequestError(f"--output {self.output} is a file; give a folder")
         if not 0 <= self.val_fraction < 1:

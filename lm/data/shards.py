@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from lm.data.cache import BlockCache
 from lm.data.parquet import (
     COLUMN,
     DAMAGE,
@@ -40,9 +41,12 @@ from lm.data.parquet import (
     parse_footer,
     read_footer,
 )
-from lm.data.remote import (
+from lm.data.tokenizer import Tokenizer
+from lm.errors import RequestError, RunError, first_line
+from lm.system.files import parse_json
+from lm.system.process import reader_pool
+from lm.system.remote import (
     PATIENCE,
-    BlockCache,
     file_identity,
     is_denied,
     is_remote,
@@ -51,10 +55,6 @@ from lm.data.remote import (
     unreadable,
     with_retries,
 )
-from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError, RunError, first_line
-from lm.system.files import parse_json
-from lm.system.process import reader_pool
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from lm.data.remote import file_identity, is_remote, list_files, open_file, open_filesystem
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
+from lm.system.remote import file_identity, is_remote, list_files, open_file, open_filesystem
 
 log = logging.getLogger(__name__)
 

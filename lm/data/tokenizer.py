@@ -29,6 +29,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from lm.errors import RequestError, first_line
 from lm.system.files import parse_json
+from lm.system.remote import fetch, is_remote
 
 Begin = Literal["nothing", "eos"]  # what a text begins with; documents follow the token that ended the one before
 END_OF_TEXT = "<|endoftext|>"
@@ -96,11 +97,13 @@ class Tokenizer:
     def load(cls, path: str | Path, eos_token: str | None = None) -> "Tokenizer":
         """Read a `tokenizer.json`, the one in a folder, or of a name on the hub the one in Hugging Face's cache.
 
-        The `meta.json` of character data (`{"stoi": ..., "itos": ...}`) will do too.
+        The `meta.json` of character data (`{"stoi": ..., "itos": ...}`) will do too. Each may be a URL, which is copied
+        to this machine.
 
         Raises:
             RequestError: there is none, it cannot be read, or no token is known to end a document.
         """
+        path = _fetch(str(path)) if is_remote(str(path)) else path
         file = _find_file(Path(path))
         beside, template = file.with_name("tokenizer_config.json"), file.with_name("chat_template.jinja")
         try:
@@ -282,6 +285,13 @@ class Tokenizer:
             config["model_max_length"] = int(model_max_length)
         beside = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         return {"tokenizer.json": self.text, "tokenizer_config.json": beside}
+
+
+def _fetch(url: str) -> Path:
+    """A tokenizer at a URL, of a file or of a folder, as a file of this machine."""
+    address, mark, query = url.partition("?")
+    folder, _, name = address.rpartition("/") if address.endswith(".json") else (address, "", "tokenizer.json")
+    return fetch(f"{folder}{mark}{query}", (name, "tokenizer_config.json", "chat_template.jinja")) / name
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from lm.data.datamodule import DataModule
 from lm.data.rare import rare_rows, rare_tokens
-from lm.data.remote import is_remote
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
@@ -17,6 +16,7 @@ from lm.inspection.drawing import BLUE, VERMILION, Html, figure, label_axes, tab
 from lm.runs.run import Run
 from lm.system.arguments import Parser
 from lm.system.files import DAMAGE
+from lm.system.remote import is_remote
 
 SHARES = (0.5, 0.9, 0.99)  # of a text, for which `measure_use` says how many tokens make it up
 PLACES = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # keys of `data:` that are files or folders

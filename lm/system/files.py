@@ -117,6 +117,22 @@ def nonnegative(value: Any) -> float | None:
     return float(value) if number else None
 
 
+# ---- paths -----------------------------------------------------------------------------------------------------------
+
+URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)")  # `Path` leaves one of the slashes
+
+
+def refuse_url(option: str, path: str | Path, cure: str = "write to this machine, and copy it there") -> None:
+    """Refuse a URL where a path of this machine is needed, which would become a folder `s3:`.
+
+    Raises:
+        RequestError: it is one; with the cure.
+    """
+    if url := URL.fullmatch(str(path)):
+        cure = f"give the path alone: /{url['rest']}" if url["scheme"] == "file" else cure
+        raise RequestError(f"{option} {url['scheme']}://{url['rest']} is a URL, and only a path works here: {cure}")
+
+
 # ---- atomic writes and appended lines --------------------------------------------------------------------------------
 
 
@@ -314,6 +330,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         RequestError: there is something under this name that is not an empty folder.
         RunError: it cannot be written.
     """
+    refuse_url("--output", target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
     target = target.resolve()

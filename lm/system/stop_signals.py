@@ -6,6 +6,7 @@ Nothing here imports torch, so the signals are handled before the seconds that i
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -22,6 +23,7 @@ class StopSignals:
 
     Attributes:
         received: the first signal.
+        received_at: when it came, by `time.monotonic`.
         armed: a training checks `received` between steps; otherwise the handler raises `Interrupted`.
         half_time_over: half of the seconds after a signal have passed, and the training has not finished.
         saving: a checkpoint is being copied from the device, which may take longer than the limit.
@@ -29,6 +31,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.received_at = 0.0
         self.armed = False
         self.half_time_over = False
         self.saving = False
@@ -84,7 +87,7 @@ class StopSignals:
             if number == signal.SIGINT:
                 os._exit(128 + number)
             return
-        self.received = signal.Signals(number)
+        self.received, self.received_at = signal.Signals(number), time.monotonic()
         if rank():
             if under_srun() and not self.armed:  # which does not end the others with rank zero
                 raise SystemExit(Interrupted.exit_code)

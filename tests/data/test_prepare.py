@@ -551,7 +551,7 @@ def test_reads_that_fail_are_tried_again(tmp_path, monkeypatch):
         def _open(self, path, mode="rb", **options):
             return Breaking(self, path, super()._open(path, mode, **options).getvalue())
 
-    monkeypatch.setattr("lm.data.remote.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("lm.system.remote.FIRST_PAUSE", 0.01)
     fsspec.register_implementation("flaky", Flaky, clobber=True)
     tokenizer = train_char(["abc"])
     for name, content in tokenizer.files().items():

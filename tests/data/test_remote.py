@@ -11,11 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from shard_files import write_folder, write_manifest
 
-from lm.data import remote
+from lm.data.cache import BlockCache
 from lm.data.parquet import ShardWriter
-from lm.data.remote import BlockCache, open_filesystem, with_retries
 from lm.data.shards import BadBlock, Shards
 from lm.errors import RequestError, RunError
+from lm.system import remote
+from lm.system.remote import open_filesystem, with_retries
 
 BLOCK = np.arange(1000, dtype=np.uint16)
 KEPT = BLOCK.nbytes + 4  # with its checksum

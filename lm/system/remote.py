@@ -1,6 +1,7 @@
-"""Files that are not on this machine: file systems by URL, reads that are retried, a bounded cache of decoded blocks.
+"""Files that are not on this machine: file systems by URL, reads that are retried, copies in a cache folder.
 
 `data/shards` and `data/text_files` find the files of a source with `list_files` and open them with `open_file`.
+`runs/mirror` writes.
 
 Reads are retried here and not by pyarrow. On Linux pyarrow ignores its timeout of a request, so that an answer which
 never ends is waited for without end; file systems of fsspec (`hf://`) retry little or nothing; and neither notices an
@@ -9,27 +10,26 @@ object that comes shorter than it is.
 
 import hashlib
 import io
+import json
 import logging
 import math
 import os
 import posixpath
 import random
 import re
-import tempfile
+import shutil
 import time
-import warnings
-import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 from fsspec.utils import glob_translate
 
 from lm.errors import LmError, RequestError, RunError, first_line
+from lm.system.files import atomic_folder, parse_json
 from lm.system.process import reader_pool
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds between attempts; doubled after each failure
 PATIENCE = 150.0  # seconds for all attempts of one read
 WARN_EVERY = 60.0  # seconds
+COPIED_AT_ONCE = 2**24  # bytes
+FRESH = 60.0  # seconds in which a copy is not made again where the store says no times
+FACTS = ".source.json"  # in a copy: sizes and times of the files in the store
 ARROW_SCHEMES = ("s3", "gs", "gcs")
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _DENIED = re.compile(r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH")
@@ -336,79 +339,51 @@ def unreadable(name: str, error: Exception) -> RunError:
     )
 
 
-# ---- cache -----------------------------------------------------------------------------------------------------------
-
-CHECKSUM = 4  # bytes before the tokens of a kept block
+# ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-def _checksum(tokens: np.ndarray | bytes) -> bytes:
-    return zlib.crc32(tokens).to_bytes(CHECKSUM, "little")
+def fetch(source: str, names: Sequence[str] = ()) -> Path:
+    """Copy files of a remote folder to this machine, unless its copy there is the same by sizes and times.
 
-
-class BlockCache:
-    """Decoded blocks of remote shards in a local folder, bounded, least recently used out first.
-
-    Any number of processes may use the folder: an entry appears whole by a rename, and one that another process removed
-    is read again.
+    The copies are in `$XDG_CACHE_HOME/lm/remote` or `~/.cache/lm/remote`, one of each folder, and may be deleted.
 
     Args:
-        folder: created when the first block is kept.
-        max_bytes: of all files in the folder (processes that write at the same moment may exceed it by a block each
-            until the next write).
+        source: URL of the folder.
+        names: the first must be there, and the others may be; all that are directly in it if not given.
+
+    Returns:
+        The folder of the copy.
+
+    Raises:
+        RequestError: it is not there, or cannot be read.
+        RunError: the store failed again and again, or the copy cannot be written.
     """
+    from filelock import FileLock
 
-    def __init__(self, folder: str | Path, max_bytes: int):
-        self.folder, self.max_bytes = Path(folder), int(max_bytes)
-
-    @staticmethod
-    def key(*facts) -> str:
-        """A file name from everything that decides a block's content (URL, size, row groups, column, dtype)."""
-        return hashlib.blake2b(repr(facts).encode(), digest_size=20).hexdigest()
-
-    def get(self, key: str, dtype: np.dtype) -> np.ndarray | None:
-        """The block kept under `key`, or None; it becomes the most recently used."""
-        path = self.folder / key
-        try:
-            content = path.read_bytes()
-            os.utime(path)
-        except OSError:  # not there, most often
-            return None
-        if content[:CHECKSUM] != _checksum(content[CHECKSUM:]):  # for instance a machine lost power: fetch it again
-            path.unlink(missing_ok=True)
-            return None
-        return np.frombuffer(content, dtype, offset=CHECKSUM)
-
-    def put(self, key: str, block: np.ndarray) -> None:
-        """Keep a block, if it fits at all; a full disk is a warning, since training works without a cache."""
-        needed = block.nbytes + CHECKSUM
-        if needed > self.max_bytes:
-            return
-        temporary = None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._make_room(needed)
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".tmp", delete=False) as file:
-                temporary = file.name
-                file.write(_checksum(block))
-                file.write(block)
-            os.replace(temporary, self.folder / key)
-        except FileNotFoundError:  # another process made room by removing our temporary file
-            return
-        except OSError as error:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
-            warnings.warn(f"block cache {self.folder}: a block was not kept ({first_line(error)})", stacklevel=2)
-
-    def _make_room(self, needed: int) -> None:
-        files = []
-        for entry in os.scandir(self.folder):  # temporary files too: those of killed processes grow old and go
-            try:
-                files.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
-            except FileNotFoundError:
-                continue
-        held = sum(size for _, size, _ in files)
-        for _, freed, path in sorted(files):
-            if held + needed <= self.max_bytes:
-                return
-            Path(path).unlink(missing_ok=True)
-            held -= freed
+    address, mark, query = source.partition("?")
+    address = address.rstrip("/")
+    filesystem, path, _ = open_filesystem(address + mark + query)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lm" / "remote"
+    wanted = [f"{path}/{name}" for name in names] or pafs.FileSelector(path, allow_not_found=True)
+    try:
+        listed = with_retries(lambda: filesystem.get_file_info(wanted), source)
+        files = {info.base_name: info for info in listed if info.type == pafs.FileType.File}
+        if not files or not {*names[:1]} <= files.keys():
+            raise RequestError(f"{source} has no {names[0]}" if names else f"{source}: no such folder")
+        facts = {name: [info.size, info.mtime_ns] for name, info in files.items()}
+        copy = cache / hashlib.blake2b(repr((source, *names)).encode(), digest_size=10).hexdigest()
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(copy.with_suffix(".lock")):
+            same = (copy / FACTS).exists() and parse_json((copy / FACTS).read_bytes()) == facts
+            known = all(modified is not None for _, modified in facts.values())
+            if same and (known or time.time() - (copy / FACTS).stat().st_mtime < FRESH):
+                return copy
+            log.info("copying %s to %s", source, copy)
+            with atomic_folder(copy) as folder:
+                for name, info in files.items():
+                    with open_file(filesystem, info.path, f"{address}/{name}") as file, open(folder / name, "wb") as to:
+                        shutil.copyfileobj(file, to, COPIED_AT_ONCE)
+                (folder / FACTS).write_text(json.dumps(facts))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{source}: cannot be copied to {cache} ({first_line(error)})") from error
+    return copy

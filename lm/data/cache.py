@@ -1,0 +1,87 @@
+"""A bounded cache of decoded blocks of remote shards, which `data/shards` reads."""
+
+import hashlib
+import os
+import tempfile
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from lm.errors import first_line
+
+CHECKSUM = 4  # bytes before the tokens of a kept block
+
+
+def _checksum(tokens: np.ndarray | bytes) -> bytes:
+    return zlib.crc32(tokens).to_bytes(CHECKSUM, "little")
+
+
+class BlockCache:
+    """Decoded blocks of remote shards in a local folder, bounded, least recently used out first.
+
+    Any number of processes may use the folder: an entry appears whole by a rename, and one that another process removed
+    is read again.
+
+    Args:
+        folder: created when the first block is kept.
+        max_bytes: of all files in the folder (processes that write at the same moment may exceed it by a block each
+            until the next write).
+    """
+
+    def __init__(self, folder: str | Path, max_bytes: int):
+        self.folder, self.max_bytes = Path(folder), int(max_bytes)
+
+    @staticmethod
+    def key(*facts) -> str:
+        """A file name from everything that decides a block's content (URL, size, row groups, column, dtype)."""
+        return hashlib.blake2b(repr(facts).encode(), digest_size=20).hexdigest()
+
+    def get(self, key: str, dtype: np.dtype) -> np.ndarray | None:
+        """The block kept under `key`, or None; it becomes the most recently used."""
+        path = self.folder / key
+        try:
+            content = path.read_bytes()
+            os.utime(path)
+        except OSError:  # not there, most often
+            return None
+        if content[:CHECKSUM] != _checksum(content[CHECKSUM:]):  # for instance a machine lost power: fetch it again
+            path.unlink(missing_ok=True)
+            return None
+        return np.frombuffer(content, dtype, offset=CHECKSUM)
+
+    def put(self, key: str, block: np.ndarray) -> None:
+        """Keep a block, if it fits at all; a full disk is a warning, since training works without a cache."""
+        needed = block.nbytes + CHECKSUM
+        if needed > self.max_bytes:
+            return
+        temporary = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_room(needed)
+            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".tmp", delete=False) as file:
+                temporary = file.name
+                file.write(_checksum(block))
+                file.write(block)
+            os.replace(temporary, self.folder / key)
+        except FileNotFoundError:  # another process made room by removing our temporary file
+            return
+        except OSError as error:
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
+            warnings.warn(f"block cache {self.folder}: a block was not kept ({first_line(error)})", stacklevel=2)
+
+    def _make_room(self, needed: int) -> None:
+        files = []
+        for entry in os.scandir(self.folder):  # temporary files too: those of killed processes grow old and go
+            try:
+                files.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+            except FileNotFoundError:
+                continue
+        held = sum(size for _, size, _ in files)
+        for _, freed, path in sorted(files):
+            if held + needed <= self.max_bytes:
+                return
+            Path(path).unlink(missing_ok=True)
+            held -= freed
