@@ -22,10 +22,12 @@ from lm.cli.options import CONFIG, find_config, read_config
 from lm.cli.plan import PlanChecks, PlanOptions, is_prepared, plan
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
+from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.registry import find_run, record_run
 from lm.runs.resume import checkpoint_folder, find_checkpoint, is_of_a_run, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run
 from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
+from lm.system.process import rank
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
 from lm.training.callbacks.run_folder import RunFolder, RunOptions
 from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
@@ -201,8 +203,15 @@ class TrainingCLI(LightningCLI):
         config = self.config[self.subcommand]
         refuse_nulls(config)
         root = config.trainer.default_root_dir
+        refuse_remote_root(root)
         link_seq_len(config)
         name = config.run or config_name(config)
+        if self.subcommand == "fit" and config.trainer.mirror:
+            mirror = Mirror(config.trainer.mirror)
+            if rank() == 0:
+                mirror.check(root)
+            if config.ckpt_path is not None and is_of_a_run(config.ckpt_path):
+                mirror.bring_back(name, root, named=config.run is not None)
         self.checkpoint, self.resumed_run = find_checkpoint(
             config.ckpt_path, name, root, named=config.run is not None, command=self.subcommand
         )

@@ -34,6 +34,7 @@ from lm.model.estimates import (
     recomputed_flops_per_token,
     training_memory,
 )
+from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.run import Run
 from lm.system.files import disk_space, nonnegative, parse_json
 from lm.system.hardware import Device, device_name, find_device
@@ -500,10 +501,10 @@ def examine(
         if resumed is None:  # of which a part is paid for
             noted += findings.of_budget(found["budget"], found["time"], found["steps"], config)
     every = config.trainer.keep_every
-    kept = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0)
+    kept = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0) + bool(config.trainer.mirror)
     present = len(resumed.steps()) if resumed else 0
     space = disk_space(Path(config.trainer.default_root_dir), one, kept, present)
-    found["disk"] = space._asdict()
+    found["disk"] = {**space._asdict(), "mirror": config.trainer.mirror and Mirror(config.trainer.mirror).name}
     noted += findings.of_device(found["memory"], space, found["steps"], device, config, precision)
     order = ("error", "warning", "advice")
     return found, sorted(noted, key=lambda finding: order.index(finding.level))
@@ -570,6 +571,9 @@ def refuse_what_a_fit_would(config: Namespace) -> None:
     for name in ("num_nodes", "val_interval", "checkpoint_interval", "log_interval", "keep_checkpoints", "keep_every"):
         if config.trainer[name] is not None and config.trainer[name] < 1:
             raise RequestError(f"trainer.{name} {config.trainer[name]} must be at least 1")
+    refuse_remote_root(config.trainer.default_root_dir)
+    if config.trainer.mirror:
+        Mirror(config.trainer.mirror)
     refuse_matmul_precision(config.trainer.matmul_precision, config.trainer.precision)
     DataModule(**vars(config.data))
 
@@ -685,7 +689,8 @@ def _time_lines(found: dict[str, Any]) -> list[str]:
 
 def _disk_lines(found: dict[str, Any]) -> list[str]:
     one, at_once, free = (format_bytes(found["disk"][name]) for name in ("checkpoint", "at_once", "free"))
-    lines, facts = [f"{one} a checkpoint, {at_once} at once; {free} free"], found["checkpoints"]
+    mirror = f"; each is uploaded to {found['disk']['mirror']}" if found["disk"]["mirror"] else ""
+    lines, facts = [f"{one} a checkpoint, {at_once} at once; {free} free{mirror}"], found["checkpoints"]
     if "lost_seconds" in facts:
         usd = "" if facts["lost_usd"] is None else f", {facts['lost_usd']:,.2f} USD"
         lines.append(

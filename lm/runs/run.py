@@ -12,7 +12,9 @@ import os
 import re
 import shlex
 import socket
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -40,6 +42,7 @@ TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of anot
         "started": str, "entered": NUMBER, "command": list, "host": str, "python": str, "versions": dict, "git": str,
         "step": int, "began_from": str, "left_behind": list, "stretches": list, "rollbacks": list, "injected": dict,
         "tags": list, "note": str, "acceptance": dict, "machine": dict, "flops_per_token": NUMBER,
+        "mirror": dict,
     },
     "state.json": {
         "run": str, "status": str, "reason": str, "phase": str, "step": int, "max_steps": int, "tokens": int,
@@ -49,6 +52,7 @@ TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of anot
     "alerts.jsonl": {"step": int, "time": NUMBER, "guard": str, "action": str, "message": str},
 }  # fmt: skip
 
+_describing = threading.Lock()  # the thread of the mirror describes a run, too
 _held: dict[str, Any] = {}  # resolved folder of a run -> the lock that this process holds
 
 
@@ -162,8 +166,13 @@ class Run:
         return run if (checkpoint / "trainer.json").exists() and (run.path / "run.json").exists() else None
 
     @classmethod
-    def create(cls, name: str, root: Path | str = ROOT) -> "Run":
+    def create(
+        cls, name: str, root: Path | str = ROOT, taken: Callable[[str], bool] = lambda name: False
+    ) -> "Run":
         """Claim a new folder: `name`, else `name-2`, `name-3` ...; an existing one is never overwritten.
+
+        Args:
+            taken: whether a name is not free though there is no such folder.
 
         Raises:
             RequestError: the name would climb out of the root, or the folder cannot be made.
@@ -172,6 +181,8 @@ class Run:
             raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only")
         for attempt in count(1):
             path = Path(root) / (name if attempt == 1 else f"{name}-{attempt}")
+            if taken(path.name):
+                continue
             try:
                 path.mkdir(parents=True)
                 return cls(path)
@@ -325,7 +336,8 @@ class Run:
 
     def describe(self, **facts: Any) -> None:
         """Write or update `run.json`."""
-        write_atomically(self.path / "run.json", json.dumps({**self.read("run.json"), **facts}, indent=2) + "\n")
+        with _describing:
+            write_atomically(self.path / "run.json", json.dumps({**self.read("run.json"), **facts}, indent=2) + "\n")
 
     def read(self, name: str) -> dict[str, Any]:
         """One of the run's JSON files; empty where it is absent or damaged."""

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError
 from lm.runs.checkpoint import Progress, read_progress
+from lm.runs.mirror import Mirror, Uploads, refuse_remote_root
 from lm.runs.run import Run
 from lm.system.hardware import device_name, keep_freed_memory, peak_flops
 from lm.system.stop_signals import STOP
@@ -125,7 +126,10 @@ class Trainer(lightning.Trainer):
         detect_anomaly: Find the operation that made a NaN; slow.
         profiler: One of Lightning's profilers: `simple` or `advanced`. Its report is a file in the run's folder.
         callbacks: More Lightning callbacks.
-        default_root_dir: Folder of the runs.
+        default_root_dir: Folder of the runs, on a disk.
+        mirror: An object store that has a copy of each run: `s3://bucket/folder`, `gs://...`, `file:///...`. It is
+            updated after each checkpoint, in the background. A run that is to be resumed comes from there where the
+            folder on the disk is gone or older.
     """
 
     def __init__(
@@ -156,7 +160,9 @@ class Trainer(lightning.Trainer):
         profiler: Literal["simple", "advanced"] | None = None,
         callbacks: list[Callback] | None = None,
         default_root_dir: str = "checkpoints",
+        mirror: str | None = None,
     ) -> None:
+        refuse_remote_root(default_root_dir)
         at_least_one = {
             "val_interval": val_interval, "checkpoint_interval": checkpoint_interval, "log_interval": log_interval,
             "histogram_interval": histogram_interval, "keep_checkpoints": keep_checkpoints, "keep_every": keep_every,
@@ -189,6 +195,8 @@ class Trainer(lightning.Trainer):
         self.max_grad_norm = gradient_clip_val  # Lightning knows none: `training_step` clips
         self.steps: Steps | None = None  # known when a fit starts
         self.run: Run | None = None  # the run folder, once it is claimed
+        self.mirror = Mirror(mirror) if mirror else None
+        self.uploads: Uploads | None = None  # those of the run to the mirror, on rank zero
         self.stop: GuardStop | None = None  # why the run is to end after this optimizer step; the same on every rank
         self.start = Progress()  # where the training of this process began
         self.pending_validation = False  # that of the newest step was interrupted when the run stopped; it comes first
@@ -336,6 +344,8 @@ class Trainer(lightning.Trainer):
         if (self.checkpoint_callback.requested or self.stop is None) and self.global_step:
             self.checkpoint_callback.save(self)
             self.checkpoint_io.drain()
+        if self.uploads is not None:
+            self.uploads.wait(self.stop_within)
         self.strategy.barrier()  # torchrun kills all processes when the first one ends
         if self.stop is not None:
             raise self.stop

@@ -2,6 +2,7 @@
 
 import http.client
 import logging
+import re
 import socket
 import struct
 import threading
@@ -32,6 +33,7 @@ class Proxy(ThreadingHTTPServer):
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.behind = port
+        self.held: str | None = None
         self.met: Counter = Counter()
         self.well = threading.Event()  # nothing fails any more
         self._faults: Iterator[int | str | None] = repeat(None)
@@ -44,14 +46,22 @@ class Proxy(ThreadingHTTPServer):
             self.met.clear()
             self.well.clear()
 
+    def hold(self, requests: str) -> None:
+        """From now on requests such as `PUT /corpus/a` get no answer where this expression is found in them."""
+        with self._lock:
+            self.held = requests
+            self.met.clear()
+            self.well.clear()
+
     def recover(self) -> None:
         """From now on nothing fails, and what hangs continues."""
         self.fail([])
+        self.held = None
         self.well.set()
 
-    def next_fault(self) -> int | str | None:
+    def next_fault(self, request: str) -> int | str | None:
         with self._lock:
-            fault = next(self._faults)
+            fault = "stall" if self.held and re.search(self.held, request) else next(self._faults)
             self.met[fault] += 1
             return fault
 
@@ -66,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def answer(self) -> None:
-        fault = self.server.next_fault()
+        fault = self.server.next_fault(f"{self.command} {self.path}")
         if fault == "stall":
             self.server.well.wait(60)
             fault = "reset"
@@ -98,19 +108,31 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(body)
 
-    do_GET = do_HEAD = answer
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
 
     def behind(self) -> tuple[int, dict[str, str], bytes]:
         """What the server behind answers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.behind, timeout=60)
         try:
-            connection.request(self.command, self.path, headers=dict(self.headers))
+            headers = {name: value for name, value in self.headers.items() if name.lower() != "transfer-encoding"}
+            connection.request(self.command, self.path, self.sent(), headers=headers)
             response = connection.getresponse()
             body = response.read()
         finally:
             connection.close()
         headers = {name: value for name, value in response.getheaders() if name.lower() != "transfer-encoding"}
         return response.status, headers, body
+
+    def sent(self) -> bytes:
+        """The body of the request."""
+        if "Transfer-Encoding" not in self.headers:
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
 
     def head(self, status: int, headers: dict[str, str]) -> None:
         self.send_response_only(status)
@@ -139,6 +161,11 @@ class Store:
             aws_secret_access_key="test", region_name="us-east-1",
         )  # fmt: skip
         self.client.create_bucket(Bucket="corpus")
+
+    def names(self, prefix: str) -> set[str]:
+        """The objects below `s3://corpus/<prefix>/`."""
+        found = self.client.list_objects_v2(Bucket="corpus", Prefix=f"{prefix}/").get("Contents", [])
+        return {entry["Key"].removeprefix(f"{prefix}/") for entry in found if not entry["Key"].endswith("/")}
 
     def upload(self, folder: Path, prefix: str) -> None:
         """Put all files of a folder below `s3://corpus/<prefix>/`."""

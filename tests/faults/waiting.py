@@ -14,15 +14,16 @@ class WaitAt(AtMicroBatches):
 
     Args:
         micro_batch: before this one of the process.
+        go: name of the file.
     """
 
-    def __init__(self, micro_batch: int) -> None:
-        self.micro_batch = micro_batch
+    def __init__(self, micro_batch: int, go: str = "go") -> None:
+        self.micro_batch, self.go = micro_batch, go
 
     def before_micro_batch(self, trainer, pl_module, index):
         if index == self.micro_batch:
             Path("waits").touch()
-            while not Path("go").exists():
+            while not Path(self.go).exists():
                 time.sleep(0.05)
 
 

@@ -83,6 +83,7 @@ class Checkpoints(ModelCheckpoint):
         item = next(pl_module.parameters()).element_size()
         one = checkpoint_bytes(pl_module.config, item, pl_module.optimizer_config.state)
         kept = self.keep + (trainer.max_steps // self.keep_every if self.keep_every else 0)
+        kept += trainer.mirror is not None  # one stays until it is uploaded
         needed = disk_space(trainer.run.path, one, kept, present=len(trainer.run.steps()))
         if not needed.suffices:
             log.warning("the disk of %s will be full: %s; make room", trainer.run.path, needed)
@@ -144,15 +145,16 @@ class Checkpoints(ModelCheckpoint):
         self.saved_step = trainer.global_step
         path = trainer.run.path / self._name(trainer)
         self.left_behind = self.left_behind - {path.name}  # a new set: the writer may be looking at the other
-        after_write = partial(self._move_links, trainer.run, trainer.global_step, path.name, self.best_name)
+        after_write = partial(self._after_write, trainer, trainer.global_step, path.name, self.best_name)
         STOP.saving = True
         try:
             trainer.save_checkpoint(str(path), storage_options=after_write)
         finally:
             STOP.saving = False
 
-    def _move_links(self, run: Run, step: int, last: str, best: str | None) -> None:
-        """After the write: move `last` and `best`, and remove checkpoints that are neither kept nor linked."""
+    def _after_write(self, trainer: Trainer, step: int, last: str, best: str | None) -> None:
+        """Move `last` and `best`, remove checkpoints that are neither kept nor linked, and have the mirror follow."""
+        run = trainer.run
         link_to(run.path / last, best)
         steps = run.steps()
         kept = [path.name for at, path in steps.items() if at <= step and path.name not in self.left_behind]
@@ -160,6 +162,8 @@ class Checkpoints(ModelCheckpoint):
             always = self._is_kept(at) and path.name in kept
             if not always and path.name not in (*kept[-self.keep :], last, best):
                 remove_folder(path)
+        if trainer.uploads is not None:
+            trainer.uploads.update()
 
     @staticmethod
     def _name(trainer: Trainer) -> str:

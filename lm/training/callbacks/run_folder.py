@@ -22,6 +22,7 @@ from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.acceptance import acceptance, expectations, refuse_empty_ranges
 from lm.runs.events import PATIENCE, announce, refuse_missing_program
+from lm.runs.mirror import Mirror, Uploads
 from lm.runs.registry import record_run
 from lm.runs.run import Run
 from lm.system.files import write_atomically
@@ -106,6 +107,8 @@ class RunFolder(Callback):
             self._log = _open_log(trainer.run)
             _log_places(trainer.run)
             self._record(trainer.run)
+            if trainer.mirror is not None:
+                trainer.uploads = Uploads(trainer.mirror, trainer.run)
 
     def _claim(self, trainer: Trainer) -> str:
         """Take the run's lock and describe the run in its folder; returns its path.
@@ -115,11 +118,13 @@ class RunFolder(Callback):
             RunError: the folder cannot be written to.
         """
         shards = trainer.datamodule.describe_shards()
-        run = self._resumed or self._new(trainer.default_root_dir)
+        run = self._resumed or self._new(trainer.default_root_dir, trainer.mirror)
         try:
             run.hold()
             if self._resumed is not None:
                 self._refuse_outdated(run)
+                if trainer.mirror is not None:
+                    trainer.mirror.refuse_other(run)
                 self._refuse_changed_shards(run, shards)
             self._describe(trainer, run, shards)
         except BaseException as error:  # a signal too
@@ -130,7 +135,7 @@ class RunFolder(Callback):
             raise
         return str(run.path)
 
-    def _new(self, root: str) -> Run:
+    def _new(self, root: str, mirror: Mirror | None) -> Run:
         """A new folder. Of two processes with `--ckpt_path auto` that find no run, only one may start it."""
         first = Run(Path(root) / self._name)
         until = time.monotonic() + CLAIM_WAIT
@@ -139,7 +144,7 @@ class RunFolder(Callback):
         if self._auto and first.read("run.json").get("name") == self._name:
             first.refuse_if_trained()
             raise RequestError(f"run {first.path} was started by another process just now: the same command resumes it")
-        return Run.create(self._name, root)
+        return Run.create(self._name, root, taken=mirror.has) if mirror else Run.create(self._name, root)
 
     def _refuse_outdated(self, run: Run) -> None:
         if run.seen not in (None, run.entered()):
@@ -229,6 +234,9 @@ class RunFolder(Callback):
         self._log_end(f"{status}: {reason}", unforeseen)
         self._record(run)
         self._ended = run
+        if trainer.uploads is not None:
+            trainer.uploads.wait(trainer.stop_within)
+            trainer.uploads.stop()
 
     def announce_end(self, patience: float = PATIENCE) -> None:
         """Start the program of `on_event`, if the run's end was recorded; its lock is free by then."""

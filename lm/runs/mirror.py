@@ -1,0 +1,474 @@
+"""The mirror of a run: a copy of its folder in an object store, for machines that may be taken away.
+
+`<mirror>/<run>/` holds the files of the run folder but its lock. A checkpoint's `trainer.json`, without which it is no
+checkpoint, is uploaded last and removed first, so a kill leaves none that looks whole and is not. The links `last` and
+`best` are small objects with the name of a checkpoint. Nothing here imports torch.
+"""
+
+import hashlib
+import io
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
+
+import pyarrow.fs as pafs
+
+from lm.errors import LmError, RequestError, RunError, first_line
+from lm.runs.run import LOCK, SILENCE, STEP, Run, valid_facts
+from lm.system.files import atomic_folder, parse_json, refuse_url
+from lm.system.remote import ARROW_SCHEMES, COPIED_AT_ONCE, call_within, open_file, open_filesystem
+from lm.system.stop_signals import STOP
+
+log = logging.getLogger(__name__)
+
+MARKER = "trainer.json"  # of a whole checkpoint
+LINKS = ("last", "best")
+HEARTBEAT = "heartbeat.json"
+BEAT = 10.0  # seconds between two signs of life
+START_PATIENCE = 20.0  # seconds in which the store has to answer before a run starts
+NO_ANSWER = 60.0  # seconds after which a request, of `COPIED_AT_ONCE` bytes at most, is given up
+END_PATIENCE = 60.0  # seconds without an answer after which the end of a run waits no more
+
+
+class Mirror:
+    """A folder of an object store with the mirrors of runs.
+
+    Args:
+        url: `s3://bucket/folder`, `gs://bucket/folder` or `file:///folder`; see `remote.open_filesystem`.
+
+    Attributes:
+        name: the URL for messages, without credentials.
+        answered: when the store answered last, by `time.monotonic`.
+
+    Raises:
+        RequestError: it is another URL, or none.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme, _, rest = url.partition("://")
+        if scheme not in (*ARROW_SCHEMES, "file") or not rest.strip("/") or (scheme == "file") != rest.startswith("/"):
+            raise RequestError(f"trainer.mirror {url}: give s3://bucket/folder, gs://bucket/folder or file:///folder")
+        self.name = re.sub("//[^/@]*@", "//", url.partition("?")[0]).rstrip("/")
+        self.answered = 0.0
+        self._url = url
+        self._place: tuple[pafs.FileSystem, str] | None = None  # the file system and the path in it
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    def open(self) -> tuple[pafs.FileSystem, str]:
+        """The file system, and the path of the mirror in it."""
+        if self._place is None:
+            filesystem, path, _ = self.call(lambda: open_filesystem(self._url), START_PATIENCE)
+            self._place = filesystem, path.rstrip("/")
+        return self._place
+
+    def call(self, request: Callable[[], Any], seconds: float = NO_ANSWER) -> Any:
+        """Make a request in a thread; one that takes longer is an OSError, and is left to itself."""
+        answer = call_within(seconds, request)
+        self.answered = time.monotonic()
+        return answer
+
+    def files(self, run: str) -> dict[str, pafs.FileInfo]:
+        """All files of a run's mirror by their names in it."""
+        filesystem, path = self.open()
+        selector = pafs.FileSelector(f"{path}/{run}", recursive=True, allow_not_found=True)
+        found = self.call(lambda: filesystem.get_file_info(selector))
+        return {file.path.removeprefix(f"{path}/{run}/"): file for file in found if file.type == pafs.FileType.File}
+
+    def read(self, name: str) -> bytes:
+        """The content of a small file; empty where there is none."""
+        filesystem, path = self.open()
+
+        def read() -> bytes:
+            with suppress(FileNotFoundError), filesystem.open_input_stream(f"{path}/{name}") as stream:
+                return stream.read()
+            return b""
+
+        return self.call(read)
+
+    def facts(self, run: str) -> dict[str, Any]:
+        """What `run.json` in a run's mirror says; empty where there is none."""
+        try:
+            return valid_facts("run.json", parse_json(self.read(f"{run}/run.json")))
+        except ValueError:
+            return {}
+
+    def write(
+        self, name: str, source: BinaryIO, seconds: float = NO_ANSWER, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write a file; `meanwhile` is called between its parts."""
+        filesystem, path = self.open()
+        target, local = f"{path}/{name}", isinstance(filesystem, pafs.LocalFileSystem)
+        if local:
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+        temporary = f"{target}.part" if local else target  # a store shows an object when it is whole
+        stream = self.call(lambda: filesystem.open_output_stream(temporary), seconds)
+        try:
+            while part := source.read(COPIED_AT_ONCE):
+                self.call(lambda part=part: (stream.write(part), stream.flush()), seconds)  # or all is kept in memory
+                meanwhile()
+            self.call(stream.close, seconds)
+        except BaseException:
+            with suppress(OSError):
+                call_within(0, stream.close)  # not by the garbage collection of a thread that must not wait
+            raise
+        if local:
+            os.replace(temporary, target)
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if it is there."""
+        filesystem, path = self.open()
+        with suppress(FileNotFoundError):
+            self.call(lambda: filesystem.delete_file(f"{path}/{name}"))
+
+    def delete_checkpoint(self, name: str) -> None:
+        """Delete a checkpoint, its marker first."""
+        filesystem, path = self.open()
+        self.delete(f"{name}/{MARKER}")
+        with suppress(FileNotFoundError):
+            self.call(lambda: filesystem.delete_dir(f"{path}/{name}"))
+
+    def check(self, root: str) -> None:
+        """Make sure that the mirror can be written to.
+
+        Args:
+            root: the folder of the runs, which must not have the mirror in it.
+
+        Raises:
+            RequestError: it cannot be written to, or does not answer.
+        """
+        probe = f".write-test-{os.getpid()}"
+        try:
+            filesystem, path = self.open()
+            local = isinstance(filesystem, pafs.LocalFileSystem)
+            if local and Path(path).resolve().is_relative_to(Path(root).resolve()):
+                raise RequestError(f"trainer.mirror {self.name} is in the folder of the runs: give one on another disk")
+            self.write(probe, io.BytesIO(b"x"), START_PATIENCE)
+            self.call(lambda: filesystem.delete_file(f"{path}/{probe}"), START_PATIENCE)
+        except OSError as error:
+            raise RequestError(
+                f"trainer.mirror {self.name} cannot be written to ({first_line(error)}): are the bucket, its endpoint "
+                "and the credentials right, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY?"
+            ) from error
+
+    # ---- bringing a run back ------------------------------------------------------------------------------------
+
+    def bring_back(self, name: str, root: str, *, named: bool) -> None:
+        """Copy the newest run of a name to this machine, unless the one that is here is as new.
+
+        Args:
+            name: of the run, or of `name`, `name-2` ...
+            root: folder of the runs.
+            named: the name was given with `--run`, so it is exactly that run.
+
+        Raises:
+            RequestError: another machine trains it, or this one trains the older copy.
+            RunError: it cannot be read, or not be written here.
+        """
+        from filelock import FileLock
+
+        try:
+            filesystem, path = self.open()
+            selector = pafs.FileSelector(path, allow_not_found=True)
+            folders = [info.base_name for info in self.call(lambda: filesystem.get_file_info(selector))]
+            wanted = re.compile(re.escape(name) + ("" if named else r"(-\d+)?"))
+            found = {run: self.facts(run) for run in folders if wanted.fullmatch(run)}
+            same = [run for run, facts in found.items() if facts and (named or facts.get("name") == name)]
+            if not same:
+                return
+            newest = max(same, key=lambda run: found[run].get("entered", 0.0))
+            Path(root).mkdir(parents=True, exist_ok=True)
+            with FileLock(Path(root) / ".mirror.lock"):  # the other ranks wait, and find it here
+                others = [] if named else [run for run in Run.all(root, name) if run.name != newest]
+                if _is_newer(found[newest], Run(Path(root) / newest), others):
+                    self._refuse_if_trained(newest)
+                    self._download(newest, Path(root) / newest)
+        except OSError as error:
+            raise RunError(f"run {name} cannot be brought back from {self.name}: {first_line(error)}") from error
+
+    def _refuse_if_trained(self, run: str) -> None:
+        """Refuse a run of which a process gives signs of life; where it may be alive, one is waited for."""
+        with TemporaryDirectory() as folder:
+            copy, first, until = Run(folder), None, time.monotonic() + SILENCE
+            (copy.path / "run.json").write_bytes(self.read(f"{run}/run.json"))
+            while time.monotonic() < until:
+                (copy.path / HEARTBEAT).write_bytes(self.read(f"{run}/{HEARTBEAT}"))
+                beat = copy.read(HEARTBEAT)
+                if copy.status() != "running":
+                    return
+                if first is None:
+                    first = beat
+                    log.info("waiting to see whether a process on %s still trains %s/%s: %.0f s at most",
+                             beat.get("host", "another machine"), self.name, run, SILENCE)  # fmt: skip
+                if beat.get("time") != first.get("time"):
+                    raise RequestError(
+                        f"run {self.name}/{run} is being trained by process {beat.get('pid')} on {beat.get('host')}: "
+                        "wait for its end, or stop it, and give the command again"
+                    )
+                time.sleep(1)
+
+    def _download(self, run: str, target: Path) -> None:
+        files = self.files(run)
+        whole = {step for step, _, name in (file.rpartition("/") for file in files) if name == MARKER}
+        log.info("bringing back run %s from %s/%s", target, self.name, run)
+        if target.exists():
+            Run(target).refuse_if_trained()
+            log.info("the folder that is here is older, and is replaced")
+        filesystem, _ = self.open()
+        with atomic_folder(target) as folder:
+            for name, info in files.items():
+                step = name.partition("/")[0]
+                if name in (*LINKS, HEARTBEAT) or ".." in name.split("/"):
+                    continue
+                if STEP.fullmatch(step) and step not in whole:
+                    log.warning("passing over %s/%s/%s: it was not uploaded to its end", self.name, run, step)
+                    continue
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                remote = open_file(filesystem, info.path, f"{self.name}/{run}/{name}")
+                with remote, open(folder / name, "wb") as file:
+                    shutil.copyfileobj(remote, file, COPIED_AT_ONCE)
+            for link in LINKS:
+                if (step := self.read(f"{run}/{link}").decode(errors="replace")) in whole:
+                    (folder / link).symlink_to(step)
+            if Run(folder).read("run.json").get("status") == "running":  # of a process that is gone
+                Run(folder).describe(status="interrupted", reason=f"brought back from {self.name}/{run}")
+
+    def refuse_other(self, run: Run) -> None:
+        """Refuse to mirror a run where the mirror of another one with its name is.
+
+        Raises:
+            RequestError: it is.
+            RunError: the store does not say.
+        """
+        try:
+            started = self.facts(run.name).get("started")
+        except OSError as error:
+            raise RunError(f"{self.name}/{run.name} cannot be read: {first_line(error)}") from error
+        if started not in (None, run.read("run.json").get("started")):
+            raise RequestError(
+                f"{self.name}/{run.name} is the mirror of another run, which was started at {started}: give another "
+                "--run or --trainer.mirror"
+            )
+
+    def has(self, run: str) -> bool:
+        """Whether there is a mirror of a run with this name.
+
+        Raises:
+            RunError: the store does not say.
+        """
+        try:
+            return bool(self.read(f"{run}/run.json"))
+        except OSError as error:
+            raise RunError(f"{self.name}/{run} cannot be read: {first_line(error)}") from error
+
+
+def refuse_remote_root(root: str) -> None:
+    """Refuse a URL as the folder of the runs.
+
+    Raises:
+        RequestError: it is one.
+    """
+    cure = "give one of a local disk"
+    if root.partition("://")[0] in ARROW_SCHEMES:
+        cure = f"leave it out, and give --trainer.mirror {root} for a copy there"
+    refuse_url("trainer.default_root_dir", root, cure)
+
+
+def _is_newer(facts: dict[str, Any], local: Run, others: list[Run]) -> bool:
+    """Whether the mirror of a run, by its run.json, is newer than the folder here and than other runs of its name."""
+    if any(run.entered()[1] >= facts.get("entered", 0.0) for run in others):
+        return False
+    here = local.read("run.json")
+    if here and here.get("started") != facts.get("started"):
+        return False  # it is another run, which `refuse_other` does not let be mixed with this one
+    return local.entered() < (facts.get("turn", 0), facts.get("entered", 0.0))
+
+
+class Uploads:
+    """The thread that keeps the mirror of a run as the run folder is. A failure is a warning, and ends nothing.
+
+    Args:
+        mirror: of the runs.
+        run: its `run.json` is that of this session, and `Mirror.refuse_other` lets it pass.
+    """
+
+    def __init__(self, mirror: Mirror, run: Run) -> None:
+        self._mirror, self._run = mirror, run
+        self.name = f"{mirror.name}/{run.name}"
+        self._whole: dict[str, str | None] | None = None  # checkpoint there -> digest of its marker; None: not whole
+        self._sent: dict[str, tuple[int, int]] = {}  # small file -> its time and size when it was uploaded
+        self._wanted = self._done = self._failed = 0  # numbers of requests for an update
+        self._asked, self._ended = threading.Event(), False
+        self._beaten, self._error = 0.0, ""
+        self._sessions: set[tuple[float, float]] = set()  # those that `run.json` in the mirror may be of
+        log.info("mirror %s", self.name)
+        self.update()
+        threading.Thread(target=self._work, name="mirror", daemon=True).start()
+
+    @property
+    def newest(self) -> str | None:
+        """The newest whole checkpoint in the mirror."""
+        return max((step for step, digest in (self._whole or {}).copy().items() if digest), default=None)
+
+    def update(self) -> int:
+        """Have the mirror made as the run folder is, without waiting; returns the number of this request."""
+        self._wanted += 1
+        self._asked.set()
+        return self._wanted
+
+    def wait(self, stop_within: float) -> None:
+        """Wait until the mirror is as the run folder; where it does not become so, that is logged.
+
+        Args:
+            stop_within: the most seconds after a signal; 0: as long as the store answers.
+        """
+        request, began = self.update(), time.monotonic()
+        while self._done < request and not self._ended:
+            now = time.monotonic()
+            late = STOP.received is not None and stop_within and now >= STOP.received_at + stop_within
+            if late or now >= max(began, self._mirror.answered) + END_PATIENCE:
+                when = f"{stop_within:g} s after {STOP.received.name} (trainer.stop_within)" if late else "the end"
+                log.warning("the mirror %s is not complete at %s%s; its newest checkpoint is %s", self.name, when,
+                            f": {self._error}" if self._error else "", self.newest or "none yet")  # fmt: skip
+                return
+            time.sleep(0.02)
+            if self._failed >= request:
+                time.sleep(0.5)
+                request = self.update()
+
+    def stop(self) -> None:
+        """End the thread after what it is doing."""
+        self._ended = True
+        self._asked.set()
+
+    def _work(self) -> None:
+        while not self._ended:
+            self._asked.wait(BEAT)
+            self._asked.clear()
+            request, asked = self._wanted, self._wanted > max(self._done, self._failed)
+            try:
+                self._beat()
+                if asked:
+                    self._update()
+            except Exception as error:  # whatever it is, the training continues
+                self._failed = request if asked else self._failed
+                foreseen = isinstance(error, OSError | LmError)
+                self._describe(first_line(error) if foreseen else f"{type(error).__name__}: {error}")
+            else:
+                if asked:
+                    self._describe("")
+                    self._done = request
+
+    def _describe(self, error: str) -> None:
+        """Write the mirror's state to `run.json`; log a failure when it begins and when it is over."""
+        if error and error != self._error:
+            later = "nothing more is uploaded" if self._ended else "it is tried again with the next checkpoint"
+            log.warning("the mirror %s is not up to date: %s; %s", self.name, error, later)
+        elif self._error and not error:
+            log.info("the mirror %s is up to date again", self.name)
+        self._error = error
+        state = {"url": self.name, "newest": self.newest, "time": time.time(), "error": error or None}
+        if not self._ended:  # else another process may describe the run by now
+            self._run.attempt(self._run.path / "run.json", lambda: self._run.describe(mirror=state))
+
+    # ---- what is uploaded ---------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Upload the heartbeat of the training now and then, also between the parts of a large file."""
+        if time.monotonic() - self._beaten < BEAT:
+            return
+        if self._run.read(HEARTBEAT).get("time", 0.0) < self._run.entered()[1]:
+            return  # it is that of the session before
+        self._beaten = time.monotonic()
+        with suppress(FileNotFoundError), open(self._run.path / HEARTBEAT, "rb") as file:
+            self._mirror.write(f"{self._run.name}/{HEARTBEAT}", file)
+
+    def _send(self, name: str, file: BinaryIO) -> None:
+        self._mirror.write(f"{self._run.name}/{name}", file, meanwhile=self._beat)
+
+    def _update(self) -> None:
+        """Upload what is new, the newest checkpoint first; then remove checkpoints that the run folder has no more."""
+        there = self._mirror.facts(self._run.name)
+        if self._whole is None:
+            self._whole = self._checkpoints()
+            self._sessions = {self._run.entered(), _session(there)}
+        if not there:  # it is new, or somebody has emptied it
+            self._sent.clear()
+            self._whole = dict.fromkeys(self._whole)
+        elif _session(there) not in self._sessions:
+            self._ended = True
+            raise RunError(f"the run was resumed on {there.get('host')}, and the mirror is its now")
+        self._send_files()
+        steps = self._run.steps()
+        for step in sorted(steps, reverse=True):
+            self._send_checkpoint(steps[step])
+        for link in LINKS:
+            if target := self._run.link(link):
+                self._send(link, io.BytesIO(target.name.encode()))
+        steps = self._run.steps()  # there may be a newer one by now
+        if steps and self._whole.get(steps[max(steps)].name):
+            for name in self._whole.keys() - {path.name for path in steps.values()}:
+                self._mirror.delete_checkpoint(f"{self._run.name}/{name}")
+                del self._whole[name]
+
+    def _checkpoints(self) -> dict[str, str | None]:
+        """The checkpoints in the mirror, with the digests of their markers; None for one that is not whole."""
+        names = [name.rpartition("/")[::2] for name in self._mirror.files(self._run.name)]
+        found: dict[str, str | None] = {step: None for step, _ in names if STEP.fullmatch(step)}
+        for step in [step for step, name in names if step in found and name == MARKER]:
+            found[step] = _digest(self._mirror.read(f"{self._run.name}/{step}/{MARKER}"))
+        return found
+
+    def _send_files(self) -> None:
+        """Upload the files beside the checkpoints that have changed, `run.json` as the last."""
+        found = [path for path in self._run.path.rglob("*") if path.is_file() and not path.is_symlink()]
+        names = {path.relative_to(self._run.path).as_posix(): path for path in found}
+        for name, path in sorted(names.items(), key=lambda item: item[0] == "run.json"):
+            first = name.partition("/")[0]
+            if first.startswith(".") or STEP.fullmatch(first) or name in (LOCK, HEARTBEAT):
+                continue
+            with suppress(FileNotFoundError), open(path, "rb") as file:
+                state = os.fstat(file.fileno())
+                if self._sent.get(name) != (state.st_mtime_ns, state.st_size):
+                    self._send(name, file)
+                    self._sent[name] = (state.st_mtime_ns, state.st_size)
+        self._sessions = {self._run.entered()}
+
+    def _send_checkpoint(self, folder: Path) -> None:
+        """Upload a checkpoint that the mirror lacks; its files stay readable though the run may remove it meanwhile."""
+        with ExitStack() as stack:
+            try:
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                stack.callback(os.close, descriptor)
+                opener = partial(os.open, dir_fd=descriptor)
+                files = {name: stack.enter_context(open(name, "rb", opener=opener)) for name in os.listdir(descriptor)}
+                marker = files.pop(MARKER).read()
+            except (FileNotFoundError, KeyError):  # removed just now, after a newer one was written
+                return
+            if self._whole.get(folder.name) == _digest(marker):
+                return
+            self._whole[folder.name] = None
+            self._mirror.delete(f"{self._run.name}/{folder.name}/{MARKER}")
+            for name, file in files.items():
+                self._send(f"{folder.name}/{name}", file)
+            self._send_files()  # a resume needs the curves up to its step
+            self._send(f"{folder.name}/{MARKER}", io.BytesIO(marker))
+            self._whole[folder.name] = _digest(marker)
+
+
+def _session(facts: dict[str, Any]) -> tuple[float, float]:
+    """As `Run.entered`, of the facts of a `run.json`."""
+    return facts.get("turn", 0), facts.get("entered", 0.0)
+
+
+def _digest(marker: bytes) -> str:
+    return hashlib.sha256(marker).hexdigest()
