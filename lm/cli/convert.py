@@ -23,9 +23,10 @@ from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
-from lm.runs.resume import chosen_model, hub_hint
+from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
 from lm.runs.run import ROOT
 from lm.system.files import new_folder, parse_json
+from lm.system.remote import is_remote
 from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats
 
@@ -154,7 +155,7 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
         raise RequestError(f"--input {input} is no folder{hint}")
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
-    source, target = Path(input), Path(output)
+    source, target = checkpoint_folder(input) if is_remote(input) else Path(input), Path(output)
     if not source.is_dir():
         raise RequestError(f"--input {source} is no folder; give one with a config.json and safetensors in it")
     if not (source / "tokenizer.json").exists() and (source / "config.json").exists():

@@ -107,7 +107,7 @@ FIT = [
     CONFIG,
     Option("run", "name", None, "Name of the run: if not given, the config's for `fit`, otherwise the newest of all. "
            "With a config, the newest of `mine`, `mine-2` and so on is resumed, validated or tested."),
-    Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, or `auto`: the newest that is whole, "
+    Option("ckpt_path", "path", None, "A checkpoint: `best`, `last`, a folder, a URL, or `auto`: the newest whole one, "
            "for `fit` else a fresh start."),
     Option("force", "bool", None, "Train although `lm plan` finds an error, and resume although the "
            "config or the data is not the run's any more."),

@@ -20,8 +20,10 @@ from lm.model.fused import fuse
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs.checkpoint import read_folder, read_progress
 from lm.runs.registry import find_run
+from lm.runs.resume import checkpoint_folder
 from lm.runs.run import Run
 from lm.system.files import parse_json
+from lm.system.remote import is_remote
 
 INDEX = "model.safetensors.index.json"
 
@@ -125,7 +127,7 @@ def load_pretrained(
 
     Args:
         path: a run's folder or name, of which the best checkpoint is taken, or the last where none was validated; a
-            checkpoint's folder; or any folder with a Llama, Qwen3 or Ministral of Hugging Face's and a
+            checkpoint's folder, also by URL; or any folder with a Llama, Qwen3 or Ministral of Hugging Face's and a
             `tokenizer.json`.
         device: if not given, the GPU where there is one, else the CPU.
         dtype: of the weights; as they are stored if not given.
@@ -134,7 +136,7 @@ def load_pretrained(
     Raises:
         RequestError: there is no model, it is damaged, or it is of another architecture; or there is no such device.
     """
-    folder = Path(path)
+    folder = checkpoint_folder(str(path)) if is_remote(str(path)) else Path(path)
     if not folder.is_dir():
         folder = find_run(str(path)).path
     if (folder / "run.json").exists():

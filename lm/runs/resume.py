@@ -11,9 +11,11 @@ from typing import Any
 from lm.errors import RequestError
 from lm.runs import registry
 from lm.runs.checkpoint import find_damage, link_to, read_progress
+from lm.runs.mirror import LINKS
 from lm.runs.run import ROOT, STEP, Run
 from lm.system.files import flatten, restore_interrupted, stated_digest
 from lm.system.process import rank
+from lm.system.remote import fetch, is_remote
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +85,20 @@ def is_of_a_run(reference: str | None) -> bool:
 
 
 def checkpoint_folder(reference: str) -> Path:
-    """The folder of a `--ckpt_path` that is no name of a run's checkpoint.
+    """The folder of a `--ckpt_path` that is no name of a run's checkpoint; of a URL, a copy on this machine.
 
     Raises:
         RequestError: there is no such folder.
     """
+    if is_remote(reference):
+        address = reference.rstrip("/")
+        folder, _, name = address.rpartition("/")
+        if name in LINKS:  # of a mirror
+            return checkpoint_folder(f"{folder}/{(fetch(folder, [name]) / name).read_text()}")
+        path = fetch(reference)
+        if (path / "run.json").exists():
+            raise RequestError(f"{reference} is a run: give one of its checkpoints, such as {address}/last")
+        return path
     path = Path(reference)
     if path.is_dir():
         return path
