@@ -58,9 +58,11 @@ class Machine:
         return sorted(name.partition("/")[0] for name in names if name.endswith("/trainer.json"))
 
     def wait_for(self, condition, process):
-        until = time.monotonic() + 120
+        until = time.monotonic() + 60
         while not condition():
-            assert process.poll() is None and time.monotonic() < until, process.communicate()
+            if process.poll() is not None or time.monotonic() > until:
+                process.kill()
+                pytest.fail(process.communicate()[1])
             time.sleep(0.05)
 
     def kill(self, process):
