@@ -7,10 +7,10 @@ import pytest
 from object_store import object_store
 from trainings import lm, losses, make_workplace, start, trace, write_config
 
-from lm.system.remote import list_files
 from lm.data.shards import Shards
 from lm.errors import RequestError
 from lm.runs.run import Run
+from lm.system.remote import list_files
 
 pytestmark = pytest.mark.fault(22)
 
