@@ -157,8 +157,8 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     for what, cure in data["warnings"]:
         yield Finding("warning", what, cure)
     if data["train"]["documents_end"] is False:
-        yield Finding("warning", "model.document_mask does nothing: no document ends in the first block of the training "
-                      "data", "leave it out, or prepare the data again with the tokenizer's end-of-text token")
+        yield Finding("warning", "model.document_mask does nothing: no document ends in the first block of the "
+                      "training data", "leave it out, or prepare data with its end-of-text token")
     per_epoch, epochs = steps["steps_per_epoch"], steps["epochs"]
     samples = steps["tokens_per_step"] // steps["seq_len"]
     arithmetic = f"{data['train']['windows']:,} samples / {samples:,} a step = {per_epoch:,.1f} steps an epoch"
