@@ -27,6 +27,7 @@ from lm.training.schedule import lr_fraction, warmup_problem
 LONG_WARMUP = 0.2  # share of the run
 MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
 FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffmann et al., 2022, arXiv:2203.15556)
+FIRST_TRY = 5e6  # parameters, below which a model is one to try things with
 NEARLY_FULL = 0.92  # of the device's memory
 HALF_EMPTY = 0.45
 CUDNN_GAIN = 1.7  # over flash attention 2 on Hopper, 1.7 to 2.3 times (transformers issue 48163)
@@ -126,11 +127,13 @@ def _of_fp8(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
 
 def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
     """Findings on the model's size for the tokens of the run."""
-    ratio = steps["tokens"] / model["parameters"]["total"]
+    parameters = model["parameters"]["total"]
+    ratio = steps["tokens"] / parameters
     if ratio < FEW_TOKENS:
-        yield Finding("warning", f"{format_count(steps['tokens'])} tokens are {ratio:.2g} for each of "
-                      f"{format_count(model['parameters']['total'])} parameters; about 20 give the lowest loss for the "
-                      "compute", "train longer, or take a smaller model")  # fmt: skip
+        yield Finding("advice" if parameters < FIRST_TRY else "warning",
+                      f"{format_count(steps['tokens'])} tokens are {ratio:.2g} for each of {format_count(parameters)} "
+                      "parameters; about 20 give the lowest loss for the compute",
+                      "train longer, or take a smaller model")  # fmt: skip
     if model["vocab_size"] % ROWS:
         padded = -(-model["vocab_size"] // ROWS) * ROWS
         yield Finding("advice", f"a vocabulary of {model['vocab_size']:,} is not a multiple of {ROWS}: GPUs multiply "
