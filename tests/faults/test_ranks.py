@@ -60,7 +60,7 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_other_and_the_run_resumes(workp
             time.sleep(0.1)
         assert run.status() == ("dead" if rank == 0 else "failed") and "Traceback" not in err
         if rank == 1:
-            assert said in run.read("run.json")["reason"] and "`--ckpt_path auto` resumes" in err
+            assert said in run.read("run.json")["reason"] and "--ckpt_path auto` resumes it" in err
     lm(workplace, "fit", "--config", config(workplace, "relay"), "--ckpt_path", "auto")
     assert losses(workplace) == expected and len(expected) == 2 * 2 * 12 and run.status() == "finished"
     assert list(run.steps())[-1] == 12 and not (workplace / "checkpoints" / "relay-2").exists()
