@@ -117,7 +117,7 @@ def test_a_wait_for_data_or_for_a_micro_batch_is_ended(uninterrupted, workplace)
         said = process.communicate(timeout=60)[1]
         assert process.returncode == 75 and time.monotonic() - began < 30, said
         assert f"SIGTERM: ended {'without a checkpoint' if saved else 'before the first step'}" in said
-        assert ("resumes from step" if saved else "starts again") in said
+        assert ("resumes it from step" if saved else "starts again") in said
         assert run.status() == run.read("state.json")["status"] == "interrupted" and list(run.steps())[-1:] == saved
     resume(workplace, "stuck")
     assert losses(workplace) == expected(workplace)
