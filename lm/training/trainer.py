@@ -230,7 +230,7 @@ class Trainer(lightning.Trainer):
             strategy=_strategy(strategy, _devices(accelerator, devices), num_nodes, rank_timeout, distributed),
             deterministic=deterministic,
             detect_anomaly=detect_anomaly,
-            profiler=PROFILERS[profiler](filename="profile") if profiler else None,
+            profiler=PROFILERS[profiler](filename="profile") if profiler in PROFILERS else profiler,
             callbacks=callbacks,
             default_root_dir=default_root_dir,
             plugins=plugins,

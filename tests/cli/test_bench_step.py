@@ -10,7 +10,7 @@ from trainings import PLACES, lm, write_config
 
 from lm.cli.bench import FORMULAS, show_times
 from lm.cli.bench import step as command
-from lm.cli.plan import measured_rate
+from lm.cli.plan import read_bench
 from lm.training.trainer import Trainer
 
 SMALL = ("bench", "step", "--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")
@@ -113,6 +113,6 @@ def test_the_ranks_of_torchrun_are_measured_together_and_planned_with_one_by_one
     alone = json.loads(lm(tmp_path, *SMALL, "--json", "--trainer.distributed.reshard", "false").stdout)
     assert alone["ranks"] == 1 and found["predicted_memory_bytes"] < alone["predicted_memory_bytes"]
     (tmp_path / "found.json").write_text(json.dumps(found))
-    rate, _ = measured_rate(tmp_path / "found.json", found["parameters"], found["seq_len"])
-    assert rate == found["tokens_per_second"] / 2
+    bench = read_bench(tmp_path / "found.json", found["parameters"], found["seq_len"])
+    assert bench["tokens_per_second"] == found["tokens_per_second"] / 2
     assert not list(tmp_path.glob(".lm-bench-*"))

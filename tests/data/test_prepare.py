@@ -486,12 +486,15 @@ def test_a_finished_folder_is_left_as_it_is_or_refused(tmp_path):
         run(tmp_path / "out", source)
 
 
-def test_an_unfinished_folder_is_not_taken_for_other_options(tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", ["good", 5])
-    with pytest.raises(RunError, match="line 2"):
-        run(tmp_path / "out", source)
+def test_an_unfinished_folder_is_not_taken_for_other_options(tmp_path, many_small_units):
+    """Once a part of the texts is done; the tokenizer is given, so that no text is read before."""
+    source = write_jsonl(tmp_path / "a.jsonl", [*make_texts(800), 5])
+    run(tmp_path / "first", write_jsonl(tmp_path / "b.jsonl", make_texts(50)))
+    given = {"tokenizer": str(tmp_path / "first" / "tokenizer.json")}
+    with pytest.raises(RunError, match="line 801"):
+        run(tmp_path / "out", source, **given)
     with pytest.raises(RequestError, match="unfinished.*--val_fraction was 0.1, is 0.2; .* `rm -r .*/out` first"):
-        run(tmp_path / "out", source, val_fraction=0.2)
+        run(tmp_path / "out", source, val_fraction=0.2, **given)
 
 
 def test_a_folder_with_other_things_is_not_touched(tmp_path):

@@ -41,7 +41,7 @@ def test_a_recorded_run_is_known_with_what_a_list_of_runs_shows(place, tmp_path)
     run = make(tmp_path / "checkpoints")
     registry.record_run(run)
     (row,) = registry.known_runs()
-    assert row == registry.facts(run)
+    assert row == {name: registry.facts(run)[name] for name in registry.COLUMNS}
     assert (row["path"], row["name"], row["status"]) == (str(run.path.resolve()), "a", "finished")
     assert (row["step"], row["max_steps"], row["best_loss"], row["val_loss"], row["loss"]) == (3, 9, 2.0, 2.5, 3.5)
     assert place.read_bytes()[18] == 2  # SQLite's file format: it has a write-ahead log

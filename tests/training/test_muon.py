@@ -265,7 +265,7 @@ def test_a_schedule_by_shares_of_the_run(workplace):
     fit(workplace, "ratio", **{"model.schedule": by_ratio, "trainer.max_steps": 8})
     lines = (workplace / "checkpoints" / "ratio" / "metrics.jsonl").read_text().splitlines()
     rates = [entry["optim/lr"] for entry in map(json.loads, lines) if "optim/lr" in entry]
-    assert rates == pytest.approx([5e-3, 1e-2, 1e-2, 1e-2, 1e-2, 7.5e-3, 5e-3, 2.5e-3])
+    assert rates == pytest.approx([5e-3, 1e-2, 1e-2, 1e-2, 7.5e-3, 5e-3, 2.5e-3, 0.0])
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ def test_ranks_that_found_different_checkpoints_do_not_train(torchrun):
 
     class Trainer:
         is_global_zero, global_rank, strategy, ckpt_path = False, 1, Strategy, "checkpoints/one/step-00000002"
+        default_root_dir, checkpoint_callbacks = "checkpoints", []
 
     folder = RunFolder(None, "one", "")
     with pytest.raises(RunError, match="rank 1 found checkpoint .*step-00000002 and rank zero .*step-00000004"):

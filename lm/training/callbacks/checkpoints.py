@@ -153,8 +153,13 @@ class Checkpoints(ModelCheckpoint):
             STOP.saving = False
 
     def _after_write(self, trainer: Trainer, step: int, last: str, best: str | None) -> None:
-        """Move `last` and `best`, remove checkpoints that are neither kept nor linked, and have the mirror follow."""
-        run = trainer.run
+        """Have links, older checkpoints and the mirror follow a checkpoint that is whole."""
+        self._move_links(trainer.run, step, last, best)
+        if trainer.uploads is not None:
+            trainer.uploads.update()
+
+    def _move_links(self, run: Run, step: int, last: str, best: str | None) -> None:
+        """Move `last` and `best`, and remove checkpoints that are neither kept nor linked."""
         link_to(run.path / last, best)
         steps = run.steps()
         kept = [path.name for at, path in steps.items() if at <= step and path.name not in self.left_behind]
@@ -162,8 +167,6 @@ class Checkpoints(ModelCheckpoint):
             always = self._is_kept(at) and path.name in kept
             if not always and path.name not in (*kept[-self.keep :], last, best):
                 remove_folder(path)
-        if trainer.uploads is not None:
-            trainer.uploads.update()
 
     @staticmethod
     def _name(trainer: Trainer) -> str:
