@@ -23,6 +23,7 @@ LIES = {
     "data.tokenizer": ["--data.tokenizer=data/small/tokenizer.json"],
     "data.prepare": ["--data.prepare.val_fraction=0.3"],
     "data.column": ["--data.column=tokens"],
+    "data.pad_id": ["--data.pad_id=0"],
     "data.seq_len": ["--data.seq_len=16"],
     "data.shuffle_buffer": ["--data.shuffle_buffer=1M"],
 }
