@@ -63,13 +63,15 @@ SYNONYMS = {
         "trainer.keep_every": "every_n_train_steps keep_period",
         "trainer.log_interval": "log_every_n_steps log_every logging_steps",
         "trainer.gradient_clip_val": "grad_clip gradient_clip max_grad_norm clip",
-        "trainer.precision": "dtype mixed_precision amp",
+        "trainer.precision": "dtype mixed_precision amp bf16 fp16",
         "trainer.devices": "gpus num_gpus",
         "trainer.default_root_dir": "out_dir output_dir root",
         "model.optimizer.lr": "learning_rate max_lr peak_lr",
         "model.optimizer.weight_decay": "wd decay",
         "model.optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
         "model.schedule.name": "lr_scheduler lr_scheduler_type scheduler",
+        "model.attention": "attn_implementation",
+        "model.schedule.decay_steps": "lr_decay_iters",
         "model.schedule.warmup_steps": "warmup warmup_iters num_warmup_steps",
         "model.schedule.final_fraction": "min_lr min_lr_ratio",
         "model.decoder.hidden_size": "n_embd n_embed d_model dim embed_dim width",
@@ -81,7 +83,7 @@ SYNONYMS = {
         "data.val_tokens": "limit_val_batches eval_iters",
         "data.path": "dataset data_path data_dir",
         "seed_everything": "seed",
-        "ckpt_path": "resume resume_from_checkpoint checkpoint",
+        "ckpt_path": "resume resume_from_checkpoint checkpoint init_from",
     }.items() for synonym in synonyms.split()
 }  # fmt: skip
 USAGE = dict.fromkeys(("validate", "test", "predict"), "[--run NAME] [--ckpt_path PATH]")

@@ -198,8 +198,11 @@ class DataModule(LightningDataModule):
                 self.tokenizer = self.tokenizer.bare()  # what a checkpoint has: texts begin as those of the training
         if wanted and wanted[-1] in self.shards:
             self.token_bytes = torch.from_numpy(self.shards[wanted[-1]].token_bytes(self.tokenizer))
-        if stage in ("validate", "test") and wanted[0] not in self.shards:
-            raise RequestError(f"there is nothing to {stage} on: give data.{wanted[0]}")
+        if stage in ("validate", "test"):  # a fit makes the checks of `lm plan`, which has them too
+            if wanted[0] not in self.shards:
+                raise RequestError(f"there is nothing to {stage} on: give data.{wanted[0]}")
+            for what, cure in self.warnings():
+                log.warning("warning: %s; %s", what, cure)
 
     def _open(self, split: str) -> Shards | None:
         source = self.sources[split]

@@ -220,12 +220,12 @@ class Column:
 
     def padding(self, parquet: pq.ParquetFile, group: int) -> tuple[int, float] | None:
         """An id that seems to fill up the rows of a row group unmarked, and its share of the tokens; else None."""
-        if self.pad_id is not None or MASK in self.beside(parquet.schema_arrow):
+        if MASK in self.beside(parquet.schema_arrow):
             return None
         rows = parquet.read_row_group(group, columns=[self.name], use_threads=False).column(self.name)
         ids, ends = _values(rows, "", "", ""), np.cumsum(_lengths(rows))
         pad_id = find_padding(ids, ends)
-        if pad_id is None:
+        if pad_id in (None, self.pad_id):
             return None
         first, last = rows_inside(ids, ends, pad_id)
         share = 1 - float((last - first).sum() / len(ids))

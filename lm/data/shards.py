@@ -64,6 +64,7 @@ FOOTER_THREADS = 16
 PROBED = 4  # shards of a source that are looked at for padding
 DECODED_TOKENS = 2**18  # to learn how many bytes of text they stand for
 SUFFIX = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
+NOT_SHARDS = re.compile(r"(\.(npy|bin|csv|tsv|txt|json|jsonl))$", re.IGNORECASE)
 HIDDEN = re.compile(r"(^|/)[._]")
 
 # ---- which shards there are ------------------------------------------------------------------------------------------
@@ -119,6 +120,11 @@ def find_shards(
         files = {name: file for name, file in files.items() if SUFFIX.search(name) and not HIDDEN.search(name)}
     if not files:
         raise RequestError(f"{source}: the folder holds no .parquet file")
+    if listing.kind == "file" and (other := NOT_SHARDS.search(source)):
+        raise RequestError(
+            f"{source} is a {other[1]} file, and training reads Parquet: `lm data prepare --input {source} --output "
+            "data/NAME` makes it"
+        )
     shards = [
         Shard(listing.prefix + file.path, name, listing.filesystem, file.path, file.size, file.mtime_ns, patience)
         for name, file in files.items()

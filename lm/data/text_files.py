@@ -42,6 +42,7 @@ TEXT_SUFFIXES = set(
     ".pl .lua .r .jl .hs .ml .mli .clj .ex .exs .erl .swift .f90 .f .asm .s .sh .bash .zsh .sql .vim .el .lisp .scm "
     ".proto .cmake .tf .zig .nim .dart .v .sv .vhd".split()
 )
+TOKEN_IDS = "; token ids need no preparation: train on them with --data.train, --data.val and --data.tokenizer"
 PANDOC = "`pandoc -t plain -o {0}.txt {0}` makes text of it"
 TABLE = "make Parquet of it (pandas: read_csv, to_parquet), and name the column of its text with --text_key"
 NOT_TEXT = {  # suffixes -> what to do
@@ -163,7 +164,11 @@ def _find(source: str) -> Iterator[TextFile]:
         skipped = Counter(posixpath.splitext(name)[1] or "no suffix" for name in visible.keys() - files.keys())
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in skipped.most_common(5))
         if not files:
-            raise RequestError(f"{source}: the folder holds no text, JSON lines or Parquet, but {kinds or 'nothing'}")
+            ids = sorted({f"*{suffix}" for suffix in skipped if suffix in (".npy", ".bin")})  # arrays of token ids
+            cure = f"; name the token ids: {source.rstrip('/')}/{ids[0]}" if ids else ""
+            raise RequestError(
+                f"{source}: the folder holds no text, JSON lines or Parquet, but {kinds or 'nothing'}{cure}"
+            )
         if skipped:
             log.info("%s: skipped files that are not known to be text: %s", source, kinds)
     for file in files.values():
@@ -359,13 +364,15 @@ def _parquet(file: TextFile, part: int, parts: int, column: str) -> Iterator[tup
         schema = parquet.schema_arrow
         if column not in schema.names:
             raise RunError(
-                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; "
-                "say which with --text_key"
+                f"{file.name} has no column {column!r} among {', '.join(map(repr, schema.names))}; say which holds "
+                f"text with --text_key{TOKEN_IDS if 'input_ids' in schema.names else ''}"
             )
         kind = schema.field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; say which is with --text_key")
+            listed = getattr(kind, "value_type", None)
+            ids = TOKEN_IDS if listed is not None and pa.types.is_integer(listed) else ""
+            raise RunError(f"{file.name}: column {column!r} is not text but {kind}; say which is with --text_key{ids}")
         groups = parquet.num_row_groups
         chosen = range(groups * part // parts, groups * (part + 1) // parts)
         row = sum(parquet.metadata.row_group(group).num_rows for group in range(chosen.start))

@@ -110,7 +110,8 @@ class Tokenizer:
             text = file.read_text("utf-8")
             if file.name != "tokenizer.json" and isinstance(meta := parse_json(text), dict) and "stoi" in meta:
                 return _from_meta(meta, str(file))
-            config = parse_json(beside.read_text("utf-8")) if beside.exists() else None
+            # Not `parse_json`: transformers writes 10**30 as the length of a tokenizer that has no limit.
+            config = json.loads(beside.read_text("utf-8")) if beside.exists() else None
             if template.exists():
                 config = {**(config or {}), "chat_template": template.read_text("utf-8")}
         except FileNotFoundError as error:
@@ -120,7 +121,7 @@ class Tokenizer:
                 f"tokenizer {file} is not there: give a tokenizer.json or a folder with one"
                 f"{hub if HUB_NAME.fullmatch(str(path)) and not Path(path).exists() else ''}"
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RequestError(f"tokenizer {file}, or a file beside it, is unreadable: {first_line(error)}") from error
         return cls(text, config, eos_token, name=str(file))
 

@@ -1,9 +1,11 @@
 """`expect`: the range that each metric of a run must end in, and whether it did."""
 
 import math
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from lm.errors import RequestError
+from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 
 
@@ -26,11 +28,16 @@ class Expectation(NamedTuple):
         return f"{self.metric} {value} {self.low:g} to {self.high:g}"
 
 
-def refuse_empty_ranges(expect: dict[str, list[float]]) -> None:
+def refuse_wrong_ranges(expect: dict[str, list[float]]) -> None:
     """Raises:
-    RequestError: a range is not a lowest and a highest value.
+    RequestError: a range is not a lowest and a highest value, or nothing logs such a metric.
     """
+    aliases = {metric.alert: name for name, metric in METRICS.items() if metric.alert}
     for metric, given in expect.items():
+        close = get_close_matches(metric, METRICS, 1, cutoff=0.8)  # callbacks may log metrics of other names
+        if metric not in METRICS and ("/" not in metric or close):
+            meant = aliases.get(metric) or next(iter(close or get_close_matches(metric, METRICS, 1)), "val/loss")
+            raise RequestError(f"expect: nothing logs a metric {metric!r}; did you mean {meant!r}?")
         if len(given) != 2 or not given[0] <= given[1]:
             raise RequestError(f"expect: {metric} {given} is no range: give [LOWEST, HIGHEST]")
 

@@ -539,6 +539,7 @@ def test_padding_without_a_mask_is_named_and_left_out_where_that_is_asked_for(tm
     shards = Shards.open(str(path), vocab_size=10, pad_id=pad_id)
     kept = [5, 6, 7, 5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5]
     assert shards.read(0).tolist() == kept * 3 and shards.tokens == 48 and shards.padding() is None
+    assert Shards.open(str(path), vocab_size=10, pad_id=9).padding()[0] == 0  # another id does not silence it
     ends = Shards.open(str(path), vocab_size=10, pad_id=0, eos_id=0).read(0).tolist()
     assert ends == [5, 6, 7, 0, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5, 0] * 3
     left = write_columns(tmp_path / "left.parquet", [row[::-1] for row in PADDED])

@@ -250,3 +250,12 @@ def test_a_full_table_of_words_changes_nothing(monkeypatch):
     encoder = Encoder(BPE)
     assert [ids.tolist() for ids in encoder.encode(TEXTS)] == BPE.encode_batch(TEXTS)
     assert len(encoder._words) <= 3
+
+
+def test_a_length_without_a_limit_is_read(tmp_path):
+    """transformers writes it as 10**30, which no number of 64 bits holds."""
+    for name, content in train_bpe(["some text"] * 20, 300).files().items():
+        (tmp_path / name).write_text(content)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"model_max_length": int(1e30)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer.load(tmp_path).vocab_size == Tokenizer.load(tmp_path / "tokenizer.json").vocab_size

@@ -40,16 +40,17 @@ def heard(workplace, name):
 
 
 def test_a_finished_run_is_announced_and_judged(workplace):
-    ranges = {"train/loss": [0, 9], "val/loss": [0, 0.5], "val/nothing": [0, 1]}
+    ranges = {"train/loss": [0, 9], "val/loss": [0, 0.5], "own/nothing": [0, 1]}  # the last may be a callback's
     done = lm(workplace, *configured(workplace, "all", expect=ranges, tags=["first", "small"], note="why [not]"))
     facts = heard(workplace, "all")
     assert (facts["event"], facts["exit_code"], facts["step"], facts["tags"]) == ("finished", 0, 12, ["first", "small"])
     assert facts["checkpoint"].endswith("step-00000012") and facts["acceptance"]["passed"] is False
     assert "heard" in done.stderr and "heard" not in done.stdout
-    assert "not passed: train/loss is" in done.stderr and "val/nothing was never logged; expected 0 to 1" in done.stderr
+    assert "not passed: " in done.stderr and "own/nothing was never logged; expected 0 to 1" in done.stderr
 
     judged = json.loads(lm(workplace, "runs", "check", "all", "--json", expect=1).stdout)
-    assert [check["met"] for check in judged["checks"]] == [True, False, False] and judged["status"] == "finished"
+    met = {check["metric"]: check["met"] for check in judged["checks"]}
+    assert met == {"train/loss": True, "val/loss": False, "own/nothing": False} and judged["status"] == "finished"
     page = lm(workplace, "runs", "show", "all").stdout
     assert "why [not]" in page and "tags: first, small" in page and "outside the expected range 0 to 0.5" in page
     assert "all" in lm(workplace, "runs", "ls", "--tag", "small").stdout
@@ -111,6 +112,12 @@ def test_every_so_many_steps_one_is_kept_for_good(workplace):
 def test_a_range_that_is_none_is_refused(workplace, given):
     refused = lm(workplace, *configured(workplace, "range"), "--expect", f'{{"val/loss": {given}}}', expect=2)
     assert "give [LOWEST, HIGHEST]" in refused.stderr
+
+
+@pytest.mark.parametrize(("metric", "meant"), [("loss", "train/loss"), ("val/lss", "val/loss"), ("bpb", "val/bpb")])
+def test_a_metric_that_nothing_logs_is_refused_before_the_training(workplace, metric, meant):
+    refused = lm(workplace, *configured(workplace, "metric"), "--expect", f'{{"{metric}": [1, 2]}}', expect=2)
+    assert f"did you mean '{meant}'?" in refused.stderr and not (workplace / "checkpoints" / "metric").exists()
 
 
 @pytest.mark.slow

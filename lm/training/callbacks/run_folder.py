@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
-from lm.runs.acceptance import acceptance, expectations, refuse_empty_ranges
+from lm.runs.acceptance import acceptance, expectations, refuse_wrong_ranges
 from lm.runs.events import PATIENCE, announce, refuse_missing_program
 from lm.runs.mirror import Mirror, Uploads
 from lm.runs.registry import record_run
@@ -56,7 +56,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         refuse_missing_program(self.on_event)
-        refuse_empty_ranges(self.expect)
+        refuse_wrong_ranges(self.expect)
 
 
 class RunFolder(Callback):
