@@ -83,3 +83,25 @@ def test_a_run_is_not_resumed_over_other_windows(place):
     assert "train: the same shards, cut into other windows" in said and "start a new run" in said
     record.write_text(json.dumps(shards))
     lm(place, *resume)
+
+
+def test_padding_is_named_by_a_validation_too(place):
+    lm(place, "fit", "--config", config(place, "validated"))
+    said = lm(place, "validate", "--run", "validated", "--data.val", "padded").stderr
+    assert "runs of id 1 at ends of rows; if that is padding: --data.pad_id 1" in said
+    left_out = lm(place, "validate", "--run", "validated", "--data.val", "padded", "--data.pad_id", "1").stderr
+    assert "--data.pad_id" not in left_out
+
+
+def test_files_that_are_no_shards_are_sent_to_prepare(place):
+    np.save(place / "ids.npy", np.arange(2, 12))
+    said = lm(place, "plan", "--config", config(place, "npy", train="ids.npy"), expect=2).stderr
+    assert "ids.npy is a .npy file, and training reads Parquet: `lm data prepare --input ids.npy" in said
+    folder = place / "arrays"
+    folder.mkdir()
+    np.save(folder / "a.npy", np.arange(2, 12))
+    named = lm(place, "data", "prepare", "--input", "arrays", "--output", "made", "--tokenizer", "tok", expect=2)
+    assert "name the token ids: arrays/*.npy" in named.stderr
+    shards = lm(place, "data", "prepare", "--input", "val", "--output", "made", "--tokenizer", "tok",
+                "--text_key", "input_ids", expect=None)  # fmt: skip
+    assert "token ids need no preparation" in shards.stderr

@@ -154,6 +154,8 @@ def test_two_ranks_train_as_one_process(workplace, division):
     assert samples == expected
     assert curves(workplace, division) == pytest.approx(curves(workplace, "one"), rel=TOLERANCE)
     assert complaints(done.stderr) == []  # each line once, and no warning from any rank
+    warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == len(set(warned))  # those of `lm plan`, by rank zero alone
     norms = [value for (_, name), value in curves(workplace, division).items() if name == "optim/grad_norm"]
     assert max(norms) > 0.5  # clipping had something to do
     state = json.loads((workplace / "checkpoints" / division / "last" / "trainer.json").read_text())
