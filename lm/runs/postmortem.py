@@ -28,7 +28,7 @@ from lm.runs.run import Run
 from lm.system.files import finite_or_none, write_atomically
 
 PICTURES = {"loss.png": ("train/loss", 1), "grad_norm.png": ("optim/grad_norm", 2)}  # metric, and index in a step
-OPEN = "Open: to be filled in when the loss is back where it was before, or when the run has ended without that."
+OPEN = "Open: to be filled in when the loss is as low as it was before, or when the run has ended."
 LINES = 10  # log lines in a table
 STEPS = 12  # optimizer steps in a table
 SAMPLES = 5  # samples in a table
@@ -144,7 +144,8 @@ _For a person to finish: the data, the settings, the guards, or nothing and why.
 
 def _summary(incident: Incident, evidence: Evidence) -> str:
     step, loss, norm, applied = next(step for step in incident.steps if step[0] == incident.worst)
-    text = f"Step {step} stands out: loss {_number(loss)}"
+    usual = incident.baseline is not None and loss <= incident.baseline  # a guard that looks at something else
+    text = f"Step {step} {'has the highest loss of its log line' if usual else 'stands out'}: loss {_number(loss)}"
     if incident.baseline is not None:
         text += f", where it was {_number(incident.baseline)} before"
     text += f"; gradient norm {_number(norm)}."

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from lm.runs import postmortem
 from lm.runs.postmortem import Evidence, Incident, Sample
 from lm.runs.run import Run
 from lm.training import probe
+from lm.training.callbacks.postmortem import PostMortem
+from lm.training.step_stats import StepRecord
 
 ALWAYS = {"guards.spike": "loss > 0.1"}  # true at the first log line
 NEVER = {"guards.spike": None}
@@ -144,7 +147,7 @@ def test_a_step_that_is_not_finite_is_written_up(workplace):
     page = page_of(run, 8)
     assert "Step 6 stands out: loss nan" in page and "It was not applied, so it changed no weight." in page
     assert "not-finite" in section(page, "What was done") and "- 20" in section(page, "What was done")
-    assert re.match(r"\nThe loss was back in the log line of step \d+: ", section(page, "Recovery"))
+    assert re.match(r"\nThe loss was as low as before in the log line of step \d+: ", section(page, "Recovery"))
     assert len(postmortem.steps_of(run)) == 1 and postmortem.still_open(run) is None
 
 
@@ -195,7 +198,7 @@ def test_an_interrupted_run_continues_its_page(workplace):
     file.write_text(file.read_text().replace("_For a person to finish._", "It was the cat."))
     fit(workplace, "again", "--ckpt_path", "auto", **changes)
     assert "It was the cat." in file.read_text() and postmortem.still_open(run) is None
-    assert "The loss was back in the log line of step" in section(file.read_text(), "Recovery")
+    assert "The loss was as low as before in the log line of step" in section(file.read_text(), "Recovery")
 
 
 @pytest.mark.slow
@@ -235,6 +238,31 @@ def a_moment(**changes):
         "tokens_per_step": 8, "worst": 6, "baseline": 3.0, "injected": False, "lines": lines,
         "steps": [(5, 3.0, 1.0, True), (6, 9.0, math.nan, False), (7, 4.0, 2.0, True)], **changes,
     })  # fmt: skip
+
+
+@pytest.mark.parametrize(("guard", "written"), [("alert", [6]), ("budget", []), ("throughput", [])])
+def test_a_stop_for_another_reason_than_the_loss(tmp_path, guard, written):
+    """Cost and speed have no page; that of an alert does not speak of a loss that rose or is to come back."""
+    run = Run(tmp_path)
+    for step in (2, 4):
+        run.append_metrics({"step": step, "train/loss": 3.0})
+    trainer = SimpleNamespace(run=run, world_size=1, is_global_zero=True, callbacks=[], global_step=4, tokens_seen=0,
+                              steps=SimpleNamespace(global_batch=8, tokens_per_step=256))  # fmt: skip
+    steps = [StepRecord(5, 2.4, 1.0, True), StepRecord(6, 2.6, 1.0, True)]
+    module = SimpleNamespace(recent_steps=steps, cursor=SimpleNamespace(end=48))
+    callback = PostMortem()
+    callback.on_train_start(trainer, module)
+    trainer.global_step = 6
+    callback.on_guard(trainer, module, guard, "stop", "step > 5")
+    callback.on_metrics(trainer, module, {"train/loss": 2.5})
+    callback.on_train_end(trainer, module)
+    assert postmortem.steps_of(run) == written
+    for step in written:
+        page = page_of(run, step)
+        assert "Step 6 has the highest loss of its log line: loss 2.6, where it was 3 before" in page
+        assert section(page, "Recovery").startswith(
+            "\nThe training ended at step 6, 0 steps after step 6. In the log line of step 6 the loss was 2.5000, where "
+            "it was 3.0000 before.")  # fmt: skip
 
 
 def test_only_the_recovery_is_replaced(tmp_path):

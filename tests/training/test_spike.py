@@ -116,7 +116,7 @@ def test_it_is_survived_and_written_up_with_its_recovery(workplace):
     assert run.read("run.json")["status"] == "finished"
     page = (run.path / "postmortem-00000030" / "postmortem.md").read_text()
     assert "**This was a drill**" in page and "injected" in page
-    assert re.search(r"## Recovery\n\nThe loss was back in the log line of step (3[5-9]|4\d)", page)
+    assert re.search(r"## Recovery\n\nThe loss was as low as before in the log line of step (3[5-9]|4\d)", page)
 
 
 EARLY = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {
@@ -128,7 +128,7 @@ OFTEN = " or ".join(f"step == {step}" for step in (1, 3, 5, 7, 9))
 @pytest.mark.parametrize(
     "page, recovery, changes",
     [
-        (20, "The loss was back in the log line of step", {"guards.inject_step": 20, "trainer.max_steps": 60}),
+        (20, "The loss was as low as before in the log line of step", {"guards.inject_step": 20, "trainer.max_steps": 60}),
         (12, "The training ended at step 12, 0 steps after step 12", {"guards.inject_step": 12}),
         (8, "The training ended at step 8", {
             "guards.inject_step": 6, "guards.spike": None, "trainer.callbacks": [EARLY]}),

@@ -31,17 +31,17 @@ from lm.training.trainer import Trainer
 log = logging.getLogger(__name__)
 MAX_POSTMORTEMS = 5  # of a run
 BASELINE_LINES = 5  # log lines whose median is the loss before a spike
-RECOVERY_LINES = 50  # log lines in which the loss must come back
+RECOVERY_LINES = 50  # log lines in which the loss must be as low as before
 STEPS_KEPT = 1000
 LINES_KEPT = 200  # log lines in the curves before
 
 
 class PostMortem(Callback):
-    """Writes a post-mortem when a guard acts, and closes it when the loss is back.
+    """Writes a post-mortem when a guard acts, and closes it when the loss is as low as before.
 
     It is written for the guards `spike` and `not-finite`, for any guard that does more than warn, and for the drill,
-    whether it is noticed as a spike or not. Actions of guards while one is open are added to it. This callback must
-    stand before those that change weights.
+    whether it is noticed as a spike or not; but not for cost and speed, of which samples and weights say nothing.
+    Actions of guards while one is open are added to it. This callback must stand before those that change weights.
 
     Args:
         spike: the condition of a spike, as in an alert; None: there is none.
@@ -89,7 +89,7 @@ class PostMortem(Callback):
         drilled = any(step.step in self._drill for step in module.recent_steps)
         if drilled and not any(step >= self._drill.start for step in self._known):
             if self._open is not None:
-                text = f"The loss was not back when the drill began, in step {self._drill.start}."
+                text = f"The loss was not as low as before when the drill began, in step {self._drill.start}."
                 self._close(trainer, "not recovered", text)
             act(trainer, module, "drill", "warn", "samples of rare tokens (guards.inject_step)")
 
@@ -103,7 +103,7 @@ class PostMortem(Callback):
             with _failure_logged("continued"):
                 if trainer.is_global_zero:
                     postmortem.add_action(trainer.run, self._open, trainer.global_step, guard, action, message)
-        elif pl_module.recent_steps and (
+        elif guard not in ("budget", "throughput") and pl_module.recent_steps and (
             len(self._known) < MAX_POSTMORTEMS or trainer.global_step in self._known or guard == "drill"
         ):
             self._lines = 0
@@ -148,20 +148,20 @@ class PostMortem(Callback):
         return True
 
     def _follow(self, trainer: Trainer, loss: float) -> None:
-        """Close the open post-mortem when the loss is back, or has not come back for long."""
+        """Close the open post-mortem when the loss is as low as before, or has not been so for long."""
         incident, step = self._open, trainer.global_step
         self._lines += 1
         incident.update_highest(self._noted)
         if incident.baseline is not None and loss <= incident.baseline:
             after = step - incident.worst
             text = (
-                f"The loss was back in the log line of step {step}: {self._beside(loss)}. That is "
+                f"The loss was as low as before in the log line of step {step}: {self._beside(loss)}. That is "
                 f"{_steps(after)} and {after * incident.tokens_per_step:,} tokens after step {incident.worst}."
             )
             self._close(trainer, "recovered", text)
         elif self._lines >= RECOVERY_LINES:
-            text = f"The loss was not back after {RECOVERY_LINES} log lines: {self._beside(loss)} in that of step "
-            self._close(trainer, "not recovered", f"{text}{step}.")
+            text = f"The loss was not as low as before after {RECOVERY_LINES} log lines: {self._beside(loss)} in that "
+            self._close(trainer, "not recovered", f"{text}of step {step}.")
 
     def _beside(self, loss: float) -> str:
         before = self._open.baseline
@@ -173,8 +173,8 @@ class PostMortem(Callback):
         step, loss = self._losses[-1] if self._losses else (trainer.global_step, math.nan)
         last, worst = trainer.global_step, self._open.worst
         text = (
-            f"The training ended at step {last}, {_steps(last - worst)} after step {worst}, before the loss was back. "
-            f"In the log line of step {step} it was {self._beside(loss)}."
+            f"The training ended at step {last}, {_steps(last - worst)} after step {worst}. "
+            f"In the log line of step {step} the loss was {self._beside(loss)}."
         )
         self._close(trainer, "ended", text)
 
