@@ -123,6 +123,12 @@ def test_every_device_is_known_by_its_own_name():
     assert all(find_device(name)[0] == device for key, device in DEVICES.items() for name in (key, device.name))
 
 
+@pytest.mark.parametrize("name", ["cuda", "GPU", "cuda:0"])
+def test_a_kind_of_device_is_none(name):
+    with pytest.raises(RequestError, match=f"--device {name} names no model: give auto for this machine.*, h200, "):
+        find_device(name)
+
+
 @pytest.mark.parametrize(("name", "nearest"), [("rtx 4091", "4090"), ("l40", "l40s or l4"), ("v100-16gb", "v100")])
 def test_a_device_that_is_not_known_has_the_nearest_names(name, nearest):
     with pytest.raises(RequestError, match=f"--device {name} is not known: did you mean {nearest}"):
