@@ -254,7 +254,7 @@ def _loss(watch: LiveRun, width: int, height: int) -> list[Text]:
     loss, validation = watch.curve("train/loss"), watch.curve("val/loss")
     smoothed = smooth(loss.y, 1 - 1 / max(1.0, len(loss.y) / 60))
     curves = [loss, Series("smoothed", loss.x, smoothed), Series("validation", validation.x, validation.y)]
-    shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(loss.x) > 30)]
+    shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(loss.x) > 120)]
     y_range = range_after_start([*loss.y, *validation.y], loss.y)
     return chart_lines(shown, width, height, "" if len(shown) > 1 else "loss", y_range)
 

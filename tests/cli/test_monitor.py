@@ -132,6 +132,11 @@ def test_all_that_matters_is_on_the_smallest_terminal(many):
     assert sum("⠀" < character < "⣿" for character in shown) > 50  # a curve
 
 
+def test_a_smoothed_curve_is_drawn_once_it_differs_from_the_loss(tmp_path):
+    pages = [text_of(page([watch(make_run(tmp_path, f"run-{n}", lines=n))], 80, 24)) for n in (60, 130)]
+    assert ["smoothed" in shown for shown in pages] == [False, True] and "o loss" in pages[0]
+
+
 def test_a_wide_terminal_has_every_gpu_and_more_curves(many):
     shown = text_of(page(many[:1], 200, 60))
     assert all(f"GPU {index}" in shown for index in range(8))
