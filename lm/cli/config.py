@@ -226,7 +226,8 @@ class TrainingCLI(LightningCLI):
         if self.subcommand == "fit" and self.resumed_run and self.checkpoint:
             changed = refuse_changed_config(self.resumed_run, yaml.safe_load(self.config_text), force=config.force)
             early = self.resumed_run.read("run.json").get("reason") == "early stopping"
-            self.stays_stopped = early and not any(key.startswith("trainer.early_stopping") for key in changed)
+            stoppers = ("trainer.early_stopping", "trainer.callbacks")
+            self.stays_stopped = early and not any(key.startswith(stoppers) for key in changed)
 
     def _resolved_config(self, config: Namespace) -> str:
         # A callback's arguments may be of any type, such as an enum or a torch.device.
@@ -275,7 +276,8 @@ class TrainingCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         if self.stays_stopped:
-            log.info("the run has finished: it was stopped early; change trainer.early_stopping to continue it")
+            log.info("the run has finished: it was stopped early; change trainer.early_stopping, or the callback in "
+                     "trainer.callbacks that stopped it, to continue it")  # fmt: skip
             return
         try:
             super()._run_subcommand(subcommand)

@@ -149,8 +149,20 @@ def test_early_stopping_stays_stopped_and_a_finished_run_stays_finished(workplac
     assert run.read("run.json")["step"] == 8 and len(trace(workplace)) == 16
     config = str(write_config(workplace, "patient", **patience))
     again = lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
-    assert "has finished" in again.stderr and run.read("run.json")["step"] == 8
+    assert "has finished" in again.stderr and "in trainer.callbacks that stopped it" in again.stderr and run.read("run.json")["step"] == 8
     patience["trainer.early_stopping"]["patience"] = 2
     config = str(write_config(workplace, "patient", **patience))
-    lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
+    again = lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
     assert run.read("run.json")["step"] == 12  # one more validation without a new best
+    assert "stopped early, at step 12 of 40: Monitored metric val/loss did not improve" in again.stderr
+
+
+def test_a_run_that_a_callback_has_stopped_early_continues_without_it(workplace):
+    stop = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val/loss",
+            "patience": 1, "min_delta": 10.0}}  # fmt: skip
+    fit = ("fit", "--ckpt_path", "auto", "--config")
+    lm(workplace, *fit, str(write_config(workplace, "callback", **{"trainer.callbacks": [stop]})))
+    run = Run(workplace / "checkpoints" / "callback")
+    assert run.read("run.json")["step"] == 8
+    lm(workplace, *fit, str(write_config(workplace, "callback", **{"trainer.callbacks": None})))
+    assert run.read("run.json")["step"] == 12

@@ -53,6 +53,10 @@ class Summary(Callback):
         since, first = self._began
         seconds, steps = time.monotonic() - since, trainer.global_step - first
         log.info("%d steps in %s, %s tokens in all", steps, format_duration(seconds), format_count(trainer.tokens_seen))
+        if trainer.global_step < trainer.max_steps:
+            reasons = [getattr(callback, "stopping_reason_message", None) for callback in trainer.callbacks]
+            log.info("stopped early, at step %d of %d: %s", trainer.global_step, trainer.max_steps,
+                     " ".join(filter(None, reasons)) or "a callback asked for it")  # fmt: skip
         best = trainer.run.link("best")
         if best is not None:
             log.info("best %s %.4f, at step %d", METRICS["val/loss"].label, trainer.checkpoint_callback.best_loss,
