@@ -149,7 +149,8 @@ def test_early_stopping_stays_stopped_and_a_finished_run_stays_finished(workplac
     assert run.read("run.json")["step"] == 8 and len(trace(workplace)) == 16
     config = str(write_config(workplace, "patient", **patience))
     again = lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")
-    assert "has finished" in again.stderr and "in trainer.callbacks that stopped it" in again.stderr and run.read("run.json")["step"] == 8
+    assert "has finished" in again.stderr and "in trainer.callbacks that stopped it" in again.stderr
+    assert run.read("run.json")["step"] == 8
     patience["trainer.early_stopping"]["patience"] = 2
     config = str(write_config(workplace, "patient", **patience))
     again = lm(workplace, "fit", "--config", config, "--ckpt_path", "auto")

@@ -261,8 +261,8 @@ def test_a_stop_for_another_reason_than_the_loss(tmp_path, guard, written):
         page = page_of(run, step)
         assert "Step 6 has the highest loss of its log line: loss 2.6, where it was 3 before" in page
         assert section(page, "Recovery").startswith(
-            "\nThe training ended at step 6, 0 steps after step 6. In the log line of step 6 the loss was 2.5000, where "
-            "it was 3.0000 before.")  # fmt: skip
+            "\nThe training ended at step 6, 0 steps after step 6. In the log line of step 6 the loss was 2.5000, "
+            "where it was 3.0000 before.")  # fmt: skip
 
 
 def test_only_the_recovery_is_replaced(tmp_path):

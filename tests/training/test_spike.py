@@ -128,7 +128,7 @@ OFTEN = " or ".join(f"step == {step}" for step in (1, 3, 5, 7, 9))
 @pytest.mark.parametrize(
     "page, recovery, changes",
     [
-        (20, "The loss was as low as before in the log line of step", {"guards.inject_step": 20, "trainer.max_steps": 60}),
+        (20, "The loss was as low as before in the log line", {"guards.inject_step": 20, "trainer.max_steps": 60}),
         (12, "The training ended at step 12, 0 steps after step 12", {"guards.inject_step": 12}),
         (8, "The training ended at step 8", {
             "guards.inject_step": 6, "guards.spike": None, "trainer.callbacks": [EARLY]}),
