@@ -39,7 +39,7 @@ from lm.runs.run import Run
 from lm.system.files import disk_space, nonnegative, parse_json
 from lm.system.hardware import Device, device_name, find_device
 from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
-from lm.system.units import format_bytes, format_count, format_duration, parse_bytes, plural
+from lm.system.units import format_bytes, format_count, format_duration, format_figure, parse_bytes, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import BudgetConfig
 from lm.training.distributed import EXIT_WAIT, DistributedConfig
@@ -678,7 +678,7 @@ def _time_lines(found: dict[str, Any]) -> list[str]:
     time = found["time"]
     if time["seconds"] is None:
         return [f"unknown: {time['basis']}"]
-    cost = "" if time["usd"] is None else f", {time['usd']:,.2f} USD"
+    cost = "" if time["usd"] is None else f", {format_figure(time['usd'])} USD"
     rate = format_count(time["tokens_per_second"])
     mfu = describe_mfu(time["mfu"], time["mfu_full_attention"])
     return [
@@ -692,7 +692,7 @@ def _disk_lines(found: dict[str, Any]) -> list[str]:
     mirror = f"; each is uploaded to {found['disk']['mirror']}" if found["disk"]["mirror"] else ""
     lines, facts = [f"{one} a checkpoint, {at_once} at once; {free} free{mirror}"], found["checkpoints"]
     if "lost_seconds" in facts:
-        usd = "" if facts["lost_usd"] is None else f", {facts['lost_usd']:,.2f} USD"
+        usd = "" if facts["lost_usd"] is None else f", {format_figure(facts['lost_usd'])} USD"
         lines.append(
             f"a crash loses at most {format_duration(facts['lost_seconds'])} of work{usd}, "
             f"{plural(facts['interval'], 'step')}; saving takes {facts['saving_share']:.1%} of the time "
@@ -705,14 +705,15 @@ def _budget_lines(found: dict[str, Any]) -> list[str]:
     budget = found["budget"]
     if budget["hours"] is None:
         return ["unknown, since the time is"]
-    hours, parts = f"{budget['hours']:,.2f} h", []
+    hours, parts = f"{format_figure(budget['hours'])} h", []
     if budget["max_hours"]:
-        parts.append(f"{hours} of {budget['max_hours']:,.2f}")
+        parts.append(f"{hours} of {format_figure(budget['max_hours'])}")
     if budget["usd"] is not None:
-        cap = f" of {budget['cap_usd']:,.2f}" if budget["cap_usd"] else ""
-        parts.append(f"{hours} x {budget['rate_usd_per_hr']:,.2f} USD/h = {budget['usd']:,.2f} USD{cap}")
+        cap = f" of {format_figure(budget['cap_usd'])}" if budget["cap_usd"] else ""
+        rate, usd = format_figure(budget["rate_usd_per_hr"]), format_figure(budget["usd"])
+        parts.append(f"{hours} x {rate} USD/h = {usd} USD{cap}")
     if budget["spent_usd"]:
-        parts.append(f"{budget['spent_usd']:,.2f} USD are spent already")
+        parts.append(f"{format_figure(budget['spent_usd'])} USD are spent already")
     return ["; ".join(parts) or f"{hours}, and no rate is known"]
 
 

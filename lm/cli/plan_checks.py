@@ -18,7 +18,7 @@ from lm.model.config import DecoderConfig
 from lm.model.estimates import flops_per_token
 from lm.system.files import DiskSpace
 from lm.system.hardware import Device
-from lm.system.units import format_bytes, format_count, format_duration
+from lm.system.units import format_bytes, format_count, format_duration, format_figure
 from lm.training.alerts import true_of_untrained
 from lm.training.callbacks.evaluation import EvaluationConfig
 from lm.training.optim import GroupConfig
@@ -341,7 +341,7 @@ def of_checkpoints(checkpoints: dict[str, Any], steps: dict[str, Any]) -> Iterat
     if "lost_seconds" not in checkpoints:
         return
     lost, interval = checkpoints["lost_seconds"], checkpoints["interval"]
-    usd = "" if checkpoints["lost_usd"] is None else f", {checkpoints['lost_usd']:,.2f} USD"
+    usd = "" if checkpoints["lost_usd"] is None else f", {format_figure(checkpoints['lost_usd'])} USD"
     if lost > MUCH_LOST:
         yield Finding("warning", f"a crash loses up to {interval:,} steps, {format_duration(lost)} of work{usd}",
                       f"--trainer.checkpoint_interval {max(1, int(interval * MUCH_LOST / 2 / lost))}: half an hour")
@@ -365,15 +365,15 @@ def of_budget(
     option = "max_tokens" if config.trainer.max_tokens else "max_steps"
     for name, cap, need, before, arithmetic in (
         ("cap_usd", budget.cap_usd, facts["usd"], facts["spent_usd"],
-         f"{hours:,.2f} h x {rate or 0:,.2f} USD/h = {facts['usd'] or 0:,.2f} USD"),
-        ("max_hours", budget.max_hours, hours, facts["hours_elapsed"], f"{hours:,.2f} h"),
+         f"{format_figure(hours)} h x {format_figure(rate or 0)} USD/h = {format_figure(facts['usd'] or 0)} USD"),
+        ("max_hours", budget.max_hours, hours, facts["hours_elapsed"], f"{format_figure(hours)} h"),
     ):  # fmt: skip
         if cap is None or need is None or (before or 0.0) + need <= cap:
             continue
-        spent = f" after {before:,.2f} before it" if before else ""
+        spent = f" after {format_figure(before)} before it" if before else ""
         fits = int(steps["max_steps" if option == "max_steps" else "tokens"] * max(0.0, cap - (before or 0.0)) / need)
         error = need > cap and not time["assumed"] and not budget.dry_run
         yield Finding("error" if error else "warning", f"the run takes {arithmetic}{spent}, and "
-                      f"guards.budget.{name} is {cap:,.2f} ({time['basis']})",
+                      f"guards.budget.{name} is {format_figure(cap)} ({time['basis']})",
                       f"--guards.budget.{name} {math.ceil((before or 0.0) + need)}"
                       f"{f', or --trainer.{option} {fits}' * bool(fits)}")  # fmt: skip

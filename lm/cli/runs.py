@@ -31,7 +31,7 @@ from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.system.files import finite_or_none
 from lm.system.process import program
-from lm.system.units import format_bytes, format_count, format_duration, plural
+from lm.system.units import format_bytes, format_count, format_duration, format_figure, plural
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def ls(all: bool = False, tag: str | None = None, root: str = str(ROOT), json: b
         console.print(f"no runs {where}: start one with `lm fit --config tiny.yaml`")
     _print_table([*shown, *own], console)
     if len(others) > len(shown):
-        console.print(f"{len(others) - len(shown)} older runs of other folders: --all shows them")
+        console.print(f"{plural(len(others) - len(shown), 'older run')} of other folders: --all shows them")
 
 
 def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
@@ -472,9 +472,10 @@ def _started(found: dict[str, Any]) -> list[str]:
 def _cost(budget: dict[str, Any] | None) -> list[str]:
     if not budget:
         return []
-    texts = {"spent_usd": "{:.2f} USD spent", "cap_usd": "of {:.2f}", "rate_usd_per_hr": "at {:.2f} an hour",
-             "projected_total_usd": "{:.2f} in the end"}  # fmt: skip
-    return [", ".join(text.format(budget[key]) for key, text in texts.items() if budget.get(key) is not None)]
+    texts = {"spent_usd": "{} USD spent", "cap_usd": "of {}", "rate_usd_per_hr": "at {} an hour",
+             "projected_total_usd": "{} in the end"}  # fmt: skip
+    known = {key: text for key, text in texts.items() if budget.get(key) is not None}
+    return [", ".join(text.format(format_figure(budget[key])) for key, text in known.items())]
 
 
 def _alerts(alerts: list[dict[str, Any]]) -> list[str]:

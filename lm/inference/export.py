@@ -31,7 +31,7 @@ from lm.runs.evaluations import merge_evaluations
 from lm.runs.history import time_spent
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
-from lm.system.units import format_bytes, format_count, format_duration
+from lm.system.units import format_bytes, format_count, format_duration, format_figure
 
 Rows = dict[str, Any]  # name -> value of a table; None where it is not known
 SHOWN_SOURCES = 12
@@ -281,7 +281,8 @@ def _cost(budget: dict[str, Any]) -> str | None:
     spent, hours = budget.get("spent_usd"), budget.get("hours_elapsed")
     if spent is None:
         return None
-    return f"{spent:.2f} USD" + ("" if hours is None else f" in {hours:.1f} hours") + ", for the whole run"
+    taken = "" if hours is None else f" in {format_figure(hours)} hours"
+    return f"{format_figure(spent)} USD{taken}, for the whole run"
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

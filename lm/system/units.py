@@ -61,6 +61,11 @@ def format_count(number: float) -> str:
     return f"{number:.3g}" if isinstance(number, float) else str(number)
 
 
+def format_figure(number: float) -> str:
+    """Hours or dollars with two decimals, and small ones with two digits: 1234.5 -> '1,234.50', 0.00123 -> '0.0012'."""
+    return f"{number:.2g}" if 0 < abs(number) < 0.1 else f"{number:,.2f}"
+
+
 def format_bytes(number: float) -> str:
     """Bytes for people, in powers of 1024: 1_610_612_736 -> '1.5 GiB'."""
     for suffix, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

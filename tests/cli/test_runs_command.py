@@ -170,6 +170,9 @@ def test_ls_shows_all_runs_of_this_folder_and_the_newest_twenty_of_others_unless
     assert text.startswith("no runs under checkpoints: start one with `lm fit --config tiny.yaml`\n")
     assert "3 older runs of other folders: --all shows them" in text and "r3 " in text and "r2 " not in text
     assert "r2 " in runs("ls", "--all", cwd=place / "new").stdout
+    for index in (0, 1):
+        shutil.rmtree(place / "checkpoints" / f"r{index}")
+    assert "\n1 older run of other folders" in runs("ls", cwd=place / "new").stdout
 
 
 def test_the_last_step_is_that_of_the_last_checkpoint_where_a_kill_left_the_log_behind(place):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lm.system.units import format_count, format_duration, parse_count
+from lm.system.units import format_count, format_duration, format_figure, parse_count, plural
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,9 @@ def test_refused(text):
 
 def test_formatted_for_people():
     assert [format_count(n) for n in (12, 12_345_678, 1.5e9, 999.4)] == ["12", "12.3M", "1.5B", "999"]
+    assert [format_figure(n) for n in (1234.5, 2, 0.1, 0.04, 0.00123, 0.0, 1e-12)] == [
+        "1,234.50", "2.00", "0.10", "0.04", "0.0012", "0.00", "1e-12"]  # fmt: skip
+    assert [plural(n, "older run") for n in (1, 3)] == ["1 older run", "3 older runs"]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ def test_what_a_cost_means(hours, usd, end, kind):
 def test_hours_that_will_not_suffice():
     verdict = judge(BudgetConfig(max_hours=5), Cost(1, None), Cost(6.5, None))
     assert verdict.kind == "projected" and "6.50 hours of 5.00 hours" in verdict.reason
+    tiny = judge(BudgetConfig(cap_usd=0.002, rate_usd_per_hr=1), Cost(0, 0.0031), None)
+    assert tiny.reason == "$0.0031 of $0.002 are spent"
 
 
 @pytest.mark.parametrize(

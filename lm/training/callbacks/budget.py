@@ -17,6 +17,7 @@ from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.files import nonnegative, parse_json, write_atomically
 from lm.system.process import seconds_since_process_start
+from lm.system.units import format_figure
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
 from lm.training.callbacks.logging import Pace, remaining
@@ -141,8 +142,8 @@ class BudgetConfig:
         """
         if rate is not None and self.max_rate_usd_per_hr is not None and rate > self.max_rate_usd_per_hr:
             raise RequestError(
-                f"{name} {rate:,.2f} is more than guards.budget.max_rate_usd_per_hr {self.max_rate_usd_per_hr:,.2f}: "
-                "take a cheaper machine, or raise the limit"
+                f"{name} {format_figure(rate)} is more than guards.budget.max_rate_usd_per_hr "
+                f"{format_figure(self.max_rate_usd_per_hr)}: take a cheaper machine, or raise the limit"
             )
 
     def read_file(self) -> dict[str, Any]:
@@ -170,6 +171,14 @@ class BudgetConfig:
         return any(value is not None for value in (self.cap_usd, self.rate_usd_per_hr, self.max_hours, self.file))
 
 
+def _usd(number: float) -> str:
+    return f"${format_figure(number)}"
+
+
+def _hours(number: float) -> str:
+    return f"{format_figure(number)} hours"
+
+
 class Verdict(NamedTuple):
     kind: str  # "near", "projected", "rate" or "spent"
     reason: str
@@ -181,16 +190,16 @@ def judge(config: BudgetConfig, cost: Cost, projected: Cost | None, rate: float 
     limit = config.max_rate_usd_per_hr
     for kind in ("spent", "rate", "projected", "near"):
         if kind == "rate" and None not in (rate, limit) and rate > limit:
-            return Verdict(kind, f"an hour costs ${rate:,.2f}, more than the ${limit:,.2f} that it may")
-        for cap, form, index in ((config.cap_usd, "${:,.2f}", 1), (config.max_hours, "{:,.2f} hours", 0)):
+            return Verdict(kind, f"an hour costs {_usd(rate)}, more than the {_usd(limit)} that it may")
+        for cap, form, index in ((config.cap_usd, _usd, 1), (config.max_hours, _hours, 0)):
             now, end = cost[index], projected[index] if projected else None
             if cap is None or now is None:
                 continue
-            most, have = form.format(cap), form.format(now)
+            most, have = form(cap), form(now)
             if kind == "spent" and now >= cap:
                 return Verdict(kind, f"{have} of {most} are spent")
             if kind == "projected" and end is not None and end > cap:
-                return Verdict(kind, f"the run will have taken {form.format(end)} of {most}; {have} so far")
+                return Verdict(kind, f"the run will have taken {form(end)} of {most}; {have} so far")
             if kind == "near" and now >= config.warn_at * cap:
                 return Verdict(kind, f"{have} of {most} are spent, {now / cap:.0%}")
     return None
@@ -287,7 +296,7 @@ class Budget(Callback):
         verdict = judge(self.config, coming, None)
         if verdict is None or verdict.kind != "spent":
             return None
-        have = f"{cost.hours:,.2f} hours" if cost.usd is None else f"${cost.usd:,.2f}"
+        have = _hours(cost.hours) if cost.usd is None else _usd(cost.usd)
         return Verdict("projected", f"{have} so far, and before the next log line is written {verdict.reason}")
 
     def _end(self, trainer: Trainer) -> Cost | None:

@@ -15,7 +15,7 @@ from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
 from lm.system.hardware import device_name
 from lm.system.process import program
-from lm.system.units import format_count, format_duration, plural
+from lm.system.units import format_count, format_duration, format_figure, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import Budget
 from lm.training.callbacks.evaluation import Samples, SamplesConfig
@@ -111,7 +111,7 @@ def _expected(trainer: Trainer, module: LightningModule) -> str:
 
 def _time_and_cost(trainer: Trainer, seconds: float) -> str:
     meter = next((each.meter for each in trainer.callbacks if isinstance(each, Budget)), None)
-    cost = f", {seconds / 3600 * meter.rate:,.2f} USD" if meter and meter.rate else ""
+    cost = f", {format_figure(seconds / 3600 * meter.rate)} USD" if meter and meter.rate else ""
     return f"{format_duration(seconds)}{cost}"
 
 
