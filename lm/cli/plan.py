@@ -344,7 +344,7 @@ def plan(config: Namespace, name: str) -> None:
     errors = [finding for finding in noted if finding.level == "error"]
     if config.rehearse and "steps" in found:  # errors of others, such as missing data, change nothing about the guards
         played = rehearse(config, found)
-        print(json.dumps({"config": found["config"], "rehearsal": played})) if config.json else show_rehearsal(played)
+        print(json.dumps({"config": name, **played})) if config.json else show_rehearsal(played)
         return
     if config.json:
         print(json.dumps({**found, "findings": [finding._asdict() for finding in noted], "ready": not errors}))

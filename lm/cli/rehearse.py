@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from types import SimpleNamespace
@@ -20,15 +21,14 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lm.errors import GuardStop
-from lm.model.config import DecoderConfig
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.files import nonnegative
-from lm.system.units import format_count
-from lm.training.alerts import CLOCKS, NAMES, AlertEvaluator
+from lm.system.units import format_count, format_figure
+from lm.training.alerts import CLOCKS, NAMES
 from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.budget import Budget, BudgetConfig, Cost, Meter
-from lm.training.callbacks.guards import Alerts, NotFinite, Rollback
+from lm.training.callbacks.guards import Action, Alert, Alerts, NotFinite, Rollback
 from lm.training.callbacks.throughput import ThroughputFloor
 from lm.training.schedule import lr_fraction
 from lm.training.step_stats import StepRecord
@@ -59,28 +59,37 @@ class RehearsedRollback(Rollback):
 class Stage(logging.Handler):
     """A trainer without a training, for callbacks of guards: it plays log lines and keeps what they cause.
 
+    Args:
+        config: of the training.
+        found: the facts of the plan.
+        seconds: of a step.
+        meter: the cost so far, and the rate.
+        folder: for the files of the run.
+
     Attributes:
         events: log lines of guards, each with where the run stood and what followed.
     """
 
     def __init__(
-        self, config: Namespace, decoder: DecoderConfig, steps: dict[str, Any], seconds: float, meter: Meter, run: Run,
-        callbacks: list[Callback],
+        self, config: Namespace, found: dict[str, Any], seconds: float, meter: Meter, folder: str, *callbacks: Callback
     ) -> None:  # fmt: skip
         super().__init__()
         self.callbacks = [*callbacks, self]
-        self.steps, self.max_steps = SimpleNamespace(**steps), steps["max_steps"]
-        self.log_interval = config.trainer.log_interval
+        self.config, self.seconds, self.meter, self.now = config, seconds, meter, 0.0
+        self.steps, self.max_steps = SimpleNamespace(**found["steps"]), found["steps"]["max_steps"]
+        self.log_interval, self.precision = config.trainer.log_interval, config.trainer.precision
         self.val_interval, self.checkpoint_interval = config.trainer.val_interval, config.trainer.checkpoint_interval
-        self.datamodule = SimpleNamespace(has_validation=True)
-        self.precision_plugin, self.checkpoint_callback = SimpleNamespace(), self
-        self.precision, self.world_size, self.is_global_zero, self.run = config.trainer.precision, 1, True, run
+        self.datamodule, self.precision_plugin = SimpleNamespace(has_validation=True), SimpleNamespace()
+        self.checkpoint_callback, self.world_size, self.is_global_zero = self, 1, True
+        self.run = Run(Path(mkdtemp(dir=folder)) / found["config"])
+        self.run.path.mkdir()
+        decoder = replace(config.model.decoder, vocab_size=found.get("model", {}).get("vocab_size") or 2**15)
         self.module = SimpleNamespace(
             config=decoder, recent_steps=[], schedule_config=config.model.schedule, device=SimpleNamespace(type="cpu"),
             attention_kernels="not chosen yet", kernels_taken="not chosen yet", decoder=SimpleNamespace(fused=True),
         )  # fmt: skip
-        self.seconds, self.now = seconds, 0.0  # of a step, and on the clock
-        self.meter = meter
+        rate = found.get("time", {}).get("tokens_per_second") or self.steps.tokens_per_step / seconds
+        self.tokens_per_second = max(rate, 2 * (config.guards.throughput.floor or 0))
         self.global_step, self.stop, self.requested = 0, None, False
         self.events: list[dict[str, Any]] = []
 
@@ -96,191 +105,159 @@ class Stage(logging.Handler):
         budgets = [callback for callback in self.callbacks if isinstance(callback, Budget)]
         hours, usd = budgets[0].meter.read() if budgets else self.meter.read(ahead=self.now)
         self.events.append({"step": self.global_step, "hours": hours, "spent_usd": usd, "log": record.getMessage(),
-                            "guard": None, "action": None, "checkpoint": False, "exit_code": None})  # fmt: skip
+                            "guard": None, "action": None, "checkpoint": False, "exit_code": None,
+                            "reason": None})  # fmt: skip
 
     def on_guard(self, trainer: Any, pl_module: Any, guard: str, action: str, message: str) -> None:
         self.events[-1].update(guard=guard, action=action)
 
-    def play(self, act: Callable[[], Any]) -> None:
-        """Call something that a training would call, and keep what the guards log and do."""
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of the callbacks, and keep what the guards log and do."""
         logger = logging.getLogger("lm.training.callbacks")
         propagate, logger.propagate = logger.propagate, False
         logger.addHandler(self)
         try:
             with suppress(GuardStop):
-                act()
+                call_hook(self, hook, self.module, *arguments)
         finally:
             logger.removeHandler(self)
             logger.propagate = propagate
         if self.events and self.requested:
             self.events[-1]["checkpoint"] = True
         if self.events and self.stop is not None:
-            self.events[-1]["exit_code"] = self.stop.exit_code
+            self.events[-1].update(exit_code=self.stop.exit_code, reason=str(self.stop))
         self.requested = False
 
-    def start(self) -> None:
-        self.play(lambda: call_hook(self, "on_train_start", self.module))
+    def healthy(self, step: int) -> Line:
+        """The log line of a run in which nothing is wrong; the loss falls from that of an untrained model."""
+        first, done = math.log(self.module.config.vocab_size), (step - 1) / self.max_steps
+        loss = first * (FINAL_LOSS + (1 - FINAL_LOSS) * math.exp(-5 * done))
+        model = self.config.model
+        return {
+            **TYPICAL, **dict.fromkeys(("train/loss", "train/max_loss", "val/loss"), loss),
+            **dict.fromkeys(("train/perplexity", "val/perplexity"), math.exp(loss)),
+            "optim/lr": model.optimizer.lr * lr_fraction(max(0, step - 1), self.max_steps, model.schedule),
+            "perf/tokens_per_second": self.tokens_per_second,
+        }  # fmt: skip
 
-    def line(self, metrics: Line) -> None:
-        """The next log line, `log_interval` steps after the one before."""
+    def line(self, changed: Line = {}) -> None:
+        """The next log line, `log_interval` steps after the one before: a healthy one but for what is changed."""
         self.global_step = min(self.max_steps, self.global_step + self.log_interval)
         self.now += self.log_interval * self.seconds
-        self.play(lambda: call_hook(self, "on_metrics", self.module, metrics))
+        self.call("on_metrics", self.healthy(self.global_step) | changed)
 
-
-# ---- invented lines --------------------------------------------------------------------------------------------------
-
-
-def healthy(step: int, config: Namespace, decoder: DecoderConfig, steps: dict[str, Any], rate: float) -> Line:
-    """The log line of a run in which nothing is wrong; the loss falls from that of an untrained model.
-
-    Args:
-        rate: tokens a second.
-    """
-    first, done = math.log(decoder.vocab_size), step / steps["max_steps"]
-    loss = first * (FINAL_LOSS + (1 - FINAL_LOSS) * math.exp(-5 * done))
-    peak = config.model.optimizer.lr * lr_fraction(max(0, step - 1), steps["max_steps"], config.model.schedule)
-    return {
-        **TYPICAL, **dict.fromkeys(("train/loss", "train/max_loss", "val/loss"), loss), "optim/lr": peak,
-        **dict.fromkeys(("train/perplexity", "val/perplexity"), math.exp(loss)), "perf/tokens_per_second": rate,
-    }  # fmt: skip
-
-
-def troubled(text: str, line: Callable[[int], Line], stage: Stage) -> tuple[int, int, Line] | None:
-    """How an alert becomes true: the step of the first of some healthy log lines, that of the line after them, and the
-    metrics in which this one differs; None where no line that was tried does it."""
-    evaluator = AlertEvaluator([text])
-    depths = evaluator.expressions[0].depths
-    names = [NAMES[name] for name in depths.keys() - CLOCKS]
-    interval, before = stage.log_interval, max(depths.values()) + 2  # so that windows are full
-    for step in (stage.max_steps - 3 * interval, stage.max_steps // 2, interval * (before + 1)):
-        first = step - before * interval
-        if first < 1 or step > stage.max_steps:
-            continue
-        for at in range(first, step, interval):
-            clocks = {"step": at, "data/tokens": at * stage.steps.tokens_per_step}
-            was = evaluator.evaluate(line(at) | clocks)
-        if any(was.values()):
-            continue
-        clocks = {"step": step, "data/tokens": step * stage.steps.tokens_per_step}
-        history = evaluator.history.state_dict()
-        for changed in (names, *([name] for name in names)):
-            for factor in FACTORS:
-                evaluator.history.load_state_dict(history)
-                bad = {name: factor * line(step)[name] for name in changed}
-                if any(evaluator.evaluate(line(step) | bad | clocks).values()):
-                    return first, step, bad
-    return None
+    @property
+    def ended(self) -> bool:
+        return self.stop is not None or self.global_step >= self.max_steps
 
 
 # ---- scenarios -------------------------------------------------------------------------------------------------------
 
 
-def rehearse(config: Namespace, found: dict[str, Any]) -> list[dict[str, Any]]:
+def rehearse(config: Namespace, found: dict[str, Any]) -> dict[str, Any]:
     """Play the guards of a config through.
 
     Args:
         found: the facts of the plan.
 
     Returns:
-        Scenarios, each with its `events`.
+        What is assumed, and under `rehearsal` the scenarios, each with its `events`.
 
     Raises:
         RequestError: the budget cannot be counted.
     """
-    steps, time, guards = found["steps"], found.get("time", {}), config.guards
-    seconds = (time.get("seconds") or SECONDS_PER_STEP * steps["max_steps"]) / steps["max_steps"]
-    decoder = replace(config.model.decoder, vocab_size=found.get("model", {}).get("vocab_size") or 2**15)
+    time, guards, max_steps = found.get("time", {}), config.guards, found["steps"]["max_steps"]
+    seconds = time["seconds"] / max_steps if time.get("seconds") else SECONDS_PER_STEP
+    basis = time["basis"] if time.get("seconds") else "assumed: --peak_tflops N or --bench FILE gives the speed"
     file = guards.budget.read_file()
     rate = nonnegative(file.get("rate_usd_per_hr")) or guards.budget.rate_usd_per_hr or config.rate_usd_per_hr
-    before = Cost(nonnegative(file.get("hours_elapsed")) or 0.0, nonnegative(file.get("spent_usd")))
-    tokens_per_second = time.get("tokens_per_second") or steps["tokens_per_step"] / seconds
-
-    def line(step: int) -> Line:
-        return healthy(step, config, decoder, steps, max(tokens_per_second, 2 * (guards.throughput.floor or 0)))
-
+    spent = Cost(nonnegative(file.get("hours_elapsed")) or 0.0, nonnegative(file.get("spent_usd")))
+    meter = Meter(rate, spent, 0.0, clock=lambda: 0.0)
     with TemporaryDirectory() as folder:
-        def stage(*callbacks: Callback) -> Stage:
-            run = Run(Path(mkdtemp(dir=folder)) / found["config"])
-            run.path.mkdir()
-            meter = Meter(rate, before, 0.0, clock=lambda: 0.0)
-            return Stage(config, decoder, steps, seconds, meter, run, list(callbacks))
-
-        played = [_run_as_invented(stage(Alerts(guards.alerts), RehearsedRollback(guards.max_rollbacks)), line)]
-        played += [_alert(stage, text, config, line) for text in guards.alerts]
-        played += _not_finite(stage, config, line)
+        stage = partial(Stage, config, found, seconds, meter, folder)
+        played = [_nothing_wrong(stage(Alerts(guards.alerts), RehearsedRollback(guards.max_rollbacks)))]
+        for text, action in guards.alerts.items():
+            played.append(_alert(stage, text, action, guards.max_rollbacks))
+        for count, name in ((1, "a step is not finite"), (guards.max_skipped, "no step is finite any more")):
+            played.append((name, _not_finite(stage(NotFinite(guards.not_finite, guards.max_skipped)), count)))
         if guards.throughput.floor is not None:
-            played.append(_slow(stage(ThroughputFloor(guards.throughput)), guards.throughput.floor, line))
+            played.append(_slow(stage(ThroughputFloor(guards.throughput)), guards.throughput.floor))
         if guards.budget.cap_usd or guards.budget.max_hours or guards.budget.max_rate_usd_per_hr:
-            played += _budget(stage, guards.budget, file, before, rate or RATE, Path(folder), line)
-    return played
+            played += _budget(stage, guards.budget, file, meter, Path(folder))
+    return {"seconds_per_step": seconds, "basis": basis,
+            "rehearsal": [{"scenario": name, "events": stage.events} for name, stage in played]}  # fmt: skip
 
 
-def _scenario(name: str, stage: Stage) -> dict[str, Any]:
-    return {"scenario": name, "events": stage.events}
+Played = tuple[str, Stage]  # a scenario and its name
 
 
-def _run_as_invented(stage: Stage, line: Callable[[int], Line]) -> dict[str, Any]:
-    stage.start()
-    while stage.stop is None and stage.global_step < stage.max_steps:
-        stage.line(line(min(stage.max_steps, stage.global_step + stage.log_interval)))
-    first, last = line(1)["train/loss"], line(stage.max_steps)["train/loss"]
-    return _scenario(f"nothing wrong: the loss falls from {first:.3g} to {last:.3g}", stage)
+def _nothing_wrong(stage: Stage) -> Played:
+    stage.call("on_train_start")
+    while not stage.ended:
+        stage.line()
+    first, last = (stage.healthy(step)["train/loss"] for step in (1, stage.max_steps))
+    return f"nothing wrong: the loss falls from {first:.3g} to {last:.3g}", stage
 
 
-def _alert(
-    stage_of: Callable[..., Stage], text: str, config: Namespace, line: Callable[[int], Line]
-) -> dict[str, Any]:  # fmt: skip
-    rollback = RehearsedRollback(config.guards.max_rollbacks)
-    stage = stage_of(Alerts({text: config.guards.alerts[text]}), rollback)
-    trouble = troubled(text, line, stage)
-    if trouble is None:
-        return _scenario(f"alert `{text}`: no invented line makes it true after one at which it is false", stage)
-    stage.global_step, step, bad = trouble
-    stage.start()
-    stage.global_step -= stage.log_interval
-    stage.now = stage.global_step * stage.seconds
-    while stage.global_step + stage.log_interval < step:
-        stage.line(line(stage.global_step + stage.log_interval))
-    stage.line(line(step) | bad)
-    if rollback.done:  # and the one that is too many
-        rollback.done = rollback.max_rollbacks
-        stage.line(line(step))
-        stage.line(line(step) | bad)
-    changed = ", ".join(f"{METRICS[name].alert} {value:.4g}" for name, value in bad.items()) or "as in a healthy run"
-    return _scenario(f"alert `{text}`: {changed}", stage)
+def _alert(stage_of: Callable[..., Stage], text: str, action: Action | Alert, max_rollbacks: int) -> Played:
+    """Healthy log lines, late in the run if possible, and then the first change of a line that makes the alert true."""
+    for late in range(3):
+        alerts, rollback = Alerts({text: action}), RehearsedRollback(max_rollbacks)
+        stage, evaluator, (expression,) = stage_of(alerts, rollback), alerts.evaluator, alerts.evaluator.expressions
+        interval, before = stage.log_interval, max(expression.depths.values()) + 2  # so that windows are full
+        step = (stage.max_steps - 3 * interval, stage.max_steps // 2, interval * (before + 1))[late]
+        if not (before + 1) * interval <= step <= stage.max_steps:
+            continue
+        stage.global_step = step - (before + 1) * interval
+        stage.now = stage.global_step * stage.seconds
+        stage.call("on_train_start")
+        for _ in range(before):
+            stage.line()
+        if stage.events or expression.holds(evaluator.history):
+            continue
+        history, healthy = evaluator.history.state_dict(), stage.healthy(step)
+        clocks = {"step": step, "data/tokens": step * stage.steps.tokens_per_step}
+        names = [NAMES[name] for name in expression.depths.keys() - CLOCKS]
+        for changed, factor in product((names, *([name] for name in names)), FACTORS):
+            bad = {name: factor * healthy[name] for name in changed}
+            holds = any(evaluator.evaluate(healthy | bad | clocks).values())
+            evaluator.history.load_state_dict(history)
+            if holds:
+                stage.line(bad)
+                if rollback.done:  # and the one that is too many
+                    rollback.done = max_rollbacks
+                    stage.line()
+                    stage.line(bad)
+                values = ", ".join(f"{METRICS[name].alert} {value:.4g}" for name, value in bad.items())
+                return f"alert `{text}`: {values or 'as in a healthy run'}", stage
+    return f"alert `{text}`: no invented line makes it true after one at which it is false", stage_of()
 
 
-def _not_finite(
-    stage_of: Callable[..., Stage], config: Namespace, line: Callable[[int], Line]
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    guards = config.guards
-    for count, name in ((1, "a step is not finite"), (guards.max_skipped, "no step is finite any more")):
-        stage = stage_of(NotFinite(guards.not_finite, guards.max_skipped))
-        while count > 0 and stage.stop is None and stage.global_step < stage.max_steps:
-            steps = range(stage.global_step + 1, stage.global_step + stage.log_interval + 1)
-            stage.module.recent_steps = [StepRecord(step, math.nan, math.nan, False) for step in steps][:count]
-            count -= len(stage.module.recent_steps)
-            stage.line(line(stage.global_step + stage.log_interval))
-        yield _scenario(name, stage)
+def _not_finite(stage: Stage, count: int) -> Stage:
+    while count > 0 and not stage.ended:
+        steps = range(stage.global_step + 1, stage.global_step + stage.log_interval + 1)
+        stage.module.recent_steps = [StepRecord(step, math.nan, math.nan, False) for step in steps][:count]
+        count -= len(stage.module.recent_steps)
+        stage.line()
+    return stage
 
 
-def _slow(stage: Stage, floor: int, line: Callable[[int], Line]) -> dict[str, Any]:
-    stage.start()
-    while not stage.events and stage.global_step < stage.max_steps:
-        stage.line(line(stage.global_step + stage.log_interval) | {"perf/tokens_per_second": floor / 2})
-    return _scenario(f"{format_count(floor / 2)} tokens/s, half of the floor", stage)
+def _slow(stage: Stage, floor: int) -> Played:
+    stage.call("on_train_start")
+    while not stage.events and not stage.ended:
+        stage.line({"perf/tokens_per_second": floor / 2})
+    return f"{format_count(floor / 2)} tokens/s, half of the floor", stage
 
 
 def _budget(
-    stage_of: Callable[[], Stage], config: BudgetConfig, file: dict[str, Any], before: Cost, rate: float, folder: Path,
-    line: Callable[[int], Line],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+    stage_of: Callable[[], Stage], config: BudgetConfig, file: dict[str, Any], meter: Meter, folder: Path
+) -> Iterator[Played]:
     """Runs at the planned speed, that take less than the budget and more, all of it at once, and too high a rate."""
+    before, rate = meter.read(), meter.rate or RATE
     lefts = [(config.cap_usd - (before.usd or 0.0)) / rate] if config.cap_usd else []
     lefts += [config.max_hours - before.hours] if config.max_hours else []
     left = 3600 * max(0.0, min(lefts)) if lefts else 0.0  # seconds
-    at = f"of what is left at {rate:,.2f} USD an hour"
+    at = f"of what is left{f' at {format_figure(rate)} USD an hour' if config.cap_usd else ''}"
     cases = [("the run at the planned speed", None, 0.0, rate)]
     if left:
         cases += [(f"a run that takes 95% {at}", 0.95, 0.0, rate), (f"a run that takes 150% {at}", 1.5, 0.0, rate),
@@ -294,15 +271,13 @@ def _budget(
         budget = Budget(replace(config, file=str(copy)) if file else config, partial(getattr, stage, "now"), 0.0)
         stage.callbacks.insert(0, budget)
         _count_on(copy, file, stage, rate, before)
-        stage.start()
-        while stage.stop is None and stage.global_step < stage.max_steps:
-            if stage.global_step >= stage.max_steps // 2:
-                rate_now, stage.now, stall = later_rate, stage.now + stall, 0.0
-            else:
-                rate_now = rate
-            _count_on(copy, file, stage, rate_now, before)
-            stage.line(line(min(stage.max_steps, stage.global_step + stage.log_interval)))
-        yield _scenario(f"budget: {name}", stage)
+        stage.call("on_train_start")
+        while not stage.ended:
+            later = stage.global_step >= stage.max_steps // 2
+            stage.now, stall = stage.now + stall * later, stall * (not later)
+            _count_on(copy, file, stage, later_rate if later else rate, before)
+            stage.line()
+        yield f"budget: {name}", stage
 
 
 def _count_on(copy: Path, file: dict[str, Any], stage: Stage, rate: float, before: Cost) -> None:
@@ -320,17 +295,20 @@ def _count_on(copy: Path, file: dict[str, Any], stage: Stage, rate: float, befor
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def show_rehearsal(played: list[dict[str, Any]]) -> None:
+def show_rehearsal(played: dict[str, Any]) -> None:
     """Print the scenarios: every log line with where the run stands, and what is done."""
-    for scenario in played:
+    print(f"{format_figure(played['seconds_per_step'])} s a step ({played['basis']})")
+    for scenario in played["rehearsal"]:
         print(scenario["scenario"])
         for event in scenario["events"]:
-            usd = "" if event["spent_usd"] is None else f", {event['spent_usd']:,.2f} USD"
-            print(f"  step {event['step']:,}, {event['hours']:,.2f} h{usd}")
+            usd = "" if event["spent_usd"] is None else f", {format_figure(event['spent_usd'])} USD"
+            print(f"  step {event['step']:,}, {format_figure(event['hours'])} h{usd}")
             print(f"    log   {event['log']}")
             does = ["a checkpoint"] * event["checkpoint"]
             if event["exit_code"]:
-                does += [*["no checkpoint"] * (not does), f"the run ends with exit code {event['exit_code']}"]
+                more = event["reason"].removeprefix(event["log"].removesuffix(": rollback"))  # than is in the log
+                ends = f"the run ends with exit code {event['exit_code']}"
+                does += [*["no checkpoint"] * (not does), ends + more * (more != event["reason"])]
             print(f"    then  {', '.join(does) or 'the run continues'}")
         if not scenario["events"]:
             print("  nothing is logged or done")

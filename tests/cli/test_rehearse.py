@@ -56,11 +56,15 @@ def test_every_alert_is_provoked(rehearsed):
     rollbacks = scenario(played, "alert `loss > 1.5")
     assert "weights and optimizer are those of step 900" in rollbacks[1]["log"] and rollbacks[1]["checkpoint"]
     assert rollbacks[-1]["action"] == "rollback" and rollbacks[-1]["exit_code"] == 3
+    assert rollbacks[-1]["reason"].endswith("guards.max_rollbacks 2 are used up")
     assert scenario(played, "alert `loss > loss") == [] and scenario(played, "alert `tokens_per_second")
     assert scenario(played, "nothing wrong") == []
 
 
 def test_what_a_healthy_run_sets_off_is_shown(rehearsed):
+    """Its loss begins at ln(32,768), that of an untrained model."""
+    played = rehearsed({"alerts": {"loss < 5": "stop"}}, **{"trainer.max_steps": 100})
+    assert next(iter(played)).startswith("nothing wrong: the loss falls from 10.4 to")
     (event,) = scenario(rehearsed({"alerts": {"loss < 5": "stop"}}), "nothing wrong")
     assert 10 < event["step"] < 1000 and event["exit_code"] == 3
 
@@ -118,8 +122,14 @@ def test_a_budget_file_counts_from_what_it_says(rehearsed, tmp_path):
 
 def test_a_page_that_a_person_can_read(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_config(tmp_path, **CONFIG, guards={"alerts": {"loss > 100": "stop", "loss > loss": "warn"}})
+    alerts = {"loss > 100": "stop", "loss > loss": "warn", "grad_norm > 9 and step > 500": "rollback"}
+    budget = {"cap_usd": 0.005, "rate_usd_per_hr": 0.1}
+    changes = {"trainer.checkpoint_interval": 1000, "guards": {"alerts": alerts, "budget": budget}}
+    write_config(tmp_path, **CONFIG | changes)
     assert main(["plan", "--config", "small.yaml", "--strict", "--rehearse"]) == 0
     out = capsys.readouterr().out
     assert "alert `loss > 100`: loss " in out and "then  no checkpoint, the run ends with exit code 3" in out
     assert "nothing is logged or done" in out
+    assert out.startswith("1.00 s a step (assumed: --peak_tflops N or --bench FILE gives the speed)")
+    assert "exit code 3; there is no checkpoint of step 960 or before to return to" in out
+    assert "$0.004 of $0.005 are spent, 8" in out
