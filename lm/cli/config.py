@@ -72,6 +72,7 @@ class ConfigParser(Parser):
         refuse_seed(config.seed_everything)
         refuse_nulls(config)
         link_seq_len(config)
+        link_rate(config)
         return self.instantiate_classes(config)
 
 
@@ -144,6 +145,15 @@ def link_seq_len(config: Namespace) -> None:
         raise RequestError(
             f"data.seq_len {config.data.seq_len} is longer than model.decoder.max_position_embeddings {most}"
         )
+
+
+def link_rate(config: Namespace) -> None:
+    """Count a cap that the config has no rate for at the `--rate_usd_per_hr` of `lm plan`."""
+    budget, rate = config.guards.budget, config.get("rate_usd_per_hr")
+    if rate and budget.cap_usd and budget.rate_usd_per_hr is None and budget.file is None:
+        budget.rate_usd_per_hr = rate
+        log.warning("guards.budget.cap_usd is counted at --rate_usd_per_hr; `lm fit` needs it as "
+                    "--guards.budget.rate_usd_per_hr %g", rate)  # fmt: skip
 
 
 def config_name(config: Namespace) -> str:

@@ -303,8 +303,8 @@ class PlanOptions:
         peak_tflops: The device's peak in this precision: dense TFLOP/s with fp32 accumulation.
         mfu: Share of the device's peak to reckon with, causal attention counted as attended.
         bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
-        rate_usd_per_hr: Price of the machine, where guards.budget has none.
-        fit: Print the largest micro-batch that fits, and nothing else.
+        rate_usd_per_hr: Price of the machine, where guards.budget has none; a cap_usd of the config is counted by it.
+        fit: Print the largest micro-batch that fits, and nothing else; with --json as `fit` beside the rest.
         rehearse: Play the guards through on invented log lines, without training: what they would log and do.
         json: Print one JSON object instead of a page.
     """
@@ -346,14 +346,16 @@ def plan(config: Namespace, name: str) -> None:
         played = rehearse(config, found)
         print(json.dumps({"config": name, **played})) if config.json else show_rehearsal(played)
         return
+    if config.fit:
+        best = largest_that_fits(found, noted)
+        found["fit"] = {"data.micro_batch_size": best}
     if config.json:
         print(json.dumps({**found, "findings": [finding._asdict() for finding in noted], "ready": not errors}))
     elif config.fit:
-        print(f"--data.micro_batch_size {largest_that_fits(found, noted)}")
-        return
+        print(f"--data.micro_batch_size {best}")
     else:
         show_plan(found, noted)
-    if errors:
+    if errors and not config.fit:
         raise RequestError(f"{name}: {plural(len(errors), 'error')}: {errors[0].what}")
 
 
