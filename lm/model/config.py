@@ -33,6 +33,8 @@ class DecoderConfig:
         qk_norm: RMSNorm on each query and key head before the rotation; exported as Qwen3, else as Llama, or with
             windows as Ministral.
         initializer_range: Standard deviation of the initial weights.
+        zero_init_residual: Begin with o_proj and down_proj at 0, so that every block passes its input on unchanged at
+            first.
         dropout: Probability of dropping, while training, embeddings, attention weights and residual branches.
 
     Raises:
@@ -54,6 +56,7 @@ class DecoderConfig:
     sliding_window: Count | None = None
     qk_norm: bool = False
     initializer_range: float = 0.02
+    zero_init_residual: bool = False
     dropout: float = 0.0
 
     def __post_init__(self) -> None:

@@ -340,15 +340,17 @@ def initialize(model: Decoder) -> None:
     | qkv_proj, gate_up_proj               | normal, initializer_range                                           |
     | o_proj, down_proj (residual stream)  | normal, initializer_range / sqrt(2 * num_hidden_layers), so that    |
     |                                      | the stream's variance does not grow with depth (Radford et al.,     |
-    |                                      | 2019, "Language Models are Unsupervised Multitask Learners")        |
+    |                                      | 2019, "Language Models are Unsupervised Multitask Learners");       |
+    |                                      | 0 with zero_init_residual (Goyal et al., 2017, arXiv:1706.02677)    |
     | norms                                | 1                                                                   |
     """
     std = model.config.initializer_range
+    residual_std = 0.0 if model.config.zero_init_residual else std / math.sqrt(2 * model.config.num_hidden_layers)
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
             nn.init.ones_(weight)
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            nn.init.normal_(weight, std=std / math.sqrt(2 * model.config.num_hidden_layers))
+            nn.init.normal_(weight, std=residual_std)
         else:
             nn.init.normal_(weight, std=std)
 

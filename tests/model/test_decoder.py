@@ -247,17 +247,19 @@ def test_bf16_is_close_to_fp32_and_its_losses_are_fp32(config, ops, way, documen
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
-def test_initial_weights_have_the_documented_spread():
+@pytest.mark.parametrize("zero", [False, True])
+def test_initial_weights_have_the_documented_spread(zero):
     model = Decoder(DecoderConfig(vocab_size=4096, hidden_size=256, num_hidden_layers=3, num_attention_heads=4,
-                                  intermediate_size=512, tie_word_embeddings=False, qk_norm=True))
+                                  intermediate_size=512, tie_word_embeddings=False, qk_norm=True,
+                                  zero_init_residual=zero))
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
             assert torch.all(weight == 1), name
             continue
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        expected = 0.02 / math.sqrt(6) if residual else 0.02
+        expected = (0.0 if zero else 0.02 / math.sqrt(6)) if residual else 0.02
         assert weight.std().item() == pytest.approx(expected, rel=0.02), name
-        assert abs(weight.mean().item()) < expected / 50, name
+        assert abs(weight.mean().item()) <= expected / 50, name
 
 
 # ---- the fused forward pass -----------------------------------------------------------------------------------------

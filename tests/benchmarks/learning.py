@@ -1,0 +1,291 @@
+"""How fast a recipe learns: validation bits per byte over tokens and over seconds of training, ours and nanochat's.
+
+    python tests/benchmarks/learning.py --config tiny.yaml --nanochat PATH --output FILE \\
+        [--variant 'muon: --model.optimizer.name muon --model.optimizer.lr 2e-2'] [--scales 1,2,3,6,12] [--seeds 1,2,3]
+
+Every contender trains on the same samples in the same order, with the same tokenizer, batch, validation windows and
+number of threads. Ours are `lm fit` with the config and the options of a `--variant`; nanochat's are the model and
+optimizer of a checkout, by the rules of its `scripts/base_train.py`. All learning rates of a contender are multiplied
+by each of `--scales`, with the first seed; the best scale is trained with every seed.
+
+`--corpora` are `embedded`, the text of the config, and `docstrings`, those of Python, torch, NumPy and Matplotlib, on
+which nothing was tuned. Seconds count only where `--jobs` is 1, and do not hold validations or compiling.
+"""
+
+import ast
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm, which may not be installed
+
+INTERVAL = 75  # optimizer steps between validations
+LOGGED = 10  # optimizer steps between measurements of the speed
+FORMULAS = {
+    "bpb": "validation bits per byte after the last step",
+    "spread": "largest minus smallest bpb over the seeds",
+    "seconds": "sum over stretches of 10 steps of their tokens / tokens a second; the first, which compiles, counts as "
+    "the second one",
+    "curve": "step, tokens, seconds of training, validation bits per byte",
+}
+
+
+def main(arguments: list[str]) -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="learning.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--config", default="tiny.yaml")
+    parser.add_argument("--variant", action="append", default=[], help="NAME: options of lm fit; may be repeated")
+    parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat")
+    parser.add_argument("--corpora", default="embedded,docstrings")
+    parser.add_argument("--scales", default="1", help="of all learning rates")
+    parser.add_argument("--seeds", default="1337", help="the first is that of the sweep")
+    parser.add_argument("--compile", default="inductor", help="model.compile of ours; nanochat is always compiled")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at once")
+    parser.add_argument("--folder", type=Path, help="for data and runs; a temporary one if not given")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        bench = Bench(options, options.folder or Path(temporary))
+        for corpus in options.corpora.split(","):
+            for name in bench.contenders():
+                bench.sweep(corpus, name)
+                if options.output:
+                    options.output.write_text(json.dumps(bench.found, indent=1) + "\n")
+    print(json.dumps(bench.found, indent=1))
+
+
+class Bench:
+    """The trainings of one call, and what they found."""
+
+    def __init__(self, options: Any, folder: Path) -> None:
+        from lm.system.process import run_facts
+
+        self.options, self.folder = options, folder
+        self.variants = dict(map(str.strip, variant.split(":", 1)) for variant in options.variant) or {"config": ""}
+        self.scales = [float(scale) for scale in options.scales.split(",")]
+        self.seeds = [int(seed) for seed in options.seeds.split(",")]
+        facts = run_facts()
+        self.found: dict[str, Any] = {
+            "date": time.strftime("%Y-%m-%d", time.gmtime()), "config": options.config, "threads": options.threads,
+            "jobs": options.jobs, "python": facts["python"], "versions": facts["versions"], "variants": self.variants,
+            "formulas": FORMULAS, "results": [],
+        }  # fmt: skip
+
+    def contenders(self) -> list[str]:
+        return [*self.variants, *(["nanochat"] if self.options.nanochat else [])]
+
+    def sweep(self, corpus: str, name: str) -> None:
+        """All scales with the first seed, and the best of them with the others."""
+        data = self.prepare(corpus)
+        with ThreadPoolExecutor(self.options.jobs) as pool:
+            first = list(pool.map(lambda scale: self.train(name, data, scale, self.seeds[0]), self.scales))
+            best = min(first, key=lambda run: run["bpb"])
+            rest = list(pool.map(lambda seed: self.train(name, data, best["scale"], seed), self.seeds[1:]))
+        seeds = [best["bpb"], *(run["bpb"] for run in rest)]
+        result = {
+            "corpus": corpus, "contender": name, "scale": best["scale"], "bpb": statistics.fmean(seeds),
+            "spread": max(seeds) - min(seeds), "seconds": best["seconds"],
+            "scales": {run["scale"]: run["bpb"] for run in first}, "runs": [*first, *rest],
+        }  # fmt: skip
+        self.found["results"].append(result)
+        print(f"{corpus} {name}: {result['bpb']:.4f} +- {result['spread'] / 2:.4f} at scale {result['scale']:g} of "
+              f"{result['scales']}, {result['seconds']:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+
+    def train(self, name: str, data: Path, scale: float, seed: int) -> dict[str, Any]:
+        print(f"{name} x{scale:g} seed {seed} on {data.name}", file=sys.stderr, flush=True)
+        train = self.train_nanochat if name == "nanochat" else self.train_ours
+        curve = train(name, data, scale, seed)
+        return {"scale": scale, "seed": seed, "bpb": curve[-1][-1], "seconds": curve[-1][2], "curve": curve}
+
+    def train_ours(self, name: str, data: Path, scale: float, seed: int) -> list[list[float]]:
+        rates = []
+        if scale != 1:
+            optimizer = vars(read_config(self.config_options(name)).model.optimizer)
+            groups = {f"groups.{group}.lr": own.lr for group, own in vars(optimizer["groups"]).items() if own.lr}
+            rates = [f"--model.optimizer.{key}={rate * scale!r}"
+                     for key, rate in {"lr": optimizer["lr"], **groups}.items()]  # fmt: skip
+        with tempfile.TemporaryDirectory(dir=self.folder) as root:
+            self.call("-m", "lm", "fit", *self.config_options(name), *rates, f"--seed={seed}", f"--data.path={data}",
+                      "--data.prepare=null", f"--trainer.default_root_dir={root}", f"--trainer.val_interval={INTERVAL}",
+                      f"--trainer.log_interval={LOGGED}", f"--model.compile={self.options.compile}",
+                      "--samples.prompts=[]", "--run_name=run")  # fmt: skip
+            files = list(Path(root).rglob("metrics.jsonl"))
+            return curve_of([json.loads(line) for line in files[0].read_text().splitlines()])
+
+    def train_nanochat(self, name: str, data: Path, scale: float, seed: int) -> list[list[float]]:
+        task = {"path": str(self.options.nanochat), "config": self.options.config, "data": str(data), "scale": scale,
+                "seed": seed}  # fmt: skip
+        return curve_of(json.loads(self.call(__file__, "--as-nanochat", json.dumps(task)).splitlines()[-1]))
+
+    def config_options(self, name: str) -> list[str]:
+        return ["--config", self.options.config, *self.variants[name].split()]
+
+    def call(self, *arguments: str) -> str:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads), "NANOCHAT_DTYPE": "float32"}
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+        if done.returncode:
+            sys.exit(f"{' '.join(arguments)}: {done.stderr[-2000:]}")
+        return done.stdout
+
+    def prepare(self, corpus: str) -> Path:
+        """The prepared texts, with the config's tokenizer settings."""
+        folder = self.folder.resolve() / corpus
+        if not folder.exists():
+            self.folder.mkdir(exist_ok=True, parents=True)
+            made = read_config(["--config", self.options.config]).data.prepare
+            texts = made.input
+            if corpus == "docstrings":
+                texts = [str(self.folder / "docstrings.jsonl")]
+                Path(texts[0]).write_text("".join(json.dumps({"text": text}) + "\n" for text in docstrings()))
+            self.call("-m", "lm", "data", "prepare", "--input", *texts, "--output", str(folder), "--tokenizer",
+                      made.tokenizer, "--vocab_size", str(made.vocab_size), "--val_fraction",
+                      str(made.val_fraction))  # fmt: skip
+        return folder
+
+
+def docstrings() -> Iterator[str]:
+    """The docstrings of each module of Python's library, torch, NumPy and Matplotlib, but for its tests."""
+    packages = [find_spec(name).submodule_search_locations[0] for name in ("torch", "numpy", "matplotlib")]
+    for root in [sysconfig.get_paths()["stdlib"], *packages]:
+        for file in sorted(Path(root).rglob("*.py")):
+            if {"site-packages", "test", "tests"} & set(file.relative_to(root).parts):
+                continue
+            with warnings.catch_warnings(action="ignore"):
+                try:
+                    tree = ast.parse(file.read_text(encoding="utf-8"))
+                except (SyntaxError, UnicodeDecodeError, ValueError):
+                    continue
+            documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            parts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+            text = "\n\n".join(part for part in parts if part)
+            if len(text) > 200:
+                yield text
+
+
+def read_config(options: list[str]) -> Any:
+    from lm.cli.config import config_parser
+
+    return config_parser("learning.py").read(options)
+
+
+def curve_of(lines: list[dict[str, float]]) -> list[list[float]]:
+    """`FORMULAS["curve"]` from lines of a `metrics.jsonl`."""
+    speeds = [(line["data/tokens"], line["perf/tokens_per_second"]) for line in lines if "perf/tokens_per_second" in line]
+    speeds[0] = (speeds[0][0], speeds[1][1])
+    seconds, before, at = 0.0, 0, {}
+    for tokens, rate in speeds:
+        seconds += (tokens - before) / rate
+        before = tokens
+        at[tokens] = seconds
+    per_step = speeds[0][0] / lines[0]["step"]
+    curve = []
+    for line in lines:
+        if "val/bpb" in line:
+            tokens = line["step"] * per_step
+            nearest = min(at, key=lambda other: abs(other - tokens))
+            curve.append([line["step"], tokens, at[nearest] * tokens / nearest, line["val/bpb"]])
+    return curve
+
+
+# ---- nanochat --------------------------------------------------------------------------------------------------------
+
+
+def train_nanochat(task: dict[str, Any]) -> list[dict[str, float]]:
+    """Train nanochat's model with its optimizer and schedules; the lines of a `metrics.jsonl`.
+
+    The shape is the config's. Rates and decay follow its rules for batch and horizon, and then all rates are multiplied
+    by `scale`; the decay is divided by it, so that a step decays the weights as by the rules.
+    """
+    sys.path.insert(0, task["path"])
+    import torch
+    from nanochat.gpt import GPT, GPTConfig
+
+    from lm.data.datamodule import DataModule
+
+    config = read_config(["--config", task["config"]])
+    decoder, data = config.model.decoder, config.data
+    steps, seq_len, micro_batch = config.trainer.max_steps, decoder.max_position_embeddings, data.micro_batch_size
+    batch = data.global_batch_tokens // seq_len
+    module = DataModule(path=task["data"], seq_len=seq_len, micro_batch_size=micro_batch, val_tokens=data.val_tokens)
+    module.trainer = SimpleNamespace(global_rank=0, world_size=1, fitting=True)
+    module.seed, module.global_batch = task["seed"], batch
+    module.setup("fit")
+    torch.manual_seed(task["seed"])
+
+    def build(depth: int, width: int, heads: int, kv_heads: int, vocabulary: int) -> Any:
+        return GPT(GPTConfig(sequence_len=seq_len, vocab_size=vocabulary, n_layer=depth, n_head=heads,
+                             n_kv_head=kv_heads, n_embd=width, window_pattern="L"))  # fmt: skip
+
+    def scaling_parameters(model: Any) -> int:
+        counts = model.num_scaling_params()
+        return counts["transformer_matrices"] + counts["lm_head"]
+
+    model = build(decoder.num_hidden_layers, decoder.hidden_size, decoder.num_attention_heads,
+                  decoder.num_key_value_heads, module.tokenizer.vocab_size)  # fmt: skip
+    model.init_weights()
+    with torch.device("meta"):
+        reference = scaling_parameters(build(12, 768, 6, 6, 32_768))  # its depth 12, for which its rates were found
+    by_batch = math.sqrt(batch * seq_len / 2**19)
+    decay = 0.28 * by_batch * reference / scaling_parameters(model) / task["scale"]
+    rate = by_batch * task["scale"]
+    optimizer = model.setup_optimizer(unembedding_lr=0.008 * rate, embedding_lr=0.3 * rate, scalar_lr=0.5 * rate,
+                                      matrix_lr=0.02 * rate, weight_decay=decay)  # fmt: skip
+    compiled = torch.compile(model, dynamic=False)
+    falling = round(0.65 * steps)
+
+    def evaluate() -> float:
+        nats, size = 0.0, 0.0
+        with torch.no_grad():
+            for part in module.val_dataloader():
+                inputs, labels = part.tokens[:, :-1].long(), part.tokens[:, 1:].long()
+                nats += model(inputs, labels.contiguous(), loss_reduction="none").double().sum().item()
+                size += module.token_bytes[labels].sum().item()
+        return nats / size / math.log(2)
+
+    batches, lines, tokens, spent = iter(module.train_dataloader()), [], 0, 0.0
+    for step in range(steps):
+        began = time.perf_counter()
+        progress = max(0.0, (step - (steps - falling)) / falling)
+        fraction = min((step + 1) / 40, 1 - progress * 0.95)
+        momentum = 0.85 + 0.12 * step / 400 if step < 400 else 0.97 - 0.07 * progress
+        for part in next(batches).tokens.split(micro_batch):
+            inputs, labels = part[:, :-1].long(), part[:, 1:].long().contiguous()
+            (compiled(inputs, labels) / (batch // micro_batch)).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * fraction
+            if group["kind"] == "muon":
+                group["momentum"] = momentum
+                group["weight_decay"] = decay * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        spent += time.perf_counter() - began
+        tokens += batch * seq_len
+        if (step + 1) % LOGGED == 0:
+            lines.append({"step": step + 1, "data/tokens": tokens,
+                          "perf/tokens_per_second": LOGGED * batch * seq_len / spent})  # fmt: skip
+            spent = 0.0
+        if (step + 1) % INTERVAL == 0 or step + 1 == steps:
+            lines.append({"step": step + 1, "data/tokens": tokens, "val/bpb": evaluate()})
+    return lines
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as-nanochat"]:
+        print(json.dumps(train_nanochat(json.loads(sys.argv[2]))))
+    else:
+        main(sys.argv[1:])
