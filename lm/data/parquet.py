@@ -218,6 +218,14 @@ class Column:
         facts = [self._statistics(parquet, group, LABELS)[0] for group in range(parquet.metadata.num_row_groups)]
         return any(one is None or not one.has_min_max or one.max != IGNORED for one in facts)
 
+    def why_empty(self, parquet: pq.ParquetFile) -> str:
+        """What is wrong with a file that has no tokens."""
+        if not parquet.metadata.num_rows:
+            return "has no rows"
+        causes = [f"column {MASK!r} is 0 everywhere"] if MASK in self.beside(parquet.schema_arrow) else []
+        causes += [] if self.pad_id is None else [f"column {self.name!r} is data.pad_id {self.pad_id} everywhere"]
+        return f"is all padding: {' or '.join(causes)}" if causes else f"has only empty lists in column {self.name!r}"
+
     def padding(self, parquet: pq.ParquetFile, group: int) -> tuple[int, float] | None:
         """An id that seems to fill up the rows of a row group unmarked, and its share of the tokens; else None."""
         if MASK in self.beside(parquet.schema_arrow):

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -391,10 +391,13 @@ class Shards:
         """The number of windows.
 
         Raises:
-            RequestError: there is none; says how many tokens there are and how many it takes. Or no token is a target.
+            RequestError: there is none; says how many tokens there are and how many it takes, or why the shards hold
+                none. Or no token is a target.
         """
         if not any(shard.targets for shard in self._shards.values()):
             raise RequestError(f"{self.source}: every label is {IGNORED}, so no token is a target; leave `labels` out")
+        if not self.tokens:
+            self._refuse_empty()
         total = int(self.windows(seq_len).sum())
         if total == 0:
             longest = max((block.tokens for block in self.blocks), default=0)
@@ -403,6 +406,13 @@ class Shards:
                 f"{seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
             )
         return total
+
+    def _refuse_empty(self) -> NoReturn:
+        shards = list(self._shards.values())
+        with _readable(shards[0]), shards[0].open() as (parquet, _):
+            why = self.column.why_empty(parquet)
+        others = f", and no other of {self.source} has a token" * (len(shards) > 1)
+        raise RequestError(f"shard {shards[0].file} {why}{others}: write it again, or name other files")
 
     def left_over(self, seq_len: int) -> int:
         """How many tokens are in no window: less than `seq_len` at the end of each block."""

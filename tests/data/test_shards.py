@@ -528,6 +528,21 @@ def test_labels_without_a_target_are_refused(tmp_path):
     assert Shards.open(str(tmp_path / "one")).require_windows(3) == 1
 
 
+@pytest.mark.parametrize("rows, columns, pad_id, message", [
+    ([[1, 2]], {"attention_mask": ([[0, 0]], INTS)}, None, "is all padding: column 'attention_mask' is 0 everywhere"),
+    ([[0, 0]], {}, 0, "is all padding: column 'input_ids' is data.pad_id 0 everywhere"),
+    ([], {}, None, "has no rows"),
+    ([[], []], {}, None, "has only empty lists in column 'input_ids'"),
+])  # fmt: skip
+def test_shards_without_a_token_are_refused_by_their_cause(tmp_path, rows, columns, pad_id, message):
+    for name in ("a", "b"):
+        path = write_columns(tmp_path / f"{name}.parquet", rows, **columns)
+    with pytest.raises(RequestError, match=f"shard {path} {message}: write it again"):
+        Shards.open(str(path), pad_id=pad_id).require_windows(3)
+    with pytest.raises(RequestError, match=f"a.parquet {message}, and no other of {tmp_path} has a token: write"):
+        Shards.open(str(tmp_path), pad_id=pad_id).require_windows(3)
+
+
 PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8], [0, 9, 0, 4, 5, 0, 0, 0]]
 
 
