@@ -465,8 +465,9 @@ def examine(
         if tokenizer and decoder:
             noted += findings.of_vocabulary(tokenizer.vocab_size, decoder.vocab_size)
     if decoder is None:
-        noted.append(Finding("advice", "the model's size is not known before the tokenizer is made",
-                             "--model.decoder.vocab_size N"))  # fmt: skip
+        if "unknown" not in data:  # otherwise there is an error already
+            noted.append(Finding("advice", "the model's size is not known before the tokenizer is made",
+                                 "--model.decoder.vocab_size N"))  # fmt: skip
         return found, noted
     found["model"] = {
         "parameters": parameters(decoder), "flops_per_token": flops_per_token(decoder, config.data.seq_len),

@@ -295,6 +295,7 @@ def test_data_that_is_not_there(planned, workplace):
     run = planned(**{"data.path": None, "data.prepare": None, "data.train": "data/small/train/nothing*.parquet",
                      "data.tokenizer": "data/small"})  # fmt: skip
     assert run[0] == 2 and "no file matches" in found(run, "error")[0]
+    assert not any("tokenizer" in text for text in found(run, "advice"))  # it is not to blame
 
 
 def test_shards_of_another_tokenizer(planned, workplace):
