@@ -2,7 +2,7 @@
 
 import json as jsonlib
 import logging
-from pathlib import Path
+from pathlib import Path, PurePath
 from shlex import quote
 from typing import Any
 
@@ -47,7 +47,10 @@ def inspect(path: str, column: str = "input_ids", seq_len: int = 1024, json: boo
     """
     if seq_len < 1:
         raise RequestError(f"--seq_len {seq_len} must be at least 1")
-    found = describe_folder(path, column, seq_len)
+    try:
+        found = describe_folder(path, column, seq_len)
+    except RequestError as error:
+        raise RequestError(str(error).replace("set data.column", "give --column")) from error
     if json:
         print(jsonlib.dumps(found, ensure_ascii=False))
     else:
@@ -71,6 +74,9 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int = 1024) -
         opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in manifest["splits"]}
     else:
         opened = {"": Shards.open(path, column, **known)}
+        names = sorted({PurePath(file.name).parts[0] for file in opened[""].fingerprint()})
+        if {"train", "val"} <= set(names) and Path(path).is_dir():
+            opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in names}
     known_counts = {} if manifest is None else manifest["splits"]
     splits = {name: _counts(shards, seq_len, known_counts.get(name)) for name, shards in opened.items()}
     first = opened.get("val") or next(iter(opened.values()))

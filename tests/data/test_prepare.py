@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 from other_tokenizers import KINDS, write_tokenizer
+from shard_files import write_rows
 
 from lm.cli.data import describe_folder, inspect
 from lm.data import encode, prepare
@@ -638,6 +639,16 @@ def test_inspect_tells_what_it_can_of_other_shards(tmp_path):
     assert (split["tokens"], split["shards"]) == (4, 1)
     with pytest.raises(RequestError, match="nowhere"):
         describe_folder(str(tmp_path / "nowhere"))
+    with pytest.raises(RequestError, match="has no column 'input_ids'; it has tokens; give --column$"):
+        inspect(str(tmp_path))
+
+
+def test_inspect_shows_the_splits_of_other_shards(tmp_path):
+    """With what lies beside them, so that no file is left out."""
+    for name, ids in (("train/a", [1, 2, 3]), ("val/a", [4, 5]), ("b", [6])):
+        write_rows(tmp_path / f"{name}.parquet", [ids])
+    splits = describe_folder(str(tmp_path))["splits"]
+    assert {name: split["tokens"] for name, split in splits.items()} == {"b.parquet": 1, "train": 3, "val": 2}
 
 
 def test_neither_command_imports_torch():
