@@ -335,7 +335,7 @@ def next_command(run: Run, status: str) -> str:
     if status == "running":
         return f"{program()} monitor {shlex.quote(run.name)}"
     if status == "finished":
-        return run.command("validate", "--ckpt_path", "best")
+        return run.validate_command()
     return run.resume_command()
 
 

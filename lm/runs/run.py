@@ -24,7 +24,7 @@ from lm.errors import RequestError
 from lm.runs.evaluations import Evaluation, is_evaluation
 from lm.runs.metrics import numbers, valid_metrics
 from lm.system.files import Attempts, append_line, nonnegative, parse_json, parse_yaml, read_lines, write_atomically
-from lm.system.process import program
+from lm.system.process import launch_command, program
 
 log = logging.getLogger(__name__)
 
@@ -131,14 +131,19 @@ class Run:
     def resume_command(self) -> str:
         """The command that resumes the run, with the config that it has stored."""
         force = " --force" * ("--force" in self.read("run.json").get("command", []))
-        return self.command("fit", "--config", "config.yaml") + f" --ckpt_path auto{force}"
+        there, path = self._from_its_folder()
+        return there + launch_command(f"fit --config {shlex.quote(str(path / 'config.yaml'))} --ckpt_path auto{force}")
 
-    def command(self, name: str, option: str, file: str) -> str:
-        """A command with one of the run's files, to be typed: in the folder that the run was started in."""
+    def validate_command(self) -> str:
+        """The command that validates the run's best checkpoint."""
+        there, path = self._from_its_folder()
+        return f"{there}{program()} validate --ckpt_path {shlex.quote(str(path / 'best'))}"
+
+    def _from_its_folder(self) -> tuple[str, Path]:
+        """How to get to the folder that the run was started in, in a shell, and the run's path from there."""
         path, began = self.path.resolve(), self.started_in()
         there = "" if began == Path.cwd() else f"cd {shlex.quote(str(began))} && "
-        path = path.relative_to(began) if path.is_relative_to(began) else path
-        return f"{there}{program()} {name} {option} {shlex.quote(str(path / file))}"
+        return there, path.relative_to(began) if path.is_relative_to(began) else path
 
     # ---- finding and making runs --------------------------------------------------------------------------------
 

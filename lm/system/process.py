@@ -38,14 +38,48 @@ def under_torchrun() -> bool:
 
 
 def program() -> str:
-    """How this program is started, as it is typed: `lm`, `python -m lm` or `torchrun --nproc_per_node 2 -m lm`."""
-    if under_torchrun():
-        nodes, processes = os.environ.get("GROUP_WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
-        return f"torchrun {f'--nproc_per_node {processes}' if nodes == '1' else '...'} -m lm"
+    """How this program is started, as it is typed: `lm` or `python -m lm`."""
     if Path(sys.argv[0]).name == "lm":
         return "lm" if shutil.which("lm") == sys.argv[0] else shlex.quote(sys.argv[0])
     typed = sys.orig_argv[: sys.orig_argv.index("-m")] if "-m" in sys.orig_argv else [Path(sys.executable).name]
     return f"{shlex.join(typed)} -m lm"
+
+
+def launch_command(arguments: str) -> str:
+    """A command of this program as it is typed to start all ranks of this run; a comment says what is not known of it.
+
+    Args:
+        arguments: those of this program, such as `fit --config a.yaml`, quoted for a shell.
+    """
+    start, unknown = program(), []
+    srun = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    if under_torchrun():
+        options, several = _torchrun_options(), os.environ.get("GROUP_WORLD_SIZE") != "1" and not srun
+        start = f"torchrun {shlex.join(options)} -m lm"
+        if not options:
+            nodes, processes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+            start = f"torchrun --nnodes {nodes} --nproc_per_node {processes} -m lm"
+            unknown.append("with the other options of torchrun")
+        if several:
+            ranked = any(one.startswith(("--node_rank", "--node-rank")) for one in options)
+            unknown.append("on every node" + ", with its own --node_rank" * ranked)
+    if srun:
+        sizes = {"nodes": "SLURM_NNODES", "ntasks": "SLURM_NTASKS", "ntasks-per-node": "SLURM_NTASKS_PER_NODE"}
+        known = [f"--{name} {os.environ[key]}" for name, key in sizes.items() if key in os.environ]
+        start = f"srun {' '.join(known)} {start}"
+        unknown.append("with the other options of srun")
+    return f"{start} {arguments}" + f"  # {', '.join(unknown)}" * bool(unknown)
+
+
+def _torchrun_options() -> list[str]:
+    """The options of the torchrun that started this process; empty where the system does not say."""
+    own = [argument for argument in sys.orig_argv[1:] if argument != "-u"]  # which torchrun adds
+    with suppress(OSError):
+        typed = Path(f"/proc/{PARENT}/cmdline").read_text().rstrip("\0").split("\0")
+        torchrun = [place for place, one in enumerate(typed) if Path(one).name in ("torchrun", "torch.distributed.run")]
+        if torchrun and typed[-len(own) :] == own:
+            return typed[torchrun[0] + 1 : -len(own)]
+    return []
 
 
 def under_srun() -> bool:
