@@ -70,8 +70,9 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: s
 def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[str] = ()) -> list[str]:
     """Translate what people type for jsonargparse: `--json` to `--json=true`, `--input a b` to `--input=["a", "b"]`.
 
-    A list may also be repeated options, `--input a --input b`, JSON, `--input '["a", "b"]'`, or YAML after an equals
-    sign, `--input=[a, b]`. `--input=null` is no list, and so is `null` after an option of a config, which has a dot.
+    A list may also be repeated options, `--input a --input b`, or YAML, `--input '[a, b]'`. Options of texts, such as
+    `--prompt '[Applause]'`, take JSON, and YAML after an equals sign. `--input=null` is no list, and so is `null` after
+    an option of a config, which has a dot.
     """
     spelled: list[str] = []
     values: dict[str, list[str]] = {}  # option -> its values; it stays where it came first
@@ -89,10 +90,16 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
                 given.append(rest.pop(0))
             if option not in values:
                 spelled.append(option)
-            values.setdefault(option, []).extend(_listed(given[0], bool(equals)) if len(given) == 1 else given)
+            as_yaml = bool(equals) or not is_text(name)
+            values.setdefault(option, []).extend(_listed(given[0], as_yaml) if len(given) == 1 else given)
         else:
             spelled.append(argument)
     return [f"{argument}={as_list(values[argument])}" if argument in values else argument for argument in spelled]
+
+
+def is_text(option: str) -> bool:
+    """Whether the values of an option are texts for a model, which may look like YAML."""
+    return option.rpartition(".")[2] in ("prompt", "prompts", "stop")
 
 
 def _listed(text: str, as_yaml: bool) -> list[str]:

@@ -30,6 +30,14 @@ def test_a_list_comes_together_one_by_one_or_as_json():
     assert spell_out(["--samples.prompts", "null"], lists=["samples.prompts"]) == ["--samples.prompts", "null"]
 
 
+@pytest.mark.parametrize("arguments", [["--input", "[a, b]"], ["--input=[a, b]"], ["--input", "a", "b"]])
+def test_brackets_are_a_list_where_no_texts_are_meant(arguments):
+    spelled = [argument.replace("input", "data.train") for argument in arguments]
+    assert spell_out(spelled, lists=["data.train"]) == ['--data.train=["a", "b"]']
+    assert spell_out(["--on_event", "[x]"], lists=["on_event"]) == ['--on_event=["x"]']
+    assert spell_out(["--input", "[ab]*.txt"], lists=["input"]) == ['--input=["[ab]*.txt"]']
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--prompt"], "--prompt needs a value"),
     (["--kin", "x"], "did you mean 'kind'"),
