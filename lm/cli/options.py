@@ -18,7 +18,7 @@ import docstring_parser
 
 import lm
 from lm.errors import RequestError
-from lm.system.arguments import nearest_option, shown, unknown_options
+from lm.system.arguments import is_text, nearest_option, shown, unknown_options
 from lm.system.files import parse_yaml
 
 PACKAGE = Path(lm.__file__).parent
@@ -47,12 +47,16 @@ FREQUENT_WITHOUT_FIT = ["trainer.precision", "trainer.accelerator", "data.val", 
                         "data.val_tokens", "data.micro_batch_size"]  # fmt: skip
 BATCH = "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step"
 ACCUMULATION = "it follows from data.global_batch_tokens and data.micro_batch_size"
+LOGS = "TensorBoard and metrics.jsonl are always written to the run folder"
 EPOCHS = "give trainer.max_steps or trainer.max_tokens"
 # The last part of what Lightning, Hugging Face, nanoGPT and others call an option -> what to use here.
 SYNONYMS = {
     "accumulate_grad_batches": ACCUMULATION, "gradient_accumulation_steps": ACCUMULATION, "batch_size": BATCH,
     "per_device_train_batch_size": BATCH, "max_epochs": EPOCHS, "num_train_epochs": EPOCHS, "epochs": EPOCHS,
-    "logger": "TensorBoard and metrics.jsonl are always written to the run folder",
+    "logger": LOGS, "report_to": LOGS, "wandb_log": LOGS, "wandb_project": LOGS,
+    "bias": "leave it out; the decoder has no biases",
+    "always_save_checkpoint": "every trainer.checkpoint_interval steps a checkpoint is saved, whatever its loss is",
+    "warmup_ratio": "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some",
     "num_workers": "leave it out; threads of the training process read the data, which is faster",
 } | {
     synonym: f"did you mean {option!r}?" for option, synonyms in {
@@ -281,8 +285,23 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
                                      for name in names})
             for where, names in unknown.items()
         ))  # fmt: skip
+    name = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, _, argument = argument.removeprefix("--").partition("=")
+        _refuse_doubled_keys(name, argument)
     if command == "fit" and not files and not any(one.startswith(("--data.", "--print_config")) for one in arguments):
         raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
+
+
+def _refuse_doubled_keys(name: str, value: str) -> None:
+    """Refuse the value of an option with a key twice, of which YAML would keep the last one."""
+    try:
+        if ":" in value and not is_text(name):
+            parse_yaml(value)
+    except ValueError as error:  # any other is the parser's to say
+        if "a second time" in str(error):
+            raise RequestError(f"--{name}: {error}") from error
 
 
 def _keys(document: dict[str, Any], leaves: set[str], place: str = "") -> Iterator[str]:
