@@ -185,6 +185,8 @@ class DataModule(LightningDataModule):
             shards = self._open(split)
             if shards is not None:
                 shards.require_windows(self.seq_len)
+                if split != "train":
+                    shards.require_targets(self.seq_len, self._limit(split))
                 self.shards[split] = shards
         if {"train", "val"} <= self.shards.keys() and (found := common_file(self.shards["train"], self.shards["val"])):
             same = "" if found[0] == found[1] else f", which is {found[1]}"
@@ -258,11 +260,11 @@ class DataModule(LightningDataModule):
 
     def val_dataloader(self) -> Any:
         """The first `val_tokens` of the validation shards, in order."""
-        return self._windows("val", self.val_tokens)
+        return self._windows("val")
 
     def test_dataloader(self) -> Any:
         """All of the test shards, in order."""
-        return self._windows("test", None)
+        return self._windows("test")
 
     def predict_dataloader(self) -> Any:
         """The samples of the texts of `data.texts`, in order."""
@@ -276,13 +278,17 @@ class DataModule(LightningDataModule):
             return batch.to(device)
         return batch.pin_memory().to(device, non_blocking=True)
 
-    def _windows(self, split: str, tokens: int | None) -> Any:
+    def _limit(self, split: str) -> int | None:
+        """How many windows an evaluation takes; None: all."""
+        return max(1, self.val_tokens // self.seq_len) if split == "val" and self.val_tokens is not None else None
+
+    def _windows(self, split: str) -> Any:
         if split not in self.shards:
             return []
         return Windows(
             self.shards[split], seq_len=self.seq_len, micro_batch=self.micro_batch_size,
-            limit=None if tokens is None else max(1, tokens // self.seq_len),
-            rank=self.trainer.global_rank, world=self.trainer.world_size, reading=self._reading(),
+            limit=self._limit(split), rank=self.trainer.global_rank, world=self.trainer.world_size,
+            reading=self._reading(),
         )
 
     def _reading(self) -> Reading:

@@ -55,6 +55,7 @@ from lm.system.remote import (
     unreadable,
     with_retries,
 )
+from lm.system.units import plural
 
 log = logging.getLogger(__name__)
 
@@ -406,6 +407,28 @@ class Shards:
                 f"{seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
             )
         return total
+
+    def require_targets(self, seq_len: int, limit: int | None = None) -> None:
+        """Refuse labels by which the first `limit` windows, or all, have no target: their loss would be NaN.
+
+        Raises:
+            RequestError: no token is a target; names the first file.
+        """
+        counts = self.windows(seq_len).tolist()
+        left = total = min(limit or self.tokens, sum(counts))
+        for index, count in enumerate(counts):
+            if not self.labels or left <= 0:
+                break
+            with suppress(BadBlock):  # whoever reads it next will say so
+                targets = self.read_tokens(index).targets
+                if targets is None or targets[1 : min(left, count) * seq_len + 1].any():
+                    return
+            left -= count
+        if self.labels:
+            raise RequestError(
+                f"shard {self.blocks[0].parts[0].file}: each label of the first {plural(total, 'window')} is "
+                f"{IGNORED}: a validation has no loss; take more tokens, name other files, or leave `labels` out"
+            )
 
     def _refuse_empty(self) -> NoReturn:
         shards = list(self._shards.values())

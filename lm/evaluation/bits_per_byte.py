@@ -125,6 +125,7 @@ def shards_bits_per_byte(
         raise RequestError(f"max_windows {max_windows} must be at least 1")
     shards = Shards.open(source, column, tokenizer.vocab_size, tokenizer.sha256)
     shards.require_windows(seq_len)
+    shards.require_targets(seq_len, max_windows)
     windows = Windows(shards, seq_len=seq_len, micro_batch=1, limit=max_windows)
     sums = _Sums(shards.token_bytes(tokenizer))
 

@@ -20,7 +20,7 @@ from shard_files import write_folder, write_manifest, write_rows, write_tokens
 
 from lm.data import shards as shards_module
 from lm.data.parquet import ShardWriter
-from lm.data.shards import BadBlock, Shards, common_file, describe_difference
+from lm.data.shards import BadBlock, Block, Part, Shards, common_file, describe_difference
 from lm.errors import RequestError, RunError
 
 INTEGERS = [pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()]
@@ -526,6 +526,20 @@ def test_labels_without_a_target_are_refused(tmp_path):
         Shards.open(str(tmp_path / "none")).require_windows(3)
     assert Shards.open(str(tmp_path)).require_windows(3) == 2
     assert Shards.open(str(tmp_path / "one")).require_windows(3) == 1
+
+
+def test_windows_to_validate_need_a_target(tmp_path):
+    """The first block has none, nor the first window of the second; without labels every token is one."""
+    labels = [[-100, -100], [-100, -100], [-100, -100], [-100, 2]]
+    shards = Shards.open(str(write_columns(tmp_path / "a.parquet", [[1, 2]] * 4, group=2, labels=(labels, INTS))))
+    blocks = [Block((Part(str(tmp_path / "a.parquet"), range(group, group + 1), 4),), 4) for group in (0, 1)]
+    shards.blocks = blocks
+    for seq_len, limit, said in ((1, 3, "first 3 windows"), (1, 5, "first 5 windows"), (2, 1, "first 1 window ")):
+        with pytest.raises(RequestError, match=f"a.parquet: each label of the {said}.*a validation has no loss"):
+            shards.require_targets(seq_len, limit)
+    for limit in (6, 60, None):
+        shards.require_targets(1, limit)
+    Shards.open(str(write_rows(tmp_path / "b.parquet", [[1, 2]] * 4))).require_targets(1, 1)
 
 
 @pytest.mark.parametrize("rows, columns, pad_id, message", [
