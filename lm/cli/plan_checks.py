@@ -5,8 +5,10 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+import torch
 from jsonargparse import Namespace
 
 from lm.cli.scale import batch_tokens, learning_rate
@@ -15,6 +17,7 @@ from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
 from lm.model.compile import RECOMPUTED_FROM, keeps_all
 from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder
 from lm.model.estimates import flops_per_token
 from lm.system.files import DiskSpace
 from lm.system.hardware import Device
@@ -22,6 +25,7 @@ from lm.system.units import format_bytes, format_count, format_duration, format_
 from lm.training.alerts import true_of_untrained
 from lm.training.callbacks.evaluation import EvaluationConfig
 from lm.training.optim import GroupConfig
+from lm.training.precision import choose_matrices
 from lm.training.schedule import lr_fraction, warmup_problem
 
 LONG_WARMUP = 0.2  # share of the run
@@ -99,7 +103,7 @@ def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) ->
 
 
 def _of_fp8(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """Shapes that FP8 cannot take; with `fp8_keep`, which may exclude matrices, the tokens of a micro-batch only."""
+    """Shapes that FP8 cannot take, and patterns of `fp8_keep` that exclude nothing or all."""
     precision, keep, decoder = config.trainer.precision, config.trainer.fp8_keep, config.model.decoder
     if not precision.startswith("fp8"):
         if keep is not None:
@@ -109,6 +113,11 @@ def _of_fp8(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
         yield Finding("error", f"{precision} takes multiples of {MULTIPLE} tokens a micro-batch, and this one has "
                       f"{steps['micro_batch_size']} x {steps['seq_len']}", "change data.micro_batch_size")  # fmt: skip
     if keep is not None:
+        try:
+            with torch.device("meta"):
+                choose_matrices(Decoder(replace(decoder, vocab_size=1)), precision, keep)
+        except RequestError as error:
+            yield Finding("error", str(error), "")
         return
     heads, kv_heads = decoder.num_attention_heads, decoder.num_key_value_heads
     sizes = {
@@ -220,6 +229,9 @@ def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], de
     if precision != config.trainer.precision:
         yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is taken",
                       f"--trainer.precision {precision} says so")  # fmt: skip
+    if config.trainer.matmul_precision == "high" and (device.capability or (0, 0)) < (8, 0):
+        yield Finding("warning", f"trainer.matmul_precision high is TF32, which {device.name} does not have: it "
+                      "changes nothing", "leave it out")  # fmt: skip
     if precision.startswith("fp8") and (device.capability is None or device.capability < FP8_FROM):
         yield Finding("error", f"{device.name} has no FP8 arithmetic", "--trainer.precision bf16-mixed")
     if precision.startswith("bf16") and device.capability is not None and device.capability < (8, 0):

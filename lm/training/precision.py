@@ -12,7 +12,7 @@ from lm.errors import RequestError
 from lm.kernels.fp8 import Scaling
 from lm.kernels.linear import MULTIPLE
 from lm.kernels.operations import kernels_missing
-from lm.model.decoder import Linear
+from lm.model.decoder import Decoder, Linear
 from lm.system.hardware import cpu_half_precision, device_name, has_fp8
 
 log = logging.getLogger(__name__)
@@ -59,27 +59,11 @@ class Float8Precision(MixedPrecision):
         """Set how the products of the decoder's matrices are scaled. Lightning calls this once the decoder is built.
 
         Raises:
-            RequestError: for a pattern that fits no matrix, where none is left for FP8, and for sizes that it does not
-                take.
+            RequestError: as `choose_matrices`, and for a number of tokens that FP8 does not take.
         """
         decoder = module.decoder
-        matrices = {name: part for name, part in decoder.named_modules() if isinstance(part, Linear)}
         keep = [f"layers.{len(decoder.layers) - 1}.*"] if self.keep is None else self.keep
-        for pattern in keep:
-            if not any(fnmatchcase(name, pattern) for name in matrices):
-                first, *_, last = matrices
-                raise RequestError(f"trainer.fp8_keep {pattern} fits no matrix: they go from {first} to {last}")
-        chosen = {name: matrix for name, matrix in matrices.items()
-                  if not any(fnmatchcase(name, pattern) for pattern in keep)}  # fmt: skip
-        if not chosen:
-            raise RequestError(f"trainer.fp8_keep {' '.join(keep)} leaves no matrix for FP8: take bf16-mixed")
-        for name, matrix in chosen.items():
-            if matrix.in_features % MULTIPLE or matrix.out_features % MULTIPLE:
-                raise RequestError(
-                    f"trainer.precision {self.precision} takes multiples of {MULTIPLE}, and {name} is "
-                    f"{matrix.out_features} x {matrix.in_features}: change the decoder's sizes, or name it in "
-                    "trainer.fp8_keep"
-                )
+        matrices, chosen = choose_matrices(decoder, self.precision, keep)
         data = module.trainer.datamodule  # its tokens are a dimension of the products that are weights' gradients
         if module.trainer.fitting and data.micro_batch_size * data.seq_len % MULTIPLE:
             raise RequestError(
@@ -91,6 +75,31 @@ class Float8Precision(MixedPrecision):
         log.info("precision: %s in %d of the blocks' %d matrices; bf16 in %s",
                  self.precision, len(chosen), len(matrices), " ".join(keep) or "none")  # fmt: skip
         return module
+
+
+def choose_matrices(decoder: Decoder, precision: str, keep: list[str]) -> tuple[dict[str, Linear], dict[str, Linear]]:
+    """The matrices of a decoder's blocks by name, and those of them that are multiplied in FP8.
+
+    Raises:
+        RequestError: for a pattern of `keep` that fits no matrix, where none is left for FP8, and for sizes that it
+            does not take.
+    """
+    matrices = {name: part for name, part in decoder.named_modules() if isinstance(part, Linear)}
+    for pattern in keep:
+        if not any(fnmatchcase(name, pattern) for name in matrices):
+            *names, last = matrices
+            raise RequestError(f"trainer.fp8_keep {pattern} fits no matrix: they are {', '.join(names[:4])} ... {last}")
+    chosen = {name: matrix for name, matrix in matrices.items()
+              if not any(fnmatchcase(name, pattern) for pattern in keep)}  # fmt: skip
+    if not chosen:
+        raise RequestError(f"trainer.fp8_keep {' '.join(keep)} leaves no matrix for FP8: take bf16-mixed")
+    for name, matrix in chosen.items():
+        if matrix.in_features % MULTIPLE or matrix.out_features % MULTIPLE:
+            raise RequestError(
+                f"trainer.precision {precision} takes multiples of {MULTIPLE}, and {name} is {matrix.out_features} x "
+                f"{matrix.in_features}: change the decoder's sizes, or name it in trainer.fp8_keep"
+            )
+    return matrices, chosen
 
 
 def choose_precision(precision: Precision, fp8_keep: list[str] | None, accelerator: str) -> str | Float8Precision:

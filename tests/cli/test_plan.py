@@ -318,6 +318,9 @@ def test_shards_of_another_tokenizer(planned, workplace):
     ({"trainer.precision": "fp8-rowwise", "data.micro_batch_size": 1, "data.seq_len": 8}, "error", "tokens a micro-"),
     ({"trainer.precision": "fp8-rowwise", "model.decoder.intermediate_size": 72}, "error", "intermediate_size is 72"),
     ({"trainer.precision": "fp8-rowwise", "model.decoder.num_hidden_layers": 1}, "error", "leaves the last block"),
+    ({"trainer.precision": "fp8-rowwise", "trainer.fp8_keep": ["layers.7.*"]}, "error",
+     "trainer.fp8_keep layers.7.* fits no matrix: they are layers.0.self_attn.qkv_proj, layers.0.self_attn.o_proj, "),
+    ({"trainer.precision": "fp8-rowwise", "trainer.fp8_keep": ["layers.*"]}, "error", "leaves no matrix for FP8"),
     ({"model.optimizer.groups.output.lr": 0.1}, "error", "set model.optimizer.groups.embedding"),
     ({"trainer.precision": "bf16-mixed", "trainer.fp8_keep": ["*"]}, "error", "trainer.fp8_keep is for FP8"),
     ({"trainer.val_interval": 1, "data.val_tokens": 4096}, "warning", "validations take"),
@@ -419,6 +422,9 @@ def test_a_device_that_cannot_do_what_is_asked(planned):
     assert run[0] == 2 and "Tesla T4 cannot run them" in found(run, "error")[0]
     run = planned("--device", "v100", **{"trainer.precision": "bf16-mixed"})
     assert any("no bf16" in text for text in found(run, "warning"))
+    for device, without in (("cpu", True), ("t4", True), ("a100", False)):
+        said = found(planned("--device", device, **{"trainer.matmul_precision": "high"}), "warning")
+        assert any("matmul_precision high is TF32" in text for text in said) == without
     run = planned("--device", "a100", **{"trainer.precision": "fp8-rowwise"})
     assert run[0] == 2 and "has no FP8" in found(run, "error")[0]
     assert planned("--device", "h200")[1]["device"]["kernels"] and not planned("--device", "t4")[1]["device"]["kernels"]

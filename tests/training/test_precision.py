@@ -457,8 +457,9 @@ def test_sizes_that_a_device_does_not_take_are_refused_with_the_cure():
 def test_a_name_that_fits_nothing_is_refused():
     with pytest.raises(RequestError) as refused:
         built("rowwise", ["layers.3.*"])
-    assert str(refused.value) == ("trainer.fp8_keep layers.3.* fits no matrix: they go from "
-                                  "layers.0.self_attn.qkv_proj to layers.2.mlp.down_proj")
+    assert str(refused.value) == ("trainer.fp8_keep layers.3.* fits no matrix: they are layers.0.self_attn.qkv_proj, "
+                                  "layers.0.self_attn.o_proj, layers.0.mlp.gate_up_proj, layers.0.mlp.down_proj ... "
+                                  "layers.2.mlp.down_proj")
 
 
 # ---- what is asked for ----------------------------------------------------------------------------------------------
