@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+import torch
 import yaml
 from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -22,11 +23,13 @@ from lm.cli.options import CONFIG, find_config, read_config
 from lm.cli.plan import PlanChecks, PlanOptions, is_prepared, plan
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
+from lm.kernels.operations import kernels_missing
 from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.registry import find_run, record_run
 from lm.runs.resume import checkpoint_folder, find_checkpoint, is_of_a_run, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run
 from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
+from lm.system.hardware import has_fp8
 from lm.system.process import rank
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
 from lm.training.callbacks.run_folder import RunFolder, RunOptions
@@ -156,6 +159,25 @@ def link_rate(config: Namespace) -> None:
                     "--guards.budget.rate_usd_per_hr %g", rate)  # fmt: skip
 
 
+def take_what_is_here(config: Namespace) -> None:
+    """Evaluate a run of another machine with what this one has in place of kernels and FP8 that it lacks; logs it."""
+    trainer, model = config.trainer, config.model
+    cuda = trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    instead = []
+    if model.kernels in ("on", True) and (missing := kernels_missing(device)):
+        instead.append(f"model.kernels on -> auto ({missing})")
+        model.kernels = "auto"
+    if model.attention != "auto" and not cuda:
+        instead.append(f"model.attention {model.attention} -> auto")
+        model.attention = "auto"
+    if trainer.precision.startswith("fp8") and (not has_fp8(device) or kernels_missing(device)):
+        instead.append(f"trainer.precision {trainer.precision} -> bf16-mixed")
+        trainer.precision, trainer.fp8_keep = "bf16-mixed", None
+    if instead:
+        log.info("evaluated with what this machine has: %s", ", ".join(instead))
+
+
 def config_name(config: Namespace) -> str:
     """The name of the config's file, and so of its runs; the first one's, where others amend it."""
     files = config.get("config") or []
@@ -227,6 +249,7 @@ class TrainingCLI(LightningCLI):
         )
         if self.subcommand != "fit":
             log.info("run %s, checkpoint %s", self.resumed_run.name if self.resumed_run else "none", self.checkpoint)
+            take_what_is_here(config)
             config.trainer.devices, config.trainer.num_nodes = (
                 (1, 1) if self.subcommand == "predict" else (config.trainer.devices, config.trainer.num_nodes)
             )

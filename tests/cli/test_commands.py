@@ -69,6 +69,15 @@ def test_validate_in_a_fresh_process_says_what_the_fit_said(workplace, run):
     assert math.exp(said["val/loss"]) == pytest.approx(said["val/perplexity"], rel=1e-3)
 
 
+def test_a_run_of_a_gpu_is_validated_without_one(workplace):
+    gpus = ("--model.kernels", "on", "--model.attention", "flash", "--trainer.precision", "fp8-rowwise",
+            "--trainer.fp8_keep", "['layers.0.*']")  # fmt: skip
+    result = lm(workplace, "validate", "--run", "small", *gpus)
+    [said] = [line for line in result.stderr.splitlines() if line.startswith("evaluated with what this machine has: ")]
+    assert "model.kernels on -> auto (no CUDA device" in said and "model.attention flash -> auto" in said
+    assert "trainer.precision fp8-rowwise -> bf16-mixed" in said and "val/bpb" in result.stdout
+
+
 def test_test_takes_all_of_the_data(workplace):
     result = lm(workplace, "test", "--run", "small")
     assert "test/bpb" in result.stdout
@@ -156,6 +165,7 @@ BAD_REQUESTS = {
     "an interval of none": (["--trainer.val_interval", "0"], "trainer.val_interval 0 must be at least 1"),
     "seed": (["--seed_everything", "-1"], "seed_everything -1 must be a whole number from 0 to 4294967295"),
     "no such accelerator": (["--trainer.accelerator", "tpu"], "expected one of 'auto', 'cpu', 'gpu'"),
+    "no GPU": (["--trainer.accelerator", "gpu"], "trainer.accelerator gpu: PyTorch finds no such device on this mach"),
     "run name": (["--run", "../out"], "run name '../out'"),
     "config": (["--config", "smal.yaml"], "no config 'smal.yaml'"),
 }  # fmt: skip
@@ -163,6 +173,8 @@ BAD_REQUESTS = {
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_a_wrong_request_is_one_line_and_leaves_nothing(workplace, name):
+    if name == "no GPU" and (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        pytest.skip("this machine has one")
     arguments, message = BAD_REQUESTS[name]
     before = sorted(path.name for path in (workplace / "checkpoints").iterdir())
     refused = lm(workplace, "fit", "--config", "small.yaml", *arguments, expect=2)
