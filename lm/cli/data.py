@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lm.data.prepare import MANIFEST, PrepareOptions
+from lm.data.prepare import MANIFEST, PrepareOptions, warn_of_small_validation
 from lm.data.prepare import prepare as make
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ def prepare(**options: Any) -> None:
             "%s: %s, %s tokens, %.2f bytes a token, %s", name, plural(split["documents"], "document"),
             format_count(split["tokens"]), split["bytes"] / split["tokens"], plural(len(split["shards"]), "shard"),
         )  # fmt: skip
+    warn_of_small_validation(Path(settings.output), manifest)
     log.info("train on it: lm fit --config tiny.yaml --data.path %s --data.prepare null", settings.output)
 
 

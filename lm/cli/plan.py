@@ -462,6 +462,8 @@ def examine(
         found["data"] = data
         noted += findings.of_data(data, found["steps"], config)
         noted += findings.of_tasks(config.evaluation, data)
+        if tokenizer and tokenizer.lossy:
+            noted.append(Finding("advice", tokenizer.lossy, "a model learns and writes texts as they are decoded"))
         if tokenizer and decoder:
             noted += findings.of_vocabulary(tokenizer.vocab_size, decoder.vocab_size)
     if decoder is None:

@@ -138,6 +138,8 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     if manifest is not None:
         log.info("%s is finished with these options and files; nothing to do", output)
     else:
+        if given is not None and given.lossy:
+            log.warning("%s", given.lossy)
         _begin(output, parts, plan)
         try:
             manifest = _make(options, output, parts, files, given) | plan
@@ -145,12 +147,13 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
             raise Interrupted("stopped; the same command continues from here") from error
         write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     shutil.rmtree(parts, ignore_errors=True)
-    _warn_of_small_validation(output, manifest["splits"], any(file.split for file in files))
     return manifest
 
 
-def _warn_of_small_validation(output: Path, splits: dict[str, dict[str, Any]], named: bool) -> None:
-    tokens = {name: split["tokens"] for name, split in splits.items()}
+def warn_of_small_validation(output: Path, manifest: dict[str, Any]) -> None:
+    """Log what a validation of few tokens is worth, and how to get more; a fit has the check of `lm plan`."""
+    tokens = {name: split["tokens"] for name, split in manifest["splits"].items()}
+    named = any("split" in source for source in manifest["sources"])  # by the names of the files
     problem = describe_small_validation(tokens.get("val", FEW_TOKENS))
     if problem is None:
         return

@@ -56,6 +56,7 @@ GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 # digits, blanks, line ends, signs, a combining mark.
 KINDS = "sLé\u017f\u4e001\u0663\u00b2 \t\n\r\u0085\u3000'._\u0301"
 BLANK = r"\s"
+CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters, or put blanks between words
 CHINESE = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f]"  # as BERT's normalizer has them
 BESIDE_CHINESE = re.compile(f"(?<={CHINESE}) | (?={CHINESE})")
 BEYOND = re.compile("[\U00010000-\U0010ffff]")  # their categories would make the expression slow; such texts are rare
@@ -196,6 +197,9 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a text; nothing is added, and the names of special tokens are read as text.
 
+        transformers' `AutoTokenizer` adds what the post-processor says, such as a BOS (`prefix`), and reads the names
+        of special tokens as these; with `add_special_tokens=False, split_special_tokens=True` it gives the same ids.
+
         Raises:
             RequestError: the text has something that the tokenizer has no token for, and it has no unknown token.
         """
@@ -263,6 +267,16 @@ class Tokenizer:
         steps = self.description.get("normalizer") or {}
         chinese = any(step.get("handle_chinese_chars") for step in (steps, *steps.get("normalizers", ())))
         return BESIDE_CHINESE.sub("", text) if chinese else text
+
+    @cached_property
+    def lossy(self) -> str | None:
+        """How encoding changes a text, in words; None where decoding gives texts back, but for what is unknown."""
+        for text in CHANGED:
+            with suppress(RequestError):
+                ids = self.encode(text)
+                if self.vocabulary.get(self.unknown) not in ids and (decoded := self.decode(ids)) != text:
+                    return f"encoding with this tokenizer is lossy: {text!r} is decoded as {decoded!r}"
+        return None
 
     @cached_property
     def byte_level(self) -> bool:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from other_tokenizers import write_tokenizer
 from shard_files import write_rows
 from trainings import lm, make_workplace, processes_of, write_config
 
@@ -296,6 +297,13 @@ def test_data_that_is_not_there(planned, workplace):
                      "data.tokenizer": "data/small"})  # fmt: skip
     assert run[0] == 2 and "no file matches" in found(run, "error")[0]
     assert not any("tokenizer" in text for text in found(run, "advice"))  # it is not to blame
+
+
+def test_a_tokenizer_that_changes_texts_is_said(planned, workplace):
+    write_tokenizer(workplace / "bert", "wordpiece", ["Aa words of a text"] * 20)
+    said = found(planned(**{"data.path": "elsewhere", "data.prepare.tokenizer": "bert"}), "advice")
+    assert sum("this tokenizer is lossy: 'Aa' is decoded as 'aa'" in text for text in said) == 1
+    assert not any("lossy" in text for text in found(planned(), "advice"))
 
 
 def test_shards_of_another_tokenizer(planned, workplace):

@@ -115,6 +115,14 @@ def test_bytes_of_the_shards_are_those_of_the_text(kind, tmp_path):
         assert shards.token_bytes(tokenizer)[ids].sum() == pytest.approx(size, rel=1e-9)
 
 
+def test_a_lossy_tokenizer_is_said_once(tmp_path, caplog):
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
+    for kind, times in (("byte_level", 0), ("wordpiece", 1)):
+        write_tokenizer(tmp_path / kind, kind, ["Aa the house"] * 20)
+        run(tmp_path / f"out-{kind}", source, tokenizer=str(tmp_path / kind))
+        assert caplog.text.count("lossy: 'Aa' is decoded as 'aa'") == times
+
+
 @pytest.mark.parametrize("kind, texts", [
     *((kind, ["the state of the union", "a great house", "laws made by people"] * 30) for kind in KINDS),
     ("wordpiece", ["我们今天去公园散步天气很好", "昨天下雨了所以没有去"] * 30),
@@ -331,7 +339,9 @@ def test_one_text_file_is_cut_at_a_line_near_its_end(tokenizer, tmp_path, caplog
 @pytest.mark.parametrize("documents, cure", [(20, "from more text"), (400, r"with --val_fraction 0\.\d+$"), (9000, "")])
 def test_a_validation_that_says_nothing_is_said_with_the_cure(documents, cure, tmp_path, caplog):
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(documents))
-    run(tmp_path / "out", source, tokenizer="char", val_fraction=0.01)
+    manifest = run(tmp_path / "out", source, tokenizer="char", val_fraction=0.01)
+    assert "too small for a loss" not in caplog.text  # a fit that prepares its data says it by itself
+    prepare.warn_of_small_validation(tmp_path / "out", manifest)
     said = [record.getMessage() for record in caplog.records if "too small for a loss" in record.getMessage()]
     assert len(said) == bool(cure)
     if cure:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from other_tokenizers import write_tokenizer
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -100,6 +101,30 @@ def test_transformers_loads_the_files_and_agrees(tokenizer, tmp_path):
         assert theirs.decode(ids) == tokenizer.decode(ids)
     again = Tokenizer.load(tmp_path)
     assert (again.sha256, again.eos_id, again.vocab_size) == (tokenizer.sha256, tokenizer.eos_id, tokenizer.vocab_size)
+
+
+def test_the_ids_of_transformers_without_what_it_adds(tmp_path):
+    """As `Tokenizer.encode` says: with a BOS, and with a text that names a special token."""
+    from transformers import AutoTokenizer
+
+    write_tokenizer(tmp_path, "llama3", TEXTS)
+    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("the law", f"a{END_OF_TEXT}b"):
+        ids = ours.encode(text)
+        assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids
+        assert theirs(text, split_special_tokens=True)["input_ids"] == [*ours.prefix, *ids] != ids
+    assert theirs(text, add_special_tokens=False)["input_ids"] != ids
+
+
+@pytest.mark.parametrize("kind, decoded", [
+    ("wordpiece", "'Aa' is decoded as 'aa'"), ("word_ends", "'a.b' is decoded as 'a . b'"), ("byte_level", None),
+    ("llama", None), ("char", None),
+])  # fmt: skip
+def test_a_tokenizer_that_changes_texts_is_known(kind, decoded, tmp_path):
+    texts = ["Aa a.b é and a  b\nc"] * 20
+    tokenizer = train_char(["ab"]) if kind == "char" else Tokenizer.load(
+        write_tokenizer(tmp_path, kind, texts), None if kind in ("wordpiece", "byte_level") else "</s>")  # fmt: skip
+    assert decoded in tokenizer.lossy if decoded else tokenizer.lossy is None
 
 
 def test_the_digest_is_of_the_content_and_not_of_its_formatting():
