@@ -239,6 +239,14 @@ class Column:
         share = 1 - float((last - first).sum() / len(ids))
         return (pad_id, share) if share < 1 else None
 
+    def is_padded(self, parquet: pq.ParquetFile, group: int) -> bool:
+        """Whether a row of a row group begins or ends in the `pad_id`."""
+        rows = parquet.read_row_group(group, columns=[self.name], use_threads=False).column(self.name)
+        ids, lengths = _values(rows, "", "", ""), _lengths(rows)
+        lengths = lengths[lengths > 0]
+        ends = np.cumsum(lengths)
+        return bool((ids[np.append(ends - lengths, ends - 1)] == self.pad_id).any())
+
     def holds(self, ids: np.ndarray) -> bool:
         """Whether every id is inside the vocabulary."""
         if not ids.size or (ids.dtype.kind == "u" and np.iinfo(ids.dtype).max < self.limit):

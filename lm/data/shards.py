@@ -447,13 +447,28 @@ class Shards:
 
         The first row groups of a few shards are read, the first and the last shard among them.
         """
-        shards = [shard for shard in self._shards.values() if shard.foreign and shard.row_groups]
-        for index in sorted(set(np.linspace(0, len(shards) - 1, PROBED).astype(int).tolist())) if shards else ():
-            with suppress(RunError, *DAMAGE), shards[index].open() as (parquet, _):  # training says what is damaged
+        for shard, parquet in self._probe([shard for shard in self._shards.values() if shard.foreign]):
+            with suppress(RunError, *DAMAGE):  # training says what is damaged
                 if found := self.column.padding(parquet, 0):
-                    place = f"shard {shards[index].file}, row group 0"
+                    place = f"shard {shard.file}, row group 0"
                     return found[0], f"{place}: {found[1]:.0%} of the tokens are runs of id {found[0]} at ends of rows"
         return None
+
+    def is_padded(self) -> bool:
+        """Whether a row begins or ends in the `pad_id`, among the first row groups of a few shards."""
+        for _, parquet in self._probe(list(self._shards.values())):
+            with suppress(RunError, *DAMAGE):
+                if self.column.is_padded(parquet, 0):
+                    return True
+        return False
+
+    @staticmethod
+    def _probe(shards: list[Shard]) -> Iterator[tuple[Shard, pq.ParquetFile]]:
+        """A few shards, opened, the first and the last of those with rows among them."""
+        shards = [shard for shard in shards if shard.row_groups]
+        for index in sorted(set(np.linspace(0, len(shards) - 1, PROBED).astype(int).tolist())) if shards else ():
+            with suppress(RunError, *DAMAGE), shards[index].open() as (parquet, _):
+                yield shards[index], parquet
 
     @property
     def largest(self) -> Block:

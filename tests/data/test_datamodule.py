@@ -68,7 +68,9 @@ def test_what_is_left_over_and_what_looks_like_padding_is_said(place):
     assert padding.endswith("of id 1 at ends of rows; if that is padding: --data.pad_id 1") and padding in log
     assert left.endswith("; lower data.seq_len") and left in log
     cured = lm(place, "plan", "--config", written, "--data.pad_id", "1").stdout
-    assert "padding" not in cured
+    assert "padding" not in cured and "data.pad_id" not in cured
+    wrong = lm(place, "plan", "--config", config(place, "short", pad_id=0)).stdout
+    assert "data.pad_id 0 fills up no row of those of short that were looked at: it leaves nothing out" in wrong
 
 
 def test_a_run_is_not_resumed_over_other_windows(place):

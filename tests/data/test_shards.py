@@ -542,6 +542,12 @@ def test_windows_to_validate_need_a_target(tmp_path):
     Shards.open(str(write_rows(tmp_path / "b.parquet", [[1, 2]] * 4))).require_targets(1, 1)
 
 
+@pytest.mark.parametrize("pad_id, padded", [(0, True), (5, True), (8, True), (4, False), (99, False)])
+def test_an_id_that_fills_up_rows_begins_or_ends_one(tmp_path, pad_id, padded):
+    path = write_columns(tmp_path / "a.parquet", [[5, 6, 4, 0], [], [1, 4, 4, 8]])
+    assert Shards.open(str(path), pad_id=pad_id).is_padded() == padded
+
+
 @pytest.mark.parametrize("rows, columns, pad_id, message", [
     ([[1, 2]], {"attention_mask": ([[0, 0]], INTS)}, None, "is all padding: column 'attention_mask' is 0 everywhere"),
     ([[0, 0]], {}, 0, "is all padding: column 'input_ids' is data.pad_id 0 everywhere"),
