@@ -5,6 +5,7 @@
 
 import logging
 import os
+import re
 import sys
 import warnings
 from dataclasses import is_dataclass
@@ -28,7 +29,7 @@ from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.registry import find_run, record_run
 from lm.runs.resume import checkpoint_folder, find_checkpoint, is_of_a_run, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run
-from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
+from lm.system.arguments import OneLineErrors, Parser, shorten, shown, spell_out
 from lm.system.hardware import has_fp8
 from lm.system.process import rank
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
@@ -271,6 +272,15 @@ class TrainingCLI(LightningCLI):
         for name in ("config", "ckpt_path", "force"):
             kept.pop(name, None)
         return self._parser(self.subcommand).dump(kept, skip_none=False, skip_check=True)
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            named = re.search(r"class_path='(\S+?)'", str(error))  # in the config, such as a callback
+            if named is None or not str(error).startswith("Does not validate against any of the Union subtypes"):
+                raise
+            raise RequestError(shorten(f"trainer, {named[1]}: {error}", [])) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}

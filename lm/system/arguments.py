@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,6 +32,8 @@ class OneLineErrors:
         RequestError: always.
         """
         missing = re.search(r"the following arguments are required: (\S+)", message)
+        if missing and not self.prog.startswith("lm"):  # of a class that the config names
+            raise RequestError(f"give {missing[1]} under init_args") from ex
         if missing:
             hint = "`lm runs ls` lists them" if missing[1] == "run" else f"`{self.prog} --help` shows what to give"
             raise RequestError(f"give a {missing[1]}, as in `{self.prog} {missing[1].upper()}`; {hint}") from ex
@@ -163,8 +166,13 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(r"Problem with given class_path '(\S+)': ((?:No module|module '\S+' has no) .*?), got .*",
                   r"class_path \1: \2; the file my_callbacks.py of a class_path my_callbacks.MyCallback has to be in "
                   "this folder or in one of PYTHONPATH", text)  # fmt: skip
+    if misspelt := re.search(r"class_path (\S+)\.(\w+): module '\S+' has no attribute", text):
+        near = get_close_matches(misspelt[2], dir(sys.modules.get(misspelt[1])), 1)
+        text = f"{text.split('; ')[0]}; did you mean {misspelt[1]}.{near[0]}?" if near else text
+    text = re.sub(r", got \[Namespace\(class_path='(\S+?)'.*", r", got a \1", text)
     text = re.sub(r"Expected a dot import path string: .*?(?=, got )", "expected a class_path or options", text)
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
+    text = re.sub(r"expected list, got \{'class_path'.*", "expected a list: begin with a dash, `- class_path: ...`", text)
     text = re.sub(r"expected dict, got \[", "expected lines such as `name: value` without a dash, got the list [", text)
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r"expected expected", "expected", text)

@@ -7,6 +7,7 @@ import pytest
 from lightning.pytorch import callbacks
 from trainings import lm, make_workplace, write_config
 
+from lm.cli.config import config_parser
 from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
@@ -54,6 +55,23 @@ def test_a_refusal_is_one_line_and_leaves_no_run(workplace, name):
     refused, run = fit(workplace, "refused", (name, arguments.get(name, {})), expect=2)
     assert refused.stderr.startswith(f"lm fit: trainer.callbacks: {name} of Lightning does not work here: ")
     assert refused.stderr.count("\n") == 1 and not run.path.exists()
+
+
+def test_a_wrong_argument_is_one_line_too(workplace):
+    refused, _ = fit(workplace, "refused", ("EarlyStopping", {"monitor": "val/loss", "mode": "lowest"}), expect=2)
+    assert refused.stderr == f"lm fit: trainer, {PLACE}EarlyStopping: `mode` can be min, max, got lowest\n"
+
+
+@pytest.mark.parametrize("given, message", [
+    ([{"class_path": PLACE + "EarlyStopping"}], f"give monitor under init_args, got a {PLACE}EarlyStopping"),
+    ({"class_path": PLACE + "EarlyStopping"}, "expected a list: begin with a dash, `- class_path: ...`"),
+    ([{"class_path": PLACE + "EarlyStoping"}], f"did you mean {PLACE}EarlyStopping?"),
+])  # fmt: skip
+def test_a_wrong_entry_says_what_to_write(tmp_path, given, message):
+    config = write_config(tmp_path, **{"trainer.callbacks": given})
+    with pytest.raises(RequestError) as refused:
+        config_parser("lm plan").read(["--config", str(config)])
+    assert str(refused.value).startswith("trainer.callbacks: ") and str(refused.value).endswith(message)
 
 
 class Typed(callbacks.Callback):
