@@ -6,6 +6,7 @@ record is done. The record's name is a hash of what the unit was made of and how
 parts. The result does not depend on which process does what, nor when.
 """
 
+import io
 import json
 import multiprocessing
 import os
@@ -201,7 +202,9 @@ class _Part:
 
     def close(self) -> None:
         self._file.close()
-        np.save(_rows_path(self._path), np.array(self._rows, np.int64))
+        rows = io.BytesIO()  # NumPy, saving to a file, turns Ctrl-C into a TypeError
+        np.save(rows, np.array(self._rows, np.int64))
+        _rows_path(self._path).write_bytes(rows.getvalue())
         for path in (self._path, _rows_path(self._path)):
             sync(path)
 

@@ -55,7 +55,7 @@ def test_logits_with_a_cache_are_those_without(config, sizes, ops):
     ends = torch.tensor(sizes).cumsum(0) - 1
     with torch.no_grad():
         expected = decoder(ids)[:, ends]
-    torch.testing.assert_close(read(decoder, ids, sizes), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(read(decoder, ids, sizes), expected, atol=3e-5, rtol=1e-5)
 
 
 def test_rows_of_unequal_length_are_continued_by_pieces_of_unequal_length(config):
@@ -70,7 +70,7 @@ def test_rows_of_unequal_length_are_continued_by_pieces_of_unequal_length(config
         with torch.no_grad():
             got = decoder(ids, continuation=cache.extend(max(counts), torch.tensor(counts)))
             expected = [decoder(rows[None, row, : begun[row]])[0, -1] for row in range(2)]
-        torch.testing.assert_close(got, torch.stack(expected), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got, torch.stack(expected), atol=3e-5, rtol=1e-5)
 
 
 def test_greedy_tokens_are_those_of_transformers(config, tmp_path):

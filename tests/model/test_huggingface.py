@@ -88,7 +88,8 @@ def test_transformers_reads_every_shape_from_config_json(config):
 ], ids=["llama", "qwen3"])
 def test_configs_that_transformers_writes_are_read(theirs):
     ours = config_from_json(json.loads(theirs.to_json_string(use_diff=False)))
-    for name in asdict(ours).keys() - {"rope_theta", "qk_norm", "dropout", "window_pattern", "sliding_window"}:
+    own = {"rope_theta", "qk_norm", "dropout", "window_pattern", "sliding_window", "zero_init_residual"}
+    for name in asdict(ours).keys() - own:
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.rope_theta == 10000.0
 
