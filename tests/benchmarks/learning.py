@@ -8,8 +8,8 @@ number of threads. Ours are `lm fit` with the config and the options of a `--var
 optimizer of a checkout, by the rules of its `scripts/base_train.py`. All learning rates of a contender are multiplied
 by each of `--scales`, with the first seed; the best scale is trained with every seed.
 
-`--corpora` are `embedded`, the text of the config, and `docstrings`, those of Python, torch, NumPy and Matplotlib, on
-which nothing was tuned. Seconds count only where `--jobs` is 1, and do not hold validations or compiling.
+`--corpora` are `config`, its own text, and `docstrings`, those of Python, torch, NumPy and Matplotlib, on which nothing
+was tuned. Seconds count only where `--jobs` is 1, and do not hold validations or compiling.
 """
 
 import ast
@@ -30,7 +30,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm, which may not be installed
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # lm, which may not be installed
 
 INTERVAL = 75  # optimizer steps between validations
 LOGGED = 10  # optimizer steps between measurements of the speed
@@ -46,11 +47,12 @@ FORMULAS = {
 def main(arguments: list[str]) -> None:
     import argparse
 
-    parser = argparse.ArgumentParser(prog="learning.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(prog="learning.py", description=__doc__,
+                                     formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
     parser.add_argument("--config", default="tiny.yaml")
     parser.add_argument("--variant", action="append", default=[], help="NAME: options of lm fit; may be repeated")
     parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat")
-    parser.add_argument("--corpora", default="embedded,docstrings")
+    parser.add_argument("--corpora", default="config,docstrings")
     parser.add_argument("--scales", default="1", help="of all learning rates")
     parser.add_argument("--seeds", default="1337", help="the first is that of the sweep")
     parser.add_argument("--compile", default="inductor", help="model.compile of ours; nanochat is always compiled")
@@ -123,7 +125,7 @@ class Bench:
             self.call("-m", "lm", "fit", *self.config_options(name), *rates, f"--seed={seed}", f"--data.path={data}",
                       "--data.prepare=null", f"--trainer.default_root_dir={root}", f"--trainer.val_interval={INTERVAL}",
                       f"--trainer.log_interval={LOGGED}", f"--model.compile={self.options.compile}",
-                      "--samples.prompts=[]", "--run_name=run")  # fmt: skip
+                      "--samples.prompts=[]", "--run=run")  # fmt: skip
             files = list(Path(root).rglob("metrics.jsonl"))
             return curve_of([json.loads(line) for line in files[0].read_text().splitlines()])
 
@@ -136,7 +138,8 @@ class Bench:
         return ["--config", self.options.config, *self.variants[name].split()]
 
     def call(self, *arguments: str) -> str:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads), "NANOCHAT_DTYPE": "float32"}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads), "NANOCHAT_DTYPE": "float32",
+                       "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
         done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
         if done.returncode:
             sys.exit(f"{' '.join(arguments)}: {done.stderr[-2000:]}")
@@ -185,20 +188,19 @@ def read_config(options: list[str]) -> Any:
 
 def curve_of(lines: list[dict[str, float]]) -> list[list[float]]:
     """`FORMULAS["curve"]` from lines of a `metrics.jsonl`."""
-    speeds = [(line["data/tokens"], line["perf/tokens_per_second"]) for line in lines if "perf/tokens_per_second" in line]
-    speeds[0] = (speeds[0][0], speeds[1][1])
+    rate = "perf/tokens_per_second"
+    speeds = [(line["tokens"], line[rate]) for line in lines if rate in line]
+    speeds[0] = (speeds[0][0], speeds[min(1, len(speeds) - 1)][1])
     seconds, before, at = 0.0, 0, {}
     for tokens, rate in speeds:
         seconds += (tokens - before) / rate
         before = tokens
         at[tokens] = seconds
-    per_step = speeds[0][0] / lines[0]["step"]
     curve = []
     for line in lines:
         if "val/bpb" in line:
-            tokens = line["step"] * per_step
-            nearest = min(at, key=lambda other: abs(other - tokens))
-            curve.append([line["step"], tokens, at[nearest] * tokens / nearest, line["val/bpb"]])
+            nearest = min(at, key=lambda tokens: abs(tokens - line["tokens"]))
+            curve.append([line["step"], line["tokens"], at[nearest] * line["tokens"] / nearest, line["val/bpb"]])
     return curve
 
 
@@ -276,11 +278,11 @@ def train_nanochat(task: dict[str, Any]) -> list[dict[str, float]]:
         spent += time.perf_counter() - began
         tokens += batch * seq_len
         if (step + 1) % LOGGED == 0:
-            lines.append({"step": step + 1, "data/tokens": tokens,
+            lines.append({"step": step + 1, "tokens": tokens,
                           "perf/tokens_per_second": LOGGED * batch * seq_len / spent})  # fmt: skip
             spent = 0.0
         if (step + 1) % INTERVAL == 0 or step + 1 == steps:
-            lines.append({"step": step + 1, "data/tokens": tokens, "val/bpb": evaluate()})
+            lines.append({"step": step + 1, "tokens": tokens, "val/bpb": evaluate()})
     return lines
 
 
