@@ -259,7 +259,8 @@ def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> list
         )
     before, after = flatten(settings), flatten(config)
     keys = sorted((before.keys() | after.keys()) - {"run"})
-    changed = [key for key in keys if before.get(key) != after.get(key)]
+    newer = {key for key in after if key not in before and not after[key]}  # options that are off, as they were
+    changed = [key for key in keys if before.get(key) != after.get(key) and key not in newer]
     for key in changed:
         log.info("changed since the run was started: %s: %s -> %s", key, before.get(key), after.get(key))
     refused = [key for key in changed if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED)]
