@@ -184,7 +184,7 @@ class LiveRun:
         self._read_metrics()
         self._alerts = [*self._alerts, *filter(is_alert, self._new_lines("alerts.jsonl"))][-ALERTS:]
         status = run.status()
-        validations = [line for line in self._lines if math.isfinite(line.get("val/loss", math.nan))]
+        validations = [line for line in self._lines if "val/loss" in line and math.isfinite(line["val/loss"])]
         best, best_step = min(((line["val/loss"], line["step"]) for line in validations), default=(None, None))
         self.state = {
             "run": run.name,

@@ -12,6 +12,7 @@ by each of `--scales`, with the first seed; the best scale is trained with every
 was tuned. Seconds count only where `--jobs` is 1, and do not hold validations or compiling.
 """
 
+import argparse
 import ast
 import json
 import math
@@ -45,8 +46,6 @@ FORMULAS = {
 
 
 def main(arguments: list[str]) -> None:
-    import argparse
-
     parser = argparse.ArgumentParser(prog="learning.py", description=__doc__,
                                      formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
     parser.add_argument("--config", default="tiny.yaml")

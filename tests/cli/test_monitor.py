@@ -313,7 +313,7 @@ def test_a_hundred_thousand_lines_are_no_reason_to_wait(tmp_path):
     assert time.process_time() - began < 5 and watching.curve("train/loss").x[-1] > 99_000
     began = time.process_time()
     watching.refresh()
-    assert time.process_time() - began < 0.05
+    assert time.process_time() - began < 0.02
 
 
 # ---- a terminal ------------------------------------------------------------------------------------------------------
