@@ -113,14 +113,10 @@ class DecoderConfig:
         ]
 
 
-def fused_rows(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Which matrices are stacked in one weight: Muon treats them one by one.
+def matrix_rows(config: DecoderConfig) -> dict[str, int]:
+    """The weights in which several matrices of equal size are stacked: the heads of q, k and v; gate and up.
 
     Returns:
-        The end of a weight's name -> the rows of each matrix in it, from the top: q, k, v; gate, up.
+        The end of a weight's name -> the rows of each matrix in it.
     """
-    heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    return {
-        "qkv_proj.weight": (heads, kv_heads, kv_heads),
-        "gate_up_proj.weight": (config.intermediate_size, config.intermediate_size),
-    }
+    return {"qkv_proj.weight": config.head_dim, "gate_up_proj.weight": config.intermediate_size}

@@ -27,7 +27,7 @@ from lm.model.compile import (
     checkpoint_activations,
     compile_decoder,
 )
-from lm.model.config import DecoderConfig, fused_rows
+from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.model.fused import WeightCopies, fuse
@@ -275,7 +275,7 @@ class LanguageModule(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""
-        return build_optimizer(self.decoder, self.optimizer_config, fused_rows(self.config))
+        return build_optimizer(self.decoder, self.optimizer_config, matrix_rows(self.config))
 
     def logged_metrics(self) -> dict[str, float]:
         """What a log line says of the steps since the last one, which are then in `recent_steps`.

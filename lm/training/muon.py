@@ -57,10 +57,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 class Muon(Optimizer):
     """One step of Muon for the groups that name `rows`, and of AdamW for the others.
 
-    A group with `rows` holds matrices of one shape, so that one batch of multiplications serves them all. `rows` are
-    those of the matrices that stand one above the other in each of them. They are orthogonalised one by one, as if
-    they had never been joined: joined, they would share one set of singular values, and the part with the larger
-    gradient would take most of the step from the others.
+    A group with `rows` holds parameters of one shape. Each is a stack of matrices with so many rows: the heads of an
+    attention, the gate and the other half of an MLP, or the parameter itself. They are orthogonalised one by one, all
+    in one batch of multiplications. Joined they would share one set of singular values, and the matrix with the largest
+    gradient would take most of the step from the others (heads: Kimi Team, 2026, arXiv:2607.24653, section 2.5).
 
     An update's root mean square is brought to 0.2, which is AdamW's: `0.2 * sqrt(max(rows, columns))` times the
     orthogonal matrix, so both take the same learning rate and the same decoupled decay (Liu et al., 2025,
@@ -97,7 +97,7 @@ class Muon(Optimizer):
         for group in self.param_groups:
             group["fused"] = group["rows"] is None and all(p.device.type in ("cuda", "cpu") for p in group["params"])
         self._ranks = _ranks_of(next((group["params"][0] for group in self._hidden), None))
-        costs = [_cost(group["params"][0].shape[1], group["rows"]) for group in self._hidden]
+        costs = [_cost(*group["params"][0].shape, group["rows"]) for group in self._hidden]
         counts = [len(group["params"]) for group in self._hidden]
         owners = assign_owners(costs, counts, self._ranks.world)
         self._owners = {
@@ -189,8 +189,9 @@ class Muon(Optimizer):
         """
         ranks, counts = self._ranks, self._counts(_with_gradient(group))
         stack = collected()  # (own, rows, columns)
-        for part in stack.split(group["rows"], dim=1) if len(stack) else ():
-            part.copy_(orthogonalize(part)).mul_(0.2 * math.sqrt(max(part.shape[1:])))
+        count, rows, columns = stack.shape
+        matrices = stack.view(count * rows // group["rows"], group["rows"], columns)
+        stack = orthogonalize(matrices).mul_(0.2 * math.sqrt(max(matrices.shape[1:]))).reshape(stack.shape)
         if ranks.world == 1:
             return lambda: stack
         return (_send_shards if ranks.sharded else _send_to_all)(stack, counts, ranks)
@@ -259,9 +260,9 @@ def _ranks_of(parameter: Tensor | None) -> Ranks:
     return Ranks()
 
 
-def _cost(columns: int, rows: Sequence[int]) -> int:
-    """Multiplications of `orthogonalize`, but for a common factor, of a matrix with parts of so many rows."""
-    return sum(r * columns * min(r, columns) for r in rows)
+def _cost(rows: int, columns: int, part: int) -> int:
+    """Multiplications of `orthogonalize`, but for a common factor, for a parameter in matrices of `part` rows."""
+    return rows * columns * min(part, columns)
 
 
 def assign_owners(costs: Sequence[int], counts: Sequence[int], world: int) -> list[list[int]]:

@@ -100,14 +100,14 @@ def group_of(name: str, parameter: Tensor) -> str:
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
-    fused_rows: Mapping[str, tuple[int, ...]],
+    matrix_rows: Mapping[str, int],
 ) -> list[dict[str, Any]]:
     """Parameters with the settings that their group has; those with equal settings are together.
 
     Args:
         named_parameters: of the decoder.
         config: the settings.
-        fused_rows: the end of a fused weight's name -> the rows of each matrix in it.
+        matrix_rows: the end of a weight's name -> the rows of each of the matrices that are stacked in it.
 
     Returns:
         For each group `params`, `lr`, `weight_decay` and `peak_lr`, which the schedule starts from; for matrices that
@@ -129,8 +129,8 @@ def parameter_groups(
         settings: dict[str, Any] = {"lr": lr, "peak_lr": lr, "weight_decay": decay}
         alike: tuple[Any, ...] = (lr, decay)
         if config.name == "muon" and kind == "matrices":
-            whole = (parameter.shape[0],)
-            settings["rows"] = next((rows for end, rows in fused_rows.items() if name.endswith(end)), whole)
+            whole = parameter.shape[0]
+            settings["rows"] = next((rows for end, rows in matrix_rows.items() if name.endswith(end)), whole)
             alike = (lr, decay, settings["rows"], parameter.shape)
         groups.setdefault(alike, {"params": [], **settings})["params"].append(parameter)
     for kind in vars(config.groups).keys() - met:
@@ -141,10 +141,10 @@ def parameter_groups(
 
 
 def build_optimizer(
-    module: nn.Module, config: OptimizerConfig, fused_rows: Mapping[str, tuple[int, ...]]
+    module: nn.Module, config: OptimizerConfig, matrix_rows: Mapping[str, int]
 ) -> torch.optim.Optimizer:
     """The optimizer of a decoder's parameters by `parameter_groups`, AdamW's part fused where the device has that."""
-    groups = parameter_groups(module.named_parameters(), config, fused_rows)
+    groups = parameter_groups(module.named_parameters(), config, matrix_rows)
     common = dict(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
     if config.name == "muon":
         return Muon(groups, momentum=config.momentum, **common)

@@ -34,7 +34,7 @@ from lm.errors import RequestError
 from lm.kernels import cross_entropy
 from lm.kernels.operations import FUSED
 from lm.model import fused
-from lm.model.config import DecoderConfig, fused_rows
+from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder, Linear
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.step_stats import total_norm
@@ -202,7 +202,7 @@ def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     settings = {**preset["model"]["optimizer"], "name": "adamw"}
-    optimizer = build_optimizer(decoder, OptimizerConfig(**settings), fused_rows(config))
+    optimizer = build_optimizer(decoder, OptimizerConfig(**settings), matrix_rows(config))
     for group in optimizer.param_groups:  # its constructor knows no meta tensors
         group["fused"], group["foreach"] = True, False
     optimizer.defaults["fused"] = True

@@ -2,6 +2,7 @@
 
     python tests/benchmarks/learning.py --config tiny.yaml --nanochat PATH --output FILE \\
         [--variant 'muon: --model.optimizer.name muon --model.optimizer.lr 2e-2'] [--scales 1,2,3,6,12] [--seeds 1,2,3]
+        [--precision bf16-mixed]
 
 Every contender trains on the same samples in the same order, with the same tokenizer, batch, validation windows and
 number of threads. Ours are `lm fit` with the config and the options of a `--variant`; nanochat's are the model and
@@ -9,7 +10,8 @@ optimizer of a checkout, by the rules of its `scripts/base_train.py`. All learni
 by each of `--scales`, with the first seed; the best scale is trained with every seed.
 
 `--corpora` are `config`, its own text, and `docstrings`, those of Python, torch, NumPy and Matplotlib, on which nothing
-was tuned. Seconds count only where `--jobs` is 1, and do not hold validations or compiling.
+was tuned. Seconds do not hold validations or compiling. The sweep may train `--jobs` models at once; the other seeds
+train alone, so that their seconds count.
 """
 
 import argparse
@@ -39,8 +41,8 @@ LOGGED = 10  # optimizer steps between measurements of the speed
 FORMULAS = {
     "bpb": "validation bits per byte after the last step",
     "spread": "largest minus smallest bpb over the seeds",
-    "seconds": "sum over stretches of 10 steps of their tokens / tokens a second; the first, which compiles, counts as "
-    "the second one",
+    "seconds": "median over the trainings that ran alone; of each the sum over stretches of 10 steps of their tokens / "
+    "tokens a second, where the first, which compiles, counts as the second one",
     "curve": "step, tokens, seconds of training, validation bits per byte",
 }
 
@@ -56,7 +58,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seeds", default="1337", help="the first is that of the sweep")
     parser.add_argument("--compile", default="inductor", help="model.compile of ours; nanochat is always compiled")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at once")
+    parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"], help="of all contenders")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings of the sweep at once")
     parser.add_argument("--folder", type=Path, help="for data and runs; a temporary one if not given")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
@@ -82,9 +85,9 @@ class Bench:
         self.seeds = [int(seed) for seed in options.seeds.split(",")]
         facts = run_facts()
         self.found: dict[str, Any] = {
-            "date": time.strftime("%Y-%m-%d", time.gmtime()), "config": options.config, "threads": options.threads,
-            "jobs": options.jobs, "python": facts["python"], "versions": facts["versions"], "variants": self.variants,
-            "formulas": FORMULAS, "results": [],
+            "date": time.strftime("%Y-%m-%d", time.gmtime()), "config": options.config, "precision": options.precision,
+            "compile": options.compile, "threads": options.threads, "jobs": options.jobs, "python": facts["python"],
+            "versions": facts["versions"], "variants": self.variants, "formulas": FORMULAS, "results": [],
         }  # fmt: skip
 
     def contenders(self) -> list[str]:
@@ -95,17 +98,18 @@ class Bench:
         data = self.prepare(corpus)
         with ThreadPoolExecutor(self.options.jobs) as pool:
             first = list(pool.map(lambda scale: self.train(name, data, scale, self.seeds[0]), self.scales))
-            best = min(first, key=lambda run: run["bpb"])
-            rest = list(pool.map(lambda seed: self.train(name, data, best["scale"], seed), self.seeds[1:]))
+        best = min(first, key=lambda run: run["bpb"])
+        rest = [self.train(name, data, best["scale"], seed) for seed in self.seeds[1:]]
         seeds = [best["bpb"], *(run["bpb"] for run in rest)]
+        alone = [run["seconds"] for run in (rest if self.options.jobs > 1 else [best, *rest])]
         result = {
             "corpus": corpus, "contender": name, "scale": best["scale"], "bpb": statistics.fmean(seeds),
-            "spread": max(seeds) - min(seeds), "seconds": best["seconds"],
+            "spread": max(seeds) - min(seeds), "seconds": statistics.median(alone) if alone else None,
             "scales": {run["scale"]: run["bpb"] for run in first}, "runs": [*first, *rest],
         }  # fmt: skip
         self.found["results"].append(result)
         print(f"{corpus} {name}: {result['bpb']:.4f} +- {result['spread'] / 2:.4f} at scale {result['scale']:g} of "
-              f"{result['scales']}, {result['seconds']:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+              f"{result['scales']}, {result['seconds']} s", file=sys.stderr, flush=True)  # fmt: skip
 
     def train(self, name: str, data: Path, scale: float, seed: int) -> dict[str, Any]:
         print(f"{name} x{scale:g} seed {seed} on {data.name}", file=sys.stderr, flush=True)
@@ -124,7 +128,7 @@ class Bench:
             self.call("-m", "lm", "fit", *self.config_options(name), *rates, f"--seed={seed}", f"--data.path={data}",
                       "--data.prepare=null", f"--trainer.default_root_dir={root}", f"--trainer.val_interval={INTERVAL}",
                       f"--trainer.log_interval={LOGGED}", f"--model.compile={self.options.compile}",
-                      "--samples.prompts=[]", "--run=run")  # fmt: skip
+                      f"--trainer.precision={self.options.precision}", "--samples.prompts=[]", "--run=run")  # fmt: skip
             files = list(Path(root).rglob("metrics.jsonl"))
             return curve_of([json.loads(line) for line in files[0].read_text().splitlines()])
 
@@ -137,7 +141,8 @@ class Bench:
         return ["--config", self.options.config, *self.variants[name].split()]
 
     def call(self, *arguments: str) -> str:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads), "NANOCHAT_DTYPE": "float32",
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads),
+                       "NANOCHAT_DTYPE": "bfloat16" if self.options.precision == "bf16-mixed" else "float32",
                        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
         done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
         if done.returncode:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.kernels.operations import FUSED
 from lm.model.compile import checkpoint_activations, compile_decoder
-from lm.model.config import DecoderConfig, fused_rows
+from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
 from lm.model.estimates import (
     Step,
@@ -126,7 +126,7 @@ def test_weights_gradients_and_optimizer_are_predicted(name, precision, dtype, o
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     state = OptimizerConfig(optimizer).state
-    optimizer = build_optimizer(model, OptimizerConfig(name=optimizer), fused_rows(config))
+    optimizer = build_optimizer(model, OptimizerConfig(name=optimizer), matrix_rows(config))
     optimizer.step()
     states = sum(t.nbytes for state in optimizer.state.values() for key, t in state.items() if key != "step")
     predicted = training_memory(config, Step(4, 128, precision), state)

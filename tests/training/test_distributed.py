@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from trainings import CONFIG, PLACES, lm, make_workplace, processes_of, start, write_config
 
 from lm.errors import RequestError, RunError
-from lm.model.config import DecoderConfig, fused_rows
+from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
 from lm.runs.run import Run
 from lm.training.distributed import DistributedConfig, FullyShardedStrategy
@@ -202,7 +202,7 @@ def shard_on_a_rank(rank: int, rendezvous: str, world: int, replicas: int, preci
     whole(ids, labels=ids).total.backward()
     if precision == "32-true":
         for model in (whole, decoder):
-            build_optimizer(model, OptimizerConfig(name="muon", lr=1e-2), fused_rows(model.config)).step()
+            build_optimizer(model, OptimizerConfig(name="muon", lr=1e-2), matrix_rows(model.config)).step()
         full = {name: p.full_tensor() for name, p in decoder.named_parameters()}
         torch.testing.assert_close(full, dict(whole.named_parameters()), rtol=0, atol=1e-4)
     dist.barrier()

@@ -239,7 +239,7 @@ def test_an_optimizer_that_skips_leaves_everything_as_it_is(name):
     if name == "adamw":
         optimizer = AdamW([weight], fused=True, **common)
     else:
-        optimizer = Muon([{"params": [weight], "rows": (8,)}], momentum=0.9, **common)
+        optimizer = Muon([{"params": [weight], "rows": 8}], momentum=0.9, **common)
     weight.grad = torch.randn(8, 4)
     optimizer.step()
     before = json.dumps([weight.tolist(), {key: value.tolist() for key, value in optimizer.state[weight].items()}])

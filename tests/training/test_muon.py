@@ -38,7 +38,7 @@ def gradients(parameters, seed):
 
 
 def groups_of(parameters):
-    return [{"params": [p], "rows": (p.shape[0],)} for p in parameters]
+    return [{"params": [p], "rows": p.shape[0]} for p in parameters]
 
 
 # ---- one step -------------------------------------------------------------------------------------------------------
@@ -103,12 +103,11 @@ def test_an_update_has_the_size_of_adamws():
 
 
 def test_parts_of_a_fused_matrix_move_as_if_they_were_apart():
-    """Queries, keys and values, with gradients of very different size."""
-    rows = (16, 8, 8)
-    apart = parameters(*((n, 16) for n in rows), *((n, 16) for n in rows))
+    """Heads with gradients of very different size."""
+    apart = parameters(*[(8, 16)] * 6)
     fused = [nn.Parameter(torch.cat([p.detach() for p in apart[i : i + 3]])) for i in (0, 3)]
     one = Muon(groups_of(apart), **SETTINGS)
-    other = Muon([{"params": fused, "rows": rows}], **SETTINGS)
+    other = Muon([{"params": fused, "rows": 8}], **SETTINGS)
     for seed in range(3):
         gradients(apart, seed)
         for i, p in enumerate(apart):
@@ -133,7 +132,7 @@ class NoWait(TorchDispatchMode):
 def test_a_skipped_step_changes_nothing_and_the_host_does_not_wait(make):
     ours = parameters((24, 16), (16,))
     settings = {name: value for name, value in SETTINGS.items() if make is Muon or name != "momentum"}
-    groups = [{"params": ours[:1], "rows": (24,)}, {"params": ours[1:], "rows": None}]
+    groups = [{"params": ours[:1], "rows": 24}, {"params": ours[1:], "rows": None}]
     optimizer = make(groups, **settings, **({"fused": True} if make is AdamW else {}))
     gradients(ours, 1)
     optimizer.step()
@@ -172,7 +171,7 @@ def test_under_a_gradient_scaler_it_takes_the_same_steps_and_none_from_infinity(
     plain = parameters((24, 16), (16,))
     scaled = deepcopy(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    optimizers = [Muon([{"params": [w], "rows": (24,)}, {"params": [b]}], **SETTINGS) for w, b in (plain, scaled)]
+    optimizers = [Muon([{"params": [w], "rows": 24}, {"params": [b]}], **SETTINGS) for w, b in (plain, scaled)]
     for step in range(3):
         gradients(plain, step)
         optimizers[0].step()
@@ -280,8 +279,9 @@ def alone(workplace):
     return curves(workplace, "alone")
 
 
-ROWS = (10, 3, 3)  # of (16, 20): over three ranks its shards have 6, 6 and 4, and the parts begin somewhere else
-GROUPS = {(16, 20): ROWS, (24, 16): (24,), (1, 16): (1,), (16,): None}  # shape: rows; one row leaves two ranks without
+# Shape: rows. Over three ranks the first one's shards have 6, 6 and 4 rows, and its matrices begin somewhere else; one
+# row leaves two ranks without.
+GROUPS = {(16, 20): 4, (24, 16): 24, (1, 16): 1, (16,): None}
 COPIES = 4  # parameters of each shape: more matrices than ranks, and not a multiple of them
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lm.errors import RequestError
-from lm.model.config import DecoderConfig, fused_rows
+from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
 from lm.training.optim import (
     ADAMW_SLOTS,
@@ -36,7 +36,7 @@ def decoder(**changes):
 
 
 def optimizer_of(model, config):
-    return build_optimizer(model, config, fused_rows(model.config))
+    return build_optimizer(model, config, matrix_rows(model.config))
 
 
 def settings(model, config):
@@ -149,14 +149,14 @@ def test_each_group_has_its_own_rate_and_decay(name):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else(tied):
-    """Each group holds one shape, and the rows of fused matrices are those of their parts."""
+    """Each group holds one shape, and the rows are those of a head, of gate or up, or of the whole matrix."""
     model = decoder(tie_word_embeddings=tied, head_dim=6)
     optimizer = optimizer_of(model, OptimizerConfig("muon"))
     names = iter(parameter_names(model, optimizer))
     rows = {next(names): group["rows"] for group in optimizer.param_groups for _ in group["params"]}
     for name, found in rows.items():
         last = name.removesuffix(".weight").split(".")[-1]
-        wanted = {"qkv_proj": (24, 12, 12), "o_proj": (16,), "gate_up_proj": (20, 20), "down_proj": (16,)}.get(last)
+        wanted = {"qkv_proj": 6, "o_proj": 16, "gate_up_proj": 20, "down_proj": 16}.get(last)
         assert found == wanted, name
     muon = [group for group in optimizer.param_groups if group["rows"]]
     assert [len({p.shape for p in group["params"]}) for group in muon] == [1, 1, 1, 1]
