@@ -1,7 +1,7 @@
 """`lm scale`: a whole config from a depth and a horizon, by published rules, with a reason on every line.
 
-Each rule is a pure function that names its source. The rules for batch, learning rate and decay were fitted to AdamW
-by others, on other data: a search starts there.
+Each rule is a pure function that names its source. They were found by others on other data, or by us on small models: a
+search starts there.
 """
 
 import json
@@ -21,6 +21,8 @@ ASPECT = 64  # width / depth
 PATTERN = "SSSL"  # S: a layer with a window, L: one with full attention
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; the batch comes out even on so many, and on 4, 2 and 1
+MATRICES, EMBEDDING, OUTPUT = 0.125, 1.45, 0.29  # learning rates x sqrt(width); of matrices with Muon
+OptimizerName = Literal["muon", "adamw"]
 DEVICE_TOKENS = 16_384  # the most tokens that a device runs at once, before `lm plan --fit` says how many fit
 
 
@@ -29,14 +31,23 @@ class Recipe:
     """Model, batch, length and optimizer settings of a training."""
 
     decoder: DecoderConfig
-    parameters: int  # all of them; the embedding is tied, so its table counts once
+    parameters: int  # all of them
     flops_per_token: float  # of training
     batch: int  # samples of an optimizer step
     micro_batch: int  # samples a device runs at once
     steps: int
-    learning_rate: float  # peak
-    weight_decay: float
+    optimizer: OptimizerName  # of the matrices in the blocks; AdamW for the rest
+    learning_rate: float  # peak, of the matrices in the blocks
+    weight_decay: float  # of those matrices
     warmup_steps: int
+
+    @property
+    def multiplied(self) -> int:
+        """Parameters that tokens are multiplied by: all but the embedding. The horizon counts tokens for each of them.
+
+        Source: nanochat, scripts/base_train.py. For tied embeddings it is the number of all parameters.
+        """
+        return self.parameters - self.decoder.vocab_size * self.decoder.hidden_size
 
     @property
     def batch_tokens(self) -> int:
@@ -70,12 +81,13 @@ def recipe(
     aspect_ratio: float = ASPECT,
     head_dim: int = HEAD_DIM,
     pattern: str = PATTERN,
+    optimizer: OptimizerName = "muon",
 ) -> Recipe:
     """The recipe of a depth and a horizon.
 
     Args:
         depth: blocks.
-        tokens_per_parameter: the horizon, as tokens for each parameter; or
+        tokens_per_parameter: the horizon, as tokens for each parameter outside the embedding; or
         flops: as floating-point operations of the run; or
         steps: as optimizer steps. Exactly one of the three.
         vocab_size: rows of the embedding.
@@ -83,12 +95,14 @@ def recipe(
         aspect_ratio: width / depth.
         head_dim: width of a head.
         pattern: of the layers' windows.
+        optimizer: of the matrices in the blocks.
 
     Raises:
         RequestError: the shape is impossible, or the horizon is less than one optimizer step.
     """
     decoder = shape(depth, vocab_size, seq_len, aspect_ratio, head_dim, pattern)
-    count = parameters(decoder)["total"]
+    total = parameters(decoder)["total"]
+    count = total - vocab_size * decoder.hidden_size
     each = flops_per_token(decoder, seq_len)
     if steps is not None:
         wanted = tokens_of_steps(steps)
@@ -103,12 +117,13 @@ def recipe(
             f"{wanted:,.0f} tokens are less than one optimizer step of {batch} x {seq_len} = {tokens:,}: "
             "give a longer horizon or a shorter --seq_len"
         )
-    rate = learning_rate(steps * tokens * (each - 6 * vocab_size * decoder.hidden_size), tokens)
+    block_flops = steps * tokens * (each - 6 * vocab_size * decoder.hidden_size)
+    rate = learning_rate(optimizer, decoder.hidden_size, block_flops, tokens)
     return Recipe(
-        decoder=decoder, parameters=count, flops_per_token=each, batch=batch,
-        micro_batch=micro_batch(batch, seq_len), steps=steps, learning_rate=rate,
+        decoder=decoder, parameters=total, flops_per_token=each, batch=batch,
+        micro_batch=micro_batch(batch, seq_len), steps=steps, optimizer=optimizer, learning_rate=rate,
         weight_decay=weight_decay(rate, steps, steps * tokens / count),
-        warmup_steps=warmup_steps(steps, tokens),
+        warmup_steps=warmup_steps(optimizer, steps, tokens),
     )  # fmt: skip
 
 
@@ -122,8 +137,9 @@ def shape(
     """A decoder of `depth` blocks in the proportions below.
 
     Every query head has its own key head, as in nanochat: at these sizes the cache that sharing them saves is small.
-    The embedding is the output matrix too, or most of a small model would be its two tables. QK-norm bounds the
-    attention logits, which lets larger learning rates pass (Wortsman et al., 2023, arXiv:2309.14322).
+    The output matrix is not the embedding, so that each learns at its own rate, as in nanochat. QK-norm bounds the
+    attention logits, which lets larger learning rates pass (Wortsman et al., 2023, arXiv:2309.14322). Blocks begin by
+    passing their input on (Goyal et al., 2017, arXiv:1706.02677).
 
     Raises:
         RequestError: fewer than two blocks, or an impossible size.
@@ -137,7 +153,8 @@ def shape(
         vocab_size=vocab_size, hidden_size=hidden_size, num_hidden_layers=depth,
         num_attention_heads=hidden_size // head_dim, intermediate_size=mlp_width(hidden_size),
         max_position_embeddings=seq_len, window_pattern=windows,
-        sliding_window=sliding_window(seq_len) if "S" in windows else None, qk_norm=True, tie_word_embeddings=True,
+        sliding_window=sliding_window(seq_len) if "S" in windows else None, qk_norm=True, tie_word_embeddings=False,
+        zero_init_residual=True,
     )  # fmt: skip
 
 
@@ -198,38 +215,58 @@ def micro_batch(batch: int, seq_len: int) -> int:
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def learning_rate(flops: float, batch: float) -> float:
+def learning_rate(optimizer: OptimizerName, width: int, flops: float, batch: float) -> float:
+    """Peak learning rate of the matrices in the blocks.
+
+    Args:
+        optimizer: theirs.
+        width: of the residual stream.
+        flops: floating-point operations of the whole run in the blocks; the output matrix does not count.
+        batch: tokens of an optimizer step.
+    """
+    return rate_by_width(MATRICES, width) if optimizer == "muon" else adamw_learning_rate(flops, batch)
+
+
+def rate_by_width(factor: float, width: int) -> float:
+    """Peak learning rate `factor / sqrt(width)`, for any batch and horizon.
+
+    For matrices with Muon: an update changes activations equally at every width when its largest singular value is in
+    proportion to the root of rows / columns (Yang et al., 2023, arXiv:2310.17813), and ours is `lr x 0.2 x sqrt(width)`
+    in square matrices. At the 128 of `tiny.yaml` factors of 0.125 and 0.18 learn equally fast, 0.26 less so; nanochat's
+    0.02 for its depth 12, 768 wide, is 0.1 in this unit. For the embedding and the output the exponent is nanochat's
+    (scripts/base_train.py) and the factors are `tiny.yaml`'s; nanochat has 0.22 for the output.
+    """
+    return factor / math.sqrt(width)
+
+
+def adamw_learning_rate(flops: float, batch: float) -> float:
     """Peak learning rate of AdamW.
 
     `0.3118 x flops^-0.1250` at a batch of `0.2920 x flops^0.3271` tokens, the two fitted together (DeepSeek-AI, 2024,
     arXiv:2401.02954, section 3.1); from there to our batch with its square root (Malladi et al., 2022,
-    arXiv:2205.10287).
-
-    Args:
-        flops: floating-point operations of the whole run in the blocks; the output matrix does not count.
-        batch: tokens of an optimizer step.
+    arXiv:2205.10287). Arguments are those of `learning_rate`.
     """
     return 0.3118 * flops**-0.1250 * math.sqrt(batch / (0.2920 * flops**0.3271))
 
 
 def weight_decay(learning_rate: float, steps: int, tokens_per_parameter: float) -> float:
-    """AdamW's decay `1 / (timescale x learning_rate x steps)`.
+    """Decoupled decay `1 / (timescale x learning_rate x steps)`.
 
     The weights are a running mean of the updates over `1 / (learning_rate x decay)` steps (Wang and Aitchison, 2024,
     arXiv:2405.13698). The best mean is over a share `1.084 x tokens_per_parameter^-0.527` of the run, the timescale
-    (Bergsma et al., 2025, arXiv:2505.13738).
+    (Bergsma et al., 2025, arXiv:2505.13738, fitted to AdamW).
     """
     timescale = 1.084 * tokens_per_parameter**-0.527
     return 1 / (timescale * learning_rate * steps)
 
 
-def warmup_steps(steps: int, batch: int) -> int:
-    """Optimizer steps of linear rise: a tenth of the run, at most 375M tokens.
+def warmup_steps(optimizer: OptimizerName, steps: int, batch: int) -> int:
+    """Optimizer steps of linear rise.
 
-    Source: Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087, table 2. Then the rate falls in a straight
-    line to 0, which is better than a cosine to a tenth of the peak (Bergsma et al., 2025, arXiv:2502.15938).
+    AdamW: a tenth of the run, at most 375M tokens (Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087,
+    table 2). Muon: 40, at most a tenth of the run (nanochat, scripts/base_train.py).
     """
-    return math.floor(min(steps / 10, 375e6 / batch))
+    return math.floor(min(steps / 10, 375e6 / batch if optimizer == "adamw" else 40))
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -283,23 +320,49 @@ model:
     max_position_embeddings: {seq_len}  # context
     window_pattern: {window_pattern}  # S sees a window, L all; the last sees all{of_pattern}
 {sliding_window}    qk_norm: true  # bounds the attention logits, so that large learning rates pass (arXiv:2309.14322)
-    tie_word_embeddings: true  # or most of a small model would be its two tables
+    tie_word_embeddings: false  # the output matrix is not the embedding, and learns at a rate of its own
+    zero_init_residual: true  # each block begins by passing its input on (arXiv:1706.02677)
   optimizer:
-    name: {optimizer}  # {optimizer_reason}
-    lr: {lr}  # peak: for {flops} operations in the blocks (arXiv:2401.02954), at this batch (arXiv:2205.10287)
-    betas: [0.9, 0.95]  # decay of the running means of the gradient and of its square
+{optimizer}    groups:  # with rates of their own, and no decay
+      embedding: {{lr: {embedding_lr}, weight_decay: 0}}  # {embedding_factor:g} / sqrt(hidden_size)
+      output: {{lr: {output_lr}, weight_decay: 0}}  # {output_factor:g} / sqrt(hidden_size)
     weight_decay: {weight_decay}  # a memory of {memory} of the run, at {ratio} tokens a parameter (arXiv:2505.13738)
   schedule:
-    name: linear  # straight down to 0, better than a cosine to a tenth (arXiv:2502.15938)
-    warmup_steps: {warmup_steps}  # a tenth of the run, at most 375M tokens (arXiv:2509.25087)
-    final_fraction: 0.0  # of the peak, at the end
-
+{schedule}
 data:
   path: {data}  # a folder that `lm data prepare` made
   micro_batch_size: {micro_batch}  # samples a device runs at once; `lm plan --fit` finds the most that fit
   global_batch_tokens: {batch}  # {samples} samples: best for so many tokens, as a power of two (arXiv:2505.13738)
   val_tokens: {val_tokens}  # tokens of a validation; `lm test` takes all of them
 """
+
+
+OPTIMIZERS = {
+    "muon": """\
+    name: muon  # for the matrices in the blocks, and AdamW for the rest; --optimizer adamw for all
+    lr: {lr}  # peak: {matrices:g} / sqrt(hidden_size) (lm/cli/scale.py)
+    momentum: 0.95  # Muon: decay of the running mean of the gradient (nanochat)
+    betas: [0.8, 0.95]  # AdamW: decay of the running means of the gradient and of its square (nanochat)
+""",
+    "adamw": """\
+    name: adamw  # the rules for lr and weight_decay are fitted to it
+    lr: {lr}  # peak: for {flops} operations in the blocks (arXiv:2401.02954), at this batch (arXiv:2205.10287)
+    betas: [0.9, 0.95]  # decay of the running means of the gradient and of its square
+""",
+}
+SCHEDULES = {
+    "muon": """\
+    name: wsd  # constant, then down in a straight line (nanochat)
+    warmup_steps: {warmup_steps}  # at most a tenth of the run (nanochat)
+    decay_ratio: 0.65  # of the run is the way down (nanochat)
+    final_fraction: 0.05  # of the peak, at the end (nanochat)
+""",
+    "adamw": """\
+    name: linear  # straight down to 0, better than a cosine to a tenth (arXiv:2502.15938)
+    warmup_steps: {warmup_steps}  # a tenth of the run, at most 375M tokens (arXiv:2509.25087)
+    final_fraction: 0.0  # of the peak, at the end
+""",
+}
 
 
 def scale(
@@ -310,7 +373,7 @@ def scale(
     vocab_size: Count = VOCAB_SIZE,
     seq_len: Count = SEQ_LEN,
     data: str = DATA,
-    optimizer: Literal["adamw", "muon"] = "adamw",
+    optimizer: OptimizerName = "muon",
     aspect_ratio: float = ASPECT,
     head_dim: Count = Count(HEAD_DIM),
     window_pattern: str = PATTERN,
@@ -319,13 +382,14 @@ def scale(
 
     Args:
         depth: Number of blocks; width, heads, batch, learning rate and decay follow.
-        target_param_data_ratio: How long to train: tokens for each parameter; 20 if no horizon is given.
+        target_param_data_ratio: How long to train: tokens for each parameter outside the embedding; 20 if no horizon
+            is given.
         target_flops: In place of it: floating-point operations of the whole run.
         max_steps: In place of it: optimizer steps.
         vocab_size: Rows of the embedding; at least the tokenizer's.
         seq_len: Context, in tokens.
         data: Folder that `lm data prepare` made, or will make.
-        optimizer: AdamW, or Muon for the matrices in the blocks.
+        optimizer: Muon for the matrices in the blocks, or AdamW for all.
         aspect_ratio: Width / depth, before the width is rounded up to whole heads.
         head_dim: Width of a head, even.
         window_pattern: Layers with a window (S) and with full attention (L), repeated; the last is always L.
@@ -351,43 +415,46 @@ def scale(
     made = recipe(
         depth, tokens_per_parameter=target_param_data_ratio, flops=target_flops, steps=max_steps,
         vocab_size=vocab_size, seq_len=seq_len, aspect_ratio=aspect_ratio, head_dim=head_dim, pattern=window_pattern,
+        optimizer=optimizer,
     )  # fmt: skip
     shape_settings = {"aspect_ratio": (f"{aspect_ratio:g}", f"{ASPECT:g}"), "head_dim": (head_dim, HEAD_DIM),
                       "window_pattern": (window_pattern, PATTERN)}  # fmt: skip
     settings = {"vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN), "data": (data, DATA),
-                "optimizer": (optimizer, "adamw"), **shape_settings}  # fmt: skip
+                "optimizer": (optimizer, "muon"), **shape_settings}  # fmt: skip
     changed = {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
     options = "".join(f" {name} {value}" for name, value in {**given, **changed}.items())
     sources = {name: "" if value != usual else " (nanochat)" for name, (value, usual) in shape_settings.items()}
     command = f"lm scale --depth {depth}{options}"
-    print(write_yaml(made, command, _horizon(made, given), data, optimizer, aspect_ratio, sources), end="")
+    print(write_yaml(made, command, _horizon(made, given), data, aspect_ratio, sources), end="")
 
 
 def write_yaml(
-    made: Recipe, command: str, horizon: str, data: str, optimizer: str, aspect_ratio: float, sources: dict[str, str]
+    made: Recipe, command: str, horizon: str, data: str, aspect_ratio: float, sources: dict[str, str]
 ) -> str:
     """The YAML of a recipe: `command` makes it again, `horizon` is why the run is so long, `sources` of the shape."""
     decoder = made.decoder
     memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
-    reasons = {
-        "adamw": "the rules for lr and weight_decay are fitted to it",
-        "muon": "for matrices; its updates have AdamW's size, so they share lr and decay (arXiv:2502.16982)",
-    }
+    numbers = {
+        "lr": _float(made.learning_rate), "flops": _float(made.block_flops), "warmup_steps": f"{made.warmup_steps:_}",
+        "matrices": MATRICES,
+    }  # fmt: skip
     window = f"    sliding_window: {decoder.sliding_window:_}  # {WINDOW}\n" if decoder.sliding_window else ""
     quoted = data if re.fullmatch(r"[\w./-]+", data) else json.dumps(data)
     return YAML.format(
         title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
         f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/cli/scale.py.",
-        command=command, name=f"depth{decoder.num_hidden_layers}", data=quoted, optimizer=optimizer,
-        optimizer_reason=reasons[optimizer], steps=f"{made.steps:_}", horizon=horizon,
+        command=command, name=f"depth{decoder.num_hidden_layers}", data=quoted,
+        optimizer=OPTIMIZERS[made.optimizer].format(**numbers), schedule=SCHEDULES[made.optimizer].format(**numbers),
+        steps=f"{made.steps:_}", horizon=horizon,
         interval=min(INTERVAL, made.steps), vocab_size=f"{decoder.vocab_size:_}", rows=int(decoder.vocab_size),
         hidden_size=f"{decoder.hidden_size:_}", depth=decoder.num_hidden_layers, heads=decoder.num_attention_heads,
         intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
         window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=aspect_ratio,
         head_dim=decoder.head_dim, of_aspect=sources["aspect_ratio"], of_head_dim=sources["head_dim"],
         of_pattern=sources["window_pattern"],
-        lr=_float(made.learning_rate), flops=_float(made.block_flops), weight_decay=f"{made.weight_decay:.3g}",
-        memory=f"{memory:.0%}", ratio=f"{made.tokens / made.parameters:.3g}", warmup_steps=f"{made.warmup_steps:_}",
+        embedding_lr=_float(rate_by_width(EMBEDDING, decoder.hidden_size)), embedding_factor=EMBEDDING,
+        output_lr=_float(rate_by_width(OUTPUT, decoder.hidden_size)), output_factor=OUTPUT,
+        weight_decay=f"{made.weight_decay:.3g}", memory=f"{memory:.0%}", ratio=f"{made.tokens / made.multiplied:.3g}",
         micro_batch=made.micro_batch, batch=_binary(made.batch_tokens), samples=f"{made.batch:,}",
         val_tokens=_binary(VALIDATED * made.batch_tokens),
     )  # fmt: skip
@@ -396,7 +463,7 @@ def write_yaml(
 def _horizon(made: Recipe, given: dict[str, float]) -> str:
     tokens, batch = format_count(made.tokens), _binary(made.batch_tokens)
     if "--max_steps" in given:
-        return f"as asked: {tokens} tokens, {made.tokens / made.parameters:.3g} a parameter"
+        return f"as asked: {tokens} tokens, {made.tokens / made.multiplied:.3g} a parameter"
     if "--target_flops" in given:
         flops = f"{_float(given['--target_flops'])} operations / {_float(made.flops_per_token)} a token"
         return f"{flops} = {tokens} tokens, in steps of {batch}"

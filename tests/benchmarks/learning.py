@@ -1,13 +1,13 @@
 """How fast a recipe learns: validation bits per byte over tokens and over seconds of training, ours and nanochat's.
 
     python tests/benchmarks/learning.py --config tiny.yaml --nanochat PATH --output FILE \\
-        [--variant 'muon: --model.optimizer.name muon --model.optimizer.lr 2e-2'] [--scales 1,2,3,6,12] [--seeds 1,2,3]
-        [--precision bf16-mixed]
+        [--variant 'muon: --model.optimizer.name muon --model.optimizer.lr 2e-2'] [--scales 0.5,0.7,1,1.4,2]
+        [--seeds 1,2,3] [--precision bf16-mixed]
 
 Every contender trains on the same samples in the same order, with the same tokenizer, batch, validation windows and
 number of threads. Ours are `lm fit` with the config and the options of a `--variant`; nanochat's are the model and
 optimizer of a checkout, by the rules of its `scripts/base_train.py`. All learning rates of a contender are multiplied
-by each of `--scales`, with the first seed; the best scale is trained with every seed.
+by each of its scales, with the first seed; the best scale is trained with every seed.
 
 `--corpora` are `config`, its own text, and `docstrings`, those of Python, torch, NumPy and Matplotlib, on which nothing
 was tuned. Seconds do not hold validations or compiling. The sweep may train `--jobs` models at once; the other seeds
@@ -54,7 +54,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--variant", action="append", default=[], help="NAME: options of lm fit; may be repeated")
     parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat")
     parser.add_argument("--corpora", default="config,docstrings")
-    parser.add_argument("--scales", default="1", help="of all learning rates")
+    parser.add_argument("--scales", default="1", help="of all learning rates of ours")
+    parser.add_argument("--nanochat_scales", default="3,4.5,6,9,12", help="of those by nanochat's rules")
     parser.add_argument("--seeds", default="1337", help="the first is that of the sweep")
     parser.add_argument("--compile", default="inductor", help="model.compile of ours; nanochat is always compiled")
     parser.add_argument("--threads", type=int, default=1)
@@ -81,7 +82,8 @@ class Bench:
 
         self.options, self.folder = options, folder
         self.variants = dict(map(str.strip, variant.split(":", 1)) for variant in options.variant) or {"config": ""}
-        self.scales = [float(scale) for scale in options.scales.split(",")]
+        self.scales, self.nanochat_scales = (
+            [float(scale) for scale in scales.split(",")] for scales in (options.scales, options.nanochat_scales))
         self.seeds = [int(seed) for seed in options.seeds.split(",")]
         facts = run_facts()
         self.found: dict[str, Any] = {
@@ -95,9 +97,9 @@ class Bench:
 
     def sweep(self, corpus: str, name: str) -> None:
         """All scales with the first seed, and the best of them with the others."""
-        data = self.prepare(corpus)
+        data, scales = self.prepare(corpus), self.nanochat_scales if name == "nanochat" else self.scales
         with ThreadPoolExecutor(self.options.jobs) as pool:
-            first = list(pool.map(lambda scale: self.train(name, data, scale, self.seeds[0]), self.scales))
+            first = list(pool.map(lambda scale: self.train(name, data, scale, self.seeds[0]), scales))
         best = min(first, key=lambda run: run["bpb"])
         rest = [self.train(name, data, best["scale"], seed) for seed in self.seeds[1:]]
         seeds = [best["bpb"], *(run["bpb"] for run in rest)]
@@ -150,11 +152,16 @@ class Bench:
         return done.stdout
 
     def prepare(self, corpus: str) -> Path:
-        """The prepared texts, with the config's tokenizer settings."""
+        """The prepared texts, with the config's tokenizer settings; the config's data, if it has none."""
+        data = read_config(["--config", self.options.config]).data
+        made = data.prepare
+        if made is None:
+            if corpus != "config":
+                sys.exit(f"{self.options.config} has no data.prepare to make {corpus} by: give --corpora config")
+            return Path(data.path).resolve()
         folder = self.folder.resolve() / corpus
         if not folder.exists():
             self.folder.mkdir(exist_ok=True, parents=True)
-            made = read_config(["--config", self.options.config]).data.prepare
             texts = made.input
             if corpus == "docstrings":
                 texts = [str(self.folder / "docstrings.jsonl")]
@@ -225,8 +232,10 @@ def train_nanochat(task: dict[str, Any]) -> list[dict[str, float]]:
 
     config = read_config(["--config", task["config"]])
     decoder, data = config.model.decoder, config.data
-    steps, seq_len, micro_batch = config.trainer.max_steps, decoder.max_position_embeddings, data.micro_batch_size
+    seq_len, micro_batch = decoder.max_position_embeddings, data.micro_batch_size
     batch = data.global_batch_tokens // seq_len
+    steps = config.trainer.max_steps or math.ceil(config.trainer.max_tokens / data.global_batch_tokens)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = DataModule(path=task["data"], seq_len=seq_len, micro_batch_size=micro_batch, val_tokens=data.val_tokens)
     module.trainer = SimpleNamespace(global_rank=0, world_size=1, fitting=True)
     module.seed, module.global_batch = task["seed"], batch
@@ -244,6 +253,7 @@ def train_nanochat(task: dict[str, Any]) -> list[dict[str, float]]:
     model = build(decoder.num_hidden_layers, decoder.hidden_size, decoder.num_attention_heads,
                   decoder.num_key_value_heads, module.tokenizer.vocab_size)  # fmt: skip
     model.init_weights()
+    model.to(device)
     with torch.device("meta"):
         reference = scaling_parameters(build(12, 768, 6, 6, 32_768))  # its depth 12, for which its rates were found
     by_batch = math.sqrt(batch * seq_len / 2**19)
@@ -254,13 +264,17 @@ def train_nanochat(task: dict[str, Any]) -> list[dict[str, float]]:
     compiled = torch.compile(model, dynamic=False)
     falling = round(0.65 * steps)
 
+    def inputs_and_labels(tokens: Any) -> tuple[Any, Any]:
+        tokens = tokens.to(device).long()
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
     def evaluate() -> float:
         nats, size = 0.0, 0.0
         with torch.no_grad():
             for part in module.val_dataloader():
-                inputs, labels = part.tokens[:, :-1].long(), part.tokens[:, 1:].long()
-                nats += model(inputs, labels.contiguous(), loss_reduction="none").double().sum().item()
-                size += module.token_bytes[labels].sum().item()
+                inputs, labels = inputs_and_labels(part.tokens)
+                nats += model(inputs, labels, loss_reduction="none").double().sum().item()
+                size += module.token_bytes[labels.cpu()].sum().item()
         return nats / size / math.log(2)
 
     batches, lines, tokens, spent = iter(module.train_dataloader()), [], 0, 0.0
@@ -270,8 +284,7 @@ def train_nanochat(task: dict[str, Any]) -> list[dict[str, float]]:
         fraction = min((step + 1) / 40, 1 - progress * 0.95)
         momentum = 0.85 + 0.12 * step / 400 if step < 400 else 0.97 - 0.07 * progress
         for part in next(batches).tokens.split(micro_batch):
-            inputs, labels = part[:, :-1].long(), part[:, 1:].long().contiguous()
-            (compiled(inputs, labels) / (batch // micro_batch)).backward()
+            (compiled(*inputs_and_labels(part)) / (batch // micro_batch)).backward()
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * fraction
             if group["kind"] == "muon":
@@ -279,6 +292,8 @@ def train_nanochat(task: dict[str, Any]) -> list[dict[str, float]]:
                 group["weight_decay"] = decay * 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.step()
         model.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         spent += time.perf_counter() - began
         tokens += batch * seq_len
         if (step + 1) % LOGGED == 0:

@@ -11,7 +11,16 @@ from trainings import lm, make_workplace
 
 from lm.cli.config import config_parser
 from lm.cli.main import main
-from lm.cli.scale import batch_tokens, learning_rate, recipe, tokens_of_steps, weight_decay, window_pattern
+from lm.cli.scale import (
+    adamw_learning_rate,
+    batch_tokens,
+    rate_by_width,
+    recipe,
+    tokens_of_steps,
+    warmup_steps,
+    weight_decay,
+    window_pattern,
+)
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
 from lm.training.schedule import plan_steps
@@ -36,15 +45,17 @@ def read(text, folder):
 
 
 def test_deeper_is_never_smaller():
-    """Width, parameters, tokens and batch only grow with the depth, and the best rate for the batch only falls."""
+    """Width, parameters, tokens and batch only grow with the depth, and the best rates only fall."""
     made = [recipe(depth, tokens_per_parameter=20) for depth in DEPTHS]
     for what in ("parameters", "tokens", "batch", "flops"):
         values = [getattr(one, what) for one in made]
         assert values == sorted(values), what
     widths = [one.decoder.hidden_size for one in made]
     assert widths == sorted(widths) and len(set(widths)) > 10
-    rates = [learning_rate(one.block_flops, one.batch_tokens) / one.batch**0.5 for one in made]
-    assert rates == sorted(rates, reverse=True)
+    by_muon = [one.learning_rate for one in made]
+    by_adamw = [adamw_learning_rate(one.block_flops, one.batch_tokens) / one.batch**0.5 for one in made]
+    for rates in (by_muon, by_adamw):
+        assert rates == sorted(rates, reverse=True)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -73,7 +84,7 @@ def test_the_shape_can_be_another_one(tmp_path):
 @pytest.mark.parametrize("depth", [2, 5, 12, 26])
 def test_each_horizon_comes_out_within_a_step(depth):
     by_ratio = recipe(depth, tokens_per_parameter=12.5)
-    count = parameters(by_ratio.decoder)["total"]
+    count = parameters(by_ratio.decoder)["total"] - by_ratio.decoder.vocab_size * by_ratio.decoder.hidden_size
     assert abs(by_ratio.tokens - 12.5 * count) <= by_ratio.batch_tokens / 2
     by_flops = recipe(depth, flops=3e18)
     each = flops_per_token(by_flops.decoder, 2_048)
@@ -83,7 +94,7 @@ def test_each_horizon_comes_out_within_a_step(depth):
 
 def test_two_ways_to_say_one_horizon_give_one_recipe():
     by_ratio = recipe(12, tokens_per_parameter=20)
-    by_flops = recipe(12, flops=20 * by_ratio.parameters * by_ratio.flops_per_token)
+    by_flops = recipe(12, flops=20 * by_ratio.multiplied * by_ratio.flops_per_token)
     assert by_flops == by_ratio
     assert recipe(12, steps=by_ratio.steps) == by_ratio
 
@@ -94,8 +105,12 @@ def test_the_rules_give_their_sources_figures():
     tokens = tokens_of_steps(10_000)
     assert 10_000 * batch_tokens(tokens) == pytest.approx(tokens)
     # At the batch that belongs to it, 3.6M tokens for 4.8e21 operations, the fitted rate is 6e-4.
-    assert learning_rate(4.8e21, 3.6e6) == pytest.approx(6e-4, rel=0.02)
-    assert learning_rate(4.8e21, 4 * 3.6e6) == pytest.approx(2 * learning_rate(4.8e21, 3.6e6))
+    assert adamw_learning_rate(4.8e21, 3.6e6) == pytest.approx(6e-4, rel=0.02)
+    assert adamw_learning_rate(4.8e21, 4 * 3.6e6) == pytest.approx(2 * adamw_learning_rate(4.8e21, 3.6e6))
+    # nanochat's Muon moves a square matrix by its rate of 0.02 times an orthogonal one, ours by lr x 0.2 x sqrt(width).
+    assert rate_by_width(0.1, 768) * 0.2 * 768**0.5 == pytest.approx(0.02)
+    assert [warmup_steps("muon", steps, 2**18) for steps in (100, 10_000)] == [10, 40]
+    assert warmup_steps("adamw", 10_000, 2**18) == 1_000
     # The mean of the updates is over 22 % of a run at 20 tokens a parameter.
     assert 1 / (weight_decay(1e-3, 10_000, 20) * 1e-3 * 10_000) == pytest.approx(0.2236, rel=1e-3)
 
@@ -108,6 +123,7 @@ def test_every_depth_is_a_config_that_comes_out_even(depth, tmp_path):
     config = read(text, tmp_path)
     made = recipe(depth, tokens_per_parameter=20)
     assert config.model.decoder == made.decoder
+    assert config.model.optimizer.name == made.optimizer == "muon"
     assert config.model.optimizer.lr == pytest.approx(made.learning_rate, rel=0.005)
     assert config.model.optimizer.weight_decay == pytest.approx(made.weight_decay, rel=0.005)
     for world_size in (1, 2, 4, 8):
@@ -131,10 +147,10 @@ def test_the_preset_is_what_the_dial_prints():
 
 
 def test_the_file_says_how_to_make_it_again(tmp_path):
-    text = scale("--depth", 4, "--target_flops", 2e17, "--vocab_size", "16_384", "--optimizer", "muon")
+    text = scale("--depth", 4, "--target_flops", 2e17, "--vocab_size", "16_384", "--optimizer", "adamw")
     command = next(line for line in text.splitlines() if "lm scale" in line)
     again = command.partition("lm scale ")[2].partition(" >")[0].split()
-    assert scale(*again) == text and read(text, tmp_path).model.optimizer.name == "muon"
+    assert scale(*again) == text and read(text, tmp_path).model.optimizer.name == "adamw"
 
 
 def test_standard_output_is_yaml_alone_and_torch_is_not_imported():
