@@ -14,14 +14,14 @@ from typing import Literal
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.model.estimates import flops_per_token, parameters
-from lm.system.units import Count, format_count
+from lm.system.units import Count, format_count, plural
 
 HEAD_DIM = 128
 ASPECT = 64  # width / depth
 PATTERN = "SSSL"  # S: a layer with a window, L: one with full attention
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; the batch comes out even on so many, and on 4, 2 and 1
-MATRICES, EMBEDDING, OUTPUT = 0.125, 1.45, 0.29  # learning rates x sqrt(width); of matrices with Muon
+MATRICES, EMBEDDING, OUTPUT = 0.125, 1.0, 0.2  # learning rate x sqrt(width); MATRICES is for Muon
 OptimizerName = Literal["muon", "adamw"]
 DEVICE_TOKENS = 16_384  # the most tokens that a device runs at once, before `lm plan --fit` says how many fit
 
@@ -43,9 +43,9 @@ class Recipe:
 
     @property
     def multiplied(self) -> int:
-        """Parameters that tokens are multiplied by: all but the embedding. The horizon counts tokens for each of them.
+        """Parameters that activations are multiplied by, all but the embedding; the horizon is tokens for each of them.
 
-        Source: nanochat, scripts/base_train.py. For tied embeddings it is the number of all parameters.
+        Source: nanochat, scripts/base_train.py.
         """
         return self.parameters - self.decoder.vocab_size * self.decoder.hidden_size
 
@@ -228,13 +228,16 @@ def learning_rate(optimizer: OptimizerName, width: int, flops: float, batch: flo
 
 
 def rate_by_width(factor: float, width: int) -> float:
-    """Peak learning rate `factor / sqrt(width)`, for any batch and horizon.
+    """Peak learning rate `factor / sqrt(width)`.
 
     For matrices with Muon: an update changes activations equally at every width when its largest singular value is in
     proportion to the root of rows / columns (Yang et al., 2023, arXiv:2310.17813), and ours is `lr x 0.2 x sqrt(width)`
-    in square matrices. At the 128 of `tiny.yaml` factors of 0.125 and 0.18 learn equally fast, 0.26 less so; nanochat's
-    0.02 for its depth 12, 768 wide, is 0.1 in this unit. For the embedding and the output the exponent is nanochat's
-    (scripts/base_train.py) and the factors are `tiny.yaml`'s; nanochat has 0.22 for the output.
+    in square matrices. For the embedding and the output the exponent is nanochat's (scripts/base_train.py).
+
+    The factors were measured with `tiny.yaml`: 128 wide, 300 steps of 8Ki tokens, where all three times 0.7, 1 and 1.4
+    end at the same loss, and times 2 at a higher one. nanochat's for depth 12, at steps of 512Ki tokens, are 0.1, 8.3
+    (its embedding is normalised after it is looked up) and 0.22 in this unit; at other batches it multiplies them by
+    the root of the batch, which we leave out: at 8Ki tokens that is 1/8, and its best rates there are 9 times as large.
     """
     return factor / math.sqrt(width)
 
@@ -264,7 +267,7 @@ def warmup_steps(optimizer: OptimizerName, steps: int, batch: int) -> int:
     """Optimizer steps of linear rise.
 
     AdamW: a tenth of the run, at most 375M tokens (Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087,
-    table 2). Muon: 40, at most a tenth of the run (nanochat, scripts/base_train.py).
+    table 2). Muon: 40 (nanochat, scripts/base_train.py), and at most a tenth of the run.
     """
     return math.floor(min(steps / 10, 375e6 / batch if optimizer == "adamw" else 40))
 
@@ -316,23 +319,23 @@ model:
     num_hidden_layers: {depth}  # the depth
     num_attention_heads: {heads}  # {head_dim} wide each{of_head_dim}
     num_key_value_heads: {heads}  # one for every query head: the cache of a small model is small
-    intermediate_size: {intermediate_size}  # 8/3 x hidden_size: three matrices for the price of two (arXiv:2002.05202)
+    intermediate_size: {intermediate_size}  # 8/3 x hidden_size, rounded up to a multiple of 128 (arXiv:2002.05202)
     max_position_embeddings: {seq_len}  # context
-    window_pattern: {window_pattern}  # S sees a window, L all; the last sees all{of_pattern}
+    window_pattern: {window_pattern}  # S: a sliding window, L: all{of_pattern}
 {sliding_window}    qk_norm: true  # bounds the attention logits, so that large learning rates pass (arXiv:2309.14322)
-    tie_word_embeddings: false  # the output matrix is not the embedding, and learns at a rate of its own
+    tie_word_embeddings: false  # the output matrix is not the embedding, and has its own learning rate
     zero_init_residual: true  # each block begins by passing its input on (arXiv:1706.02677)
   optimizer:
-{optimizer}    groups:  # with rates of their own, and no decay
-      embedding: {{lr: {embedding_lr}, weight_decay: 0}}  # {embedding_factor:g} / sqrt(hidden_size)
-      output: {{lr: {output_lr}, weight_decay: 0}}  # {output_factor:g} / sqrt(hidden_size)
-    weight_decay: {weight_decay}  # a memory of {memory} of the run, at {ratio} tokens a parameter (arXiv:2505.13738)
+{optimizer}    groups:  # with their own learning rates and no weight decay
+      embedding: {{lr: {embedding_lr}, weight_decay: 0}}  # {embedding_factor:g} / sqrt(hidden_size), as above
+      output: {{lr: {output_lr}, weight_decay: 0}}  # {output_factor:g} / sqrt(hidden_size), as above
+    weight_decay: {weight_decay}  # weights average the updates of {memory} of the run (arXiv:2505.13738)
   schedule:
 {schedule}
 data:
   path: {data}  # a folder that `lm data prepare` made
   micro_batch_size: {micro_batch}  # samples a device runs at once; `lm plan --fit` finds the most that fit
-  global_batch_tokens: {batch}  # {samples} samples: best for so many tokens, as a power of two (arXiv:2505.13738)
+  global_batch_tokens: {batch}  # {samples}: the power of two nearest to the best for this run (arXiv:2505.13738)
   val_tokens: {val_tokens}  # tokens of a validation; `lm test` takes all of them
 """
 
@@ -340,9 +343,9 @@ data:
 OPTIMIZERS = {
     "muon": """\
     name: muon  # for the matrices in the blocks, and AdamW for the rest; --optimizer adamw for all
-    lr: {lr}  # peak: {matrices:g} / sqrt(hidden_size) (lm/cli/scale.py)
-    momentum: 0.95  # Muon: decay of the running mean of the gradient (nanochat)
-    betas: [0.8, 0.95]  # AdamW: decay of the running means of the gradient and of its square (nanochat)
+    lr: {lr}  # peak: {matrices:g} / sqrt(hidden_size), measured with tiny.yaml
+    momentum: 0.95  # Muon: decay of the running mean of the gradient
+    betas: [0.8, 0.95]  # AdamW: decay of the running means of the gradient and of its square
 """,
     "adamw": """\
     name: adamw  # the rules for lr and weight_decay are fitted to it
@@ -352,9 +355,9 @@ OPTIMIZERS = {
 }
 SCHEDULES = {
     "muon": """\
-    name: wsd  # constant, then down in a straight line (nanochat)
-    warmup_steps: {warmup_steps}  # at most a tenth of the run (nanochat)
-    decay_ratio: 0.65  # of the run is the way down (nanochat)
+    name: wsd  # constant, then a linear fall (nanochat)
+    warmup_steps: {warmup_steps}  # 40 (nanochat), but at most a tenth of the run
+    decay_ratio: 0.65  # fraction of the run in which the rate falls (nanochat)
     final_fraction: 0.05  # of the peak, at the end (nanochat)
 """,
     "adamw": """\
@@ -439,7 +442,7 @@ def write_yaml(
         "matrices": MATRICES,
     }  # fmt: skip
     window = f"    sliding_window: {decoder.sliding_window:_}  # {WINDOW}\n" if decoder.sliding_window else ""
-    quoted = data if re.fullmatch(r"[\w./-]+", data) else json.dumps(data)
+    quoted = data if re.fullmatch(r"[\w.-]*/[\w./-]*", data) else json.dumps(data)
     return YAML.format(
         title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
         f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/cli/scale.py.",
@@ -454,8 +457,8 @@ def write_yaml(
         of_pattern=sources["window_pattern"],
         embedding_lr=_float(rate_by_width(EMBEDDING, decoder.hidden_size)), embedding_factor=EMBEDDING,
         output_lr=_float(rate_by_width(OUTPUT, decoder.hidden_size)), output_factor=OUTPUT,
-        weight_decay=f"{made.weight_decay:.3g}", memory=f"{memory:.0%}", ratio=f"{made.tokens / made.multiplied:.3g}",
-        micro_batch=made.micro_batch, batch=_binary(made.batch_tokens), samples=f"{made.batch:,}",
+        weight_decay=f"{made.weight_decay:.3g}", memory="all" if memory > 1 else f"{100 * memory:.2g}%",
+        micro_batch=made.micro_batch, batch=_binary(made.batch_tokens), samples=plural(made.batch, "sample"),
         val_tokens=_binary(VALIDATED * made.batch_tokens),
     )  # fmt: skip
 
@@ -463,13 +466,14 @@ def write_yaml(
 def _horizon(made: Recipe, given: dict[str, float]) -> str:
     tokens, batch = format_count(made.tokens), _binary(made.batch_tokens)
     if "--max_steps" in given:
-        return f"as asked: {tokens} tokens, {made.tokens / made.multiplied:.3g} a parameter"
+        return f"as asked: {tokens} tokens, {made.tokens / made.multiplied:.3g} a parameter outside the embedding"
     if "--target_flops" in given:
         flops = f"{_float(given['--target_flops'])} operations / {_float(made.flops_per_token)} a token"
-        return f"{flops} = {tokens} tokens, in steps of {batch}"
+        return f"{tokens} tokens in steps of {batch}: {flops}"
     ratio = given.get("--target_param_data_ratio", TOKENS_PER_PARAMETER)
     source = "" if given else " (arXiv:2203.15556)"
-    return f"{ratio:g} tokens a parameter{source} = {tokens} tokens, in steps of {batch}"
+    count = format_count(made.multiplied)
+    return f"{tokens} tokens in steps of {batch}: {ratio:g} for each of {count} outside the embedding{source}"
 
 
 def _binary(number: int) -> str:

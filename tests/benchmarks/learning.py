@@ -7,10 +7,10 @@
 Every contender trains on the same samples in the same order, with the same tokenizer, batch, validation windows and
 number of threads. Ours are `lm fit` with the config and the options of a `--variant`; nanochat's are the model and
 optimizer of a checkout, by the rules of its `scripts/base_train.py`. All learning rates of a contender are multiplied
-by each of its scales, with the first seed; the best scale is trained with every seed.
+by each of its scales and the decay is divided by it, with the first seed; the best scale is trained with every seed.
 
 `--corpora` are `config`, its own text, and `docstrings`, those of Python, torch, NumPy and Matplotlib, on which nothing
-was tuned. Seconds do not hold validations or compiling. The sweep may train `--jobs` models at once; the other seeds
+was tuned. Seconds do not include validations or compiling. The sweep may train `--jobs` models at once; the other seeds
 train alone, so that their seconds count.
 """
 
@@ -120,14 +120,15 @@ class Bench:
         return {"scale": scale, "seed": seed, "bpb": curve[-1][-1], "seconds": curve[-1][2], "curve": curve}
 
     def train_ours(self, name: str, data: Path, scale: float, seed: int) -> list[list[float]]:
-        rates = []
+        scaled = []
         if scale != 1:
             optimizer = vars(read_config(self.config_options(name)).model.optimizer)
             groups = {f"groups.{group}.lr": own.lr for group, own in vars(optimizer["groups"]).items() if own.lr}
-            rates = [f"--model.optimizer.{key}={rate * scale!r}"
-                     for key, rate in {"lr": optimizer["lr"], **groups}.items()]  # fmt: skip
+            rates = {key: rate * scale for key, rate in {"lr": optimizer["lr"], **groups}.items()}
+            rates["weight_decay"] = optimizer["weight_decay"] / scale
+            scaled = [f"--model.optimizer.{key}={value!r}" for key, value in rates.items()]
         with tempfile.TemporaryDirectory(dir=self.folder) as root:
-            self.call("-m", "lm", "fit", *self.config_options(name), *rates, f"--seed={seed}", f"--data.path={data}",
+            self.call("-m", "lm", "fit", *self.config_options(name), *scaled, f"--seed={seed}", f"--data.path={data}",
                       "--data.prepare=null", f"--trainer.default_root_dir={root}", f"--trainer.val_interval={INTERVAL}",
                       f"--trainer.log_interval={LOGGED}", f"--model.compile={self.options.compile}",
                       f"--trainer.precision={self.options.precision}", "--samples.prompts=[]", "--run=run")  # fmt: skip
@@ -273,8 +274,10 @@ def train_nanochat(task: dict[str, Any]) -> list[dict[str, float]]:
         with torch.no_grad():
             for part in module.val_dataloader():
                 inputs, labels = inputs_and_labels(part.tokens)
-                nats += model(inputs, labels, loss_reduction="none").double().sum().item()
-                size += module.token_bytes[labels.cpu()].sum().item()
+                sizes = module.token_bytes[labels.cpu()].flatten()  # 0 for special tokens, whose loss does not count
+                losses = model(inputs, labels, loss_reduction="none").double().cpu().flatten()
+                nats += (losses * (sizes > 0)).sum().item()
+                size += sizes.sum().item()
         return nats / size / math.log(2)
 
     batches, lines, tokens, spent = iter(module.train_dataloader()), [], 0, 0.0
