@@ -1,7 +1,6 @@
 """`bench_modes.py` measures each mode in a process of its own."""
 
 import json
-from pathlib import Path
 
 import bench_modes
 import pytest
@@ -14,7 +13,7 @@ def test_modes_are_measured_side_by_side(tmp_path, monkeypatch, capsys):
     """What cannot run here is said, with the reason, and the others are measured."""
     write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench_modes.subprocess, "run", lambda command, **_: lm(Path(), *command[3:], expect=None))
+    monkeypatch.setattr(bench_modes.subprocess, "run", lambda command, **_: lm(tmp_path, *command[3:], expect=None))
     modes = ("none", "none+graphs", "none/on")
     assert bench_modes.main([*SMALL, "--output", "found.json", "--modes", *modes]) == 0
     found = json.loads((tmp_path / "found.json").read_text())["modes"]
