@@ -57,10 +57,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 class Muon(Optimizer):
     """One step of Muon for the groups that name `rows`, and of AdamW for the others.
 
-    A group with `rows` holds parameters of one shape. Each is a stack of matrices with so many rows: the heads of an
-    attention, the gate and the other half of an MLP, or the parameter itself. They are orthogonalised one by one, all
-    in one batch of multiplications. Joined they would share one set of singular values, and the matrix with the largest
-    gradient would take most of the step from the others (heads: Kimi Team, 2026, arXiv:2607.24653, section 2.5).
+    A group with `rows` holds parameters of one shape. Each is a stack of matrices with `rows` rows: the heads of an
+    attention, gate and up of an MLP, or the parameter itself. They are orthogonalised one by one, all in one batch of
+    multiplications. Joined they would share one set of singular values, and the matrix with the largest gradient would
+    get most of the update (heads: Kimi Team, 2026, arXiv:2607.24653, section 2.5).
 
     An update's root mean square is brought to 0.2, which is AdamW's: `0.2 * sqrt(max(rows, columns))` times the
     orthogonal matrix, so both take the same learning rate and the same decoupled decay (Liu et al., 2025,
