@@ -8,7 +8,7 @@ import json
 import math
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lm.errors import RequestError
@@ -20,7 +20,7 @@ HEAD_DIM = 128
 ASPECT = 64  # width / depth
 PATTERN = "SSSL"  # S: a layer with a window, L: one with full attention
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
-DEVICES = 8  # of a node; the batch comes out even on so many, and on 4, 2 and 1
+DEVICES = 8  # of a node; a batch of as many samples or more comes out even on 8, 4, 2 and 1
 MATRICES, EMBEDDING, OUTPUT = 0.125, 1.0, 0.2  # learning rate x sqrt(width); MATRICES is for Muon
 OptimizerName = Literal["muon", "adamw"]
 DEVICE_TOKENS = 16_384  # the most tokens that a device runs at once, before `lm plan --fit` says how many fit
@@ -28,18 +28,17 @@ DEVICE_TOKENS = 16_384  # the most tokens that a device runs at once, before `lm
 
 @dataclass(frozen=True)
 class Recipe:
-    """Model, batch, length and optimizer settings of a training."""
+    """Model, batch, length and optimizer of a training; all else follows from them by the rules below."""
 
     decoder: DecoderConfig
-    parameters: int  # all of them
-    flops_per_token: float  # of training
     batch: int  # samples of an optimizer step
-    micro_batch: int  # samples a device runs at once
     steps: int
     optimizer: OptimizerName  # of the matrices in the blocks; AdamW for the rest
-    learning_rate: float  # peak, of the matrices in the blocks
-    weight_decay: float  # of those matrices
-    warmup_steps: int
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return parameters(self.decoder)["total"]
 
     @property
     def multiplied(self) -> int:
@@ -60,6 +59,11 @@ class Recipe:
         return self.steps * self.batch_tokens
 
     @property
+    def flops_per_token(self) -> float:
+        """Floating-point operations of training on a token."""
+        return flops_per_token(self.decoder, self.decoder.max_position_embeddings)
+
+    @property
     def flops(self) -> float:
         """Floating-point operations of the run."""
         return self.tokens * self.flops_per_token
@@ -68,6 +72,16 @@ class Recipe:
     def block_flops(self) -> float:
         """Floating-point operations of the run in the blocks: all but the output matrix."""
         return self.tokens * (self.flops_per_token - 6 * self.decoder.vocab_size * self.decoder.hidden_size)
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate of the matrices in the blocks."""
+        return learning_rate(self.optimizer, self.decoder.hidden_size, self.block_flops, self.batch_tokens)
+
+    @property
+    def weight_decay(self) -> float:
+        """Of the matrices in the blocks."""
+        return weight_decay(self.learning_rate, self.steps, self.tokens / self.multiplied)
 
 
 def recipe(
@@ -100,31 +114,22 @@ def recipe(
     Raises:
         RequestError: the shape is impossible, or the horizon is less than one optimizer step.
     """
-    decoder = shape(depth, vocab_size, seq_len, aspect_ratio, head_dim, pattern)
-    total = parameters(decoder)["total"]
-    count = total - vocab_size * decoder.hidden_size
-    each = flops_per_token(decoder, seq_len)
+    step = Recipe(shape(depth, vocab_size, seq_len, aspect_ratio, head_dim, pattern), 1, 1, optimizer)  # of one sample
     if steps is not None:
         wanted = tokens_of_steps(steps)
+    elif flops is not None:
+        wanted = flops / step.flops_per_token
     else:
-        wanted = tokens_per_parameter * count if flops is None else flops / each
+        wanted = tokens_per_parameter * step.multiplied
     batch = power_of_two(batch_tokens(wanted) / seq_len)
-    tokens = batch * seq_len
     if steps is None:
-        steps = round(wanted / tokens)
+        steps = round(wanted / (batch * seq_len))
     if steps < 1:
         raise RequestError(
-            f"{wanted:,.0f} tokens are less than one optimizer step of {batch} x {seq_len} = {tokens:,}: "
+            f"{wanted:,.0f} tokens are less than one optimizer step of {batch} x {seq_len} = {batch * seq_len:,}: "
             "give a longer horizon or a shorter --seq_len"
         )
-    block_flops = steps * tokens * (each - 6 * vocab_size * decoder.hidden_size)
-    rate = learning_rate(optimizer, decoder.hidden_size, block_flops, tokens)
-    return Recipe(
-        decoder=decoder, parameters=total, flops_per_token=each, batch=batch,
-        micro_batch=micro_batch(batch, seq_len), steps=steps, optimizer=optimizer, learning_rate=rate,
-        weight_decay=weight_decay(rate, steps, steps * tokens / count),
-        warmup_steps=warmup_steps(optimizer, steps, tokens),
-    )  # fmt: skip
+    return replace(step, batch=batch, steps=steps)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -148,12 +153,13 @@ def shape(
         raise RequestError(f"--depth {depth} must be at least 2")
     if seq_len < 2:
         raise RequestError(f"--seq_len {seq_len} must be at least 2")
-    hidden_size, windows = width(depth, aspect_ratio, head_dim), window_pattern(depth, pattern)
+    hidden_size, window = width(depth, aspect_ratio, head_dim), sliding_window(seq_len)
+    windows = window_pattern(depth, pattern) if window < seq_len else "L"
     return DecoderConfig(
         vocab_size=vocab_size, hidden_size=hidden_size, num_hidden_layers=depth,
         num_attention_heads=hidden_size // head_dim, intermediate_size=mlp_width(hidden_size),
         max_position_embeddings=seq_len, window_pattern=windows,
-        sliding_window=sliding_window(seq_len) if "S" in windows else None, qk_norm=True, tie_word_embeddings=False,
+        sliding_window=window if "S" in windows else None, qk_norm=True, tie_word_embeddings=False,
         zero_init_residual=True,
     )  # fmt: skip
 
@@ -290,14 +296,14 @@ def _round_up(number: float, unit: int) -> int:
 DATA = "data/pretrain-32k"
 VOCAB_SIZE, SEQ_LEN = Count(32_768), Count(2_048)
 INTERVAL = 250  # optimizer steps between validations, and between checkpoints
-VALIDATED = 16  # batches a validation reads: a fiftieth of the work between two of them
+VALIDATED = 16  # batches a validation reads after so many steps: a fiftieth of their work
 
 WINDOW = "tokens of a window: a quarter of the context, in tiles of 128 (nanochat)"
 
 YAML = """\
 # {title}
 #   {command} > {name}.yaml
-#   lm data prepare --input texts/ --output {data} --tokenizer bpe --vocab_size {rows}
+#   lm data prepare --input texts/ --output {data} --tokenizer {tokenizer}
 #   lm plan --config {name}.yaml && lm fit --config {name}.yaml
 
 seed_everything: 1337  # the same seed gives the same weights and the same order of samples
@@ -425,7 +431,8 @@ def scale(
     settings = {"vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN), "data": (data, DATA),
                 "optimizer": (optimizer, "muon"), **shape_settings}  # fmt: skip
     changed = {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
-    options = "".join(f" {name} {value}" for name, value in {**given, **changed}.items())
+    lengths = {name: f"{value:.15g}" for name, value in given.items()}
+    options = "".join(f" {name} {value}" for name, value in {**lengths, **changed}.items())
     sources = {name: "" if value != usual else " (nanochat)" for name, (value, usual) in shape_settings.items()}
     command = f"lm scale --depth {depth}{options}"
     print(write_yaml(made, command, _horizon(made, given), data, aspect_ratio, sources), end="")
@@ -438,9 +445,10 @@ def write_yaml(
     decoder = made.decoder
     memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
     numbers = {
-        "lr": _float(made.learning_rate), "flops": _float(made.block_flops), "warmup_steps": f"{made.warmup_steps:_}",
-        "matrices": MATRICES,
+        "lr": _float(made.learning_rate), "flops": _float(made.block_flops), "matrices": MATRICES,
+        "warmup_steps": f"{warmup_steps(made.optimizer, made.steps, made.batch_tokens):_}",
     }  # fmt: skip
+    interval = min(INTERVAL, made.steps)
     window = f"    sliding_window: {decoder.sliding_window:_}  # {WINDOW}\n" if decoder.sliding_window else ""
     quoted = data if re.fullmatch(r"[\w.-]*/[\w./-]*", data) else json.dumps(data)
     return YAML.format(
@@ -448,18 +456,19 @@ def write_yaml(
         f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/cli/scale.py.",
         command=command, name=f"depth{decoder.num_hidden_layers}", data=quoted,
         optimizer=OPTIMIZERS[made.optimizer].format(**numbers), schedule=SCHEDULES[made.optimizer].format(**numbers),
-        steps=f"{made.steps:_}", horizon=horizon,
-        interval=min(INTERVAL, made.steps), vocab_size=f"{decoder.vocab_size:_}", rows=int(decoder.vocab_size),
+        steps=f"{made.steps:_}", horizon=horizon, interval=interval, vocab_size=f"{decoder.vocab_size:_}",
+        tokenizer=f"bpe --vocab_size {decoder.vocab_size}" if decoder.vocab_size > 256 else "char",
         hidden_size=f"{decoder.hidden_size:_}", depth=decoder.num_hidden_layers, heads=decoder.num_attention_heads,
         intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
         window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=aspect_ratio,
         head_dim=decoder.head_dim, of_aspect=sources["aspect_ratio"], of_head_dim=sources["head_dim"],
-        of_pattern=sources["window_pattern"],
+        of_pattern=sources["window_pattern"] if decoder.sliding_window else "",
         embedding_lr=_float(rate_by_width(EMBEDDING, decoder.hidden_size)), embedding_factor=EMBEDDING,
         output_lr=_float(rate_by_width(OUTPUT, decoder.hidden_size)), output_factor=OUTPUT,
         weight_decay=f"{made.weight_decay:.3g}", memory="all" if memory > 1 else f"{100 * memory:.2g}%",
-        micro_batch=made.micro_batch, batch=_binary(made.batch_tokens), samples=plural(made.batch, "sample"),
-        val_tokens=_binary(VALIDATED * made.batch_tokens),
+        micro_batch=micro_batch(made.batch, decoder.max_position_embeddings), batch=_binary(made.batch_tokens),
+        samples=plural(made.batch, "sample"),
+        val_tokens=_binary(math.ceil(VALIDATED * interval / INTERVAL) * made.batch_tokens),
     )  # fmt: skip
 
 

@@ -135,6 +135,15 @@ def test_every_depth_is_a_config_that_comes_out_even(depth, tmp_path):
         assert (steps.max_steps, steps.tokens_per_step) == (made.steps, made.batch_tokens)
 
 
+def test_small_runs_make_sense(tmp_path):
+    """A window as long as the context is none, a validation stays a small share, and every printed command runs."""
+    text = scale("--depth", 4, "--target_flops", 1e15, "--seq_len", 128, "--vocab_size", 100)
+    assert read(text, tmp_path).model.decoder.windows == [None] * 4
+    assert "--target_flops 1e+15 " in text and "--tokenizer char\n" in text
+    config = read(scale("--depth", 4, "--max_steps", 20), tmp_path)
+    assert config.data.val_tokens <= 2 * config.data.global_batch_tokens
+
+
 def test_every_number_has_its_reason():
     bare = [line for line in scale("--depth", 6, "--target_flops", 1e17).splitlines()
             if line.startswith(" ") and not line.endswith(":") and " # " not in line]  # fmt: skip
