@@ -50,6 +50,7 @@ OVERWRITES = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")  # 
 PRODUCTS = ("mm", "bmm", "addmm", "_scaled_mm")
 PRECISIONS = ("bf16-mixed", "fp8-tensorwise", "fp8-rowwise")  # as `trainer.precision`
 CHUNK, BLOCKS = 65_536, 320  # elements of a block, and blocks of a launch, in torch's MultiTensorApply.cuh
+PRESETS = ["published/pretrain-50m-adamw.yaml", "published/pretrain-350m-adamw.yaml"]
 TITLES = {"micro_batch": "a micro-batch", "optimizer_step": "the rest of an optimizer step"}
 LISTS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # lists of tensors -> tensors of a launch, there
 
@@ -201,8 +202,7 @@ def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -
     parameters = list(decoder.parameters())
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    settings = {**preset["model"]["optimizer"], "name": "adamw"}
-    optimizer = build_optimizer(decoder, OptimizerConfig(**settings), matrix_rows(config))
+    optimizer = build_optimizer(decoder, OptimizerConfig(), matrix_rows(config))
     for group in optimizer.param_groups:  # its constructor knows no meta tensors
         group["fused"], group["foreach"] = True, False
     optimizer.defaults["fused"] = True
@@ -232,7 +232,7 @@ def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Count launches and bytes of a training step.", allow_abbrev=False)
-    parser.add_argument("--config", nargs="+", default=["pretrain-50m.yaml", "pretrain-350m.yaml"], help="presets")
+    parser.add_argument("--config", nargs="+", default=PRESETS, help="presets")
     parser.add_argument("--output", type=Path, help="file to write the JSON object to")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed", help="as trainer.precision")
     options = parser.parse_args(arguments)

@@ -232,12 +232,12 @@ steps() {
 peers() {
     local sources=(${LITGPT:+--litgpt "$LITGPT"} ${NANOGPT:+--nanogpt "$NANOGPT"} ${LIGER:+--liger "$LIGER"})
     local contenders=${1:-lm:none,lm:inductor,transformers+inductor,litgpt+inductor,nanogpt+inductor,liger}
-    local config=pretrain-350m
+    local config=published/pretrain-350m-adamw  # no norms of queries and keys, which some of them lack
     [ -n "$gpu" ] || config=tiny
     # Four samples at once: all contenders are on the device together.
-    run "peers-$config" "$python" tests/benchmarks/peers.py --config $config.yaml "${sources[@]}" \
+    run "peers-${config#*/}" "$python" tests/benchmarks/peers.py --config $config.yaml "${sources[@]}" \
         --data.micro_batch_size 4 --accumulate 4 --contenders ${contenders//,/ } \
-        --output "$results/$stamp-peers-$config-$device.json"
+        --output "$results/$stamp-peers-${config#*/}-$device.json"
 }
 
 # Three micro-batches, and the largest with activation checkpointing; the one with the most memory times a checkpoint.

@@ -1,6 +1,7 @@
 """Every preset parses, comes out even on one device and on a node, and builds at the size that it says."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from lm.training.module import LanguageModule
 from lm.training.schedule import lr_fraction, plan_steps
 from lm.training.trainer import Trainer
 
-CONFIGS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.yaml"))
+FOLDER = Path(__file__).parent.parent.parent / "configs"
+CONFIGS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("published/*.yaml")])
 # config -> (parameters outside the embedding in millions, vocabulary, tokens of a step, optimizer steps)
 SIZES = {
     "tiny": (1.38, None, 8_192, 300),
@@ -40,7 +42,7 @@ def parse(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_it_builds_at_its_size_and_comes_out_even(path):
-    size, vocab_size, tokens, steps = SIZES[path.stem]
+    size, vocab_size, tokens, steps = SIZES[path.stem.removesuffix("-adamw")]
     config = parse(path)
     decoder = parse_instance(path).model.decoder
     assert decoder.vocab_size == vocab_size
@@ -69,9 +71,9 @@ def parse_instance(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_warm_up_is_a_small_share_and_the_rate_ends_at_its_fraction(path):
     config = parse_instance(path).model
-    steps = SIZES[path.stem][3]
+    steps = SIZES[path.stem.removesuffix("-adamw")][3]
     assert config.schedule.warmup_steps <= 0.1 * steps
-    end = {"depth12": 0.05, "tiny": 0.05}.get(path.stem, 0.1)
+    end = 0.05 if config.optimizer.name == "muon" else 0.1
     assert lr_fraction(steps, steps, config.schedule) == pytest.approx(end)
 
 
@@ -87,10 +89,22 @@ def test_every_number_has_a_comment(path):
     assert bare == []
 
 
+@pytest.mark.parametrize("path", FOLDER.glob("published/*.yaml"), ids=lambda path: path.stem)
+def test_the_recipe_keeps_the_published_shape(path):
+    """The norms of queries and keys are all that the recipe adds to the published model; data and length are equal."""
+    files = path, FOLDER / f"{path.stem.removesuffix('-adamw')}.yaml"
+    published, ours = (parse_instance(file).model for file in files)
+    assert (published.optimizer.name, ours.optimizer.name) == ("adamw", "muon")
+    as_published = {"qk_norm": False, "zero_init_residual": False, "dropout": published.decoder.dropout}
+    assert replace(ours.decoder, **as_published) == published.decoder
+    first, second = map(parse, files)
+    assert first.data == second.data and first.trainer == second.trainer
+
+
 def test_wide_heads_change_nothing_but_the_heads():
-    """The two 350M presets cost the same parameters and operations, so their speeds compare heads alone."""
-    narrow, wide = (parse_instance(CONFIGS[0].parent / f"pretrain-350m{suffix}.yaml").model.decoder
+    """The two 350M presets cost the same matrices and operations, so their speeds compare heads alone."""
+    narrow, wide = (parse_instance(FOLDER / f"pretrain-350m{suffix}.yaml").model.decoder
                     for suffix in ("", "-wide-heads"))
     assert (narrow.head_dim, wide.head_dim) == (64, 128)
-    assert parameters(narrow) == parameters(wide)
-    assert flops_per_token(narrow, 1_024) == flops_per_token(wide, 1_024)
+    assert all(parameters(narrow)[part] == parameters(wide)[part] for part in ("embedding", "attention", "mlp"))
+    assert flops_per_token(narrow, 1_024) == pytest.approx(flops_per_token(wide, 1_024), rel=1e-4)
