@@ -7,7 +7,8 @@
 Every contender trains on the same samples in the same order, with the same tokenizer, batch, validation windows and
 number of threads. Ours are `lm fit` with the config and the options of a `--variant`; nanochat's are the model and
 optimizer of a checkout, by the rules of its `scripts/base_train.py`. All learning rates of a contender are multiplied
-by each of its scales and the decay is divided by it, with the first seed; the best scale is trained with every seed.
+by each of its scales and the decay is divided by it, with the first seed, and by more where the first or last is best;
+the best scale is trained with every seed.
 
 `--corpora` are `config`, its own text, and `docstrings`, those of Python, torch, NumPy and Matplotlib, on which nothing
 was tuned. Seconds do not include validations or compiling. The sweep may train `--jobs` models at once; the other seeds
@@ -99,8 +100,11 @@ class Bench:
         """All scales with the first seed, and the best of them with the others."""
         data, scales = self.prepare(corpus), self.nanochat_scales if name == "nanochat" else self.scales
         with ThreadPoolExecutor(self.options.jobs) as pool:
-            first = list(pool.map(lambda scale: self.train(name, data, scale, self.seeds[0]), scales))
-        best = min(first, key=lambda run: run["bpb"])
+            first = list(pool.map(lambda scale: self.train(name, data, scale, self.seeds[0]), sorted(scales)))
+        while len(scales) > 1 and (best := lowest(first)) in (first[0], first[-1]):  # the best may lie outside
+            place, inner = (0, first[1]) if best is first[0] else (len(first), first[-2])
+            first.insert(place, self.train(name, data, best["scale"] ** 2 / inner["scale"], self.seeds[0]))
+        best = lowest(first)
         rest = [self.train(name, data, best["scale"], seed) for seed in self.seeds[1:]]
         seeds = [best["bpb"], *(run["bpb"] for run in rest)]
         alone = [run["seconds"] for run in (rest if self.options.jobs > 1 else [best, *rest])]
@@ -171,6 +175,11 @@ class Bench:
                       made.tokenizer, "--vocab_size", str(made.vocab_size), "--val_fraction",
                       str(made.val_fraction))  # fmt: skip
         return folder
+
+
+def lowest(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the lowest loss; one that diverged has none."""
+    return min(runs, key=lambda run: run["bpb"] if math.isfinite(run["bpb"]) else math.inf)
 
 
 def docstrings() -> Iterator[str]:

@@ -14,7 +14,8 @@ def test_the_best_scale_is_trained_with_every_seed(tmp_path, monkeypatch, capsys
     learning.main(["--config", "small.yaml", "--corpora", "config", "--scales", "0.01,1", "--seeds", "1,2",
                    "--compile", "none", "--folder", "bench"])  # fmt: skip
     (result,) = json.loads(capsys.readouterr().out)["results"]
-    assert result["scale"] == 1 and [(run["scale"], run["seed"]) for run in result["runs"]] == [(0.01, 1), (1, 1), (1, 2)]
+    swept = [(0.01, 1), (1, 1), (100, 1)]  # 1 was the best and the last
+    assert result["scale"] == 1 and [(run["scale"], run["seed"]) for run in result["runs"]] == [*swept, (1, 2)]
     assert result["bpb"] < result["scales"]["0.01"]
     for run in result["runs"]:
         ((step, tokens, seconds, bpb),) = run["curve"]
