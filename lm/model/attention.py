@@ -33,7 +33,7 @@ class Documents(NamedTuple):
 
 
 class Past(NamedTuple):
-    """A layer's cached keys and values, and the slots of the new tokens in them (see `model/cache`)."""
+    """A layer's cached keys and values, and the slots of the new tokens in them (`inference/generation.Cache`)."""
 
     keys: Tensor  # (B, slots, KV, D)
     values: Tensor  # alike

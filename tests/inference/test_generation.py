@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from lm.errors import RequestError, RunError
 from lm.inference import generation
-from lm.inference.generation import Completion, Sampling, generate, stream
+from lm.inference.generation import Cache, Completion, Sampling, generate, stream
 from lm.kernels.operations import FUSED
-from lm.model.cache import Cache
 from lm.model.compile import compile_decoder
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
