@@ -24,9 +24,8 @@ from safetensors import SafetensorError, safe_open
 from lm.errors import LmError, RequestError
 from lm.model.estimates import describe_mfu
 from lm.runs import registry
-from lm.runs.acceptance import Expectation, acceptance, expectations
 from lm.runs.evaluations import describe_evaluation, merge_evaluations
-from lm.runs.history import read_samples, time_spent
+from lm.runs.history import Expectation, acceptance, expectations, read_samples, time_spent
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.system.files import finite_or_none

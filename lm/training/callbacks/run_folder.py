@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,12 +22,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
-from lm.runs.acceptance import acceptance, expectations, refuse_wrong_ranges
-from lm.runs.events import PATIENCE, announce, refuse_missing_program
+from lm.runs.history import acceptance, expectations, refuse_wrong_ranges
 from lm.runs.mirror import Mirror, Uploads
 from lm.runs.registry import record_run
 from lm.runs.run import Run
-from lm.system.files import write_atomically
+from lm.system.files import nonnegative, write_atomically
 from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
 from lm.system.process import host_name, run_facts
 from lm.training.callback import Callback
@@ -34,6 +35,8 @@ from lm.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # of a run that ended with this error; of others `failed`
+EXIT_CODES = {status: error.exit_code for error, status in STATUS.items()} | {"failed": RunError.exit_code}
+PATIENCE = 60.0  # seconds that the training waits for the program of `on_event`
 CLAIM_WAIT = 2.0  # seconds that another process may take between making a run folder and describing it
 
 
@@ -55,7 +58,10 @@ class RunOptions:
     expect: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        refuse_missing_program(self.on_event)
+        if self.on_event and shutil.which(self.on_event[0]) is None:
+            raise RequestError(
+                f"on_event: no program {self.on_event[0]!r} on PATH; a script needs its path and `chmod +x`"
+            )
         refuse_wrong_ranges(self.expect)
 
 
@@ -309,6 +315,44 @@ def _log_places(run: Run) -> None:
     log.info("curves: tensorboard --logdir %s", run.path.parent)
     log.info("from another machine: ssh -N -L 6006:localhost:6006 %s@%s, then http://localhost:6006",
              getpass.getuser(), host_name())  # fmt: skip
+
+
+# ---- the program of on_event -----------------------------------------------------------------------------------------
+
+
+def event_facts(run: Run) -> dict[str, Any]:
+    """What the program is told of a run that has ended."""
+    described, state, budget = run.read("run.json"), run.read("state.json"), run.read("budget.json")
+    last = run.link("last")
+    return {
+        "event": described.get("status"), "reason": described.get("reason"),
+        "exit_code": EXIT_CODES.get(described.get("status"), 0),
+        "run": run.name, "path": str(run.path.resolve()), "host": described.get("host"),
+        "resume": [sys.executable, "-m", "lm", "fit", "--config", str(run.config.resolve()), "--ckpt_path", "auto"],
+        "cwd": os.getcwd(), "tags": described.get("tags", []), "note": described.get("note"),
+        "step": state.get("step"), "max_steps": state.get("max_steps"), "tokens": state.get("tokens"),
+        "metrics": state.get("metrics", {}), "checkpoint": str(last.resolve()) if last else None,
+        "spent_usd": nonnegative(budget.get("spent_usd")), "acceptance": described.get("acceptance"),
+    }  # fmt: skip
+
+
+def announce(run: Run, command: list[str], patience: float) -> None:
+    """Start the program with the facts as JSON on its standard input, and wait for it for so many seconds.
+
+    No shell reads the command. What the program prints goes to standard error; whether it succeeds changes nothing.
+    """
+    facts = json.dumps(event_facts(run)).encode() + b"\n"
+    try:
+        # A session of its own: Ctrl-C in the training's terminal does not end it.
+        program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), start_new_session=True)
+        program.communicate(facts, timeout=patience)
+    except subprocess.TimeoutExpired:
+        log.info("on_event: %s takes longer than %g s and continues by itself", command[0], patience)
+    except OSError as error:
+        log.warning("on_event: %s cannot be started: %s", command[0], error.strerror or error)
+    else:
+        if program.returncode:
+            log.warning("on_event: %s ended with exit code %d", command[0], program.returncode)
 
 
 # ---- heartbeat -------------------------------------------------------------------------------------------------------
