@@ -255,6 +255,19 @@ class DataModule(LightningDataModule):
         lanes = lanes_for(train.largest.tokens, self.shuffle_buffer)
         return Order(train.windows(self.seq_len), self.seed, lanes=lanes)
 
+    def read_samples(self, first: int, count: int) -> tuple[np.ndarray, list[tuple[str, int]]]:
+        """Samples of the training stream, `(count, T + 1)`, and of each the file and the window of its block."""
+        train, length = self.shards["train"], self.seq_len
+        blocks, windows = self.order().locate(np.arange(first, first + count))
+        rows = np.empty((count, length + 1), train.column.row_dtype)
+        for block in np.unique(blocks).tolist():
+            tokens = train.read(block)
+            for index in np.flatnonzero(blocks == block).tolist():
+                start = int(windows[index]) * length
+                rows[index] = tokens[start : start + length + 1]
+        places = zip(blocks.tolist(), windows.tolist(), strict=True)
+        return rows, [(train.blocks[block].file_of(window * length), window) for block, window in places]
+
     def train_dataloader(self) -> Stream:
         """This rank's part of one optimizer step after another, without end, from the first sample not trained on."""
         return Stream(

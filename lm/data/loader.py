@@ -251,7 +251,6 @@ def assemble(
     Raises:
         DataError: a block cannot be read; names the file.
     """
-    dtype = shards.column.dtype if shards.column.dtype == np.uint16 else np.dtype(np.int32)
     ahead = min(SAMPLES_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))  # about BLOCKS_AHEAD blocks begin there
     buffer = BlockBuffer(shards, capacity, reading.timeout)
     located = _locate_many(order, requests)
@@ -277,7 +276,7 @@ def assemble(
         look_ahead()
         while waiting:
             request, blocks, windows = waiting.popleft()
-            rows = np.empty((len(blocks) + request.padding, seq_len + 1), dtype=dtype)  # (B, T + 1)
+            rows = np.empty((len(blocks) + request.padding, seq_len + 1), shards.column.row_dtype)  # (B, T + 1)
             rows[len(blocks) :] = 0
             bad, counts = {}, None
             for place, (block, window) in enumerate(zip(blocks, windows)):

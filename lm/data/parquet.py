@@ -104,6 +104,7 @@ class Column:
 
     Attributes:
         dtype: of decoded ids: uint16 where they fit, else uint32.
+        row_dtype: of the rows of batches, for torch: uint16 or int32.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class Column:
     ) -> None:
         self.name, self.vocab_size, self.pad_id, self.eos_id = name, vocab_size, pad_id, eos_id
         self.limit = LARGEST_ID if vocab_size is None else vocab_size
-        self.dtype = np.dtype(np.uint16 if self.limit <= 2**16 else np.uint32)
+        small = self.limit <= 2**16
+        self.dtype, self.row_dtype = np.dtype("u2" if small else "u4"), np.dtype("u2" if small else "i4")
 
     def check_type(self, schema: pa.Schema, file: str) -> None:
         """Refuse a file without this column, or where it or one beside it does not hold lists of integers.

@@ -17,13 +17,7 @@ def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
     Returns:
         Their ids, the rarest first.
     """
-    counts, left = np.zeros(vocab_size, dtype=np.int64), COUNTED
-    for index in range(len(shards.blocks)):
-        tokens = shards.read(index)[:left]
-        counts += np.bincount(tokens, minlength=vocab_size)
-        left -= len(tokens)
-        if not left:
-            break
+    counts = sum(np.bincount(tokens, minlength=vocab_size) for tokens in shards.pieces(COUNTED))
     rarest = np.argsort(counts, kind="stable")
     rarest = rarest[counts[rarest] > 0]
     within = np.cumsum(counts[rarest]) <= RARE_FRACTION * counts.sum()

@@ -479,6 +479,14 @@ class Shards:
         """Read the ids of one block of `blocks`; `read_tokens` says more."""
         return self.read_tokens(index).ids
 
+    def pieces(self, stop: int | None = None) -> Iterator[np.ndarray]:
+        """The first `stop` tokens of all shards laid end to end, or all of them, in pieces (n,)."""
+        left = self.tokens if stop is None else stop
+        for index, block in enumerate(self.blocks):
+            if left > 0:
+                yield self.read(index)[:left]
+            left -= block.tokens
+
     def read_tokens(self, index: int) -> Tokens:
         """Read one block of `blocks`.
 

@@ -1,6 +1,6 @@
 """A run's data: its documents and tokens, the vocabulary in use, the samples of a step, and how far texts are apart."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,21 +40,10 @@ class Documents(NamedTuple):
         return float(self.bytes.sum() / total) if total else float("nan")
 
 
-def read_tokens(shards: Shards, stop: int | None = None) -> Iterator[np.ndarray]:
-    """The first `stop` tokens of all shards laid end to end, or all of them, in pieces (n,)."""
-    left = shards.tokens if stop is None else stop
-    for index, block in enumerate(shards.blocks):
-        if left > 0:
-            yield shards.read(index)[:left]
-        left -= block.tokens
-
-
 def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np.ndarray:
     """How often each token occurs among the first `stop` tokens: (V,) int64."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for tokens in read_tokens(shards, stop):
-        counts += np.bincount(tokens, minlength=vocab_size)
-    return counts
+    pieces = (np.bincount(tokens, minlength=vocab_size) for tokens in shards.pieces(stop))
+    return sum(pieces, np.zeros(vocab_size, dtype=np.int64))
 
 
 def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = None) -> Documents:
@@ -68,7 +57,7 @@ def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = N
     sizes = shards.token_bytes(tokenizer)
     found_tokens, found_bytes = [], []
     open_tokens = open_bytes = 0  # of the document that continues from the piece before
-    for tokens in read_tokens(shards, stop):
+    for tokens in shards.pieces(stop):
         ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
         upto = np.concatenate([[0], np.cumsum(sizes[tokens])])  # bytes before each token
         edges = np.concatenate([[0], ends])
@@ -241,21 +230,8 @@ def read_step(run: Run, data: DataModule, step: int | None = None, limit: int | 
         rare = rare_tokens(data.shards["train"], data.tokenizer.vocab_size)
         rows = rare_rows(rare, data.seed, step, count, data.seq_len + 1)[:shown].tolist()
         return [Sample(first + index, None, None, row) for index, row in enumerate(rows)]
-    return _read_samples(data, np.arange(first, first + shown))
-
-
-def _read_samples(data: DataModule, samples: np.ndarray) -> list[Sample]:
-    train, length = data.shards["train"], data.seq_len
-    blocks, windows = data.order().locate(samples)
-    found: dict[int, Sample] = {}
-    for block in np.unique(blocks).tolist():
-        tokens = train.read(block)
-        for index in np.flatnonzero(blocks == block).tolist():
-            window = int(windows[index])
-            ids = tokens[window * length : (window + 1) * length + 1].tolist()
-            file = train.blocks[block].file_of(window * length)
-            found[index] = Sample(int(samples[index]), file, window, ids)
-    return [found[index] for index in sorted(found)]
+    rows, places = data.read_samples(first, shown)
+    return [Sample(first + i, *place, ids) for i, (place, ids) in enumerate(zip(places, rows.tolist(), strict=True))]
 
 
 def is_injected(run: Run, step: int) -> bool:

@@ -173,22 +173,10 @@ def injected_rows(trainer: Trainer, step: int) -> np.ndarray | None:
 
 def _read(trainer: Trainer, taken: StepRef) -> tuple[np.ndarray, list[Place]]:
     """The samples of a step, `(G, T + 1)`, and where they are from."""
-    data, size = trainer.datamodule, trainer.steps.global_batch
     put = injected_rows(trainer, taken.step.step)
     if put is not None:
-        return put, [(None, None)] * size
-    train, length = data.shards["train"], data.seq_len
-    blocks, windows = data.order().locate(np.arange(taken.sample, taken.sample + size))
-    rows = np.empty((size, length + 1), dtype=np.uint16 if train.column.dtype == np.uint16 else np.int32)
-    for block in np.unique(blocks).tolist():
-        tokens = train.read(block)
-        for index in np.flatnonzero(blocks == block).tolist():
-            start = int(windows[index]) * length
-            rows[index] = tokens[start : start + length + 1]
-    return rows, [
-        (train.blocks[block].file_of(window * length), window)
-        for block, window in zip(blocks.tolist(), windows.tolist(), strict=True)
-    ]
+        return put, [(None, None)] * len(put)
+    return trainer.datamodule.read_samples(taken.sample, trainer.steps.global_batch)
 
 
 def _name(taken: StepRef, micro: int, rank: int, world: int) -> str:

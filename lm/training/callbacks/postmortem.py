@@ -299,8 +299,7 @@ class SpikeInjection(Callback):
             data = trainer.datamodule
             train = data.shards["train"]
             if self._rare is None:
-                dtype = np.uint16 if train.column.dtype == np.uint16 else np.int32  # as batches have it
-                self._rare = rare_tokens(train, data.tokenizer.vocab_size).astype(dtype)
+                self._rare = rare_tokens(train, data.tokenizer.vocab_size).astype(train.column.row_dtype)
             self._rows = rare_rows(self._rare, data.seed, step, trainer.steps.global_batch, data.seq_len + 1)
             self._step = step
         return self._rows
