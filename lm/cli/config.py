@@ -338,15 +338,11 @@ class TrainingCLI(LightningCLI):
             record_run(run)
 
     def after_validate(self) -> None:
-        self._print_metrics()
-
-    def after_test(self) -> None:
-        self._print_metrics()
-
-    def _print_metrics(self) -> None:
         if self.trainer.is_global_zero:
             for name, value in self.trainer.callback_metrics.items():
                 print(f"{name} {value.item():.4f}")
+
+    after_test = after_validate
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         self.datamodule.seed = self.config[subcommand].seed_everything

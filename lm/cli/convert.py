@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 
 from lm.errors import RequestError
 from lm.inference.export import Card, check_reload, model_card
-from lm.inference.pretrained import Pretrained, load_pretrained
+from lm.inference.pretrained import Pretrained, load_pretrained, read_object
 from lm.model.config import DecoderConfig
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
 from lm.runs.run import ROOT
-from lm.system.files import new_folder, parse_json
+from lm.system.files import new_folder
 from lm.system.remote import is_remote
 from lm.training.checkpoint_state import model_files
 from lm.training.step_stats import StepStats
@@ -114,7 +114,9 @@ def describing_files(model: Pretrained, dtype: str) -> dict[str, str]:
     """What `model_files` gives, with what its own folder says more: BOS, all ends of a text, defaults of sampling."""
     files = model_files(model.config, model.tokenizer, dtype)
     config, generation = (json.loads(files[name]) for name in DESCRIBING)
-    theirs, defaults = (_document(model.path / name) for name in DESCRIBING)
+    there = [model.path / name for name in DESCRIBING]
+    documents = [read_object(file) if file.exists() else {} for file in there]
+    theirs, defaults = ({key: value for key, value in one.items() if value is not None} for one in documents)
     ids = {name: theirs[name] for name in theirs.keys() & {"bos_token_id", "eos_token_id", "pad_token_id"}}
     config |= ids
     generation |= ids | defaults
@@ -126,17 +128,6 @@ def describing_files(model: Pretrained, dtype: str) -> dict[str, str]:
         name: json.dumps(about, indent=2) + "\n"
         for name, about in zip(DESCRIBING, (config, generation), strict=True)
     }
-
-
-def _document(file: Path) -> dict[str, object]:
-    """A JSON object without its nulls; empty where there is no such file."""
-    try:
-        document = parse_json(file.read_bytes()) if file.exists() else {}
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{file} cannot be read ({error}); is it damaged?") from error
-    if not isinstance(document, dict):
-        raise RequestError(f"{file} is damaged: it is not a JSON object")
-    return {name: value for name, value in document.items() if value is not None}
 
 
 # ---- import ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -172,18 +173,23 @@ def read_config(folder: Path) -> DecoderConfig:
         RequestError: there is no such file, or it describes another architecture.
     """
     file = folder / "config.json"
+    if not file.exists():
+        raise RequestError(f"{folder} is no model: it has no config.json")
+    try:
+        return config_from_json(read_object(file))
+    except (TypeError, AttributeError, ValueError) as error:
+        raise RequestError(f"{file}: a value is of another kind than it should be ({error})") from error
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A file with a JSON object; RequestError where it is damaged."""
     try:
         document = parse_json(file.read_bytes())
-    except FileNotFoundError as error:
-        raise RequestError(f"{folder} is no model: it has no config.json") from error
     except (OSError, ValueError) as error:
         raise RequestError(f"{file} cannot be read ({error}); is it damaged?") from error
     if not isinstance(document, dict):
         raise RequestError(f"{file} is damaged: it is not a JSON object")
-    try:
-        return config_from_json(document)
-    except (TypeError, AttributeError, ValueError) as error:
-        raise RequestError(f"{file}: a value is of another kind than it should be ({error})") from error
+    return document
 
 
 def _device(name: str | torch.device) -> torch.device:

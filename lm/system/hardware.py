@@ -168,17 +168,29 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
     return memory()["total_bytes"] if device.type == "cpu" else None
 
 
+def process_bytes() -> int | None:
+    """Resident memory of this process; None where the system does not say."""
+    pages = _read("/proc/self/statm").split()[1:2]
+    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else None
+
+
 def driver_version() -> str | None:
     """The version of NVIDIA's driver; None where there is none."""
+    nvml = _start_nvml()
+    return nvml and nvml.nvmlSystemGetDriverVersion()
+
+
+def _start_nvml(nvml: Any = None) -> Any:
+    """The module `pynvml`, or what is given in its place, started; None where there is no package or no driver."""
     try:
-        nvml = import_module("pynvml")
+        nvml = nvml or import_module("pynvml")
     except ImportError:
         return None
     try:
         nvml.nvmlInit()
-        return nvml.nvmlSystemGetDriverVersion()
     except nvml.NVMLError:
         return None
+    return nvml
 
 
 def cpu_half_precision(cpuinfo: str | None = None) -> str | None:
@@ -360,28 +372,17 @@ class Telemetry:
         if self._handles is None:
             self._handles = self._open()
         gpus = [self._gpu(handle) for handle in self._handles]
-        return {"cpu": self._cpu(), "memory": memory(), "process": self._process(), "gpus": gpus}
+        return {"cpu": self._cpu(), "memory": memory(), "process": {"memory_bytes": process_bytes()}, "gpus": gpus}
 
     def _cpu(self) -> dict[str, Any]:
         before, self._ticks = self._ticks, _ticks()
         busy, total = (now - then for now, then in zip(self._ticks, before, strict=True))
         return {"load_percent": 100 * busy / total if total > 0 else None, "cores": os.cpu_count()}
 
-    def _process(self) -> dict[str, Any]:
-        resident = _read("/proc/self/statm").split()[1:2]  # pages
-        return {"memory_bytes": int(resident[0]) * os.sysconf("SC_PAGE_SIZE") if resident else None}
-
     def _open(self) -> list[Any]:
         """Start NVML and find the GPUs; none where the package or the driver is not there."""
-        if not self._wanted:
-            return []
-        try:
-            self._nvml = self._nvml or import_module("pynvml")
-        except ImportError:
-            return []
-        try:
-            self._nvml.nvmlInit()
-        except self._nvml.NVMLError:
+        self._nvml = _start_nvml(self._nvml) if self._wanted else None
+        if self._nvml is None:
             return []
         found = [self._ask("nvmlDeviceGetHandleByUUID", uuid) for uuid in self._wanted]
         return [handle for handle in found if handle is not None]

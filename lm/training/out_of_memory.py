@@ -7,7 +7,6 @@ is the memory that other processes use on the GPU.
 import re
 import traceback
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from lm.errors import RunError
 from lm.model.config import DecoderConfig
 from lm.model.estimates import OptimizerState, Step, checkpoint_bytes, largest_micro_batch, training_memory
+from lm.system.hardware import process_bytes
 from lm.system.units import format_bytes
 from lm.training.distributed import FullyShardedStrategy
 
@@ -37,15 +37,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in MESSAGES)
-
-
-def process_bytes() -> int | None:
-    """Memory of this process; None where the system does not tell."""
-    try:
-        found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
 
 
 def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) -> RunError:

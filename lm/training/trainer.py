@@ -22,7 +22,7 @@ from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError
 from lm.runs.checkpoint import Progress, read_progress
 from lm.runs.mirror import Mirror, Uploads, refuse_remote_root
 from lm.runs.run import Run
-from lm.system.hardware import device_name, keep_freed_memory, peak_flops
+from lm.system.hardware import device_name, keep_freed_memory, peak_flops, process_bytes
 from lm.system.stop_signals import STOP
 from lm.system.units import Count, plural
 from lm.training.callback import refuse_callbacks
@@ -36,7 +36,7 @@ from lm.training.distributed import (
     srun_world,
     torchrun_world,
 )
-from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error, process_bytes
+from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
 from lm.training.precision import (
     Float8Precision,
     Precision,

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lm.errors import RequestError
-from lm.model.attention import kernel_for
 from lm.system.units import Count, format_count
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
@@ -194,7 +193,7 @@ class ThroughputFloor(Callback):
         return diagnose(Facts(
             rate=rate, floor=self.config.floor, lines=self._below, data_wait=metrics.get("perf/data_wait"),
             compilations=graphs - self._graphs, reason=reason, on_gpu=module.device.type == "cuda",
-            attention=module.attention_kernels, masked=_masks_attention(module),
+            attention=module.attention_kernels, masked="masked" in module.attention_kernels,
             full_precision=trainer.precision == "32-true", kernels=module.kernels_taken,
             plain=module.decoder.fused is None, limits=_clock_limits(trainer),
         ))  # fmt: skip
@@ -208,18 +207,6 @@ def compiled_graphs() -> tuple[int, str]:
     reasons = [str(reason) for failures in dynamo.guard_failures.values() for reason in failures[-1:]]
     newest = (reasons or [""])[-1].partition("\n")[0]
     return dynamo.counters["stats"]["unique_graphs"], newest.partition(": ")[2] or newest  # without graphs' numbers
-
-
-def _masks_attention(module: LightningModule) -> bool:
-    """Whether attention of some layer takes a dense mask in place of flash."""
-    if module.device.type != "cuda":
-        return False
-    config, capability = module.config, torch.cuda.get_device_capability(module.device)
-    dtype = torch.float32 if module.trainer.precision == "32-true" else torch.bfloat16
-    return any(
-        kernel_for("cuda", capability, dtype, window, module.document_mask, config.head_dim, config.dropout) == "masked"
-        for window in config.windows
-    )
 
 
 def _clock_limits(trainer: Trainer) -> list[str]:
