@@ -38,6 +38,13 @@ class Interrupted(LmError):
     exit_code = 75
 
 
+def require_at_least(least: int, prefix: str, **values: float | None) -> None:
+    """Raise RequestError for a value below the least; None is no value. Names in the message begin with the prefix."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise RequestError(f"{prefix}{name} {value} must be at least {least}")
+
+
 def first_line(error: BaseException) -> str:
     """An exception as part of a one-line message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

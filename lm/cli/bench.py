@@ -32,7 +32,7 @@ from lm.cli.runs import folder_bytes
 from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
-from lm.errors import Interrupted, RequestError, RunError
+from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.kernels.operations import choose_kernels
 from lm.model.estimates import describe_mfu, flops_per_token, parameters, training_memory
 from lm.system.files import refuse_url, write_atomically
@@ -94,10 +94,8 @@ def step(arguments: list[str]) -> None:
         RunError: a signal came before the end.
     """
     config = config_parser("lm bench step", BenchOptions).read(arguments)
-    if config.steps < 1:
-        raise RequestError(f"--steps {config.steps} must be at least 1")
-    if config.checkpoints < 0:
-        raise RequestError(f"--checkpoints {config.checkpoints} must be at least 0")
+    require_at_least(1, "--", steps=config.steps)
+    require_at_least(0, "--", checkpoints=config.checkpoints)
     refuse_url("--output", config.output or "")
     stretch = min(config.steps, config.trainer.log_interval)
     timer = StepTimer(warmup=WARMUP, stretch=stretch, rounds=config.steps // stretch, checkpoints=config.checkpoints)

@@ -13,7 +13,7 @@ from lm.data.prepare import MANIFEST, PrepareOptions, warn_of_small_validation
 from lm.data.prepare import prepare as make
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError, first_line
+from lm.errors import RequestError, first_line, require_at_least
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT
 from lm.system.files import DAMAGE, parse_json
@@ -46,8 +46,7 @@ def inspect(path: str, column: str = "input_ids", seq_len: int = 1024, json: boo
         seq_len: Context for which samples, and tokens that are in none, are counted.
         json: Print one JSON object.
     """
-    if seq_len < 1:
-        raise RequestError(f"--seq_len {seq_len} must be at least 1")
+    require_at_least(1, "--", seq_len=seq_len)
     try:
         found = describe_folder(path, column, seq_len)
     except RequestError as error:

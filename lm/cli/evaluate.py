@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.evaluation import benchmark
 from lm.evaluation.bits_per_byte import CorpusResult, shards_bits_per_byte, texts_bits_per_byte
 from lm.evaluation.scoring import Begin
@@ -79,10 +79,8 @@ def evaluate(
     """
     if not (tasks or texts or shards):
         raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
-    for name, value, least in (("max_items", max_items, 1), ("num_fewshot", num_fewshot, 0),
-                               ("batch_tokens", batch_tokens, 1), ("stride", stride, 1)):  # fmt: skip
-        if value is not None and value < least:
-            raise RequestError(f"--{name} {value} must be at least {least}")
+    require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)
+    require_at_least(0, "--", num_fewshot=num_fewshot)
     refuse_url("--output", output or "")
     if output is not None and output.is_dir():
         raise RequestError(f"--output {output} is a folder; give a file")

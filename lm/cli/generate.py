@@ -20,7 +20,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from lm.data.tokenizer import Begin
-from lm.errors import LmError, RequestError
+from lm.errors import LmError, RequestError, require_at_least
 from lm.inference.completion import NewText, Written, encode_prompt, gather_texts, stream_text
 from lm.inference.generation import Reason, Sampling, Step, check_step
 from lm.inference.pretrained import Pretrained, load_pretrained
@@ -73,8 +73,7 @@ class Settings:
     begin: Begin = "nothing"
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens {self.max_new_tokens} must be at least 1")
+        require_at_least(1, "", max_new_tokens=self.max_new_tokens)
         if self.seed is not None and not 0 <= self.seed <= LARGEST_SEED:
             raise RequestError(f"seed {self.seed} must lie in 0 to {LARGEST_SEED}")
         self.sampling()
@@ -119,8 +118,7 @@ def generate(
         root: Folder of the runs.
     """
     chosen = Settings(**settings)
-    if num_samples < 1:
-        raise RequestError(f"--num_samples {num_samples} must be at least 1")
+    require_at_least(1, "--", num_samples=num_samples)
     prompts = read_prompts(prompt, prompt_file)
     if prompts is None and json:
         raise RequestError("--json needs a prompt: give --prompt or --prompt_file, or pipe a text in")

@@ -21,7 +21,7 @@ from lm.cli.rehearse import rehearse, show_rehearsal
 from lm.data.datamodule import DataModule
 from lm.data.prepare import LEARNED
 from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError, first_line
+from lm.errors import LmError, RequestError, first_line, require_at_least
 from lm.model.config import DecoderConfig
 from lm.model.estimates import (
     ASSUMED_MFU,
@@ -46,7 +46,7 @@ from lm.training.distributed import EXIT_WAIT, DistributedConfig
 from lm.training.optim import OptimizerConfig
 from lm.training.precision import multiplication_precision, precision_for_cpu, refuse_matmul_precision
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
-from lm.training.trainer import Trainer, refuse_accelerator
+from lm.training.trainer import Trainer, device_count, refuse_accelerator
 
 log = logging.getLogger(__name__)
 
@@ -573,9 +573,8 @@ def refuse_what_a_fit_would(config: Namespace) -> None:
     Raises:
         RequestError: names the value.
     """
-    for name in ("num_nodes", "val_interval", "checkpoint_interval", "log_interval", "keep_checkpoints", "keep_every"):
-        if config.trainer[name] is not None and config.trainer[name] < 1:
-            raise RequestError(f"trainer.{name} {config.trainer[name]} must be at least 1")
+    counts = ("num_nodes", "val_interval", "checkpoint_interval", "log_interval", "keep_checkpoints", "keep_every")
+    require_at_least(1, "trainer.", **{name: config.trainer[name] for name in counts})
     refuse_remote_root(config.trainer.default_root_dir)
     if config.trainer.mirror:
         Mirror(config.trainer.mirror)
@@ -589,14 +588,9 @@ def ranks(devices: int | str | list[int], here: int) -> int:
     Raises:
         RequestError: it names none.
     """
-    if isinstance(devices, str) and "," in devices:
-        devices = [int(index) for index in devices.split(",") if index.strip().isdigit()]
-    if isinstance(devices, list):
-        count = len(devices)
-    elif str(devices) in ("auto", "-1"):
-        count = here
-    else:
-        count = int(devices) if str(devices).isdigit() else 0
+    count = device_count(devices)
+    if count is None:
+        count = here if str(devices) in ("auto", "-1") else 0
     if count < 1:
         raise RequestError(f"trainer.devices {devices} names no device: give how many, or which, or auto")
     return count

@@ -25,7 +25,7 @@ from torch.autograd.profiler import record_function
 
 from lm.cli.bench import WARMUP, describe_training, fit_briefly, print_heading, synchronize
 from lm.cli.config import config_parser
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.system.files import refuse_url
 from lm.system.process import rank
 from lm.system.units import Count, format_count
@@ -81,8 +81,7 @@ def profile(arguments: list[str]) -> None:
         RunError: a signal came before the end.
     """
     config = config_parser("lm profile", ProfileOptions).read(arguments)
-    if config.steps < 1:
-        raise RequestError(f"--steps {config.steps} must be at least 1")
+    require_at_least(1, "--", steps=config.steps)
     refuse_url("--trace", config.trace or "")
     found, operators = measure_parts(config)
     if rank():  # rank zero reports, under torchrun

@@ -12,7 +12,7 @@ from lm.data.loader import Windows
 from lm.data.shards import Shards
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.evaluation.benchmark import BATCH_TOKENS
 from lm.evaluation.scoring import Row, score
 from lm.evaluation.statistics import perplexity, ratio_error
@@ -74,8 +74,7 @@ def texts_bits_per_byte(
     stride = seq_len if stride is None else stride
     if not 1 <= stride <= seq_len:
         raise RequestError(f"stride {stride} must be between 1 and the {seq_len} tokens of a window")
-    if max_documents is not None and max_documents < 1:
-        raise RequestError(f"max_documents {max_documents} must be at least 1")
+    require_at_least(1, "", max_documents=max_documents)
     sizes: list[int] = []  # bytes of each document, from its text
 
     def rows() -> Iterator[tuple[int, Row]]:
@@ -121,8 +120,7 @@ def shards_bits_per_byte(
         RunError: a shard is damaged, or a log-probability is not finite.
     """
     seq_len = _seq_len(decoder, seq_len)
-    if max_windows is not None and max_windows < 1:
-        raise RequestError(f"max_windows {max_windows} must be at least 1")
+    require_at_least(1, "", max_windows=max_windows)
     shards = Shards.open(source, column, tokenizer.vocab_size, tokenizer.sha256)
     shards.require_windows(seq_len)
     shards.require_targets(seq_len, max_windows)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lm.data.tokenizer import Begin, Tokenizer
-from lm.errors import RequestError, RunError
+from lm.errors import RunError, require_at_least
 from lm.evaluation.tasks import Item, Task
 from lm.model.decoder import Decoder, document_ids_from, evaluating
 
@@ -66,8 +66,7 @@ def score(
         RequestError: `batch_tokens` is below 1.
         RunError: a log-probability is not finite.
     """
-    if batch_tokens < 1:
-        raise RequestError(f"batch_tokens {batch_tokens} must be at least 1")
+    require_at_least(1, "", batch_tokens=batch_tokens)
     scores: dict[int, Score] = {}
     # Blocks that are compiled for training's shapes run uncompiled here.
     with evaluating(decoder), torch.no_grad(), torch.compiler.set_stance("force_eager"):

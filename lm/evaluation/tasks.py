@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.system.files import parse_json, parse_yaml
 
 EMBEDDED = "embedded:"
@@ -66,8 +66,7 @@ def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Tas
     Raises:
         RequestError: a file is missing or not what it should be; names it and the task or line.
     """
-    if num_fewshot is not None and num_fewshot < 0:
-        raise RequestError(f"num_fewshot {num_fewshot} must be at least 0")
+    require_at_least(0, "", num_fewshot=num_fewshot)
     known: dict[str, Task] = {}
     for task in (task for path in paths for task in _read(path, num_fewshot)):
         if task.label in known:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lm.errors import RequestError, RunError
+from lm.errors import RequestError, RunError, require_at_least
 from lm.model.attention import AttentionMask, Past
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Continuation, Decoder, Rotary, evaluating, rotary_table
@@ -338,8 +338,7 @@ def stream(
             or fills the context; or `step` is impossible on this device.
         RunError: logits are not finite.
     """
-    if max_new_tokens < 1:
-        raise RequestError(f"max_new_tokens {max_new_tokens} must be at least 1")
+    require_at_least(1, "", max_new_tokens=max_new_tokens)
     if not 0 <= alternatives <= decoder.config.vocab_size:
         raise RequestError(f"alternatives {alternatives} must lie in 0 to {decoder.config.vocab_size}, the vocabulary")
     check_step(step, decoder.embed_tokens.weight.device)

@@ -18,7 +18,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
 
-from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError
+from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError, require_at_least
 from lm.runs.checkpoint import Progress, read_progress
 from lm.runs.mirror import Mirror, Uploads, refuse_remote_root
 from lm.runs.run import Run
@@ -163,14 +163,11 @@ class Trainer(lightning.Trainer):
         mirror: str | None = None,
     ) -> None:
         refuse_remote_root(default_root_dir)
-        at_least_one = {
-            "val_interval": val_interval, "checkpoint_interval": checkpoint_interval, "log_interval": log_interval,
-            "histogram_interval": histogram_interval, "keep_checkpoints": keep_checkpoints, "keep_every": keep_every,
-            "early_stopping.patience": early_stopping.patience, "num_nodes": num_nodes,
-        }  # fmt: skip
-        for name, value in at_least_one.items():
-            if value is not None and value < 1:
-                raise RequestError(f"trainer.{name} {value} must be at least 1")
+        require_at_least(
+            1, "trainer.", val_interval=val_interval, checkpoint_interval=checkpoint_interval,
+            log_interval=log_interval, histogram_interval=histogram_interval, keep_checkpoints=keep_checkpoints,
+            keep_every=keep_every, **{"early_stopping.patience": early_stopping.patience}, num_nodes=num_nodes,
+        )  # fmt: skip
         if not 0 <= stop_within <= YEAR:
             raise RequestError(f"trainer.stop_within {stop_within} is a number of seconds: from 0 to {YEAR:,}")
         if not 0 < rank_timeout <= YEAR:
@@ -391,17 +388,17 @@ def _as_started(
 ) -> tuple[int | str | list[int], int]:
     """`devices` and `num_nodes` of the processes that were started: with torchrun's `--nnodes 1:2` they change."""
     processes, nodes = world
-    given = _device_count(devices)
+    given = device_count(devices)
     if given not in (None, processes) or num_nodes not in (1, nodes):
         log.info("%s started %s x %s: trainer.devices %s and trainer.num_nodes %d do not count", launcher,
                  plural(nodes, "node"), plural(processes, "process"), devices, num_nodes)  # fmt: skip
     return devices if given == processes else processes, nodes
 
 
-def _device_count(devices: int | str | list[int]) -> int | None:
+def device_count(devices: int | str | list[int]) -> int | None:
     """How many devices of a node are named; None: all of them."""
     if isinstance(devices, str) and "," in devices:
-        devices = [index for index in devices.split(",") if index.strip()]
+        devices = [index for index in devices.split(",") if index.strip().isdigit()]
     if isinstance(devices, list):
         return len(devices)
     return int(devices) if str(devices).isdigit() else None
@@ -409,7 +406,7 @@ def _device_count(devices: int | str | list[int]) -> int | None:
 
 def _devices(accelerator: str, devices: int | str | list[int]) -> int:
     """How many devices of a node are asked for."""
-    count = _device_count(devices)
+    count = device_count(devices)
     if count is not None:
         return count
     on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lm.data.loader import Batch
 from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError
+from lm.errors import LmError, RequestError, require_at_least
 from lm.evaluation.benchmark import check_items, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
 from lm.inference.generation import Sampling, generate
@@ -94,10 +94,7 @@ class SamplesConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.interval is not None and self.interval < 1:
-            raise RequestError(f"samples.interval {self.interval} must be at least 1")
-        if self.max_new_tokens < 1:
-            raise RequestError(f"samples.max_new_tokens {self.max_new_tokens} must be at least 1")
+        require_at_least(1, "samples.", interval=self.interval, max_new_tokens=self.max_new_tokens)
         try:
             self.sampling()
         except RequestError as error:
@@ -193,10 +190,9 @@ class EvaluationConfig:
     batch_tokens: Count = Count(16_384)
 
     def __post_init__(self) -> None:
-        least = {"interval": 1, "max_items": 1, "num_fewshot": 0, "batch_tokens": 1}
-        for name, value in {name: getattr(self, name) for name in least}.items():
-            if value is not None and value < least[name]:
-                raise RequestError(f"evaluation.{name} {value} must be at least {least[name]}")
+        require_at_least(1, "evaluation.", interval=self.interval, max_items=self.max_items)
+        require_at_least(0, "evaluation.", num_fewshot=self.num_fewshot)
+        require_at_least(1, "evaluation.", batch_tokens=self.batch_tokens)
 
     def read(self) -> list[Task]:
         """The tasks.

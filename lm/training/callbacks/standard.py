@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback
 
-from lm.errors import RequestError
+from lm.errors import RequestError, require_at_least
 from lm.training.alerts import AlertEvaluator
 from lm.training.callbacks.budget import Budget, BudgetConfig
 from lm.training.callbacks.checkpoints import Checkpoints
@@ -67,10 +67,8 @@ class GuardsConfig:
         for text, (_, message) in zip(self.alerts, map(action_and_message, self.alerts.values())):
             if message and not message.isprintable():
                 raise RequestError(f"guards.alerts `{text}`: its message {message!r} must be one line of text")
-        for name, least in {"max_skipped": 1, "max_rollbacks": 0, "inject_step": 1}.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise RequestError(f"guards.{name} {value} must be at least {least}")
+        require_at_least(1, "guards.", max_skipped=self.max_skipped, inject_step=self.inject_step)
+        require_at_least(0, "guards.", max_rollbacks=self.max_rollbacks)
 
     def harmless(self) -> "GuardsConfig":
         """The same guards without their effects on a run, for a few steps that are only timed."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 
-from lm.errors import RequestError
+from lm.errors import require_at_least
 from lm.system.units import Count, format_count
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
@@ -96,10 +96,7 @@ class ThroughputConfig:
     action: Literal["warn", "checkpoint", "stop"] = "warn"
 
     def __post_init__(self) -> None:
-        if self.floor is not None and self.floor < 1:
-            raise RequestError(f"guards.throughput.floor {self.floor} must be at least 1")
-        if self.patience < 1:
-            raise RequestError(f"guards.throughput.patience {self.patience} must be at least 1")
+        require_at_least(1, "guards.throughput.", floor=self.floor, patience=self.patience)
 
 
 @dataclass
