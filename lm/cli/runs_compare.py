@@ -30,7 +30,6 @@ from lm.system.files import digest, load_checksummed, new_folder, refuse_url
 
 CHART_HEIGHT = 20
 X_LABELS = {"step": "step", "tokens": "tokens", "flops": "operations", "time": "hours"}
-DASHES = ("-", "--", "-.", ":")  # so that curves are told apart without colour
 PLAIN = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), "header_style": "dim"}  # a table without borders
 
 
@@ -113,17 +112,13 @@ def draw_curves(
     path: Path, series: Sequence[Series], x_label: str, y_label: str, title: str = "", scale: str = "linear"
 ) -> None:
     """Write a PNG of curves over one pair of axes; values that are not finite leave a gap."""
-    from lm.inspection.drawing import figure  # matplotlib takes half a second
+    from lm.inspection.drawing import figure, label_axes  # matplotlib takes half a second
+    from lm.inspection.run_views import plot_curves
 
     drawn, axes = figure()
-    for index, one in enumerate(series):
-        marker = "o" if len(one.x) <= 30 else None  # a curve of few points, such as validations, shows them
-        axes.plot(one.x, one.y, DASHES[index % len(DASHES)], label=one.name, linewidth=1.4, marker=marker, markersize=3)
-    axes.set(xlabel=x_label, ylabel=y_label, title=title, yscale=scale)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(series) > 1:
-        axes.legend(frameon=False)
+    plot_curves(axes, series)
+    label_axes(axes, title, x_label, y_label)
+    axes.set_yscale(scale)
     drawn.savefig(path, format="png")
 
 

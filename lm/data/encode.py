@@ -136,7 +136,7 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
             counted = int(sizes[ids].sum())
             part.counts["token_bytes"] += counted
             if isinstance(piece.content, str):
-                part.counts["bytes"] += _utf8_length(piece.content)
+                part.counts["bytes"] += len(piece.content.encode())
             else:
                 part.counts["bytes"] += counted if encoder.tokenizer.byte_level else encoder.tokenizer.text_bytes(ids)
             part.write(ids.tobytes(), len(ids), eos if piece.last else b"")
@@ -174,10 +174,6 @@ def _tools(recipe: Recipe) -> tuple[Encoder, np.ndarray]:
     """The encoder of a recipe, and the bytes of each token; made once in a process."""
     tokenizer = Tokenizer.load(recipe.folder)
     return Encoder(tokenizer), tokenizer.token_bytes()
-
-
-def _utf8_length(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 class _Part:

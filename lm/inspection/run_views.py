@@ -31,7 +31,7 @@ def draw_training(run: Run) -> Figure:
     lines, alerts = run.metrics(), run.alerts()
     made, axes = figure(2, 2, width=10, height=6.5)
     for panel, names in zip(axes.flat, PANELS, strict=True):
-        _draw_curves(panel, [curve(METRICS[name].label, lines, name) for name in names])
+        plot_curves(panel, [curve(METRICS[name].label, lines, name) for name in names])
         for alert in alerts:
             panel.axvline(alert["step"], color=VERMILION, linestyle=":", linewidth=1)
         shown = METRICS[names[0]]
@@ -44,7 +44,7 @@ def draw_comparison(runs: Sequence[Run], metric: str = "train/loss", y: str = "n
     named = list(zip(labels(runs), [run.metrics() for run in runs], strict=True))
     made, axes = figure(1, 3, width=12, height=4, sharey=True)
     for panel, (x, (over, label)) in zip(axes, AXES.items(), strict=True):
-        _draw_curves(panel, [curve(name, lines, metric, x) for name, lines in named])
+        plot_curves(panel, [curve(name, lines, metric, x) for name, lines in named])
         label_axes(panel, f"{metric} over {over}", label, y if panel is axes[0] else "")
         panel.xaxis.set_major_formatter(lambda value, _: format_count(value) if abs(value) >= 1000 else f"{value:g}")
     return made
@@ -55,7 +55,7 @@ def draw_throughput(run: Run) -> Figure:
     lines = run.metrics("perf/tokens_per_second")
     made, (speed, waiting) = figure(2, 1, width=9, height=5.5, sharex=True, height_ratios=[3, 1])
     for panel, name in ((speed, "perf/tokens_per_second"), (waiting, "perf/data_wait")):
-        _draw_curves(panel, [curve(METRICS[name].label, lines, name, "time")])
+        plot_curves(panel, [curve(METRICS[name].label, lines, name, "time")])
         panel.set_ylim(bottom=0)
     speed.yaxis.set_major_formatter(lambda value, _: format_count(value))
     label_axes(speed, "throughput", "", "tokens a second")
@@ -63,7 +63,7 @@ def draw_throughput(run: Run) -> Figure:
     return made
 
 
-def _draw_curves(axes: Any, series: Sequence[Series]) -> None:
+def plot_curves(axes: Any, series: Sequence[Series]) -> None:
     """Curves, named where there are several; one of few points shows them."""
     shown = [one for one in series if len(one.x)]
     for index, one in enumerate(shown):
