@@ -337,13 +337,11 @@ class Budget(Callback):
         with suppress(OSError):  # a full disk; a checkpoint that cannot be written is an error
             write_atomically(path, json.dumps(content) + "\n", durable=False)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
         if self.meter is not None:
             self._write(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self.meter is not None:
-            self._write(trainer)
+    on_exception = on_train_end
 
 
 def _spent_before(run: Run) -> Cost:

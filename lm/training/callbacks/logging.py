@@ -269,17 +269,13 @@ class ProgressBar(Callback):
                 text = format_line(trainer.global_step, trainer.max_steps, newest)
                 self._progress.console.print(text, highlight=False)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
+    def on_train_end(self, *args: Any) -> None:
         if self._progress is not None:
             with suppress(OSError):  # the terminal was closed
                 self._progress.stop()
             self._progress = None
+
+    on_exception = on_train_end
 
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------

@@ -60,11 +60,10 @@ class Interrupt(Callback, Checkpoint):
         if trainer.fitting and (trainer.stop is not None or not trainer.should_stop):  # else it ends here anyway
             self._stop_if_asked(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *args: Any) -> None:
         STOP.disarm()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        STOP.disarm()
+    on_exception = on_train_end
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         asked = self._any_rank_asked()
