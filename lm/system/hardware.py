@@ -177,7 +177,10 @@ def process_bytes() -> int | None:
 def driver_version() -> str | None:
     """The version of NVIDIA's driver; None where there is none."""
     nvml = _start_nvml()
-    return nvml and nvml.nvmlSystemGetDriverVersion()
+    try:
+        return nvml and nvml.nvmlSystemGetDriverVersion()
+    except nvml.NVMLError:
+        return None
 
 
 def _start_nvml(nvml: Any = None) -> Any:
