@@ -396,9 +396,7 @@ def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) 
     sizes, tokens = tokenizer.token_bytes(), sum(piece.stop - piece.start for piece in held_out)
     counted = sum(int(sizes[ids(piece)].sum()) for piece in held_out)
     size = round(whole.bytes * counted / max(1, whole.token_bytes))
-    log.info(
-        "too few documents to hold some out: validation gets %s of %s tokens", f"{tokens:,}", f"{whole.tokens:,}"
-    )
+    log.info("too few documents to hold some out: validation gets %s of %s tokens", f"{tokens:,}", f"{whole.tokens:,}")
     rest = (whole.tokens - tokens, whole.bytes - size, whole.token_bytes - counted)
     return [
         Split("train", len(kept), *rest, _joined(kept)),

@@ -193,7 +193,5 @@ class GrowingText:
 
     def _possible_stop(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""
-        lengths = (
-            length for stop in self.stop for length in range(1, len(stop)) if self.text.endswith(stop[:length])
-        )
+        lengths = (length for stop in self.stop for length in range(1, len(stop)) if self.text.endswith(stop[:length]))
         return max(lengths, default=0)

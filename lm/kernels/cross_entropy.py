@@ -122,9 +122,7 @@ FORWARD = define(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, copy: Tensor | None, *arguments: Any
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor, copy: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
         costs, losses, dx, dweight = FORWARD(x, weight.to(x.dtype) if copy is None else copy, *arguments)
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype = weight.dtype

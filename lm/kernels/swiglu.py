@@ -71,9 +71,7 @@ BACKWARD = define(
 
 class _SwigluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, gate_up: Tensor, weight: Tensor, matrix: Matrix, scaling: Scaling | None
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, matrix: Matrix, scaling: Scaling | None) -> Tensor:
         ctx.weight_dtype, ctx.scaling = weight.dtype, scaling
         ctx.save_for_backward(gate_up, *linear.saved_for_dx(matrix))
         return linear.forward(FORWARD(gate_up), matrix, scaling)

@@ -25,9 +25,7 @@ def keeps_all(kernels: bool, compile: Compile) -> bool:
     return kernels and compile != "none" and torch.__version__ < RECOMPUTED_FROM
 
 
-def checkpoint_activations(
-    decoder: nn.Module, mode: ActivationCheckpointing, compile: Compile = "none"
-) -> None:  # fmt: skip
+def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing, compile: Compile = "none") -> None:
     """Recompute activations in the backward pass instead of keeping them (Chen et al., 2016, arXiv:1604.06174).
 
     Call it after `model/fused.fuse` and before `compile_decoder`. Results are the same to the bit.

@@ -75,9 +75,7 @@ def attention_forward(
     return part.o_proj(out.flatten(2)), stream  # (B, T, C)
 
 
-def mlp_forward(
-    part: MLP, branch: Tensor, stream: Tensor, norm: RMSNorm, ops: FusedOps
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def mlp_forward(part: MLP, branch: Tensor, stream: Tensor, norm: RMSNorm, ops: FusedOps) -> tuple[Tensor, Tensor]:
     """The norm and `MLP.forward`: the new `branch`, and `branch + stream`, `(B, T, C)` each."""
     proj = part.gate_up_proj  # (B, T, C) -> (B, T, 2 I)
     stream, gate_up = ops.norm_linear(branch, stream, norm.weight, norm.eps, proj.weight, proj.scaling, proj.copy)

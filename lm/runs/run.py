@@ -171,9 +171,7 @@ class Run:
         return run if (checkpoint / "trainer.json").exists() and (run.path / "run.json").exists() else None
 
     @classmethod
-    def create(
-        cls, name: str, root: Path | str = ROOT, taken: Callable[[str], bool] = lambda name: False
-    ) -> "Run":
+    def create(cls, name: str, root: Path | str = ROOT, taken: Callable[[str], bool] = lambda name: False) -> "Run":
         """Claim a new folder: `name`, else `name-2`, `name-3` ...; an existing one is never overwritten.
 
         Args:

@@ -334,9 +334,7 @@ def unreadable(name: str, error: Exception) -> RunError:
         return RunError(
             f"{name}: access denied ({first_line(error)}); check its permissions, or the credentials of its store"
         )
-    return RunError(
-        f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back"
-    )
+    return RunError(f"{name}: cannot be read ({first_line(error)}); if it was moved or deleted, put it back")
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------

@@ -115,9 +115,7 @@ class Alerts(Callback):
         for action, message in from_rank_zero(trainer, self._found(line)):
             act(trainer, pl_module, "alert", action, message)
 
-    def on_guard(
-        self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str
-    ) -> None:
+    def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
         if action == "rollback":
             self.evaluator.history.drop_newest()  # values of a bad state are no measure for later ones
 
@@ -294,9 +292,7 @@ class Rollback(Callback):
             self._good = trainer.global_step
         self._asked = False
 
-    def on_guard(
-        self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str
-    ) -> None:
+    def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
         if action != "rollback" or self._asked:
             return
         self._asked = True
