@@ -197,6 +197,7 @@ def show(
         console.print(f"Step {step} was a drill (guards.inject_step): rare tokens replaced its samples.")
     for entry, texts in zip(seen, documents, strict=True):
         where = "injected" if injected else f"{entry.shard}, window {entry.window} of its block"
+        where = where if entry.source is None else f"{entry.source}, {where}"
         console.rule(f"sample {entry.sample}, {where}")
         for index, text in enumerate(texts):
             if index:

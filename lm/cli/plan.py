@@ -19,6 +19,7 @@ from lm.cli import plan_checks as findings
 from lm.cli.plan_checks import Finding
 from lm.cli.rehearse import rehearse, show_rehearsal
 from lm.data.datamodule import DataModule
+from lm.data.mixture import counts_of, phases_of
 from lm.data.prepare import LEARNED
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line, require_at_least
@@ -69,7 +70,8 @@ def is_prepared(data: Namespace) -> bool:
 def find_tokenizer(data: Namespace) -> Tokenizer | None:
     """The tokenizer of a config's data; None where it is still to be made."""
     if is_prepared(data) or data.tokenizer:
-        return Tokenizer.load(data.tokenizer or data.path)
+        first = data.sources[0] if data.sources else data
+        return Tokenizer.load(first.tokenizer or first.path)
     return None if data.prepare.tokenizer in LEARNED else Tokenizer.load(data.prepare.tokenizer)
 
 
@@ -102,12 +104,18 @@ def data_facts(
             "documents_end": bool((shards.read(0) == opened.tokenizer.eos_id).any()) if document_mask else None,
         }
         for split, shards in opened.shards.items()
+    } | {
+        "sources": {
+            name: {"tokens": shards.tokens, "windows": int(shards.windows(opened.seq_len).sum())}
+            for name, shards in opened.by_source["train"].items()
+        } if opened.mixed else {}
     }, opened.tokenizer  # fmt: skip
 
 
 def remote_sources(data: Namespace) -> list[str]:
     """The URLs among the sources of a fit."""
-    given = [[source] if isinstance(source, str) else source or [] for source in (data.train, data.val)]
+    each = [data, *(data.sources or [])]
+    given = [[files] if isinstance(files, str) else files or [] for one in each for files in (one.train, one.val)]
     return [source for group in given for source in group if is_remote(source)]
 
 
@@ -144,6 +152,13 @@ def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[st
         windows = data["train"]["windows"]
         facts["steps_per_epoch"] = windows / steps.global_batch
         facts["epochs"] = steps.max_steps * steps.global_batch / windows
+    if data.get("sources"):
+        samples = counts_of(phases_of(config.data.sources, config.data.phases or [], steps.seq_len),
+                            steps.max_steps * steps.global_batch)  # fmt: skip
+        facts["sources"] = {
+            name: {"samples": count, "share": count / sum(samples), "epochs": count / source["windows"]}
+            for (name, source), count in zip(data["sources"].items(), samples.tolist(), strict=True)
+        }
     return facts
 
 
@@ -644,12 +659,16 @@ def _data_lines(found: dict[str, Any]) -> list[str]:
         f"{plural(data[split]['windows'], 'sample')}, {data[split]['left_over']:,} tokens in none, "
         f"{data[split]['bytes_per_token']:.2f} bytes of text a token"
         for split in ("train", "val") if split in data
+    ] + [
+        f"{name}: {source['share']:.1%} of the samples, {source['epochs']:.2f} epochs of "
+        f"{format_count(data['sources'][name]['tokens'])} tokens"
+        for name, source in found["steps"].get("sources", {}).items()
     ] or ["not there yet"]  # fmt: skip
 
 
 def _steps_lines(found: dict[str, Any]) -> list[str]:
     steps = found["steps"]
-    epochs = f", {steps['epochs']:.2f} epochs" if "epochs" in steps else ""
+    epochs = f", {steps['epochs']:.2f} epochs" if "epochs" in steps and "sources" not in steps else ""
     return [
         f"{steps['micro_batch_size']:,} x {steps['seq_len']:,} tokens x {plural(steps['accumulate'], 'micro-batch')} x "
         f"{plural(steps['world_size'], 'rank')} = {steps['tokens_per_step']:,} tokens a step",

@@ -12,6 +12,7 @@ import torch
 from jsonargparse import Namespace
 
 from lm.cli.scale import batch_tokens, learning_rate
+from lm.data.mixture import SourceConfig
 from lm.data.prepare import describe_small_validation
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
@@ -174,7 +175,9 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     per_epoch, epochs = steps["steps_per_epoch"], steps["epochs"]
     samples = steps["tokens_per_step"] // steps["seq_len"]
     arithmetic = f"{data['train']['windows']:,} samples / {samples:,} a step = {per_epoch:,.1f} steps an epoch"
-    if epochs > MANY_EPOCHS:
+    for source in config.data.sources or ():
+        yield from _of_source(source, data["sources"][source.name]["windows"], steps)
+    if epochs > MANY_EPOCHS and not config.data.sources:
         yield Finding("warning", f"every token is seen {epochs:,.2f} times: {arithmetic}, and the run has "
                       f"{steps['max_steps']:,}; beyond {MANY_EPOCHS} epochs repeated tokens teach little",
                       "give more data, or train for fewer steps")  # fmt: skip
@@ -192,6 +195,22 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
         yield Finding("warning", f"validations take {share:.0%} as long as training: {format_count(validated)} tokens "
                       f"every {config.trainer.val_interval:,} steps of {format_count(steps['tokens_per_step'])}",
                       "lower data.val_tokens, or raise trainer.val_interval")  # fmt: skip
+
+
+def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Iterator[Finding]:
+    """Findings on how often the samples of one source of a mixture are repeated."""
+    taken = steps["sources"][source.name]
+    count, epochs, most = taken["samples"], taken["epochs"], source.max_epochs
+    arithmetic = (f"{count:,} of the {steps['tokens'] // steps['seq_len']:,} samples of the run, {taken['share']:.1%}, "
+                  f"are from its {windows:,}")  # fmt: skip
+    if most is not None and epochs > most:
+        yield Finding("error", f"data.sources {source.name} is repeated {epochs:,.2f} times, more than its max_epochs "
+                      f"{most:g}: {arithmetic}", "give it less weight or more data, train for fewer steps, or raise "
+                      "its max_epochs")  # fmt: skip
+    elif most is None and epochs > MANY_EPOCHS:
+        yield Finding("warning", f"data.sources {source.name} is repeated {epochs:,.2f} times: {arithmetic}; beyond "
+                      f"{MANY_EPOCHS} epochs repeated tokens teach little",
+                      "give it less weight or more data, or its max_epochs if this is meant")  # fmt: skip
 
 
 def of_tasks(evaluation: EvaluationConfig, data: dict[str, Any]) -> Iterator[Finding]:

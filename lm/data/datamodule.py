@@ -6,6 +6,7 @@ The stop after `data/loader` on a batch's way; `training/module` is next. It kno
 import logging
 from collections import deque
 from collections.abc import Iterator
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from threading import TIMEOUT_MAX
@@ -14,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from torch.utils.data import ChainDataset
 
 from lm.data.cache import BlockCache
 from lm.data.loader import TIMEOUT, Batch, OnBadShard, Reading, Stream, Windows
+from lm.data.mixture import Mixture, Phase, PhaseConfig, SourceConfig, check_mixture, phases_of, shares_at
 from lm.data.prepare import PrepareOptions, prepare
 from lm.data.sampler import Order, lanes_for
 from lm.data.shards import Shards, common_file
@@ -73,13 +76,15 @@ class DataModule(LightningDataModule):
         val: Shards to validate on.
         test: Shards for `lm test`; the validation shards, all of them, if not given.
         tokenizer: A `tokenizer.json` or its folder, also by URL; that of `path` if not given.
+        sources: In place of the five above: a mixture of several sources.
+        phases: Other weights of these sources, each from a number of tokens on.
         prepare: What to make `path` from when it is not there yet.
         column: Column of token ids in the shards.
         pad_id: Id that fills rows up, in shards without an `attention_mask`: left out where a row begins or ends in it.
         seq_len: Predicted tokens of a sample; the decoder's `max_position_embeddings` if not given.
         micro_batch_size: Samples that a device runs at once.
         global_batch_tokens: Tokens of an optimizer step over all devices; one micro-batch a device if not given.
-        val_tokens: Tokens of a validation, rounded down to whole samples; all of them if not given.
+        val_tokens: Tokens of a validation, rounded down to whole samples, as many of each source; all if not given.
         shuffle_buffer: Tokens that may be held in memory to shuffle; part of what decides the order.
         timeout: Seconds to wait for data before the run ends because a file system does not answer. Reads of remote
             shards that fail are retried for half of it.
@@ -97,6 +102,8 @@ class DataModule(LightningDataModule):
         val: str | list[str] | None = None,
         test: str | list[str] | None = None,
         tokenizer: str | None = None,
+        sources: list[SourceConfig] | None = None,
+        phases: list[PhaseConfig] | None = None,
         prepare: PrepareOptions | None = None,
         column: str = "input_ids",
         pad_id: int | None = None,
@@ -112,17 +119,27 @@ class DataModule(LightningDataModule):
         texts: str | list[str] | None = None,
     ) -> None:
         super().__init__()
-        if (path is None) == (train is None):
-            raise RequestError("give one of data.path (a prepared folder) and data.train (shards)")
+        if [path, train, sources].count(None) != 2:
+            raise RequestError("give one of data.path (a prepared folder), data.train (shards) and data.sources (a "
+                               "mixture of both)")  # fmt: skip
+        if sources is not None and (val or test or tokenizer or prepare):
+            raise RequestError("data.val, test, tokenizer and prepare are for one source, and each of data.sources has "
+                               "its own val and tokenizer: leave them out")  # fmt: skip
+        if sources is not None:
+            check_mixture(sources, phases or [])
+        elif phases:
+            raise RequestError("data.phases are weights of data.sources, and there are none")
         if train is not None and tokenizer is None:
             raise RequestError("data.train needs data.tokenizer: the tokenizer.json that its shards were made with")
         refuse_url("data.cache_dir", cache_dir, "give a folder of a local disk")
         refuse_url("data.path", path or "", "give data.train, data.val and data.tokenizer, which may be URLs")
         self.path = Path(path) if path else None
-        self.sources = {"train": train, "val": val, "test": test}
-        self.tokenizer_path = tokenizer or path
+        self.mixed = sources is not None
+        self.sources = sources or [SourceConfig("all", path, train, val, tokenizer, column)]
+        self.phases = phases or []
+        self.test = test
+        self.tokenizer_path = self.sources[0].tokenizer or self.sources[0].path
         self.prepare_options = prepare
-        self.column = column
         self.pad_id = pad_id
         self.seq_len = seq_len
         self.micro_batch_size = micro_batch_size
@@ -139,8 +156,10 @@ class DataModule(LightningDataModule):
         self.global_batch = micro_batch_size  # samples of an optimizer step; the trainer sets it
         self.consumed = 0  # samples trained on so far; a resumed checkpoint sets it
         self.tokenizer: Tokenizer | None = None
-        self.token_bytes: torch.Tensor | None = None  # (V,) fp64 bytes of text of each token, in what is evaluated
-        self.shards: dict[str, Shards] = {}
+        # Bytes of text of each token in what is evaluated: (V,) fp64; of a mixture (sources, V).
+        self.token_bytes: torch.Tensor | None = None
+        self.shards: dict[str, Shards] = {}  # of each split, those of all sources
+        self.by_source: dict[str, dict[str, Shards]] = {}  # of each split, by name of the source
         self.predicted: deque[tuple[str, int]] = deque()  # document and first token of rows that were predicted
 
     def prepare_data(self) -> None:
@@ -181,13 +200,24 @@ class DataModule(LightningDataModule):
         """Open the tokenizer and the shards that this stage needs; footers or the manifest only, no tokens."""
         self.tokenizer = Tokenizer.load(self.tokenizer_path)
         wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}[stage]
+        for source in self.sources[1:]:
+            if Tokenizer.load(source.tokenizer or source.path).sha256 != self.tokenizer.sha256:
+                raise RequestError(
+                    f"data.sources {self.sources[0].name} and {source.name} have different tokenizers: prepare one of "
+                    f"them again, with --tokenizer {self.tokenizer_path}"
+                )
         for split in wanted:
-            shards = self._open(split)
-            if shards is not None:
+            opened = {source.name: shards for source in self.sources if (shards := self._open(source, split))}
+            if split == "train" and self.mixed and len(opened) < len(self.sources):
+                missing = next(source for source in self.sources if source.name not in opened)
+                raise RequestError(f"data.sources {missing.name}: {missing.path} has no folder train; make it with "
+                                   f"`lm data prepare --input TEXTS --output {missing.path}`")  # fmt: skip
+            for shards in opened.values():
                 shards.require_windows(self.seq_len)
                 if split != "train":
                     shards.require_targets(self.seq_len, self._limit(split))
-                self.shards[split] = shards
+            if opened:
+                self.by_source[split], self.shards[split] = opened, Shards.join(opened)
         if {"train", "val"} <= self.shards.keys() and (found := common_file(self.shards["train"], self.shards["val"])):
             same = "" if found[0] == found[1] else f", which is {found[1]}"
             raise RequestError(
@@ -196,26 +226,27 @@ class DataModule(LightningDataModule):
             )
         if "train" in self.shards:
             prefix = self.tokenizer.prefix
-            if not prefix or self.shards["train"].beginning()[: len(prefix)].tolist() != prefix:
+            beginnings = [shards.beginning()[: len(prefix)].tolist() for shards in self.by_source["train"].values()]
+            if not prefix or any(beginning != prefix for beginning in beginnings):
                 self.tokenizer = self.tokenizer.bare()  # what a checkpoint has: texts begin as those of the training
         if wanted and wanted[-1] in self.shards:
-            self.token_bytes = torch.from_numpy(self.shards[wanted[-1]].token_bytes(self.tokenizer))
+            self.token_bytes = self._token_bytes(wanted[-1])
         if stage in ("validate", "test"):  # a fit makes the checks of `lm plan`, which has them too
             if wanted[0] not in self.shards:
                 raise RequestError(f"there is nothing to {stage} on: give data.{wanted[0]}")
             for what, cure in self.warnings():
                 log.warning("warning: %s; %s", what, cure)
 
-    def _open(self, split: str) -> Shards | None:
-        source = self.sources[split]
-        if source is None and split == "test":
-            return self._open("val")
-        if source is None and self.path is not None and (self.path / split).is_dir():
-            source = str(self.path / split)
-        if source is None:
+    def _open(self, source: SourceConfig, split: str) -> Shards | None:
+        files = {"train": source.train, "val": source.val, "test": self.test}[split]
+        if files is None and split == "test":
+            return self._open(source, "val")
+        if files is None and source.path is not None and (Path(source.path) / split).is_dir():
+            files = str(Path(source.path) / split)
+        if files is None:
             return None
         return Shards.open(
-            source, self.column, vocab_size=self.tokenizer.vocab_size, tokenizer_sha256=self.tokenizer.sha256,
+            files, source.column, vocab_size=self.tokenizer.vocab_size, tokenizer_sha256=self.tokenizer.sha256,
             cache=self.cache, patience=self.timeout / 2,  # so that it is the read that says what is wrong
             pad_id=self.pad_id, eos_id=self.tokenizer.eos_id,
             block_tokens=self.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
@@ -242,18 +273,59 @@ class DataModule(LightningDataModule):
         return found
 
     @property
+    def source_names(self) -> list[str]:
+        """Of a mixture; none without one."""
+        return [source.name for source in self.sources] if self.mixed else []
+
+    @property
     def has_validation(self) -> bool:
         return "val" in self.shards
 
     def describe_shards(self) -> dict[str, Any]:
         """Name, size in bytes and tokens of every shard by split: what must not change before a resume."""
-        return {split: [list(entry) for entry in shards.fingerprint()] for split, shards in self.shards.items()}
+        return {
+            split: [
+                list(entry._replace(name=f"{source}/{entry.name}" if self.mixed else entry.name))
+                for source, shards in sources.items() for entry in shards.fingerprint()
+            ]
+            for split, sources in self.by_source.items()
+        }  # fmt: skip
 
-    def order(self) -> Order:
+    def describe_mixture(self) -> dict[str, Any] | None:
+        """Names and phases of a mixture, as values of JSON: what may change before a resume for later samples alone."""
+        if not self.mixed:
+            return None
+        return {"sources": self.source_names, "phases": [[start, list(shares)] for start, shares in self._phases]}
+
+    def order(self) -> Order | Mixture:
         """Which window each sample of the training stream is."""
-        train = self.shards["train"]
-        lanes = lanes_for(train.largest.tokens, self.shuffle_buffer)
-        return Order(train.windows(self.seq_len), self.seed, lanes=lanes)
+        train = self.by_source["train"]
+        lanes = lanes_for(self.shards["train"].largest.tokens, self.shuffle_buffer, len(train))
+        orders = [
+            Order(shards.windows(self.seq_len), self._seed_of(name), lanes=lanes) for name, shards in train.items()
+        ]
+        return Mixture(orders, self._phases) if self.mixed else orders[0]
+
+    def shares(self, sample: int) -> np.ndarray:
+        """The weights of the sources of a mixture at a sample, of a sum of 1: (sources,) fp64."""
+        return shares_at(self._phases, sample)
+
+    @property
+    def _phases(self) -> list[Phase]:
+        return phases_of(self.sources, self.phases, self.seq_len)
+
+    def _token_bytes(self, split: str) -> torch.Tensor:
+        sizes = {name: shards.token_bytes(self.tokenizer) for name, shards in self.by_source[split].items()}
+        if not self.mixed:
+            return torch.from_numpy(*sizes.values())
+        none = np.zeros(self.tokenizer.vocab_size)
+        return torch.from_numpy(np.stack([sizes.get(source.name, none) for source in self.sources]))
+
+    def _seed_of(self, source: str) -> int:
+        """The seed of a source's own order, whatever other sources there are."""
+        if not self.mixed:
+            return self.seed
+        return int.from_bytes(sha256(f"{self.seed} {source}".encode()).digest()[:8], "big")
 
     def read_samples(self, first: int, count: int) -> tuple[np.ndarray, list[tuple[str, int]]]:
         """Samples of the training stream, `(count, T + 1)`, and of each the file and the window of its block."""
@@ -267,6 +339,13 @@ class DataModule(LightningDataModule):
                 rows[index] = tokens[start : start + length + 1]
         places = zip(blocks.tolist(), windows.tolist(), strict=True)
         return rows, [(train.blocks[block].file_of(window * length), window) for block, window in places]
+
+    def sources_of(self, first: int, count: int) -> list[str | None]:
+        """The names of the sources of samples; None without a mixture."""
+        if not self.mixed:
+            return [None] * count
+        sources, _ = self.order().sources(np.arange(first, first + count))
+        return [self.source_names[source] for source in sources]
 
     def train_dataloader(self) -> Stream:
         """This rank's part of one optimizer step after another, without end, from the first sample not trained on."""
@@ -297,17 +376,23 @@ class DataModule(LightningDataModule):
         return batch.pin_memory().to(device, non_blocking=True)
 
     def _limit(self, split: str) -> int | None:
-        """How many windows an evaluation takes; None: all."""
-        return max(1, self.val_tokens // self.seq_len) if split == "val" and self.val_tokens is not None else None
+        """How many windows of each source an evaluation takes; None: all."""
+        if split != "val" or self.val_tokens is None:
+            return None
+        return max(1, self.val_tokens // self.seq_len // len(self.sources))
 
     def _windows(self, split: str) -> Any:
         if split not in self.shards:
             return []
-        return Windows(
-            self.shards[split], seq_len=self.seq_len, micro_batch=self.micro_batch_size,
-            limit=self._limit(split), rank=self.trainer.global_rank, world=self.trainer.world_size,
-            reading=self._reading(),
-        )
+        parts = [
+            Windows(
+                self.by_source[split][source.name], seq_len=self.seq_len, micro_batch=self.micro_batch_size,
+                limit=self._limit(split), rank=self.trainer.global_rank, world=self.trainer.world_size,
+                reading=self._reading(), source=index if self.mixed else None,
+            )
+            for index, source in enumerate(self.sources) if source.name in self.by_source[split]
+        ]  # fmt: skip
+        return ChainDataset(parts) if self.mixed else parts[0]
 
     def _reading(self) -> Reading:
         """Damaged blocks are skipped in a fit alone, whose metrics, log and alerts show them."""

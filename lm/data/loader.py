@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lm.data.mixture import Mixture
 from lm.data.parquet import IGNORED, BadBlock, Tokens
 from lm.data.sampler import BLOCKS_AHEAD, Order
 from lm.data.shards import BLOCK_TOKENS, Shards
@@ -60,11 +61,12 @@ class Batch:
         bad: for every row that could not be read, what is wrong with its shard.
         counted: how many values of the mask are True, where that is known.
         row_documents: how many documents each row's inputs hold at most; None: not counted.
+        sources: (B,) int64, the source of each row in a mixture, from 0; None: there is one source.
     """
 
     def __init__(
         self, tokens: Tensor, cursor: Cursor | None = None, mask: Tensor | None = None, bad: tuple[str, ...] = (),
-        counted: int | None = None, row_documents: tuple[int, ...] | None = None,
+        counted: int | None = None, row_documents: tuple[int, ...] | None = None, sources: Tensor | None = None,
     ) -> None:
         self.tokens = tokens
         self.cursor = cursor
@@ -72,6 +74,7 @@ class Batch:
         self.bad = bad
         self._counted = counted
         self.row_documents = row_documents
+        self.sources = sources
 
     @property
     def input_ids(self) -> Tensor:
@@ -100,6 +103,7 @@ class Batch:
             Batch(
                 self.tokens[part], mask=None if self.mask is None else self.mask[part],
                 row_documents=None if self.row_documents is None else self.row_documents[part],
+                sources=None if self.sources is None else self.sources[part],
             )
             for part in parts
         ]  # fmt: skip
@@ -124,7 +128,8 @@ class Batch:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         mask, counted = (None, None) if self.mask is None else (function(self.mask), self.num_tokens)
-        return Batch(function(self.tokens), self.cursor, mask, self.bad, counted, self.row_documents)
+        sources = None if self.sources is None else function(self.sources)
+        return Batch(function(self.tokens), self.cursor, mask, self.bad, counted, self.row_documents, sources)
 
 
 def _to_int64(tokens: Tensor) -> Tensor:
@@ -143,6 +148,7 @@ class Request(NamedTuple):
     samples: np.ndarray
     cursor: Cursor | None = None
     padding: int = 0
+    sources: np.ndarray | None = None  # of a mixture, each sample's
 
 
 class Reading(NamedTuple):
@@ -178,7 +184,7 @@ class Stream(IterableDataset):
     """
 
     def __init__(
-        self, shards: Shards, order: Order, *, seq_len: int, start: int, global_batch: int, rank: int = 0,
+        self, shards: Shards, order: Order | Mixture, *, seq_len: int, start: int, global_batch: int, rank: int = 0,
         world: int = 1, shuffle_buffer: int | None = None, reading: Reading = Reading(),
     ) -> None:
         if global_batch % world:
@@ -198,7 +204,9 @@ class Stream(IterableDataset):
         """The samples of this rank in each optimizer step; endless."""
         for start in count(self.start, self.global_batch):
             end = start + self.global_batch
-            yield Request(np.arange(start + self.rank, end, self.world), Cursor(start, end))
+            samples = np.arange(start + self.rank, end, self.world)
+            sources = self.order.sources(samples)[0] if isinstance(self.order, Mixture) else None
+            yield Request(samples, Cursor(start, end), sources=sources)
 
     def __iter__(self) -> Iterator[Batch]:
         return assemble(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading)
@@ -216,11 +224,12 @@ class Windows(IterableDataset):
         limit: how many windows; None takes all.
         rank: this process; each takes one run of consecutive windows.
         world: number of processes.
+        source: of a mixture, to say of every row.
     """
 
     def __init__(
         self, shards: Shards, *, seq_len: int, micro_batch: int, limit: int | None = None,
-        rank: int = 0, world: int = 1, reading: Reading = Reading(),
+        rank: int = 0, world: int = 1, reading: Reading = Reading(), source: int | None = None,
     ) -> None:
         self.shards, self.seq_len, self.micro_batch, self.reading = shards, seq_len, micro_batch, reading
         self.order = Order(shards.windows(seq_len), seed=0, shuffle=False)
@@ -229,12 +238,13 @@ class Windows(IterableDataset):
         self.first, self.last = min(rank * per_rank, self.total), min((rank + 1) * per_rank, self.total)
         self.batches = -(-per_rank // micro_batch)
         self.buffer = (1 + BLOCKS_AHEAD) * shards.largest.tokens
+        self.sources = None if source is None else np.full(micro_batch, source)  # (B,)
 
     def requests(self) -> Iterator[Request]:
         """The samples of this rank's batches."""
         for first in range(self.first, self.first + self.batches * self.micro_batch, self.micro_batch):
             samples = np.arange(first, min(first + self.micro_batch, self.last))
-            yield Request(samples, padding=self.micro_batch - len(samples))
+            yield Request(samples, padding=self.micro_batch - len(samples), sources=self.sources)
 
     def __iter__(self) -> Iterator[Batch]:
         return assemble(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading)
@@ -244,7 +254,8 @@ class Windows(IterableDataset):
 
 
 def assemble(
-    shards: Shards, order: Order, seq_len: int, requests: Iterator[Request], capacity: int, reading: Reading = Reading()
+    shards: Shards, order: Order | Mixture, seq_len: int, requests: Iterator[Request], capacity: int,
+    reading: Reading = Reading(),
 ) -> Iterator[Batch]:
     """Turn requests into batches, with at most `capacity` tokens of decoded blocks, and at least the largest block.
 
@@ -303,7 +314,7 @@ def assemble(
         buffer.close()
 
 
-def _locate_many(order: Order, requests: Iterator[Request]) -> Iterator[tuple[Request, list[int], list[int]]]:
+def _locate_many(order: Order | Mixture, requests: Iterator[Request]) -> Iterator[tuple[Request, list[int], list[int]]]:
     """Requests with the block and window of each sample, located many at a time; the first ones few, to start soon."""
     size = 1
     while group := list(islice(requests, size)):
@@ -327,7 +338,8 @@ def _to_batch(rows: np.ndarray, request: Request, bad: dict[int, str], counts: n
         mask = torch.ones(len(rows), rows.shape[1] - 1, dtype=torch.bool) if mask is None else mask  # (B, T)
         mask[len(rows) - request.padding :] = False
         mask[list(bad)] = False
-    return Batch(torch.from_numpy(rows), request.cursor, mask, tuple(bad.values()))
+    sources = None if request.sources is None else torch.from_numpy(request.sources)
+    return Batch(torch.from_numpy(rows), request.cursor, mask, tuple(bad.values()), sources=sources)
 
 
 class BlockBuffer:

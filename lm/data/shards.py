@@ -14,7 +14,7 @@ import logging
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -82,6 +82,7 @@ class Shard:
     size: int  # bytes
     modified: int | None  # ns; None where the file system does not say
     patience: float  # seconds for all attempts of one read, where it is remote
+    column: Column  # how its token ids are read
     row_groups: tuple[int, ...] = ()  # tokens of each
     digest: str | None = None  # of its footer; None where the manifest has none
     foreign: bool = False  # known to be made by others than `lm data prepare`
@@ -127,7 +128,9 @@ def find_shards(
             "data/NAME` makes it"
         )
     shards = [
-        Shard(listing.prefix + file.path, name, listing.filesystem, file.path, file.size, file.mtime_ns, patience)
+        Shard(
+            listing.prefix + file.path, name, listing.filesystem, file.path, file.size, file.mtime_ns, patience, column
+        )
         for name, file in files.items()
     ]
     manifest = None
@@ -358,7 +361,36 @@ class Shards:
             if first is not shard:
                 log.info("shard %s is %s again, and counts once", shard.file, first.file)
         reading = Column(column, vocab_size, pad_id, eos_id)
-        return cls(list(once.values()), reading, ", ".join(sources), cache, block_tokens)
+        shards = [replace(shard, column=reading) for shard in once.values()]
+        return cls(shards, reading, ", ".join(sources), cache, block_tokens)
+
+    @classmethod
+    def join(cls, sources: Mapping[str, "Shards"]) -> "Shards":
+        """The shards of several sources as one, their blocks one source after the other.
+
+        Args:
+            sources: name -> its shards, all with the same vocabulary.
+
+        Raises:
+            RequestError: a file is in two of them.
+        """
+        first, *others = sources.values()
+        if not others:
+            return first
+        joined = cls([], first.column, ", ".join(shards.source for shards in sources.values()), first.cache)
+        of_file: dict[str, str] = {}
+        for name, shards in sources.items():
+            for file in shards._shards.keys() & of_file.keys():
+                raise RequestError(
+                    f"data.sources {of_file[file]} and {name} both hold {file}: name it in one of them; a larger "
+                    "weight repeats it more often"
+                )
+            of_file |= dict.fromkeys(shards._shards, name)
+            joined.blocks += shards.blocks
+            joined._shards |= shards._shards
+        joined.tokens = sum(block.tokens for block in joined.blocks)
+        joined.labels = any(shards.labels for shards in sources.values())
+        return joined
 
     def windows(self, seq_len: int) -> np.ndarray:
         """How many windows each block has: (blocks,) int64, `max(0, (tokens - 1) // seq_len)`."""
@@ -433,7 +465,7 @@ class Shards:
     def _refuse_empty(self) -> NoReturn:
         shards = list(self._shards.values())
         with _readable(shards[0]), shards[0].open() as (parquet, _):
-            why = self.column.why_empty(parquet)
+            why = shards[0].column.why_empty(parquet)
         others = f", and no other of {self.source} has a token" * (len(shards) > 1)
         raise RequestError(f"shard {shards[0].file} {why}{others}: write it again, or name other files")
 
@@ -449,16 +481,16 @@ class Shards:
         """
         for shard, parquet in self._probe([shard for shard in self._shards.values() if shard.foreign]):
             with suppress(RunError, *DAMAGE):  # training says what is damaged
-                if found := self.column.padding(parquet, 0):
+                if found := shard.column.padding(parquet, 0):
                     place = f"shard {shard.file}, row group 0"
                     return found[0], f"{place}: {found[1]:.0%} of the tokens are runs of id {found[0]} at ends of rows"
         return None
 
     def is_padded(self) -> bool:
         """Whether a row begins or ends in the `pad_id`, among the first row groups of a few shards."""
-        for _, parquet in self._probe(list(self._shards.values())):
+        for shard, parquet in self._probe(list(self._shards.values())):
             with suppress(RunError, *DAMAGE):
-                if self.column.is_padded(parquet, 0):
+                if shard.column.is_padded(parquet, 0):
                     return True
         return False
 
@@ -508,7 +540,8 @@ class Shards:
     def _read_part(self, part: Part) -> Tokens:
         if not is_remote(part.file):
             return self._decode(part)
-        shard, column = self._shards[part.file], self.column
+        shard = self._shards[part.file]
+        column = shard.column
         padding = () if column.pad_id is None else (column.pad_id, column.eos_id)
         key = BlockCache.key(
             shard.file, shard.size, shard.modified, shard.digest, tuple(part.row_groups), column.name,
@@ -540,7 +573,7 @@ class Shards:
                 self._keep_footer(shard.file, parquet.metadata)
                 for group in part.row_groups:
                     where = f"shard {part.file}, row group {group}"
-                    groups.append(self.column.decode(parquet, group, part.file))
+                    groups.append(shard.column.decode(parquet, group, part.file))
                     if len(groups[-1].ids) != shard.row_groups[group]:
                         raise BadBlock(
                             f"{where} holds {len(groups[-1].ids)} tokens where its footer or manifest says "

@@ -101,32 +101,46 @@ class TokenLoss(Metric):
     higher_is_better = False
     SUMS = ("nats", "tokens", "text_nats", "text_bytes")
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, sources: int | None = None, **kwargs: Any) -> None:
+        """
+        Args:
+            sources: keep the sums of so many sources apart: `compute` has vectors `(sources,)` then, and no scalars.
+        """
         super().__init__(**kwargs)
         for name in self.SUMS:
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+            zeros = torch.zeros(() if sources is None else sources, dtype=torch.float64)
+            self.add_state(name, zeros, dist_reduce_fx="sum")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Metric:
         # The sums follow the module's device but not its precision: `module.to(torch.bfloat16)` would ruin them.
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), *args, **kwargs)
 
-    def update(self, token_losses: Tensor, labels: Tensor, token_bytes: Tensor | None = None) -> None:
+    def update(
+        self, token_losses: Tensor, labels: Tensor, token_bytes: Tensor | None = None, sources: Tensor | None = None
+    ) -> None:
         """Add a batch; nothing here waits for the device.
 
         Args:
             token_losses: `(B, T)` fp32, nats.
             labels: `(B, T)`, -100 where a token does not count.
             token_bytes: `(V,)` fp64, the bytes of text that each token stands for, 0 for special tokens; without it
-                there are no bits per byte.
+                there are no bits per byte. `(sources, V)` where sources are kept apart.
+            sources: `(B,)`, the source of each row, where they are kept apart.
         """
+
+        def add(sums: Tensor, values: Tensor) -> Tensor:
+            """The sums, with those of the values `(B, T)`."""
+            return sums + values.sum() if sources is None else sums.index_add(0, sources, values.sum(1))
+
         counted = labels != IGNORED  # (B, T)
         losses = torch.where(counted, token_losses, 0.0).double()  # (B, T)
-        self.nats = self.nats + losses.sum()
-        self.tokens = self.tokens + counted.sum()
+        self.nats = add(self.nats, losses)
+        self.tokens = add(self.tokens, counted.double())
         if token_bytes is not None:
-            sizes = token_bytes.to(labels.device, non_blocking=True)[labels.clamp(min=0)] * counted  # (B, T)
-            self.text_nats = self.text_nats + (losses * (sizes > 0)).sum()
-            self.text_bytes = self.text_bytes + sizes.sum()
+            ids, token_bytes = labels.clamp(min=0), token_bytes.to(labels.device, non_blocking=True)
+            sizes = (token_bytes[ids] if sources is None else token_bytes[sources[:, None], ids]) * counted  # (B, T)
+            self.text_nats = add(self.text_nats, losses * (sizes > 0))
+            self.text_bytes = add(self.text_bytes, sizes)
 
     def compute(self) -> dict[str, Tensor]:
         """The means so far, over all ranks.

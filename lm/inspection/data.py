@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -181,6 +181,7 @@ class Sample(NamedTuple):
     shard: str | None  # the file in which it begins; None where a drill put rare tokens in its place
     window: int | None  # of its block; None likewise
     token_ids: list[int]  # T + 1
+    source: str | None = None  # of a mixture
 
 
 def open_data(run: Run) -> DataModule:
@@ -193,13 +194,18 @@ def open_data(run: Run) -> DataModule:
     if not isinstance(config.get("data"), dict) or type(config.get("seed_everything")) is not int:
         raise RequestError(f"{run.config} has no `data:` or no seed, so the samples of the run are not known")
     there = run.started_in()
-    described = {key: _from_anywhere(there, value) if key in PLACES else value for key, value in config["data"].items()}
+    described = _places_from_anywhere(there, config["data"])
+    described["sources"] = [_places_from_anywhere(there, source) for source in described.get("sources") or ()] or None
     parser = Parser(exit_on_error=False)
     parser.add_class_arguments(DataModule, "data")
     data = parser.instantiate_classes(parser.parse_object({"data": described})).data
     data.seed = config["seed_everything"]
     data.setup("fit")
     return data
+
+
+def _places_from_anywhere(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: _from_anywhere(folder, value) if key in PLACES else value for key, value in settings.items()}
 
 
 def _from_anywhere(folder: Path, value: str | list[str] | None) -> str | list[str] | None:
@@ -231,7 +237,8 @@ def read_step(run: Run, data: DataModule, step: int | None = None, limit: int | 
         rows = rare_rows(rare, data.seed, step, count, data.seq_len + 1)[:shown].tolist()
         return [Sample(first + index, None, None, row) for index, row in enumerate(rows)]
     rows, places = data.read_samples(first, shown)
-    return [Sample(first + i, *place, ids) for i, (place, ids) in enumerate(zip(places, rows.tolist(), strict=True))]
+    parts = zip(places, rows.tolist(), data.sources_of(first, shown), strict=True)
+    return [Sample(first + i, *place, ids, source) for i, (place, ids, source) in enumerate(parts)]
 
 
 def is_injected(run: Run, step: int) -> bool:
@@ -345,6 +352,7 @@ def seen_table(samples: Sequence[Sample], documents: Sequence[Sequence[str]], mo
         where = "rare tokens of a drill"
         if sample.shard is not None:
             where = f"{'/'.join(sample.shard.split('/')[-2:])}, window {sample.window}"
+            where = where if sample.source is None else f"{sample.source}: {where}"
         shown = "\n-- a document ends, another begins --\n".join(wrapped(text[:most], TEXT_WIDTH) for text in texts)
         rows.append((sample.sample, where, shown))
     return table(rows, ("sample", "from", "text"))

@@ -36,7 +36,7 @@ from lm.training import checkpoint_state
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.schedule import ScheduleConfig, lr_fraction
-from lm.training.step_stats import StepRecord, StepStats, sum_over_ranks, total_norm
+from lm.training.step_stats import StepRecord, StepStats, sum_by_source, sum_over_ranks, total_norm
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +117,8 @@ class LanguageModule(LightningModule):
                 "leave it out to take the tokenizer's"
             )
         self.config = replace(self.config, vocab_size=vocab_size)
+        if sources := self.trainer.datamodule.source_names:
+            self.validation = TokenLoss(len(sources))
         self.decoder = Decoder(self.config)
         device = self.trainer.strategy.root_device
         self._refuse_graphs(device)
@@ -207,7 +209,9 @@ class LanguageModule(LightningModule):
         trainer, optimizer = self.trainer, self.optimizers()
         generators = checkpoint_state.rng_state()  # for a step that is dropped: dropout has drawn from them
         micro_batches = batch.split(trainer.steps.micro_batch_size)
-        loss_sum = torch.zeros((), device=self.device)
+        loss_sum, by_source = torch.zeros((), device=self.device), None
+        if batch.sources is not None:
+            by_source = torch.zeros_like(self.stats.by_source)  # (sources, 2)
 
         with self.weight_copies:
             for number, micro_batch in enumerate(micro_batches, start=1):
@@ -217,15 +221,20 @@ class LanguageModule(LightningModule):
                     trainer.end_run(f"; the next one was not done within {trainer.stop_within / 2:g} s")
                 # Ranks exchange gradients once, in the backward pass of the last micro-batch.
                 with optimizer.toggle_model(sync_grad=number == len(micro_batches)):
-                    loss_sum += self.forward_backward(micro_batch).sum()
+                    per_token = self.forward_backward(micro_batch)  # (b, T)
+                loss_sum += per_token.sum()
+                if by_source is not None:
+                    sum_by_source(per_token, micro_batch.mask, micro_batch.sources, by_source)
 
         # The backward passes averaged over all positions; the mean is over the targets that count.
-        global_loss, num_targets = sum_over_ranks(loss_sum, batch.num_tokens, trainer.world_size)
+        global_loss, num_targets, by_source = sum_over_ranks(
+            loss_sum, batch.num_tokens, trainer.world_size, by_source)  # fmt: skip
         to_mean = trainer.steps.tokens_per_step / num_targets.clamp(min=1)  # exactly 1 where all targets count
 
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grad_norm = total_norm(gradients) * to_mean / self._loss_scale
-        finite = self.stats.add(self.global_step + 1, global_loss, num_targets, grad_norm, self._scaler is not None)
+        finite = self.stats.add(
+            self.global_step + 1, global_loss, num_targets, grad_norm, self._scaler is not None, by_source)  # fmt: skip
         clip = (trainer.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1) if trainer.max_grad_norm else 1
         self._scale_or_skip(gradients, to_mean * clip, finite)
 
@@ -282,7 +291,9 @@ class LanguageModule(LightningModule):
 
         Called on every rank; waits for the device.
         """
-        loss, self.recent_steps = self.stats.read()
+        loss, by_source, self.recent_steps = self.stats.read()
+        data = self.trainer.datamodule
+        epochs = data.order().epochs(self.cursor.end).tolist() if data.source_names else []
         fraction = lr_fraction(self.global_step - 1, self.trainer.max_steps, self.schedule_config)
         return {
             "train/loss": loss,
@@ -291,6 +302,8 @@ class LanguageModule(LightningModule):
             "optim/lr": self.optimizer_config.lr * fraction,
             "optim/grad_norm": self.recent_steps[-1].grad_norm,
             "optim/param_norm": total_norm([p.detach() for p in self.decoder.parameters()]).item(),
+            **{f"train/loss/{name}": loss for name, loss in zip(data.source_names, by_source) if loss == loss},
+            **{f"data/epochs/{name}": count for name, count in zip(data.source_names, epochs)},
         }
 
     def flops_per_token(self, full_attention: bool = False) -> float:
@@ -302,7 +315,7 @@ class LanguageModule(LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         if batch_idx == 0:
             self._token_bytes = self.trainer.datamodule.token_bytes.to(self.device)
-        self.validation.update(self.losses(batch).per_token, batch.labels, self._token_bytes)
+        self.validation.update(self.losses(batch).per_token, batch.labels, self._token_bytes, batch.sources)
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val")
@@ -316,8 +329,19 @@ class LanguageModule(LightningModule):
     def _log_evaluation(self, prefix: str) -> None:
         result = self.validation.compute()  # sums over ranks
         self.validation.reset()
-        names = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bpb"}
-        self.log_dict({f"{prefix}/{short}": result[name] for name, short in names.items()}, logger=False)
+        names = {"loss": "loss", "bits_per_byte": "bpb"}
+        metrics = {f"{prefix}/{short}": result[name] for name, short in names.items()}
+        data = self.trainer.datamodule
+        if data.source_names:
+            each, shares = metrics, data.shares(self.cursor.end if self.cursor else 0)  # (sources,)
+            shares = torch.where(result["tokens"] > 0, torch.from_numpy(shares).to(self.device), 0)
+            metrics = {name: (values.nan_to_num() * shares).sum() / shares.sum() for name, values in each.items()}
+            metrics |= {
+                f"{name}/{source}": value
+                for name, values in each.items() for source, value in zip(data.source_names, values)
+                if not value.isnan()
+            }  # fmt: skip
+        self.log_dict(metrics | {f"{prefix}/perplexity": metrics[f"{prefix}/loss"].exp()}, logger=False)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log-probability of every label of a batch given what is before it: (B, T) fp32, 0 where it is ignored."""
@@ -335,7 +359,8 @@ class LanguageModule(LightningModule):
         """Put the sums on the device and this rank's generators where the checkpoint left them."""
         # A training step is more than a forward pass: `losses` enters the precision's context by itself.
         self.trainer.precision_plugin.train_step_context = nullcontext
-        self.stats = StepStats(self.device, self._rank_state.get("step_stats"))
+        sources = len(self.trainer.datamodule.source_names)
+        self.stats = StepStats(self.device, self._rank_state.get("step_stats"), sources)
         if "rng" in self._rank_state:
             checkpoint_state.restore_generators(self._rank_state["rng"])
         elif self.global_rank:  # all ranks drew the same initial weights; from here on each drops out its own

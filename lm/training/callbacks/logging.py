@@ -96,8 +96,8 @@ class RunLog(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fitting:
             call_hook(trainer, "on_pause", time.monotonic() - self._validation_began, "validation")
-            names = ("val/loss", "val/perplexity", "val/bpb")
-            self.log_metrics(trainer, pl_module, {name: trainer.callback_metrics[name].item() for name in names})
+            metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if _kind(name) == "val"}
+            self.log_metrics(trainer, pl_module, metrics)
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         self.pace.add_pause(trainer.global_step, seconds, kind)
@@ -169,6 +169,8 @@ def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
         f"{metric.short or metric.label} {metric.shown(metrics[name])}"
         for name, metric in METRICS.items() if name in LINE_METRICS and name in metrics
     ]  # fmt: skip
+    parts += [f"{name.removeprefix(loss)} {value:.4f}" for loss in ("train/loss/", "val/loss/")
+              for name, value in metrics.items() if name.startswith(loss)]  # of each source of a mixture
     if "eval/core" not in metrics:
         accuracies = {name: value for name, value in metrics.items() if name.endswith("/accuracy")}
         short = {name.removeprefix("eval/").removesuffix("/accuracy"): value for name, value in accuracies.items()}

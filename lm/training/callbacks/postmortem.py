@@ -113,7 +113,7 @@ class PostMortem(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._drill:
-            _, pl_module.recent_steps = pl_module.stats.read()  # since the last log line of a run that is stopped early
+            *_, pl_module.recent_steps = pl_module.stats.read()  # since the last log line of a run that stops early
             self._write_drill(trainer, pl_module)
         self._end(trainer)
 

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lm.data.mixture import describe_change
 from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.history import acceptance, expectations, refuse_wrong_ranges
@@ -131,7 +132,8 @@ class RunFolder(Callback):
                 self._refuse_outdated(run)
                 if trainer.mirror is not None:
                     trainer.mirror.refuse_other(run)
-                self._refuse_changed_shards(run, shards)
+                new = self._refuse_changed_mixture(run, trainer)
+                self._refuse_changed_shards(run, shards, new)
             self._describe(trainer, run, shards)
         except BaseException as error:  # a signal too
             if self._resumed is None:  # nothing is in it yet, and the name is free again
@@ -182,10 +184,25 @@ class RunFolder(Callback):
         run.describe(
             id=run.name, name=name, status="running", reason=None, device=device, world_size=trainer.world_size,
             stretches=segments, turn=Run.next_turn(run.path.parent), tags=self._options.tags, note=self._options.note,
-            machine=machine, flops_per_token=trainer.lightning_module.flops_per_token(), **facts,
+            machine=machine, flops_per_token=trainer.lightning_module.flops_per_token(),
+            mixture=trainer.datamodule.describe_mixture(), **facts,
         )  # fmt: skip
 
-    def _refuse_changed_shards(self, run: Run, shards: dict[str, Any]) -> None:
+    def _refuse_changed_mixture(self, run: Run, trainer: Trainer) -> set[str]:
+        """Refuse another mixture of the samples that the run has seen; returns the sources that are new since then."""
+        before, now = run.read("run.json").get("mixture"), trainer.datamodule.describe_mixture()
+        if before is None or now is None:  # one source: `refuse_changed_config` compares it
+            return set()
+        reason, change = describe_change(before, now, trainer.start.samples)
+        if reason and not self._force:
+            raise RequestError(f"the mixture of {run.path} changed: {reason}; put it back, start a new run, or give "
+                               "--force")  # fmt: skip
+        if change:
+            log.info("resume: %s", change)
+        return set(now["sources"]) - set(before["sources"])
+
+    def _refuse_changed_shards(self, run: Run, shards: dict[str, Any], new: set[str]) -> None:
+        """Refuse other shards than those that the run was started with, but for sources that are `new`."""
         before = run.read("data.json")
         if not before and (run.path / "data.json").exists() and not self._force:
             raise RequestError(
@@ -193,7 +210,8 @@ class RunFolder(Callback):
                 "a new run, or give --force"
             )
         differences = {
-            split: describe_difference(before.get(split, []), shards.get(split, []))
+            split: describe_difference(
+                before.get(split, []), [entry for entry in shards.get(split, []) if entry[0].split("/")[0] not in new])
             for split in sorted(before.keys() | shards.keys())
         }
         difference = "; ".join(f"{split}: {text}" for split, text in differences.items() if text)

@@ -75,7 +75,10 @@ def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
     total, embeddings = sum(sizes.values()), sum(sizes.get(name, 0) for name in EMBEDDINGS)
     data, steps = trainer.datamodule, trainer.steps
     tokens = {split: shards.tokens for split, shards in data.shards.items()}
-    epochs = steps.max_steps * steps.tokens_per_step / tokens["train"]
+    epochs = f"{steps.max_steps * steps.tokens_per_step / tokens['train']:.2f} epochs"
+    if data.source_names:
+        each = data.order().epochs(steps.max_steps * steps.global_batch)
+        epochs = "epochs: " + ", ".join(f"{name} {count:.2f}" for name, count in zip(data.source_names, each))
     return [
         f"device: {_devices(trainer)}",
         f"model: {format_count(total)} parameters, {format_count(total - embeddings)} of them outside the embeddings; "
@@ -83,7 +86,7 @@ def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
         f"data: {format_count(tokens['train'])} tokens for training, "
         f"{format_count(tokens.get('val', 0))} for validation",
         f"training: {steps.max_steps:,} steps of {steps.tokens_per_step:,} tokens = "
-        f"{format_count(steps.max_steps * steps.tokens_per_step)} tokens, {epochs:.2f} epochs",
+        f"{format_count(steps.max_steps * steps.tokens_per_step)} tokens, {epochs}",
         f"expected: {_expected(trainer, module)}",
         f"weights: {_origin(trainer)}",
     ]

@@ -1,0 +1,267 @@
+"""Which source is sample `i` of a mixture, and which sample of that source: pure functions, like `data/sampler`.
+
+Weights become whole *shares* of a *period*, such as 7, 2 and 1 of 10 samples. Inside a period the sources take turns so
+that after every single sample each source has had its share, to less than one sample:
+
+    shares 7 2 1    A A B A A A C A B A | A A B A ...
+
+So the shares are right at every optimizer step, and no counter has to be kept: how often a source came before sample
+`i` follows from `i`. Every source goes through its own shuffled epochs, as if it were alone.
+
+A *phase* begins at a sample, with other weights; its periods are counted from there.
+"""
+
+import heapq
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from lm.data.sampler import Order
+from lm.errors import RequestError
+from lm.system.files import refuse_url
+from lm.system.units import Count
+
+LONGEST_PERIOD = 2**16  # samples; weights without a smaller common unit are rounded to this part of their sum
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SourceConfig:
+    """One source of a mixture.
+
+    Args:
+        name: In metrics and in `phases`: letters, digits, `_`, `-` and `.`.
+        path: A folder that `lm data prepare` made; or
+        train: shards to train on: a folder, a glob, a file or a URL, or several, with `tokenizer`.
+        val: Shards to validate on; those of `path` if not given.
+        tokenizer: A `tokenizer.json` or its folder, also by URL, the same for all sources; that of `path` if not given.
+        column: Column of token ids in the shards.
+        weight: Its share of the samples, in any unit: shares are in proportion to the weights.
+        max_epochs: A run that would repeat its samples more often is refused.
+    """
+
+    name: str
+    path: str | None = None
+    train: str | list[str] | None = None
+    val: str | list[str] | None = None
+    tokenizer: str | None = None
+    column: str = "input_ids"
+    weight: float = 1.0
+    max_epochs: float | None = None
+
+
+@dataclass
+class PhaseConfig:
+    """Other weights from a number of tokens on.
+
+    Args:
+        tokens: That were trained on when it begins.
+        weights: Of the sources by name; a source that is not named has none.
+    """
+
+    tokens: Count
+    weights: dict[str, float]
+
+
+def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]) -> None:
+    """Refuse settings that make no mixture. (A dataclass that raises here would be one of several types to its parser.)
+
+    Raises:
+        RequestError: a name, path or number out of range, names that are given twice or unknown, phases out of order,
+            or weights that are all 0.
+    """
+    if not sources:
+        raise RequestError("data.sources is empty: give at least one {name, path, weight}")
+    names = [source.name for source in sources]
+    for source in sources:
+        where = f"data.sources {source.name}"
+        if not re.fullmatch(r"[\w.-]+", source.name):
+            raise RequestError(f"data.sources: the name {source.name!r} may have letters, digits, `_`, `-` and `.`")
+        if names.count(source.name) > 1:
+            raise RequestError(f"data.sources has two sources of the name {source.name}")
+        if (source.path is None) == (source.train is None):
+            raise RequestError(f"{where}: give one of path (a prepared folder) and train (shards)")
+        refuse_url(f"{where}: path", source.path or "", "give train, val and tokenizer, which may be URLs")
+        if source.train is not None and source.tokenizer is None:
+            raise RequestError(f"{where}: train needs a tokenizer, the tokenizer.json that its shards were made with")
+        if source.max_epochs is not None and not source.max_epochs > 0:
+            raise RequestError(f"{where}: max_epochs {source.max_epochs:g} must be above 0")
+    given = [("data.sources", 0, {source.name: source.weight for source in sources})]
+    given += [(f"data.phases from {phase.tokens:,} tokens", phase.tokens, phase.weights) for phase in phases]
+    for place, tokens, weights in given:
+        if unknown := weights.keys() - set(names):
+            raise RequestError(f"{place}: there is no source {min(unknown)}; the sources are {', '.join(names)}")
+        for name, weight in weights.items():
+            if not 0 <= weight < math.inf:
+                raise RequestError(f"{place}: the weight {weight:g} of {name} must be a number, 0 or more")
+        if not any(weights.values()):
+            raise RequestError(f"{place}: all weights are 0, so there is nothing to train on")
+    for (_, before, _), (place, tokens, _) in zip(given, given[1:]):
+        if tokens <= before:
+            raise RequestError(f"{place} comes after {before:,} tokens: sort the phases by tokens, which are above 0")
+
+
+def phases_of(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig], seq_len: int) -> "list[Phase]":
+    """The phases of a run; the first has the weights of the sources."""
+    given = [(0, {source.name: source.weight for source in sources})]
+    given += [(phase.tokens, phase.weights) for phase in phases]
+    return [Phase(-(-tokens // seq_len), shares_of([weights.get(source.name, 0) for source in sources]))
+            for tokens, weights in given]  # fmt: skip
+
+
+# ---- the order -------------------------------------------------------------------------------------------------------
+
+
+def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """The smallest whole numbers in the proportion of the weights, a decimal taken as it is written: 0.7, 0.3 -> 7, 3.
+
+    Weights that need a sum above `LONGEST_PERIOD` are rounded to it, and none to 0 that is not.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    unit = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * unit) for weight in exact]
+    common = math.gcd(*whole)
+    whole = [weight // common for weight in whole]
+    if (total := sum(whole)) > LONGEST_PERIOD:
+        whole = [max(1, round(Fraction(weight * LONGEST_PERIOD, total))) if weight else 0 for weight in whole]
+        return shares_of(whole) if math.gcd(*whole) > 1 else tuple(whole)
+    return tuple(whole)
+
+
+@lru_cache(maxsize=16)
+def turns(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Whose turn each sample of a period is, and how often that source came before in it: two (period,) arrays.
+
+    Source k's turn `j` lies in the samples from floor(j P / s_k) to ceil((j + 1) P / s_k) of a period P, where the
+    turn with the earliest end goes first. All turns fit (Baruah et al., 1996, "Proportionate progress", Algorithmica
+    15), so after n samples a source has had between n s_k / P - 1 and n s_k / P + 1 of them, both excluded.
+    """
+    period = sum(shares)
+    sources = np.empty(period, dtype=np.int64)
+    earlier = np.empty(period, dtype=np.int64)
+    waiting = [(0, source) for source, share in enumerate(shares) if share]  # beginning of the next turn, source
+    heapq.heapify(waiting)
+    ready: list[tuple[int, int]] = []  # end of the turn, source
+    count = [0] * len(shares)
+    for sample in range(period):
+        while waiting and waiting[0][0] <= sample:
+            _, source = heapq.heappop(waiting)
+            heapq.heappush(ready, (-(-(count[source] + 1) * period // shares[source]), source))
+        _, source = heapq.heappop(ready)
+        sources[sample], earlier[sample] = source, count[source]
+        count[source] += 1
+        if count[source] < shares[source]:
+            heapq.heappush(waiting, (count[source] * period // shares[source], source))
+    return sources, earlier
+
+
+class Phase(NamedTuple):
+    """Weights from a sample on."""
+
+    start: int
+    shares: tuple[int, ...]  # of each source; 0 leaves it out
+
+
+def shares_at(phases: Sequence[Phase], sample: int) -> np.ndarray:
+    """The weights of the sources at a sample, of a sum of 1: (sources,) fp64."""
+    shares = np.array([phase.shares for phase in phases if phase.start <= sample][-1])
+    return shares / shares.sum()
+
+
+def counts_of(phases: Sequence[Phase], samples: int) -> np.ndarray:
+    """How many of the first `samples` samples are of each source: (sources,) int64."""
+    total = np.zeros(len(phases[0].shares), dtype=np.int64)
+    ends = [phase.start for phase in phases[1:]] + [samples]
+    for phase, end in zip(phases, ends):
+        length = max(0, min(end, samples) - phase.start)
+        periods, rest = divmod(length, sum(phase.shares))
+        total += periods * np.array(phase.shares) + np.bincount(turns(phase.shares)[0][:rest], minlength=len(total))
+    return total
+
+
+def describe_change(before: dict, now: dict, samples: int) -> tuple[str, str]:
+    """What changed of a mixture before a resume.
+
+    Args:
+        before, now: `{"sources": names, "phases": [[start, shares], ...]}`.
+        samples: that were trained on.
+
+    Returns:
+        Why the run cannot be resumed, or nothing; and what is different from here on, or nothing.
+    """
+    names, others = list(before["sources"]), list(now["sources"])
+    if others[: len(names)] != names:
+        return f"its sources were {', '.join(names)}, and are {', '.join(others)}: new ones go to the end", ""
+
+    def past(phases: list) -> list[Phase]:
+        return [Phase(start, (*shares, *[0] * (len(others) - len(shares)))) for start, shares in phases]
+
+    then, here = past(before["phases"]), past(now["phases"])
+    edges = {phase.start for phase in (*then, *here) if phase.start < samples}
+    for start in sorted(edges):
+        was, is_now = ([phase.shares for phase in phases if phase.start <= start][-1] for phases in (then, here))
+        begins = [[phase.start for phase in phases if phase.start <= start][-1] for phases in (then, here)]
+        if was != is_now or begins[0] != begins[1]:
+            return (f"from sample {start:,} on, of {samples:,} that it has seen, the weights of {', '.join(others)} "
+                    f"were {_ratio(was)}, and are {_ratio(is_now)}: only those of later phases may change"), ""  # fmt: skip
+    if then == here:
+        return "", ""
+    later = "; ".join(f"{_ratio(phase.shares)} from sample {max(phase.start, samples):,}" for phase in here
+                      if phase.start >= samples or phase is here[-1])  # fmt: skip
+    return "", f"the weights of {', '.join(others)} to come were changed: {later}"
+
+
+def _ratio(shares: Sequence[int]) -> str:
+    return ":".join(map(str, shares))
+
+
+class Mixture:
+    """The order of the samples of several sources; it has the interface of `Order`.
+
+    Args:
+        orders: of the sources; their blocks are numbered one source after the other.
+        phases: the first one begins at sample 0.
+    """
+
+    def __init__(self, orders: Sequence[Order], phases: Sequence[Phase]) -> None:
+        self.orders, self.phases = list(orders), list(phases)
+        counts = [len(order.windows) for order in orders]
+        self.first_block = np.cumsum([0, *counts[:-1]])  # (sources,)
+        self.lanes = sum(order.lanes for order in orders)
+        self._starts = [phase.start for phase in phases]
+        self._before = [counts_of(phases, phase.start) for phase in phases]  # samples of each source before each phase
+
+    def epochs(self, samples: int) -> np.ndarray:
+        """How often each source's windows were taken in the first `samples` samples: (sources,) fp64."""
+        return counts_of(self.phases, samples) / np.array([order.total for order in self.orders])
+
+    def sources(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each sample, and which sample of that source it is: two (n,) int64 arrays."""
+        samples = np.asarray(samples, dtype=np.int64)
+        sources, indices = np.empty_like(samples), np.empty_like(samples)
+        phases = np.searchsorted(self._starts, samples, side="right") - 1
+        for number in np.unique(phases).tolist():
+            here, phase = phases == number, self.phases[number]
+            periods, places = np.divmod(samples[here] - phase.start, sum(phase.shares))
+            turn, earlier = turns(phase.shares)
+            sources[here] = turn[places]
+            shares = np.array(phase.shares)[turn[places]]
+            indices[here] = self._before[number][turn[places]] + periods * shares + earlier[places]
+        return sources, indices
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The block of each sample among those of all sources, and its window in that block: two (n,) int64 arrays."""
+        sources, indices = self.sources(samples)
+        blocks, windows = np.empty_like(sources), np.empty_like(sources)
+        for source in np.unique(sources).tolist():
+            here = sources == source
+            blocks[here], windows[here] = self.orders[source].locate(indices[here])
+            blocks[here] += self.first_block[source]
+        return blocks, windows

@@ -1,0 +1,67 @@
+"""Shares of sources are right after every sample, and where sample `i` is follows from `i` alone."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm.data.mixture import LONGEST_PERIOD, Mixture, Phase, counts_of, shares_of, turns
+from lm.data.sampler import Order
+
+
+def orders(count, seed=0):
+    return [Order([3, 0, 5 + index], seed=seed + index, lanes=2) for index in range(count)]
+
+
+@pytest.mark.parametrize("weights, shares", [
+    ((0.7, 0.2, 0.1), (7, 2, 1)), ((700, 200, 100), (7, 2, 1)), ((1, 1), (1, 1)), ((5,), (1,)), ((0, 3), (0, 1)),
+    ((1e-3, 1), (1, 1_000)), ((1 / 3, 2 / 3), (21_845, 43_691))])  # fmt: skip
+def test_weights_in_any_unit_are_whole_shares(weights, shares):
+    found = shares_of(weights)
+    assert found == shares or sum(found) <= LONGEST_PERIOD + 1
+    exact = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+    for share, one in zip(found, exact):
+        assert abs(Fraction(share, sum(found)) - one) <= Fraction(1, LONGEST_PERIOD)
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=16).filter(any))
+@settings(deadline=None)
+def test_after_every_sample_each_source_has_its_share_to_less_than_one(weights):
+    shares = shares_of(weights)
+    period = sum(shares)
+    sources, earlier = turns(shares)
+    counted = np.cumsum(sources[:, None] == np.arange(len(shares)), axis=0)  # (P, sources)
+    fair = np.arange(1, period + 1)[:, None] * np.array(shares) / period
+    assert np.abs(counted - fair).max() < 1
+    assert counted[-1].tolist() == list(shares)
+    assert (earlier == counted[np.arange(period), sources] - 1).all()
+
+
+three_weights = st.tuples(*[st.integers(0, 9)] * 3).filter(any)
+phases = st.lists(st.tuples(st.integers(1, 60), three_weights), min_size=1, max_size=4)
+
+
+@given(phases, st.integers(0, 300))
+@settings(deadline=None)
+def test_every_source_goes_through_its_own_order(lengths, probe):
+    """Whatever the weights and their changes, a source's samples come in its own order, none left out or repeated."""
+    starts = np.cumsum([0, *(length for length, _ in lengths[:-1])]).tolist()
+    mixture = Mixture(orders(3), [Phase(start, shares_of(weights)) for start, (_, weights) in zip(starts, lengths)])
+    sources, indices = mixture.sources(np.arange(301))
+    for source, order in enumerate(mixture.orders):
+        own = indices[sources == source]
+        assert own.tolist() == list(range(len(own)))
+        blocks, windows = mixture.locate(np.flatnonzero(sources == source))
+        alone = order.locate(own)
+        assert (blocks - mixture.first_block[source]).tolist() == alone[0].tolist()
+        assert windows.tolist() == alone[1].tolist()
+    assert counts_of(mixture.phases, probe).tolist() == np.bincount(sources[:probe], minlength=3).tolist()
+    assert [int(part[0]) for part in mixture.sources([probe])] == [sources[probe], indices[probe]]
+
+
+def test_one_source_is_its_order():
+    order = Order([3, 0, 5], seed=7, lanes=2)
+    alone = Mixture([order], [Phase(0, (1,))])
+    assert all((one == other).all() for one, other in zip(alone.locate(np.arange(50)), order.locate(np.arange(50))))

@@ -1,0 +1,138 @@
+"""A run on three sources and two phases: shares, epochs and losses by source are right, also after kills."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from shard_files import write_rows
+from trainings import expected, lm, losses, write_config
+
+from lm.data.tokenizer import train_char
+
+SOURCES = {"low": (2, 5), "middle": (5, 8), "high": (8, 12)}  # ids of each source, which tell them apart
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place, random = tmp_path_factory.mktemp("place"), np.random.default_rng(0)
+    (place / "tok").mkdir()
+    (place / "tok/tokenizer.json").write_text(train_char(["abcdefghij"]).text)
+    (place / "other").mkdir()
+    (place / "other/tokenizer.json").write_text(train_char(["ABCDEFGHIJ"]).text)
+    for name, (first, end) in SOURCES.items():
+        for split, lengths in {"train": (700, 500), "val": (400,)}.items():
+            for number, length in enumerate(lengths):
+                rows = [random.integers(first, end, length).tolist()]
+                write_rows(place / f"{name}/{split}/{number}.parquet", rows)
+    write_rows(place / "more/train/0.parquet", [random.integers(8, 12, 500).tolist()])
+    return place
+
+
+def source(name, **settings):
+    return {"name": name, "train": f"{name}/train", "val": f"{name}/val", "tokenizer": "tok", **settings}
+
+
+def config(place, name, sources=None, phases=None, **changes):
+    """6 of 8 samples of a step are low and 2 middle; from step 6 on 4 are middle and 4 high."""
+    sources = sources or [source("low", weight=0.75), source("middle", weight=0.25), source("high", weight=0)]
+    phases = [{"tokens": 5 * 256, "weights": {"middle": 1, "high": 1}}] if phases is None else phases
+    data = {"sources": sources, "phases": phases, "micro_batch_size": 4, "global_batch_tokens": 256, "val_tokens": 384}
+    return str(write_config(place, name, **{"data": data, "trainer.max_steps": 10, **changes}))
+
+
+def source_of(ids):
+    """By what is in a row, not by what anything says of it."""
+    return next(name for name, (first, end) in SOURCES.items() if all(first <= token < end for token in ids))
+
+
+def shown(place, run, step):
+    """The samples of a step."""
+    done = lm(place, "data", "show", "--run", run, "--step", str(step), "--limit", "0", "--json")
+    return json.loads(done.stdout)["samples"]
+
+
+def metrics(place, run):
+    return [json.loads(line) for line in (place / "checkpoints" / run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_shares_epochs_and_losses_by_source_are_right(place):
+    lm(place, "fit", "--config", config(place, "mixed"))
+    for step, counts in {1: {"low": 6, "middle": 2}, 5: {"low": 6, "middle": 2}, 6: {"middle": 4, "high": 4}}.items():
+        samples = shown(place, "mixed", step)
+        assert Counter(source_of(sample["token_ids"]) for sample in samples) == counts
+        assert all(sample["source"] == source_of(sample["token_ids"]) for sample in samples)
+    lines = metrics(place, "mixed")
+    last = [line for line in lines if "train/loss" in line][-1]
+    windows = (700 + 500 - 1) // 32  # of each source, whose two files are one block
+    taken = {"low": 30, "middle": 30, "high": 20}
+    assert {name: last[f"data/epochs/{name}"] for name in SOURCES} == {
+        name: pytest.approx(taken[name] / windows) for name in SOURCES}  # fmt: skip
+    assert last["train/loss"] == pytest.approx((last["train/loss/middle"] + last["train/loss/high"]) / 2, rel=1e-5)
+    assert "train/loss/low" not in last  # it had no sample since the log line before
+    early, late = (line for line in lines if line["step"] in (4, 8) and "val/loss" in line)
+    for line, shares in ((early, (0.75, 0.25, 0)), (late, (0, 0.5, 0.5))):
+        for metric in ("val/loss", "val/bpb"):
+            each = [line[f"{metric}/{name}"] for name in SOURCES]
+            assert line[metric] == pytest.approx(np.dot(each, shares), rel=1e-5)
+
+
+def test_a_kill_in_each_phase_changes_nothing(place):
+    lm(place, "fit", "--config", config(place, "whole"))
+    (place / "trace.jsonl").rename(place / "expected.jsonl")
+    recorder = {"class_path": "recorder.Recorder"}
+    for micro_batch in (9, 15):  # two in a step: steps 5 and 8, after checkpoints at 3 and 6
+        kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=micro_batch)}
+        path = config(place, "killed", **{"trainer.callbacks": [recorder, kill]})
+        lm(place, "fit", "--config", path, "--ckpt_path", "auto", expect=-9)
+    lm(place, "fit", "--config", config(place, "killed"), "--ckpt_path", "auto")
+    assert losses(place) == expected(place)
+
+
+def test_plan_shows_the_epochs_of_each_source(place):
+    said = lm(place, "plan", "--config", config(place, "one", [source("low", weight=3)], []), "--json").stdout
+    (found,) = json.loads(said)["steps"]["sources"].values()
+    assert found == {"samples": 80, "share": 1.0, "epochs": pytest.approx(80 / 37)}
+
+
+@pytest.mark.parametrize("sources, phases, said", [
+    ([source("low", max_epochs=0.5), source("high")], [],
+     "data.sources low is repeated 1.08 times, more than its max_epochs 0.5: 40 of the 80 samples"),
+    ([source("low"), source("high", tokenizer="other")], [], "data.sources low and high have different tokenizers"),
+    ([source("low"), source("low")], [], "data.sources has two sources of the name low"),
+    ([source("low", weight=0), source("high", weight=0)], [], "all weights are 0"),
+    ([source("low", weight=-1), source("high")], [], "data.sources: the weight -1 of low must be a number, 0 or more"),
+    ([source("low"), source("high")], [{"tokens": 512, "weights": {"web": 1}}], "there is no source web"),
+    ([source("low"), source("high")], [{"tokens": 512, "weights": {"low": 1}}, {"tokens": 256, "weights": {"low": 1}}],
+     "sort the phases by tokens"),
+    ([source("low"), {**source("high"), "train": "low/train"}], [], "both hold low/train/0.parquet"),
+    ([source("low"), {"name": "high"}], [], "data.sources high: give one of path"),
+    ([source("a/b")], [], "the name 'a/b' may have letters"),
+])  # fmt: skip
+def test_a_mixture_that_cannot_be_is_refused_with_the_reason(place, sources, phases, said):
+    path = config(place, "wrong", sources, phases)
+    for command in ("plan", "fit"):
+        assert said in lm(place, command, "--config", path, expect=2).stderr
+    assert not (place / "checkpoints/wrong").exists()
+
+
+def test_later_weights_may_change_on_resume_and_past_ones_not(place):
+    """A source that is new begins in a later phase; the run says what changed."""
+    name = "changed"
+    lm(place, "fit", "--config", config(place, name, **{"trainer.max_steps": 7}))
+
+    def resume(sources=None, phases=None, expect=0):
+        return lm(place, "fit", "--config", config(place, name, sources, phases), "--ckpt_path", "auto", expect=expect)
+
+    early = [{"tokens": 4 * 256, "weights": {"middle": 1, "high": 1}}]
+    said = "the weights of low, middle, high were 3:1:0, and are 0:1:1: only those of later phases may change"
+    assert said in resume(phases=early, expect=2).stderr
+    more = {"name": "more", "train": "more/train", "tokenizer": "tok", "weight": 0}
+    sources = [source("low", weight=0.75), source("middle", weight=0.25), source("high", weight=0)]
+    kept = {"tokens": 5 * 256, "weights": {"middle": 1, "high": 1}}
+    assert "new ones go to the end" in resume([more, *sources], [kept], expect=2).stderr
+    later = [kept, {"tokens": 8 * 256, "weights": {"more": 1}}]
+    assert "the weights of low, middle, high, more to come were changed: 0:0:0:1 from sample 64" in resume(
+        [*sources, more], later).stderr  # fmt: skip
+    assert {sample["source"] for sample in shown(place, name, 8)} == {"middle", "high"}
+    assert {sample["source"] for sample in shown(place, name, 9)} == {"more"}
