@@ -196,6 +196,7 @@ def to_json(value: Any) -> str:
     return jsonlib.dumps(finite_or_none(value), ensure_ascii=False, allow_nan=False)
 
 
+LOSSES = ("train/loss", "val/loss", "val/bpb")
 HEADINGS = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")
 
 
@@ -283,10 +284,12 @@ def describe_run(run: Run) -> dict[str, Any]:
         "acceptance": described.get("acceptance"),
         "parameters": count_parameters(last / "model.safetensors") if last else None,
         "config": config,
-        "curves": {name: curve for name in ("train/loss", "val/loss", "val/bpb", "optim/grad_norm",
-                                            "perf/tokens_per_second", "perf/mfu", "perf/mfu_full_attention",
-                                            "perf/gpu_load")
+        "curves": {name: curve for name in (*LOSSES, "optim/grad_norm", "perf/tokens_per_second", "perf/mfu",
+                                            "perf/mfu_full_attention", "perf/gpu_load")
                    if (curve := summarize(metrics, name))},
+        "sources": {source: {name: curve["last"] for name in (*LOSSES, "data/epochs")
+                             if (curve := summarize(metrics, f"{name}/{source}"))}
+                    for source in (described.get("mixture") or {}).get("sources", [])},
         "checkpoints": [
             {"step": step, "path": str(path), "bytes": folder_bytes(path), "best": path == best, "last": path == last}
             for step, path in steps.items()
@@ -388,12 +391,15 @@ def _progress(found: dict[str, Any]) -> list[str]:
 
 def _losses(found: dict[str, Any]) -> list[str]:
     lines = []
-    for name in ("train/loss", "val/loss", "val/bpb"):
+    for name in LOSSES:
         if curve := found["curves"].get(name):
             lines.append(
                 f"{METRICS[name].label:<24}  from {curve['first']:.4f} to {curve['last']:.4f}, "
                 f"lowest {curve['lowest']:.4f} at step {curve['lowest_step']:,}"
             )
+    for source, last in found["sources"].items():
+        losses = [f"{METRICS[name].label} {last[name]:.4f}" for name in LOSSES if name in last]
+        lines.append(f"{source:<24}  {', '.join(losses)}, after {last.get('data/epochs', 0):.2f} epochs")
     return lines
 
 
@@ -425,11 +431,12 @@ def _time(found: dict[str, Any]) -> list[str]:
 def _model(found: dict[str, Any]) -> list[str]:
     decoder = found["config"].get("model", {}).get("decoder", {})
     total = "" if found["parameters"] is None else f"{format_count(found['parameters'])} parameters, "
+    heads = decoder.get("num_attention_heads")
     if not decoder:
         return [total.rstrip(", ")]
     return [
         f"{total}{decoder.get('num_hidden_layers')} layers of {decoder.get('hidden_size')}, "
-        f"{decoder.get('num_attention_heads')} heads ({decoder.get('num_key_value_heads')} for keys and values), "
+        f"{heads} heads ({decoder.get('num_key_value_heads') or heads} for keys and values), "
         f"context {decoder.get('max_position_embeddings')}"
     ]
 
@@ -443,8 +450,13 @@ def _training(config: dict[str, Any]) -> list[str]:
         f"{optimizer.get('name')}, lr {optimizer.get('lr')}, {schedule.get('name')} schedule, "
         f"{data.get('global_batch_tokens')} tokens a step of {data.get('seq_len')}, {trainer.get('precision')}, "
         f"seed {config.get('seed_everything')}",
-        f"data {data.get('path') or data.get('train')}",
+        f"data {data.get('path') or data.get('train') or ', '.join(map(_source, data.get('sources') or []))}",
     ]
+
+
+def _source(source: dict[str, Any]) -> str:
+    """A source of a mixture, from a config."""
+    return f"{source['name']} ({source.get('weight', 1):g} of {source.get('path') or source.get('train')})"
 
 
 def _checkpoints(found: dict[str, Any]) -> list[str]:
