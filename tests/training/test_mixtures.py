@@ -89,6 +89,16 @@ def test_a_kill_in_each_phase_changes_nothing(place):
     assert losses(place) == expected(place)
 
 
+def test_two_ranks_see_the_same_mixture_and_the_same_losses_by_source(place):
+    changes = {"model.decoder.dropout": 0.0, "trainer.max_steps": 6, "trainer.log_interval": 2}
+    for name, devices in (("one-rank", 1), ("two-ranks", 2)):
+        lm(place, "fit", "--config", config(place, name, **changes, **{"trainer.devices": devices}))
+    one, two = ([line for line in metrics(place, name) if "train/loss" in line] for name in ("one-rank", "two-ranks"))
+    for alone, shared in zip(one, two, strict=True):
+        names = {name for name in alone if name.startswith(("train/loss", "data/epochs"))}
+        assert {name: shared[name] for name in names} == pytest.approx({name: alone[name] for name in names}, rel=1e-4)
+
+
 def test_plan_shows_the_epochs_of_each_source(place):
     said = lm(place, "plan", "--config", config(place, "one", [source("low", weight=3)], []), "--json").stdout
     (found,) = json.loads(said)["steps"]["sources"].values()
