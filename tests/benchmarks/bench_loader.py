@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm, which may not be installed
 
 from lm.data.loader import Batch, Stream
+from lm.data.mixture import Mixture, Phase
 from lm.data.parquet import ShardWriter
 from lm.data.sampler import Order, lanes_for
 from lm.data.shards import BLOCK_TOKENS, Shards
@@ -38,6 +40,7 @@ VOCABULARY = 50257
 ROWS, SEQ_LEN = 16, 2048
 SHUFFLE_BUFFER = 96 * 2**20  # tokens, at most
 MANY_SHARDS = 1000
+MIXTURES = (1, 4, 16)  # sources
 
 
 def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = False) -> None:
@@ -45,8 +48,9 @@ def loader(tokens: Count = Count(200_000_000), rounds: int = 7, json: bool = Fal
 
     Random tokens with word-like frequencies are written to a temporary folder, as shards in the layout of
     `lm data prepare`, as the flat file that nanoGPT reads, and as litdata's chunks. Our shuffled stream, a memory map
-    as in nanoGPT, and litdata's TokensLoader with shuffling then give batches of 16 x 2048, in turns, in one process.
-    A ratio is the median of the rounds' ratios.
+    as in nanoGPT, litdata's TokensLoader with shuffling, and mixtures of the same shards as 1, 4 and 16 sources with
+    the weights 1, 2, 3 ... then give batches of 16 x 2048, in turns, in one process. A ratio is the median of the
+    rounds' ratios.
 
     Args:
         tokens: Tokens to write; two to four bytes of disk each.
@@ -89,6 +93,9 @@ def _show(found: dict, rounds: int) -> None:
         if ratio is None:
             continue
         table.add_row(what, format_count(found[f"{name}_tokens_per_s"]), f"{ratio:.1f}x")
+    for count in MIXTURES:
+        rate, ratio = found[f"mixture_{count}_tokens_per_s"], found[f"ratio_mixture_{count}"]
+        table.add_row(f"lm stream of {count} sources", format_count(rate), f"{ratio:.2f} of the stream")
     console = Console()
     console.print(table)
     console.print(
@@ -104,11 +111,11 @@ def _show(found: dict, rounds: int) -> None:
 
 
 def _write(folder: Path, tokens: int) -> None:
-    """`flat.bin`; `train/`: the same tokens in shards of 20 row groups; `many/train/`: 1000 shards; manifests."""
+    """`flat.bin`; `train/`: the same tokens in shards of at most 20 row groups; `many/train/`: 1000 shards; manifests."""
     random = np.random.default_rng(0)
     (folder / "train").mkdir()
     (folder / "many/train").mkdir(parents=True)
-    shards, step = [], 20 * BLOCK_TOKENS
+    shards, step = [], max(1, min(20 * BLOCK_TOKENS, -(-tokens // max(MIXTURES))))
     with open(folder / "flat.bin", "wb") as flat:
         for number, first in enumerate(range(0, tokens, step)):
             # rank r with probability about 1 / r, as words have it
@@ -142,10 +149,26 @@ def _buffer(shards: Shards) -> int:
 
 
 def _stream(shards: Shards) -> Iterator[Batch]:
-    buffer = _buffer(shards)
-    order = Order(shards.windows(SEQ_LEN), seed=1, lanes=lanes_for(shards.largest.tokens, buffer))
+    return _batches(shards, Order(shards.windows(SEQ_LEN), seed=1, lanes=_lanes(shards)))
+
+
+def _mixture(folder: Path, count: int) -> Iterator[Batch]:
+    """The stream of the shards divided into so many sources."""
+    files = sorted(map(str, (folder / "train").iterdir()))
+    parts = {str(number): Shards.open(files[number::count], vocab_size=VOCABULARY) for number in range(count)}
+    shards = Shards.join(parts)
+    lanes = _lanes(shards, count)
+    orders = [Order(part.windows(SEQ_LEN), seed, lanes=lanes) for seed, part in enumerate(parts.values())]
+    return _batches(shards, Mixture(orders, [Phase(0, tuple(range(1, count + 1)))]))
+
+
+def _lanes(shards: Shards, sources: int = 1) -> int:
+    return lanes_for(shards.largest.tokens, _buffer(shards), sources)
+
+
+def _batches(shards: Shards, order: Order | Mixture) -> Iterator[Batch]:
     return iter(
-        Stream(shards, order, seq_len=SEQ_LEN, start=0, global_batch=ROWS, shuffle_buffer=buffer)
+        Stream(shards, order, seq_len=SEQ_LEN, start=0, global_batch=ROWS, shuffle_buffer=_buffer(shards))
     )
 
 
@@ -201,22 +224,29 @@ def _speed(folder: Path, rounds: int) -> dict:
         batch.input_ids, batch.labels  # noqa: B018
 
     litdata = _litdata(folder)
+    mixtures = {count: _mixture(folder, count) for count in MIXTURES}
     loaders = {
         "memory_map": (lambda: _memory_map(folder / "flat.bin"), 300, 0),
         **({"litdata": (lambda: next(litdata), 1000, 128)} if litdata else {}),
         "stream": (lambda: next(batches), 2000, 128),
         "stream_int64": (widened, 2000, 128),
+        **{f"mixture_{count}": (partial(next, mixture), 2000, 128) for count, mixture in mixtures.items()},
     }
     rates = {name: [] for name in loaders}
     for _ in range(rounds):
         for name, (take, count, before) in loaders.items():
             rates[name].append(_rate(take, count, before))
-    batches.close()
+    for opened in (batches, *mixtures.values()):
+        opened.close()
     ratios = {
         name: statistics.median(ours / theirs for ours, theirs in zip(rates[loader], rates["memory_map"]))
         for name, loader in (("ratio", "stream"), ("ratio_int64", "stream_int64"), ("ratio_litdata", "litdata"))
         if loader in rates
-    }
+    } | {
+        f"ratio_mixture_{count}": statistics.median(
+            mixed / one for mixed, one in zip(rates[f"mixture_{count}"], rates["stream"]))
+        for count in MIXTURES
+    }  # fmt: skip
     return {f"{name}_tokens_per_s": statistics.median(found) for name, found in rates.items()} | ratios
 
 
