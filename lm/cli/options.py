@@ -172,17 +172,20 @@ def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
 
 
 def _dataclass(module: str, annotation: ast.expr) -> str | None:
-    """The dataclass in an annotation, as `module:name`."""
-    for node in ast.walk(annotation):
-        if isinstance(node, ast.Name):
-            place, found = _definition(module, node.id)
-            if isinstance(found, ast.ClassDef) and any("dataclass" in ast.unparse(one) for one in found.decorator_list):
-                return f"{place}:{node.id}"
+    """The dataclass that an annotation names, alone or as one of several types, as `module:name`."""
+    if isinstance(annotation, ast.BinOp):
+        return _dataclass(module, annotation.left) or _dataclass(module, annotation.right)
+    if isinstance(annotation, ast.Name):
+        place, found = _definition(module, annotation.id)
+        if isinstance(found, ast.ClassDef) and any("dataclass" in ast.unparse(one) for one in found.decorator_list):
+            return f"{place}:{annotation.id}"
     return None
 
 
 def _kind(module: str, annotation: ast.expr) -> str:
-    """A type as a word: `count`, `auto|ddp`, `list of str`."""
+    """A type as a word: `count`, `auto|ddp`, `list of str`, `list of {name, weight}`."""
+    if made := _dataclass(module, annotation) if isinstance(annotation, ast.Name) else None:
+        return f"{{{', '.join(option.name for option in _options_of(made, ''))}}}"
     if isinstance(annotation, ast.Name):
         place, found = _definition(module, annotation.id)
         return _kind(place, found.value) if isinstance(found, ast.Assign) else annotation.id.lower()
