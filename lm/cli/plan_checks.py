@@ -349,10 +349,10 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
                       f"that `lm scale` takes for {format_count(tokens)} tokens",
                       f"--data.global_batch_tokens {max(1, round(best / at_once)) * at_once}")  # fmt: skip
     optimizer = config.model.optimizer.name
-    best = learning_rate(optimizer, decoder.hidden_size, operations, batch)
+    best = learning_rate(optimizer, decoder, operations, batch)
     why = f"{operations:.2g} operations in the blocks and {batch:,} tokens a step"
     if optimizer == "muon":
-        why = f"{optimizer} and hidden_size {decoder.hidden_size:,}"
+        why = f"{optimizer}, {decoder.num_hidden_layers} blocks and hidden_size {decoder.hidden_size:,}"
     if (times := max(rate / best, best / rate)) > FAR_RATE:
         yield Finding("warning" if rate > best else "advice", f"model.optimizer.lr {rate:g} is {times:.1f} times "
                       f"{'more' if rate > best else 'less'} than the {best:.2g} that `lm scale` takes for {why}",

@@ -21,7 +21,7 @@ ASPECT = 64  # width / depth
 PATTERN = "SSSL"  # S: a layer with a window, L: one with full attention
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; a batch of as many samples or more comes out even on 8, 4, 2 and 1
-MATRICES, EMBEDDING, OUTPUT = 0.125, 1.0, 0.2  # learning rate x sqrt(width); MATRICES is for Muon
+MATRICES, EMBEDDING, OUTPUT = 3.0, 24.0, 4.8  # learning rate x width x sqrt(depth); MATRICES is for Muon
 OptimizerName = Literal["muon", "adamw"]
 DEVICE_TOKENS = 16_384  # the most tokens that a device runs at once, before `lm plan --fit` says how many fit
 
@@ -76,7 +76,7 @@ class Recipe:
     @property
     def learning_rate(self) -> float:
         """Peak learning rate of the matrices in the blocks."""
-        return learning_rate(self.optimizer, self.decoder.hidden_size, self.block_flops, self.batch_tokens)
+        return learning_rate(self.optimizer, self.decoder, self.block_flops, self.batch_tokens)
 
     @property
     def weight_decay(self) -> float:
@@ -221,31 +221,32 @@ def micro_batch(batch: int, seq_len: int) -> int:
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def learning_rate(optimizer: OptimizerName, width: int, flops: float, batch: float) -> float:
+def learning_rate(optimizer: OptimizerName, decoder: DecoderConfig, flops: float, batch: float) -> float:
     """Peak learning rate of the matrices in the blocks.
 
     Args:
         optimizer: theirs.
-        width: of the residual stream.
+        decoder: whose matrices they are.
         flops: floating-point operations of the whole run in the blocks; the output matrix does not count.
         batch: tokens of an optimizer step.
     """
-    return rate_by_width(MATRICES, width) if optimizer == "muon" else adamw_learning_rate(flops, batch)
+    if optimizer == "adamw":
+        return adamw_learning_rate(flops, batch)
+    return peak_rate(MATRICES, decoder.num_hidden_layers, decoder.hidden_size)
 
 
-def rate_by_width(factor: float, width: int) -> float:
-    """Peak learning rate `factor / sqrt(width)`.
+def peak_rate(factor: float, depth: int, width: int) -> float:
+    """Peak learning rate `factor / (width x sqrt(depth))`.
 
-    For matrices with Muon: an update changes activations equally at every width when its largest singular value is in
-    proportion to the root of rows / columns (Yang et al., 2023, arXiv:2310.17813), and ours is `lr x 0.2 x sqrt(width)`
-    in square matrices. For the embedding and the output the exponent is nanochat's (scripts/base_train.py).
+    Swept with models of 2 to 8 blocks, 64 to 256 wide, in 300 steps of 8Ki tokens: the best rates, of all parameters
+    together, are 2.9 to 3.2 of this unit for the matrices (tests/benchmarks/README.md); the root of the depth is that of
+    Yang et al., 2023, arXiv:2310.02244. At 2 blocks 75 steps want the same rate as 300, and steps of 32Ki tokens the
+    same as of 8Ki, so neither is in the rule; steps of 2Ki want half.
 
-    The factors were measured with `tiny.yaml`: 128 wide, 300 steps of 8Ki tokens, where all three times 0.7, 1 and 1.4
-    end at the same loss, and times 2 at a higher one. nanochat's for depth 12, at steps of 512Ki tokens, are 0.1, 8.3
-    (its embedding is normalised after it is looked up) and 0.22 in this unit; at other batches it multiplies them by
-    the root of the batch, which we leave out: at 8Ki tokens that is 1/8, and its best rates there are 9 times as large.
+    Published trainings have more: in this unit Moonlight's rates are 5 to 8.4 at depths 12 to 20 (Liu et al., 2025,
+    arXiv:2502.16982, table 2), nanochat's 9.6 at depth 12, in another architecture.
     """
-    return factor / math.sqrt(width)
+    return factor / (width * math.sqrt(depth))
 
 
 def adamw_learning_rate(flops: float, batch: float) -> float:
@@ -333,8 +334,8 @@ model:
     zero_init_residual: true  # each block begins by passing its input on (arXiv:1706.02677)
   optimizer:
 {optimizer}    groups:  # with their own learning rates and no weight decay
-      embedding: {{lr: {embedding_lr}, weight_decay: 0}}  # {embedding_factor:g} / sqrt(hidden_size), as above
-      output: {{lr: {output_lr}, weight_decay: 0}}  # {output_factor:g} / sqrt(hidden_size), as above
+      embedding: {{lr: {embedding_lr}, weight_decay: 0}}  # {embedding_factor:g} / (hidden_size x sqrt(depth)), as above
+      output: {{lr: {output_lr}, weight_decay: 0}}  # {output_factor:g} / (hidden_size x sqrt(depth)), as above
     weight_decay: {weight_decay}  # weights average the updates of {memory} of the run (arXiv:2505.13738)
   schedule:
 {schedule}
@@ -349,7 +350,7 @@ data:
 OPTIMIZERS = {
     "muon": """\
     name: muon  # for the matrices in the blocks, and AdamW for the rest; --optimizer adamw for all
-    lr: {lr}  # peak: {matrices:g} / sqrt(hidden_size), measured with tiny.yaml
+    lr: {lr}  # peak: {matrices:g} / (hidden_size x sqrt(depth)), swept at depths 2 to 8
     momentum: 0.95  # Muon: decay of the running mean of the gradient
     betas: [0.8, 0.95]  # AdamW: decay of the running means of the gradient and of its square
 """,
@@ -450,6 +451,10 @@ def write_yaml(
     }  # fmt: skip
     interval = min(INTERVAL, made.steps)
     window = f"    sliding_window: {decoder.sliding_window:_}  # {WINDOW}\n" if decoder.sliding_window else ""
+
+    def rate(factor: float) -> str:
+        return _float(peak_rate(factor, decoder.num_hidden_layers, decoder.hidden_size))
+
     quoted = data if re.fullmatch(r"[\w.-]*/[\w./-]*", data) else json.dumps(data)
     return YAML.format(
         title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
@@ -463,8 +468,8 @@ def write_yaml(
         window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=aspect_ratio,
         head_dim=decoder.head_dim, of_aspect=sources["aspect_ratio"], of_head_dim=sources["head_dim"],
         of_pattern=sources["window_pattern"] if decoder.sliding_window else "",
-        embedding_lr=_float(rate_by_width(EMBEDDING, decoder.hidden_size)), embedding_factor=EMBEDDING,
-        output_lr=_float(rate_by_width(OUTPUT, decoder.hidden_size)), output_factor=OUTPUT,
+        embedding_lr=rate(EMBEDDING), embedding_factor=EMBEDDING,
+        output_lr=rate(OUTPUT), output_factor=OUTPUT,
         weight_decay=f"{made.weight_decay:.3g}", memory="all" if memory > 1 else f"{100 * memory:.2g}%",
         micro_batch=micro_batch(made.batch, decoder.max_position_embeddings), batch=_binary(made.batch_tokens),
         samples=plural(made.batch, "sample"),

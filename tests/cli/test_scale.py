@@ -14,7 +14,7 @@ from lm.cli.main import main
 from lm.cli.scale import (
     adamw_learning_rate,
     batch_tokens,
-    rate_by_width,
+    peak_rate,
     recipe,
     tokens_of_steps,
     warmup_steps,
@@ -108,7 +108,9 @@ def test_the_rules_give_their_sources_figures():
     assert adamw_learning_rate(4.8e21, 3.6e6) == pytest.approx(6e-4, rel=0.02)
     assert adamw_learning_rate(4.8e21, 4 * 3.6e6) == pytest.approx(2 * adamw_learning_rate(4.8e21, 3.6e6))
     # nanochat's Muon moves a square matrix by its rate of 0.02 times an orthogonal one, ours by lr x 0.2 x sqrt(width).
-    assert rate_by_width(0.1, 768) * 0.2 * 768**0.5 == pytest.approx(0.02)
+    assert peak_rate(9.6, 12, 768) * 0.2 * 768**0.5 == pytest.approx(0.02, rel=0.01)
+    assert peak_rate(5.06, 12, 1_536) == pytest.approx(9.503e-4, rel=0.01)  # Moonlight's model of 399M parameters
+    assert peak_rate(3.0, 4, 128) == pytest.approx(1.12e-2, rel=0.05)  # tiny.yaml
     assert [warmup_steps("muon", steps, 2**18) for steps in (100, 10_000)] == [10, 40]
     assert warmup_steps("adamw", 10_000, 2**18) == 1_000
     # The mean of the updates is over 22 % of a run at 20 tokens a parameter.
