@@ -378,14 +378,15 @@ class Shards:
         if not others:
             return first
         joined = cls([], first.column, ", ".join(shards.source for shards in sources.values()), first.cache)
-        of_file: dict[str, str] = {}
+        holders: dict[Hashable, str] = {}  # by whatever path they name a file
         for name, shards in sources.items():
-            for file in shards._shards.keys() & of_file.keys():
-                raise RequestError(
-                    f"data.sources {of_file[file]} and {name} both hold {file}: name it in one of them; a larger "
-                    "weight repeats it more often"
-                )
-            of_file |= dict.fromkeys(shards._shards, name)
+            for file in shards._shards:
+                other = holders.setdefault(file_identity(file), name)
+                if other != name:
+                    raise RequestError(
+                        f"data.sources {other} and {name} both hold {file}: name it in one of them; a larger weight "
+                        "repeats it more often"
+                    )
             joined.blocks += shards.blocks
             joined._shards |= shards._shards
         joined.tokens = sum(block.tokens for block in joined.blocks)
