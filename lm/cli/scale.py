@@ -239,8 +239,8 @@ def peak_rate(factor: float, depth: int, width: int) -> float:
     """Peak learning rate `factor / (width x sqrt(depth))`.
 
     Swept with models of 2 to 8 blocks, 64 to 256 wide, in 300 steps of 8Ki tokens: the best rates, of all parameters
-    together, are 2.9 to 3.2 of this unit for the matrices (tests/benchmarks/README.md); the root of the depth is that of
-    Yang et al., 2023, arXiv:2310.02244. At 2 blocks 75 steps want the same rate as 300, and steps of 32Ki tokens the
+    together, are 2.9 to 3.2 of this unit for the matrices (tests/benchmarks/README.md); the root of the depth is that
+    of Yang et al., 2023, arXiv:2310.02244. At 2 blocks 75 steps want the same rate as 300, and steps of 32Ki tokens the
     same as of 8Ki, so neither is in the rule; steps of 2Ki want half.
 
     Published trainings have more: in this unit Moonlight's rates are 5 to 8.4 at depths 12 to 20 (Liu et al., 2025,

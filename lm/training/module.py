@@ -334,7 +334,9 @@ class LanguageModule(LightningModule):
         data = self.trainer.datamodule
         if data.source_names:
             each, shares = metrics, data.shares(self.cursor.end if self.cursor else 0)  # (sources,)
-            shares = torch.where(result["tokens"] > 0, torch.from_numpy(shares).to(self.device), 0)
+            measured = result["tokens"] > 0
+            shares = torch.where(measured, torch.from_numpy(shares).to(self.device), 0)
+            shares = shares if shares.any() else measured.double()  # none that is trained on now has a validation
             metrics = {name: (values.nan_to_num() * shares).sum() / shares.sum() for name, values in each.items()}
             metrics |= {
                 f"{name}/{source}": value
