@@ -209,7 +209,7 @@ def describe_change(before: dict, now: dict, samples: int) -> tuple[str, str]:
         was, is_now = ([phase.shares for phase in phases if phase.start <= start][-1] for phases in (then, here))
         begins = [[phase.start for phase in phases if phase.start <= start][-1] for phases in (then, here)]
         if was != is_now or begins[0] != begins[1]:
-            reason = (f"from sample {start:,} on, of the {samples:,} it has seen, the weights of {', '.join(others)} "
+            reason = (f"from sample {start:,} on, of {samples:,} seen, the weights of {', '.join(others)} "
                       f"were {_ratio(was)}, and are {_ratio(is_now)}: only those of later phases may change")  # fmt: skip
             return reason, ""
     if then == here:
