@@ -155,7 +155,8 @@ def fit_briefly(
         data_options = vars(config.data)
         if not own_data:
             write_random_data(Path(folder) / "data", find_vocab_size(config), config.data)
-            data_options |= dict.fromkeys(("train", "val", "test", "tokenizer", "prepare"))
+            others = ("train", "val", "test", "tokenizer", "sources", "phases", "prepare", "packing")
+            data_options |= dict.fromkeys(others)
             data_options["path"] = str(Path(folder) / "data")
             data_options["shuffle_buffer"] = max(config.data.shuffle_buffer, ROW_GROUP_TOKENS)  # one row group fits
         data = DataModule(**data_options)

@@ -22,6 +22,7 @@ from lm.system.units import format_count, plural
 log = logging.getLogger(__name__)
 
 SAMPLE_TOKENS = 100
+CONTEXT = 1024
 
 
 def prepare(**options: Any) -> None:
@@ -37,13 +38,14 @@ def prepare(**options: Any) -> None:
     log.info("train on it: lm fit --config tiny.yaml --data.path %s --data.prepare null", settings.output)
 
 
-def inspect(path: str, column: str = "input_ids", seq_len: int = 1024, json: bool = False) -> None:
+def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, json: bool = False) -> None:
     """Show what a data folder holds: splits, shards, tokens, tokenizer, and the beginning of its text.
 
     Args:
         path: A folder that `lm data prepare` made, or anyone's shards: a folder, glob, file or URL.
         column: Column of token ids.
-        seq_len: Context for which samples, and tokens that are in none, are counted.
+        seq_len: Context for which samples, and tokens that are in none, are counted; 1024 if not given, or what
+            documents were packed for.
         json: Print one JSON object.
     """
     require_at_least(1, "--", seq_len=seq_len)
@@ -57,7 +59,7 @@ def inspect(path: str, column: str = "input_ids", seq_len: int = 1024, json: boo
         _print_folder(found)
 
 
-def describe_folder(path: str, column: str = "input_ids", seq_len: int = 1024) -> dict[str, Any]:
+def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = None) -> dict[str, Any]:
     """What `lm data inspect --json` prints.
 
     Returns:
@@ -77,9 +79,11 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int = 1024) -
         names = sorted({PurePath(file.name).parts[0] for file in opened[""].fingerprint()})
         if {"train", "val"} <= set(names) and Path(path).is_dir():
             opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in names}
+    first = opened.get("val") or next(iter(opened.values()))
+    if seq_len is None:
+        seq_len = first.packed.seq_len if first.packed else CONTEXT
     known_counts = {} if manifest is None else manifest["splits"]
     splits = {name: _counts(shards, seq_len, known_counts.get(name)) for name, shards in opened.items()}
-    first = opened.get("val") or next(iter(opened.values()))
     return {
         "path": path,
         "made_by_lm": manifest is not None,
@@ -128,8 +132,12 @@ def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> di
     counts: dict[str, Any] = {"tokens": shards.tokens, "shards": len(files), "file_bytes": size}
     counts |= {"samples": int(shards.windows(seq_len).sum()), "left_over": shards.left_over(seq_len)}
     if recorded is not None:
-        per_token = recorded["bytes"] / max(1, shards.tokens)
+        counts["tokens"] = recorded["tokens"]  # without what fills packed rows up
+        per_token = recorded["bytes"] / max(1, counts["tokens"])
         counts |= {"documents": recorded["documents"], "bytes": recorded["bytes"], "bytes_per_token": per_token}
+    if recorded is not None and shards.packed is not None:
+        cut = sum(entry["cut_documents"] for entry in recorded["shards"])
+        counts |= {"filled_up": shards.filled_up, "cut_documents": cut}
     return counts
 
 
@@ -149,6 +157,9 @@ def _print_folder(found: dict[str, Any]) -> None:
     for split, counts in found["splits"].items():
         console.print(f"{split and split + ': '}{plural(counts['samples'], 'sample')} at --seq_len {found['seq_len']}, "
                       f"{counts['left_over']:,} tokens in none ({counts['left_over'] / max(1, counts['tokens']):.1%})")
+        if "filled_up" in counts:
+            console.print(f"    of whole documents: {plural(counts['cut_documents'], 'document')} longer than a sample, "
+                          f"{counts['filled_up']:.2%} of the targets fill samples up and do not count")  # fmt: skip
     for padding in found["padding"].values():
         console.print(f"is this padding? {padding}; if it is, train with --data.pad_id, or write an attention_mask")
     tokenizer = found["tokenizer"]

@@ -98,6 +98,7 @@ def data_facts(
         split: {
             "tokens": shards.tokens, "shards": len(shards.fingerprint()),
             "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
+            "filled_up": shards.filled_up,
             "dtype": str(shards.column.dtype),
             # Of the first block.
             "bytes_per_token": None if fit else float(shards.token_bytes(opened.tokenizer)[shards.read(0)].mean()),
@@ -657,13 +658,17 @@ def _data_lines(found: dict[str, Any]) -> list[str]:
     return [
         f"{split}: {format_count(data[split]['tokens'])} tokens in {plural(data[split]['shards'], 'shard')}, "
         f"{plural(data[split]['windows'], 'sample')}, {data[split]['left_over']:,} tokens in none, "
-        f"{data[split]['bytes_per_token']:.2f} bytes of text a token"
+        f"{_of_packing(data[split]['filled_up'])}{data[split]['bytes_per_token']:.2f} bytes of text a token"
         for split in ("train", "val") if split in data
     ] + [
         f"{name}: {source['share']:.1%} of the samples, {source['epochs']:.2f} epochs of "
         f"{format_count(data['sources'][name]['tokens'])} tokens"
         for name, source in found["steps"].get("sources", {}).items()
     ] or ["not there yet"]  # fmt: skip
+
+
+def _of_packing(filled_up: float | None) -> str:
+    return "" if filled_up is None else f"{filled_up:.2%} of the targets only fill samples up, "
 
 
 def _steps_lines(found: dict[str, Any]) -> list[str]:

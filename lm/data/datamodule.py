@@ -20,7 +20,7 @@ from torch.utils.data import ChainDataset
 from lm.data.cache import BlockCache
 from lm.data.loader import TIMEOUT, Batch, OnBadShard, Reading, Stream, Windows
 from lm.data.mixture import Mixture, Phase, PhaseConfig, SourceConfig, check_mixture, phases_of, shares_at
-from lm.data.prepare import PrepareOptions, prepare
+from lm.data.prepare import EARLIER, Packing, PrepareOptions, prepare
 from lm.data.sampler import Order, lanes_for
 from lm.data.shards import Shards, common_file
 from lm.data.text_files import read_documents
@@ -79,6 +79,8 @@ class DataModule(LightningDataModule):
         sources: In place of the five above: a mixture of several sources.
         phases: Other weights of these sources, each from a number of tokens on.
         prepare: What to make `path` from when it is not there yet.
+        packing: How documents become samples, `stream` or `whole` as in `prepare`; as `path` or the shards were made
+            if not given.
         column: Column of token ids in the shards.
         pad_id: Id that fills rows up, in shards without an `attention_mask`: left out where a row begins or ends in it.
         seq_len: Predicted tokens of a sample; the decoder's `max_position_embeddings` if not given.
@@ -105,6 +107,7 @@ class DataModule(LightningDataModule):
         sources: list[SourceConfig] | None = None,
         phases: list[PhaseConfig] | None = None,
         prepare: PrepareOptions | None = None,
+        packing: Packing | None = None,
         column: str = "input_ids",
         pad_id: int | None = None,
         seq_len: Count | None = None,
@@ -139,6 +142,7 @@ class DataModule(LightningDataModule):
         self.phases = phases or []
         self.test = test
         self.tokenizer_path = self.sources[0].tokenizer or self.sources[0].path
+        self.packing = packing
         self.prepare_options = prepare
         self.pad_id = pad_id
         self.seq_len = seq_len
@@ -166,6 +170,10 @@ class DataModule(LightningDataModule):
         """Make `path` when it is not there; on one rank of a node, before `setup`."""
         if self.path is None:
             return
+        if self.prepare_options is not None:
+            self.prepare_options.packing = self.packing or self.prepare_options.packing
+            if self.prepare_options.packing == "whole":
+                self.prepare_options.seq_len = self.prepare_options.seq_len or self.seq_len
         if (self.path / "manifest.json").exists():
             self._refuse_other_preparation()
             return
@@ -184,11 +192,11 @@ class DataModule(LightningDataModule):
             return
         file = self.path / "manifest.json"
         try:
-            made = dict(parse_json(file.read_bytes()).get("options", {}))
+            made = {**EARLIER, **parse_json(file.read_bytes()).get("options", {})}
         except (OSError, AttributeError, TypeError, ValueError) as error:
             raise RequestError(f"{file} is damaged ({error}); `rm -r {self.path}`, and it is made again") from error
         learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(self.prepare_options.tokenizer, [])
-        for name in ["val_fraction", "text_key", *learned]:
+        for name in ["val_fraction", "text_key", "packing", *learned]:
             wanted = getattr(self.prepare_options, name)
             if name in made and made[name] != wanted:
                 raise RequestError(
@@ -245,12 +253,19 @@ class DataModule(LightningDataModule):
             files = str(Path(source.path) / split)
         if files is None:
             return None
-        return Shards.open(
+        shards = Shards.open(
             files, source.column, vocab_size=self.tokenizer.vocab_size, tokenizer_sha256=self.tokenizer.sha256,
             cache=self.cache, patience=self.timeout / 2,  # so that it is the read that says what is wrong
             pad_id=self.pad_id, eos_id=self.tokenizer.eos_id,
             block_tokens=self.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
         )
+        made = "stream" if shards.packed is None else "whole"
+        if self.packing not in (None, made):
+            raise RequestError(
+                f"{shards.source} was prepared with --packing {made}, and data.packing is {self.packing}: leave "
+                "data.packing out, or prepare the text again"
+            )
+        return shards
 
     def warnings(self) -> list[tuple[str, str]]:
         """What is doubtful in the shards of each split, and what to do about it."""
@@ -330,15 +345,16 @@ class DataModule(LightningDataModule):
     def read_samples(self, first: int, count: int) -> tuple[np.ndarray, list[tuple[str, int]]]:
         """Samples of the training stream, `(count, T + 1)`, and of each the file and the window of its block."""
         train, length = self.shards["train"], self.seq_len
+        stride = train.stride(length)
         blocks, windows = self.order().locate(np.arange(first, first + count))
         rows = np.empty((count, length + 1), train.column.row_dtype)
         for block in np.unique(blocks).tolist():
             tokens = train.read(block)
             for index in np.flatnonzero(blocks == block).tolist():
-                start = int(windows[index]) * length
+                start = int(windows[index]) * stride
                 rows[index] = tokens[start : start + length + 1]
         places = zip(blocks.tolist(), windows.tolist(), strict=True)
-        return rows, [(train.blocks[block].file_of(window * length), window) for block, window in places]
+        return rows, [(train.blocks[block].file_of(window * stride), window) for block, window in places]
 
     def sources_of(self, first: int, count: int) -> list[str | None]:
         """The names of the sources of samples; None without a mixture."""

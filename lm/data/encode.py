@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from lm.data.packing import PackedRows, pack_documents
 from lm.data.parquet import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.text_files import Piece, TextFile, read_pieces
 from lm.data.tokenizer import Encoder, Tokenizer, id_type
@@ -214,11 +216,30 @@ def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
     return np.memmap(folder / file, dtype, mode="r")
 
 
-def write_shard(path: Path, slices: Sequence[Slice], folder: Path) -> dict[str, Any]:
-    """Copy slices of the parts in `folder` to one shard; returns its entry of the manifest."""
+def write_shard(
+    path: Path, slices: Sequence[Slice], folder: Path, packed_seq_len: int | None = None
+) -> dict[str, Any]:
+    """Copy slices of the parts in `folder` to one shard; returns its entry of the manifest.
+
+    Args:
+        packed_seq_len: the documents are packed into rows that predict so many tokens; None: one row a document.
+    """
     tokenizer = Tokenizer.load(folder)
-    dtype = id_type(tokenizer.vocab_size)
-    writer = ShardWriter(path, dtype, tokenizer.sha256)
+    packed = None if packed_seq_len is None else PackedRows(packed_seq_len, tokenizer.eos_id)
+    writer = ShardWriter(path, id_type(tokenizer.vocab_size), tokenizer.sha256, packed)
+    facts: dict[str, Any] = {}
+    if packed is None:
+        _copy_documents(writer, slices, folder)
+    else:
+        facts = _copy_packed(writer, slices, folder, packed)
+    size = writer.close()
+    name = f"{path.parent.name}/{path.name}"
+    return {"file": name, "size": size, "row_groups": writer.row_groups, "digest": writer.digest} | facts
+
+
+def _copy_documents(writer: ShardWriter, slices: Sequence[Slice], folder: Path) -> None:
+    """One row a document."""
+    dtype = writer.dtype
     for file, start, stop in slices:
         rows = np.load(_rows_path(folder / file))
         edges = np.unique(np.clip(np.concatenate([[0], np.cumsum(rows)]), start, stop))  # where rows begin, and stop
@@ -228,9 +249,35 @@ def write_shard(path: Path, slices: Sequence[Slice], folder: Path) -> dict[str, 
             count, before = int(edges[last] - edges[first]), int(edges[first]) * dtype.itemsize
             writer.write(np.fromfile(folder / file, dtype, count, offset=before), np.diff(edges[first : last + 1]))
             first = last
-    size = writer.close()
-    name = f"{path.parent.name}/{path.name}"
-    return {"file": name, "size": size, "row_groups": writer.row_groups, "digest": writer.digest}
+
+
+def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, packed: PackedRows) -> dict[str, Any]:
+    """Rows of several documents, as `data/packing` says; returns what they cost."""
+    seq_len, eos_id = packed
+    parts = [part_ids(folder, file, writer.dtype)[start:stop] for file, start, stop in slices]
+    begins = np.cumsum([0, *map(len, parts)])  # of each part, in all of them end to end
+    ends = [np.append(np.flatnonzero(ids[:-1] == eos_id) + 1, len(ids)) for ids in parts]
+    ends = np.concatenate([end + begin for end, begin in zip(ends, begins)])
+    packing = pack_documents(ends, seq_len)
+    at_once = max(1, ROW_GROUP_TOKENS // (seq_len + 1))  # rows
+    edges = np.arange(0, packing.rows[-1] + 1 + at_once, at_once)
+    for first, last in pairwise(np.searchsorted(packing.rows, edges).tolist()):
+        starts, stops, rows = (values[first:last] for values in packing)
+        rows = rows - rows[0]
+        before = np.cumsum(stops - starts) - (stops - starts)
+        columns = 1 + before - before[np.searchsorted(rows, rows)]
+        source = np.searchsorted(begins, starts, side="right") - 1
+        ids = np.full((int(rows[-1]) + 1, seq_len + 1), eos_id, writer.dtype)
+        spans = (starts - begins[source], stops - begins[source], source, rows, columns)
+        for start, stop, part, row, column in zip(*(values.tolist() for values in spans)):
+            ids[row, column : column + stop - start] = parts[part][start:stop]
+            if column == 1 and start > 0:
+                ids[row, 0] = parts[part][start - 1]
+        writer.write(ids.ravel(), np.full(len(ids), seq_len + 1))
+    return {
+        "padding": int(packing.rows[-1] + 1) * seq_len - int(ends[-1]),  # tokens that fill rows up
+        "cut_documents": int((np.diff(ends, prepend=0) > seq_len).sum()),
+    }
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

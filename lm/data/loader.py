@@ -263,6 +263,7 @@ def assemble(
         DataError: a block cannot be read; names the file.
     """
     ahead = min(SAMPLES_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))  # about BLOCKS_AHEAD blocks begin there
+    stride = shards.stride(seq_len)
     buffer = BlockBuffer(shards, capacity, reading.timeout)
     located = _locate_many(order, requests)
     waiting, unwanted = deque(), deque()  # located requests, and those of their blocks that are not wanted yet
@@ -293,7 +294,7 @@ def assemble(
             for place, (block, window) in enumerate(zip(blocks, windows)):
                 if wanted == taken:
                     look_ahead()  # the buffer was full; no sample that was taken needs its block any more
-                first = window * seq_len
+                first = window * stride
                 try:
                     tokens = buffer.get(block)
                     rows[place] = tokens.ids[first : first + seq_len + 1]

@@ -3,6 +3,7 @@
 `data/encode` writes shards with `ShardWriter`; `data/shards` reads them, and anyone's, with `Column`.
 """
 
+import json
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from lm.data.packing import PackedRows
 from lm.errors import RequestError, RunError
 from lm.system.files import sync
 
 LARGEST_ID = 2**31  # ids are below it where no vocabulary is known: what an int32 tensor can hold
 TOKENIZER_KEY = b"lm.tokenizer"  # in the footers of our shards: SHA-256 of the tokenizer that made them
+PACKED_KEY = b"lm.packed"  # in the footers of shards of packed rows: `PackedRows`, as a list of JSON
 SIGNATURE = 28  # bytes of nonce and tag that follow the footer of a file with encrypted columns
 FOOTER_BYTES = 2**16  # most footers are shorter, so one request to an object store gets all of it
 # What reading damaged bytes raises, in Arrow and around it; a failing disk or network is an OSError, too.
@@ -374,27 +377,36 @@ class ShardWriter:
     """Writes one shard: `list<uint16 not null>`, or uint32, with byte-stream-split and lz4, and no dictionary.
 
     That is about 1.9 bytes a token, and the fastest to read of all layouts of lists (zstd: 1.5 bytes, 0.85 of the
-    speed). Every row group but the last has exactly ROW_GROUP_TOKENS; a row that crosses a border is cut there.
+    speed). Every row group but the last has exactly ROW_GROUP_TOKENS; a row that crosses a border is cut there. Packed
+    rows are not: a row group has as many of them as fit.
 
     Args:
         path: of the Parquet file, which is whole after `close`.
         dtype: of the ids, uint16 or uint32.
         tokenizer_sha256: kept in the file.
+        packed: what the rows are, where documents are packed into rows of the same length.
 
     Attributes:
+        dtype: of the ids.
         row_groups: tokens of each.
         digest: of the footer, after `close`.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, tokenizer_sha256: str) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, dtype: np.dtype, tokenizer_sha256: str, packed: PackedRows | None = None
+    ) -> None:
+        self.path, self.dtype = path, dtype
+        row = 1 if packed is None else packed.seq_len + 1
+        self._group_tokens = max(1, ROW_GROUP_TOKENS // row) * row
         self.row_groups: list[int] = []
         self.digest = ""
         self._tokens_digest = blake2b(digest_size=16)
         self._tokens, self._ends = np.empty(0, dtype), np.empty(0, np.int64)  # not yet written; where rows end in them
         element = pa.field("element", pa.from_numpy_dtype(dtype), nullable=False)
         field = pa.field(COLUMN, pa.list_(element), nullable=False)
-        self._schema = pa.schema([field], metadata={TOKENIZER_KEY: tokenizer_sha256.encode()})
+        facts = {TOKENIZER_KEY: tokenizer_sha256.encode()}
+        facts |= {PACKED_KEY: json.dumps(packed).encode()} if packed else {}
+        self._schema = pa.schema([field], metadata=facts)
         self._parquet = pq.ParquetWriter(
             path, self._schema, compression="lz4", use_dictionary=False,
             data_page_version="2.0", use_byte_stream_split=[f"{COLUMN}.list.element"], write_page_checksum=True,
@@ -404,8 +416,8 @@ class ShardWriter:
         """Add rows: (n,) ids of all of them, and (r,) how many tokens each has."""
         self._ends = np.concatenate([self._ends, len(self._tokens) + np.cumsum(rows)])
         self._tokens = np.concatenate([self._tokens, tokens])
-        while len(self._tokens) >= ROW_GROUP_TOKENS:
-            self._write_group(ROW_GROUP_TOKENS)
+        while len(self._tokens) >= self._group_tokens:
+            self._write_group(self._group_tokens)
 
     def close(self) -> int:
         """Finish the file, which is on the disk then; returns its bytes."""

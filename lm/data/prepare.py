@@ -17,7 +17,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from lm.data.encode import (
     unit_pieces,
     write_shard,
 )  # fmt: skip
+from lm.data.packing import PackedRows
 from lm.data.parquet import COLUMN, LAYOUT
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
@@ -43,10 +44,12 @@ from lm.system.units import Count, plural
 
 log = logging.getLogger(__name__)
 
+Packing = Literal["stream", "whole"]
 LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
 FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
 LOSS_SPREAD = 2.5  # nats, standard deviation of a token's loss: 2 to 3 for tokens of a BPE
 MANIFEST, PARTS, PLAN = "manifest.json", ".parts", ".parts/plan.json"
+EARLIER = {"packing": "stream"}  # of folders that were made before there was such an option
 CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
 
 
@@ -64,6 +67,10 @@ class PrepareOptions:
         vocab_size: Tokens of a "bpe"; other tokenizers have their own.
         val_fraction: Fraction of the documents for validation, chosen by a hash of their text; 0 for none.
         workers: Processes, one a core if not given. The result is the same for any number.
+        packing: How documents become samples. "stream": they are laid end to end, and every `seq_len` tokens are a
+            sample, which begins and ends anywhere. "whole": samples begin with a document, and none is cut that fits
+            one; the rest of a sample is filled up and not trained on.
+        seq_len: Tokens that a sample of "whole" predicts: the context of the model.
         text_key: Key or column of the text in JSON lines and Parquet.
         eos_token: Token that ends a document, where the tokenizer's own files do not say.
         shard_tokens: Tokens of a shard, about.
@@ -76,6 +83,8 @@ class PrepareOptions:
     vocab_size: Count = Count(32768)
     val_fraction: float = 0.01
     workers: int | None = None
+    packing: Packing = "stream"
+    seq_len: Count | None = None
     text_key: str = "text"
     eos_token: str | None = None
     shard_tokens: Count = Count(100_000_000)
@@ -94,6 +103,13 @@ class PrepareOptions:
             raise RequestError(f"--val_fraction {self.val_fraction} must be at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:
             raise RequestError(f"--workers {self.workers}: at least 1")
+        if self.packing == "whole" and self.seq_len is None:
+            raise RequestError("--packing whole: say with --seq_len how many tokens a sample predicts, which is the "
+                               "model's max_position_embeddings")  # fmt: skip
+        if self.packing == "stream" and self.seq_len is not None:
+            raise RequestError("--seq_len is for --packing whole; a stream is cut into samples when it is trained on")
+        if self.seq_len is not None and self.seq_len < 2:
+            raise RequestError(f"--seq_len {self.seq_len}: at least 2")
         if self.eos_token is not None and self.tokenizer in LEARNED:
             raise RequestError(f"--eos_token is for a tokenizer.json; a learned {self.tokenizer!r} has its own")
         if self.shard_tokens < 1 or self.sample_bytes < 1:
@@ -192,7 +208,8 @@ def _make(
         shutil.rmtree(output / name, ignore_errors=True)  # of a killed attempt
     shards = [shard for split in splits for shard in _shards(output, split, options.shard_tokens)]
     sizes = [sum(stop - start for _, start, stop in slices) for _, slices in shards]
-    entries = run_tasks(write_shard, [(*shard, parts) for shard in shards], sizes, "writing", options.workers)
+    tasks = [(*shard, parts, options.seq_len) for shard in shards]
+    entries = run_tasks(write_shard, tasks, sizes, "writing", options.workers)
     for name, text in tokenizer.files().items():
         write_atomically(output / name, text)
     return {
@@ -202,6 +219,7 @@ def _make(
         "tokenizer": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
+        "packed": None if options.seq_len is None else PackedRows(options.seq_len, tokenizer.eos_id),
         "splits": {
             split.name: {
                 "documents": split.documents,
@@ -261,7 +279,7 @@ def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, A
     file = output / name
     try:
         made = parse_json(file.read_bytes())
-        old, new = made["options"], plan["options"]
+        old, new = {**EARLIER, **made["options"]}, plan["options"]
         options = [f"--{name} was {old.get(name)}, is {new.get(name)}" for name in {**old, **new}
                    if old.get(name) != new.get(name)]  # fmt: skip
         before, after = ({entry["name"]: entry for entry in one["sources"]} for one in (made, plan))

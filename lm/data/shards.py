@@ -6,7 +6,8 @@ manifest says how many tokens there are; of other shards, their footers do.
 
 A *block* is a run of row groups of one shard, or of several small ones, read at once; a *window* is `seq_len + 1`
 consecutive tokens of a block, at a stride of `seq_len`, so that each token is a target once. Windows do not cross
-blocks: less than `seq_len` tokens at the end of each are in none, which `Shards.left_over` counts.
+blocks: less than `seq_len` tokens at the end of each are in none, which `Shards.left_over` counts. Where documents were
+packed (`data/packing`), each row is a window, and what fills it up is no target.
 """
 
 import errno
@@ -14,7 +15,7 @@ import logging
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,12 +27,14 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from lm.data.cache import BlockCache
+from lm.data.packing import PackedRows
 from lm.data.parquet import (
     COLUMN,
     DAMAGE,
     IGNORED,
     LABELS,
     LAYOUT,
+    PACKED_KEY,
     TOKENIZER_KEY,
     BadBlock,
     Column,
@@ -89,6 +92,8 @@ class Shard:
     labels: bool = False  # beside the ids, which say what is a target
     text_ratio: float | None = None  # bytes of the text over those of `Tokenizer.token_bytes`, where a manifest says it
     targets: bool = True  # there may be some
+    packed: PackedRows | None = None  # what its rows are; None where they are documents
+    padding: int | None = None  # tokens that fill packed rows up, where a manifest says it
 
     @contextmanager
     def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pq.ParquetFile, str | None]]:
@@ -179,10 +184,12 @@ def _from_manifest(
         raise RequestError(f"{place}: layout {manifest['layout']!r} is not {LAYOUT}; made by another version of lm?")
     try:
         entries = {
-            str(one["file"]): (one["size"], tuple(map(int, one["row_groups"])), one.get("digest"))
+            str(one["file"]): (one["size"], tuple(map(int, one["row_groups"])), one.get("digest"), one.get("padding"))
             for one in manifest["splits"][split]["shards"]
         }
-        if sum(sum(counts) for _, counts, _ in entries.values()) != manifest["splits"][split]["tokens"]:
+        stored, tokens = sum(sum(counts) for _, counts, *_ in entries.values()), manifest["splits"][split]["tokens"]
+        packed = PackedRows(*map(int, manifest["packed"])) if manifest.get("packed") else None
+        if stored < tokens if packed else stored != tokens:
             raise ValueError("row groups do not add up to the tokens of the split")
         counted = manifest["splits"][split].get("token_bytes")
         text_ratio = manifest["splits"][split]["bytes"] / counted if counted else None
@@ -194,10 +201,12 @@ def _from_manifest(
     _check_tokenizer(source, tokenizer, tokenizer_sha256)
     found = {f"{split}/{shard.name}": shard for shard in shards}
     complete = []
-    for file, (size, counts, digest) in entries.items():
+    for file, (size, counts, digest, padding) in entries.items():
         if file not in found:
             raise RequestError(f"{place} lists {file!r}, which is missing; fetch it, or {anew}")
-        shard = replace(found[file], row_groups=counts, digest=digest, text_ratio=text_ratio)
+        shard = replace(
+            found[file], row_groups=counts, digest=digest, text_ratio=text_ratio, packed=packed, padding=padding
+        )
         if shard.size != size:
             raise RequestError(
                 f"shard {shard.file} has {shard.size} bytes where the manifest says {size}: "
@@ -227,7 +236,8 @@ def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None) -> 
     """The shard with the token counts of its row groups."""
     with _readable(shard), shard.open() as (parquet, digest):
         column.check_type(parquet.schema_arrow, shard.file)
-        made_with = (parquet.metadata.metadata or {}).get(TOKENIZER_KEY)
+        facts = parquet.metadata.metadata or {}
+        made_with, packed = facts.get(TOKENIZER_KEY), facts.get(PACKED_KEY)
         if made_with is not None:
             _check_tokenizer(shard.file, made_with.decode(errors="replace"), tokenizer_sha256)
         try:
@@ -237,6 +247,7 @@ def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None) -> 
         return replace(
             shard, row_groups=counts, digest=digest, foreign=made_with is None,
             labels=LABELS in column.beside(parquet.schema_arrow), targets=column.has_targets(parquet),
+            packed=PackedRows(*parse_json(packed)) if packed else None,
         )  # fmt: skip
 
 
@@ -304,7 +315,8 @@ class Shards:
     Attributes:
         blocks: every Block, in the order of the files.
         tokens: of all blocks.
-        labels: whether a column says which tokens are targets.
+        labels: whether some tokens may be no targets.
+        packed: what the rows are, where documents were packed into them; else None.
     """
 
     def __init__(
@@ -314,7 +326,8 @@ class Shards:
         self.column, self.source, self.cache = column, source, cache
         self.blocks = list(_blocks(shards, min(block_tokens or BLOCK_TOKENS, BLOCK_TOKENS)))
         self.tokens = sum(block.tokens for block in self.blocks)
-        self.labels = any(shard.labels for shard in shards)
+        self.packed = _packed(shards, source) if shards else None
+        self.labels = self.packed is not None or any(shard.labels for shard in shards)
         self._shards = {shard.file: shard for shard in shards}
         self._footers: dict[str, pq.FileMetaData] = {}
 
@@ -391,12 +404,30 @@ class Shards:
             joined._shards |= shards._shards
         joined.tokens = sum(block.tokens for block in joined.blocks)
         joined.labels = any(shards.labels for shards in sources.values())
+        joined.packed = _packed(joined._shards.values(), joined.source)
         return joined
 
     def windows(self, seq_len: int) -> np.ndarray:
-        """How many windows each block has: (blocks,) int64, `max(0, (tokens - 1) // seq_len)`."""
+        """How many windows each block has: (blocks,) int64, `max(0, (tokens - 1) // seq_len)`, or its packed rows."""
         tokens = np.array([block.tokens for block in self.blocks], dtype=np.int64)
-        return np.maximum(0, (tokens - 1) // seq_len)
+        stride = self.stride(seq_len)
+        return np.maximum(0, (tokens - (stride == seq_len)) // stride)
+
+    def stride(self, seq_len: int) -> int:
+        """Tokens between the beginnings of windows.
+
+        Raises:
+            RequestError: documents were packed for windows of another length.
+        """
+        if self.packed is None:
+            return seq_len
+        if self.packed.seq_len != seq_len:
+            raise RequestError(
+                f"{self.source}: documents were packed for samples of {self.packed.seq_len:,} tokens, and data.seq_len "
+                f"(model.decoder.max_position_embeddings) is {seq_len:,}: give that, or run `lm data prepare` again "
+                f"with --seq_len {seq_len}"
+            )
+        return seq_len + 1
 
     def token_bytes(self, tokenizer: Tokenizer) -> np.ndarray:
         """Bytes of text that each token stands for in these shards, on average: (V,) float64.
@@ -447,14 +478,14 @@ class Shards:
         Raises:
             RequestError: no token is a target; names the first file.
         """
-        counts = self.windows(seq_len).tolist()
+        counts, stride = self.windows(seq_len).tolist(), self.stride(seq_len)
         left = total = min(limit or self.tokens, sum(counts))
         for index, count in enumerate(counts):
             if not self.labels or left <= 0:
                 break
             with suppress(BadBlock):  # whoever reads it next will say so
                 targets = self.read_tokens(index).targets
-                if targets is None or targets[1 : min(left, count) * seq_len + 1].any():
+                if targets is None or targets[1 : min(left, count) * stride + 1].any():
                     return
             left -= count
         if self.labels:
@@ -472,8 +503,16 @@ class Shards:
 
     def left_over(self, seq_len: int) -> int:
         """How many tokens are in no window: less than `seq_len` at the end of each block."""
-        windows = self.windows(seq_len)
-        return self.tokens - int((windows * seq_len + (windows > 0)).sum())
+        windows, stride = self.windows(seq_len), self.stride(seq_len)
+        return self.tokens - int((windows * stride + ((windows > 0) & (stride == seq_len))).sum())
+
+    @property
+    def filled_up(self) -> float | None:
+        """The fraction of the targets of packed rows that only fill them up; None where it is not known."""
+        counts = [shard.padding for shard in self._shards.values()]
+        if self.packed is None or None in counts or not self.tokens:
+            return None
+        return sum(counts) / (self.tokens / (self.packed.seq_len + 1) * self.packed.seq_len)
 
     def padding(self) -> tuple[int, str] | None:
         """An id that seems to fill up rows though no mask says so, and where, in words; None: there is none.
@@ -513,12 +552,21 @@ class Shards:
         return self.read_tokens(index).ids
 
     def pieces(self, stop: int | None = None) -> Iterator[np.ndarray]:
-        """The first `stop` tokens of all shards laid end to end, or all of them, in pieces (n,)."""
+        """The first `stop` tokens of all shards laid end to end, or all of them, in pieces (n,).
+
+        Of packed rows without the first token of each, which is context alone, and without what fills them up.
+        """
         left = self.tokens if stop is None else stop
-        for index, block in enumerate(self.blocks):
-            if left > 0:
-                yield self.read(index)[:left]
-            left -= block.tokens
+        for index in range(len(self.blocks)):
+            if left <= 0:
+                return
+            ids = self.read(index)
+            if self.packed is not None:
+                inside = ~self.packed.padding(ids)
+                inside[:: self.packed.seq_len + 1] = False
+                ids = ids[inside]
+            yield ids[:left]
+            left -= len(ids)
 
     def read_tokens(self, index: int) -> Tokens:
         """Read one block of `blocks`.
@@ -535,8 +583,13 @@ class Shards:
         parts = self.blocks[index].parts
         if len(parts) > 1 and is_remote(parts[0].file):  # small files take as long to ask for as to read
             with reader_pool(FOOTER_THREADS) as pool:
-                return _join(list(pool.map(self._read_part, parts)))
-        return _join([self._read_part(part) for part in parts])
+                tokens = _join(list(pool.map(self._read_part, parts)))
+        else:
+            tokens = _join([self._read_part(part) for part in parts])
+        if self.packed is None:
+            return tokens
+        padding = self.packed.padding(tokens.ids)
+        return tokens._replace(targets=~padding) if padding.any() else tokens
 
     def _read_part(self, part: Part) -> Tokens:
         if not is_remote(part.file):
@@ -601,6 +654,29 @@ class Shards:
             Fingerprint(shard.name, shard.size, sum(shard.row_groups), shard.digest, places.get(shard.file, 0))
             for shard in self._shards.values()
         ]
+
+
+def _packed(shards: Collection[Shard], source: str) -> PackedRows | None:
+    """What the rows of shards are; None where they are documents.
+
+    Raises:
+        RequestError: shards differ, or there is a `data.pad_id`.
+    """
+    first, *others = shards
+    for other in others:
+        if other.packed != first.packed:
+            were = [f"{shard.file} {_describe_packing(shard)}" for shard in (first, other)]
+            raise RequestError(f"{source}: {' and '.join(were)}; prepare them with the same --packing and --seq_len")
+    if first.packed is not None and first.column.pad_id is not None:
+        raise RequestError(f"{source}: data.pad_id is for rows that somebody else filled up; leave it out: documents "
+                           "were packed by `lm data prepare`, and what fills their rows up is known")  # fmt: skip
+    return first.packed
+
+
+def _describe_packing(shard: Shard) -> str:
+    if shard.packed is None:
+        return "is a stream of documents"
+    return f"has documents packed for samples of {shard.packed.seq_len:,} tokens"
 
 
 def _blocks(shards: Sequence[Shard], block_tokens: int) -> Iterator[Block]:

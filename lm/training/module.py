@@ -166,7 +166,7 @@ class LanguageModule(LightningModule):
         reasons = {
             f"a CUDA device, and this is a {device.type}": device.type != "cuda",
             f"one device, and these are {self.trainer.world_size}": self.trainer.world_size > 1,
-            "shards without a column 'labels': what it leaves out differs from batch to batch":
+            "shards in which every token is a target: what `labels` or packed rows leave out differs by the batch":
                 any(shards.labels for shards in self.trainer.datamodule.shards.values()),
             "data.on_bad_shard raise: what is skipped differs from batch to batch":
                 self.trainer.datamodule.on_bad_shard == "skip",

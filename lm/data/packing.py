@@ -1,0 +1,90 @@
+"""Rows of whole documents: which documents share a row, so that no document is cut that fits one.
+
+`data/encode` writes a shard in this way where `lm data prepare --packing whole` asks for it. A row predicts `seq_len`
+tokens and has one more before them, as the context of the first: the end-of-text token, or, where a row continues a
+document that is longer than a row, the token before. Documents are put into rows by best-fit decreasing: the longest
+first, each into the row with the least space that is left for it. End-of-text tokens fill a row up; they follow one
+that ends a document, and no document is empty, so `PackedRows.padding` tells them from the others.
+"""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import numpy as np
+
+
+class PackedRows(NamedTuple):
+    """What the rows of packed shards are."""
+
+    seq_len: int  # tokens that a row predicts; it has one more
+    eos_id: int  # of the end-of-text token
+
+    def padding(self, ids: np.ndarray) -> np.ndarray:
+        """Which tokens of rows, (n,) end to end, fill them up: (n,) bool."""
+        ends = ids.reshape(-1, self.seq_len + 1) == self.eos_id  # (rows, seq_len + 1)
+        padding = np.zeros_like(ends)
+        padding[:, 1:] = ends[:, 1:] & ends[:, :-1]
+        return padding.ravel()
+
+
+class Packing(NamedTuple):
+    """Spans of tokens in the order of their rows, and in the order in which they stand in a row."""
+
+    starts: np.ndarray  # (spans,) int64, the first token of each
+    stops: np.ndarray  # (spans,) int64, the token after its last
+    rows: np.ndarray  # (spans,) int64, from 0, the row of each; every row has at least one
+
+
+def pack_documents(ends: np.ndarray, seq_len: int) -> Packing:
+    """Put documents into rows that predict `seq_len` tokens each.
+
+    A document of more than `seq_len` tokens begins a row of its own and fills as many as it can; what is left of it
+    begins another row. Rows are ordered by the first token of the documents in them, so that long and short documents
+    stay as mixed as they were.
+
+    Args:
+        ends: (documents,) int64, increasing: where each document ends, the first one beginning at token 0.
+    """
+    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    lengths = ends - begins
+    long = lengths > seq_len
+    full = np.where(long, lengths // seq_len, 0)  # rows that a document fills
+    first = np.repeat(np.cumsum(full) - full, full)
+    starts = np.repeat(begins, full) + (np.arange(full.sum()) - first) * seq_len  # of the full rows
+    rest = lengths - full * seq_len
+    begins, stops, long = (part[rest > 0] for part in (ends - rest, ends, long))  # what is left to be put into rows
+    rows = len(starts) + _best_fit(stops - begins, long, seq_len)
+    starts, stops = np.concatenate([starts, begins]), np.concatenate([starts + seq_len, stops])
+    continues = np.concatenate([np.zeros(len(starts) - len(long), bool), long])
+    rows = np.concatenate([np.arange(len(starts) - len(long)), rows])
+    firsts = np.full(rows.max(initial=-1) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(firsts, rows, starts)
+    rows = np.argsort(np.argsort(firsts))[rows]
+    order = np.lexsort((starts, ~continues, rows))
+    return Packing(starts[order], stops[order], rows[order])
+
+
+def _best_fit(lengths: np.ndarray, alone: np.ndarray, seq_len: int) -> np.ndarray:
+    """The row of each span: (spans,) int64.
+
+    Args:
+        lengths: (spans,) tokens, from 1 to `seq_len`.
+        alone: (spans,) bool, those that begin a row, so that no two of them share one.
+    """
+    rows, count = np.empty(len(lengths), np.int64), 0
+    open_rows: dict[int, list[int]] = defaultdict(list)  # space that is left -> rows
+    spaces = 0  # bit s is set where a row with the space s is open
+    for span in np.lexsort((-lengths, ~alone)).tolist():
+        length = int(lengths[span])
+        fitting = 0 if alone[span] else spaces >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1  # the least that is enough
+            row = open_rows[space].pop()
+            spaces ^= 0 if open_rows[space] else 1 << space
+        else:
+            space, row, count = seq_len, count, count + 1
+        rows[span] = row
+        if space > length:
+            open_rows[space - length].append(row)
+            spaces |= 1 << (space - length)
+    return rows

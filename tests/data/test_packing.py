@@ -1,0 +1,173 @@
+"""Whole documents in rows: nothing is lost or cut without need, and what fills rows up is never trained on."""
+
+import json
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainings import expected, lm, losses, write_config
+
+from lm.data.datamodule import DataModule
+from lm.data.packing import PackedRows, pack_documents
+from lm.data.prepare import PrepareOptions, prepare
+from lm.data.shards import Shards
+from lm.data.tokenizer import Tokenizer
+from lm.system.units import Count
+
+SEQ_LEN = 32
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(2, 20))
+def test_every_token_is_in_one_row_and_no_document_is_cut_that_fits_one(lengths, seq_len):
+    ends = np.cumsum(lengths)
+    packing = pack_documents(ends, seq_len)
+    spans = list(zip(packing.starts.tolist(), packing.stops.tolist(), packing.rows.tolist()))
+    assert sorted(token for start, stop, _ in spans for token in range(start, stop)) == list(range(ends[-1]))
+    begins = {0, *ends[:-1].tolist()}
+    rows = {row: [span[:2] for span in spans if span[2] == row] for row in range(spans[-1][2] + 1)}
+    assert [row for *_, row in spans] == sorted(row for *_, row in spans)
+    for row in rows.values():
+        assert 0 < sum(stop - start for start, stop in row) <= seq_len
+        assert all(start in begins for start, _ in row[1:]), "only the first may continue a document"
+    whole = {(start, stop) for start, stop, _ in spans}
+    for start, stop in pairwise([0, *ends.tolist()]):
+        assert stop - start > seq_len or (start, stop) in whole
+    open_rows = [sum(stop - start for start, stop in row) for row in rows.values() if row[0][0] in begins]
+    assert all(a + b > seq_len for a, b in pairwise(sorted(open_rows))), "two rows would fit one"
+    firsts = [min(start for start, _ in row) for row in rows.values()]
+    assert firsts == sorted(firsts), "the order of the documents is kept, as far as it can be"
+
+
+def test_a_document_goes_into_the_row_with_the_least_space_that_is_enough():
+    packing = pack_documents(np.cumsum([7, 5, 3]), 10)
+    assert packing.rows.tolist() == [0, 0, 1] and packing.starts.tolist() == [0, 12, 7]
+
+
+def test_what_fills_a_row_up_is_known_from_what_ends_a_document():
+    rows = np.array([[9, 5, 9, 6, 9], [9, 5, 9, 9, 9], [3, 5, 6, 7, 8]])
+    assert PackedRows(4, 9).padding(rows.ravel()).reshape(3, 5).tolist() == [
+        [False] * 5, [False, False, False, True, True], [False] * 5]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """`packed/`, `stream/` and the texts of both: short documents, and a few that are longer than a sample."""
+    place, random = tmp_path_factory.mktemp("place"), np.random.default_rng(0)
+    texts = ["".join(random.choice(list("abcdefgh "), length))
+             for length in [*random.integers(1, SEQ_LEN, 300), 100, SEQ_LEN - 1, SEQ_LEN, 64]]  # fmt: skip
+    (place / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    common = {"input": [str(place / "texts.jsonl")], "tokenizer": "char", "val_fraction": 0.1}
+    prepare(PrepareOptions(**common, output=str(place / "packed"), packing="whole", seq_len=Count(SEQ_LEN)))
+    prepare(PrepareOptions(**common, output=str(place / "stream")))
+    return place
+
+
+def read_rows(folder, split):
+    shards = Shards.open(str(folder / split))
+    tokens = shards.read_tokens(0)
+    rows = tokens.ids.reshape(-1, SEQ_LEN + 1)
+    targets = np.ones_like(rows, bool) if tokens.targets is None else tokens.targets.reshape(rows.shape)
+    return shards, rows, targets
+
+
+def test_the_targets_of_all_rows_are_the_documents(place):
+    """As the stream of the same texts has them, by an independent count."""
+    tokenizer = Tokenizer.load(place / "packed")
+    for split in ("train", "val"):
+        shards, rows, targets = read_rows(place / "packed", split)
+        stream = Shards.open(str(place / "stream" / split)).read(0)
+        documents = np.split(stream, np.flatnonzero(stream == tokenizer.eos_id)[:-1] + 1)
+        assert shards.windows(SEQ_LEN).tolist() == [len(rows)] and shards.left_over(SEQ_LEN) == 0
+        assert targets[:, 1:].sum() == len(stream)
+        assert shards.filled_up == pytest.approx(1 - len(stream) / (len(rows) * SEQ_LEN)) and shards.filled_up < 0.1
+        found = [row[1:][mask[1:]].tobytes() for row, mask in zip(rows, targets)]
+        for document in documents:
+            pieces = [document[at : at + SEQ_LEN] for at in range(0, len(document), SEQ_LEN)]
+            assert all(any(piece.tobytes() in row for row in found) for piece in pieces)
+            for before, piece in pairwise(pieces):  # a row that continues a document begins with the token before
+                row = np.append(before[-1:], piece)
+                assert any(np.array_equal(other[: len(row)], row) for other in rows)
+
+
+def test_counts_are_in_the_manifest_and_the_commands_show_them(place):
+    manifest = json.loads((place / "packed/manifest.json").read_text())
+    _, rows, targets = read_rows(place / "packed", "train")
+    [entry] = manifest["splits"]["train"]["shards"]
+    assert entry["padding"] == (~targets[:, 1:]).sum() and manifest["packed"][0] == SEQ_LEN
+    shown = lm(place, "data", "inspect", "packed").stdout
+    assert f"{len(rows)} samples at --seq_len {SEQ_LEN}" in shown and "fill" in shown
+    planned = lm(place, "plan", "--config", str(write_config(place, "planned", data=data("packed")))).stdout
+    assert "only fill samples up" in planned
+
+
+def data(path, **changes):
+    return {"path": path, "seq_len": SEQ_LEN, "micro_batch_size": 4, "global_batch_tokens": 8 * SEQ_LEN, **changes}
+
+
+def test_a_batch_has_the_rows_and_counts_no_padding(place):
+    _, rows, targets = read_rows(place / "packed", "val")
+    module = DataModule(path=str(place / "packed"), seq_len=SEQ_LEN, micro_batch_size=4)
+    module.trainer = type("Trainer", (), {"global_rank": 0, "world_size": 1, "fitting": False})
+    module.setup("validate")
+    batches = list(module.val_dataloader())
+    assert np.array_equal(np.concatenate([batch.tokens for batch in batches])[: len(rows)], rows)
+    assert sum(batch.num_tokens for batch in batches) == targets[:, 1:].sum()
+
+
+def test_a_fit_packs_its_texts_and_resumes_over_them(place):
+    """The context of the model is the length of a row; what is trained on are the rows, also after a stop."""
+    made = data("fitted", packing="whole", seq_len=None, prepare={
+        "input": ["texts.jsonl"], "tokenizer": "char", "val_fraction": 0.1})  # fmt: skip
+    recorder = {"class_path": "recorder.Recorder"}
+    kill = {"class_path": "recorder.KillAt", "init_args": dict(signal_name="SIGKILL", micro_batch=9)}
+    lm(place, "fit", "--config", str(write_config(place, "fitted", data=made)))
+    for split in ("train", "val"):
+        assert np.array_equal(read_rows(place / "fitted", split)[1], read_rows(place / "packed", split)[1])
+    (place / "trace.jsonl").rename(place / "expected.jsonl")
+    killed = write_config(place, "killed", data=made, **{"trainer.callbacks": [recorder, kill]})
+    lm(place, "fit", "--config", str(killed), "--ckpt_path", "auto", expect=-9)
+    lm(place, "fit", "--config", str(write_config(place, "killed", data=made)), "--ckpt_path", "auto")
+    assert losses(place) == expected(place)
+    rows = {row.tobytes() for row in read_rows(place / "fitted", "train")[1].astype(np.int64)}
+    shown = json.loads(lm(place, "data", "show", "--run", "fitted", "--step", "2", "--json").stdout)
+    for sample in shown["samples"]:
+        assert np.array(sample["token_ids"]).tobytes() in rows
+        assert not any(text == "<|endoftext|>" for text in sample["documents"][1:])
+
+
+def test_a_remote_copy_without_its_manifest_is_read_the_same(place):
+    import fsspec
+
+    fsspec.filesystem("memory").put(str(place / "packed/train") + "/", "/packed/", recursive=True)
+    eos_id = Tokenizer.load(place / "packed").eos_id
+    remote, (local, rows, _) = Shards.open("memory://packed"), read_rows(place / "packed", "train")
+    assert remote.packed == local.packed == PackedRows(SEQ_LEN, eos_id)
+    for shards in (remote, remote):  # the second time from the cache
+        assert np.array_equal(shards.read_tokens(0).ids, rows.ravel())
+        assert np.array_equal(shards.read_tokens(0).targets, local.read_tokens(0).targets)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("data prepare --input texts.jsonl --output x --packing whole", "--packing whole: say with --seq_len"),
+        ("data prepare --input texts.jsonl --output x --seq_len 64", "--seq_len is for --packing whole"),
+        ("data prepare --input texts.jsonl --output packed --tokenizer char --val_fraction 0.1",
+         "--packing was whole, is stream, --seq_len was 32, is None"),
+        ("plan --config other.yaml --data.seq_len 16", "packed for samples of 32 tokens, and data.seq_len .* is 16"),
+        ("plan --config other.yaml --data.packing stream", "prepared with --packing whole, and data.packing is stream"),
+        ("plan --config other.yaml --data.path stream --data.packing whole", "prepared with --packing stream, and"),
+        ("plan --config other.yaml --data.pad_id 0", "data.pad_id is for rows that somebody else filled up"),
+        ("plan --config mixed.yaml", "is a stream of documents.*; prepare them with the same --packing"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(place, command, message):
+    sources = [{"name": name, "path": name, "weight": 1} for name in ("packed", "stream")]
+    write_config(place, "other", data=data("packed"))
+    write_config(place, "mixed", data={**data("packed"), "path": None, "sources": sources})
+    done = lm(place, *command.split(), expect=2)
+    [line] = done.stderr.strip().splitlines()
+    assert re.search(message, line)
