@@ -158,8 +158,8 @@ def _print_folder(found: dict[str, Any]) -> None:
         console.print(f"{split and split + ': '}{plural(counts['samples'], 'sample')} at --seq_len {found['seq_len']}, "
                       f"{counts['left_over']:,} tokens in none ({counts['left_over'] / max(1, counts['tokens']):.1%})")
         if "filled_up" in counts:
-            console.print(f"    of whole documents: {plural(counts['cut_documents'], 'document')} longer than a sample, "
-                          f"{counts['filled_up']:.2%} of the targets fill samples up and do not count")  # fmt: skip
+            console.print(f"  of whole documents: {plural(counts['cut_documents'], 'longer one')} cut, "
+                          f"{counts['filled_up']:.2%} of a sample only fills it up")
     for padding in found["padding"].values():
         console.print(f"is this padding? {padding}; if it is, train with --data.pad_id, or write an attention_mask")
     tokenizer = found["tokenizer"]

@@ -668,7 +668,7 @@ def _data_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _of_packing(filled_up: float | None) -> str:
-    return "" if filled_up is None else f"{filled_up:.2%} of the targets only fill samples up, "
+    return "" if filled_up is None else f"{filled_up:.2%} of a sample only fills it up, "
 
 
 def _steps_lines(found: dict[str, Any]) -> list[str]:
