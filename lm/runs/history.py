@@ -143,7 +143,8 @@ def refuse_wrong_ranges(expect: dict[str, list[float]]) -> None:
     aliases = {metric.alert: name for name, metric in METRICS.items() if metric.alert}
     for metric, given in expect.items():
         close = get_close_matches(metric, METRICS, 1, cutoff=0.8)  # callbacks may log metrics of other names
-        if metric not in METRICS and ("/" not in metric or close):
+        known = metric in METRICS or metric.startswith(tuple(f"{name}/" for name in BY_SOURCE))
+        if not known and ("/" not in metric or close):
             meant = aliases.get(metric) or next(iter(close or get_close_matches(metric, METRICS, 1)), "val/loss")
             raise RequestError(f"expect: nothing logs a metric {metric!r}; did you mean {meant!r}?")
         if len(given) != 2 or not given[0] <= given[1]:
