@@ -105,6 +105,17 @@ def test_plan_shows_the_epochs_of_each_source(place):
     assert found == {"samples": 80, "share": 1.0, "epochs": pytest.approx(80 / 37)}
 
 
+def test_plan_shows_the_bytes_of_a_token_of_each_prepared_source(place):
+    (place / "text.txt").write_text("abcdefghij\n" * 90)
+    lm(place, "data", "prepare", "--input", "text.txt", "--output", "made", "--tokenizer", "tok",
+       "--val_fraction", "0.2")  # fmt: skip
+    manifest = json.loads((place / "made/manifest.json").read_text())["splits"]["train"]
+    path = config(place, "sizes", [{"name": "made", "path": "made"}, source("low")], [])
+    lines = {line.split(":")[0].split()[-1]: line for line in lm(place, "plan", "--config", path).stdout.splitlines()}
+    assert lines["made"].endswith(f"{manifest['bytes'] / manifest['tokens']:.2f} bytes of text a token")
+    assert not any("bytes" in lines[name] for name in ("low", "train", "val"))  # not known of all, so not of their sum
+
+
 @pytest.mark.parametrize("sources, phases, said", [
     ([source("low", max_epochs=0.5), source("high")], [],
      "data.sources low is repeated 1.08 times, more than its max_epochs 0.5: 40 of the 80 samples"),
