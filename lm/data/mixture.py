@@ -14,7 +14,8 @@ A *phase* begins at a sample, with other weights; its periods are counted from t
 import heapq
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -114,6 +115,16 @@ def phases_of(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig], se
     given += [(phase.tokens, phase.weights) for phase in phases]
     return [Phase(-(-tokens // seq_len), shares_of([weights.get(source.name, 0) for source in sources]))
             for tokens, weights in given]  # fmt: skip
+
+
+@contextmanager
+def errors_of(source: SourceConfig) -> Iterator[None]:
+    """Name the source in an error; options of `data` that the error names are then those of the source."""
+    try:
+        yield
+    except RequestError as error:
+        text = re.sub(r"\bdata\.(path|train|val|tokenizer|column)\b", r"\1", str(error))
+        raise RequestError(f"data.sources {source.name}: {text}") from error
 
 
 # ---- the order -------------------------------------------------------------------------------------------------------
