@@ -31,7 +31,7 @@ from lm.runs.metrics import METRICS
 from lm.runs.registry import find_run, known_folders, no_run
 from lm.runs.run import ROOT, Run
 from lm.system.files import DAMAGE
-from lm.system.units import format_bytes, format_count, format_duration
+from lm.system.units import format_bytes, format_count, format_duration, plural
 
 FIGURES = (
     "train/loss", "val/loss", "val/bpb", "optim/lr", "optim/grad_norm",
@@ -174,6 +174,45 @@ def alert_lines(state: dict[str, Any], most: int, width: int | None = None) -> l
     return lines
 
 
+# ---- sources of a mixture --------------------------------------------------------------------------------------------
+
+COLUMNS = {"share": "share", "train/loss": "loss", "val/loss": "val loss", "data/epochs": "epochs"}  # with headings
+FIGURES_WIDTH = sum(2 + max(6, len(heading)) for heading in COLUMNS.values())
+SHORTEST_NAME = 8  # cells
+
+
+def source_lines(state: dict[str, Any], width: int, most: int) -> list[Text]:
+    """Share, losses and epochs of each source of a mixture in at most `most` lines; NaN and Inf are red.
+
+    One table, or several side by side where it is wide. No lines without a mixture, or without room for a source.
+    """
+    sources = state.get("sources", {})
+    names = min(max(map(len, sources), default=0), max(SHORTEST_NAME, width - FIGURES_WIDTH))
+    each = names + FIGURES_WIDTH
+    across = max(1, (width + 3) // (each + 3))
+    fits = math.ceil(len(sources) / across) < most
+    shown = list(sources.items())[: None if fits else max(0, most - 2) * across]
+    if not shown:
+        return []
+    head = Text(" " * names + "".join(f"  {heading:>6}" for heading in COLUMNS.values()), "dim")
+    down = math.ceil(len(shown) / across)
+    rows = [_source_line(name, figures, names) for name, figures in shown]
+    tables = [[head, *rows[first : first + down]] for first in range(0, len(rows), down)]
+    lines = join_blocks(tables, width, [each] * len(tables))
+    return lines if fits else [*lines, Text(f"and {plural(len(sources) - len(shown), 'more source')}", "dim")]
+
+
+def _source_line(name: str, figures: dict[str, float], width: int) -> Text:
+    end = width // 2  # both ends of a long name, since names may differ in either
+    line = Text(name.ljust(width) if len(name) <= width else f"{name[: width - end - 1]}…{name[-end:]}")
+    for metric, heading in COLUMNS.items():
+        value = figures.get(metric)
+        shown = "" if value is None else f"{value:.1%}" if metric == "share" else METRICS[metric].shown(value)
+        style = "bold red" if value is not None and not math.isfinite(value) else ""
+        line.append(f"  {shown:>{max(6, len(heading))}}", style)
+    return line
+
+
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 LEAST = 76  # columns of a run beside another one
@@ -215,6 +254,8 @@ def run_block(watch: LiveRun, width: int, height: int) -> list[Text]:
     numbers, said = facts_in_row(training_facts(state), width), alert_lines(state, 3)
     below = [*facts_in_row(machine_facts(state, 2), width), *facts_in_row(checkpoint_facts(state), width)]
     room = height - sum(map(len, (head, numbers, said, below)))
+    sources = source_lines(state, width, room // 2)
+    numbers, room = [*numbers, *sources], room - len(sources)
     if room >= LOSS[0]:
         numbers += _loss(watch, width, room)
     return fit_lines([*head, *numbers, *said, *below], width, height)
@@ -222,9 +263,9 @@ def run_block(watch: LiveRun, width: int, height: int) -> list[Text]:
 
 def _wide(watch: LiveRun, width: int, height: int) -> list[Text]:
     right = max(SIDE, width // 4)
-    side = _side(watch.state, right, 8, True)
+    side = _side(watch.state, right, height, 8, True)
     if len(side) > height:
-        side = _side(watch.state, right, 1, False)
+        side = _side(watch.state, right, height, 1, False)
     left = width - right - 2
     small = min(BELOW[1], height // 3)
     if height - small < LOSS[1] or small < BELOW[0]:
@@ -234,13 +275,16 @@ def _wide(watch: LiveRun, width: int, height: int) -> list[Text]:
     return join_blocks([curves, side], width, [left, right])
 
 
-def _side(state: dict[str, Any], width: int, gpus: int, airy: bool) -> list[Text]:
-    """All figures below each other, with headings if `airy`."""
+def _side(state: dict[str, Any], width: int, height: int, gpus: int, airy: bool) -> list[Text]:
+    """All figures below each other, with headings if `airy`; if not, sources have the lines that the rest leaves."""
+    parts = {
+        "training": facts_in_column(training_facts(state)), "sources": [],
+        "machine": facts_in_column(machine_facts(state, gpus)),
+        "checkpoints": facts_in_column(checkpoint_facts(state)), "alerts": alert_lines(state, 5, width),
+    }  # fmt: skip
+    parts["sources"] = source_lines(state, width, height if airy else height - sum(map(len, parts.values())))
     lines: list[Text] = []
-    for heading, facts in (
-        ("training", facts_in_column(training_facts(state))), ("machine", facts_in_column(machine_facts(state, gpus))),
-        ("checkpoints", facts_in_column(checkpoint_facts(state))), ("alerts", alert_lines(state, 5, width)),
-    ):  # fmt: skip
+    for heading, facts in parts.items():
         if facts:
             lines += [*[Text(), Text(heading, "bold")] * airy, *facts]
     return lines[int(airy) :]

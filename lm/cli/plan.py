@@ -19,7 +19,7 @@ from lm.cli import plan_checks as findings
 from lm.cli.plan_checks import Finding
 from lm.cli.rehearse import rehearse, show_rehearsal
 from lm.data.datamodule import DataModule
-from lm.data.mixture import counts_of, phases_of
+from lm.data.mixture import SourceConfig, counts_of, phases_of
 from lm.data.prepare import LEARNED
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line, require_at_least
@@ -37,7 +37,7 @@ from lm.model.estimates import (
 )
 from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.run import Run
-from lm.system.files import disk_space, nonnegative, parse_json
+from lm.system.files import DAMAGE, disk_space, nonnegative, parse_json
 from lm.system.hardware import Device, device_name, find_device
 from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.system.units import format_bytes, format_count, format_duration, format_figure, parse_bytes, plural
@@ -100,17 +100,30 @@ def data_facts(
             "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
             "filled_up": shards.filled_up,
             "dtype": str(shards.column.dtype),
-            # Of the first block.
-            "bytes_per_token": None if fit else float(shards.token_bytes(opened.tokenizer)[shards.read(0)].mean()),
+            # Of the first block, which in a mixture is of the first source alone.
+            "bytes_per_token": None if fit or opened.mixed else float(
+                shards.token_bytes(opened.tokenizer)[shards.read(0)].mean()),
             "documents_end": bool((shards.read(0) == opened.tokenizer.eos_id).any()) if document_mask else None,
         }
         for split, shards in opened.shards.items()
     } | {
         "sources": {
-            name: {"tokens": shards.tokens, "windows": int(shards.windows(opened.seq_len).sum())}
-            for name, shards in opened.by_source["train"].items()
+            source.name: {
+                "tokens": shards.tokens, "windows": int(shards.windows(opened.seq_len).sum()),
+                "bytes_per_token": bytes_per_token(source),
+            }
+            for source, shards in zip(opened.sources, opened.by_source["train"].values(), strict=True)
         } if opened.mixed else {}
     }, opened.tokenizer  # fmt: skip
+
+
+def bytes_per_token(source: SourceConfig) -> float | None:
+    """Bytes of text of each training token, by the manifest of a prepared folder; None where there is none."""
+    try:
+        made = parse_json((Path(source.path) / "manifest.json").read_bytes())["splits"]["train"]
+        return made["bytes"] / made["tokens"]
+    except (OSError, *DAMAGE):
+        return None
 
 
 def remote_sources(data: Namespace) -> list[str]:
@@ -657,18 +670,23 @@ def _data_lines(found: dict[str, Any]) -> list[str]:
     data = found["data"]
     return [
         f"{split}: {format_count(data[split]['tokens'])} tokens in {plural(data[split]['shards'], 'shard')}, "
-        f"{plural(data[split]['windows'], 'sample')}, {data[split]['left_over']:,} tokens in none, "
-        f"{_of_packing(data[split]['filled_up'])}{data[split]['bytes_per_token']:.2f} bytes of text a token"
+        f"{plural(data[split]['windows'], 'sample')}, {data[split]['left_over']:,} tokens in none"
+        f"{_of_packing(data[split])}{_text_per_token(data[split])}"
         for split in ("train", "val") if split in data
     ] + [
         f"{name}: {source['share']:.1%} of the samples, {source['epochs']:.2f} epochs of "
-        f"{format_count(data['sources'][name]['tokens'])} tokens"
+        f"{format_count(data['sources'][name]['tokens'])} tokens{_text_per_token(data['sources'][name])}"
         for name, source in found["steps"].get("sources", {}).items()
     ] or ["not there yet"]  # fmt: skip
 
 
-def _of_packing(filled_up: float | None) -> str:
-    return "" if filled_up is None else f"{filled_up:.2%} of a sample only fills it up, "
+def _of_packing(facts: dict[str, Any]) -> str:
+    return "" if facts["filled_up"] is None else f", {facts['filled_up']:.2%} of a sample only fills it up"
+
+
+def _text_per_token(facts: dict[str, Any]) -> str:
+    each = facts["bytes_per_token"]
+    return "" if each is None else f", {each:.2f} bytes of text a token"
 
 
 def _steps_lines(found: dict[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from lm.model.estimates import describe_mfu
 from lm.runs import registry
 from lm.runs.evaluations import describe_evaluation, merge_evaluations
 from lm.runs.history import Expectation, acceptance, expectations, read_samples, time_spent
-from lm.runs.metrics import METRICS
+from lm.runs.metrics import BY_SOURCE, METRICS
 from lm.runs.run import ROOT, Run
 from lm.system.files import finite_or_none
 from lm.system.process import program
@@ -287,7 +287,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         "curves": {name: curve for name in (*LOSSES, "optim/grad_norm", "perf/tokens_per_second", "perf/mfu",
                                             "perf/mfu_full_attention", "perf/gpu_load")
                    if (curve := summarize(metrics, name))},
-        "sources": {source: {name: curve["last"] for name in (*LOSSES, "data/epochs")
+        "sources": {source: {name: curve["last"] for name in BY_SOURCE
                              if (curve := summarize(metrics, f"{name}/{source}"))}
                     for source in (described.get("mixture") or {}).get("sources", [])},
         "checkpoints": [

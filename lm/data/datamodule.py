@@ -6,6 +6,7 @@ The stop after `data/loader` on a batch's way; `training/module` is next. It kno
 import logging
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,16 @@ from torch.utils.data import ChainDataset
 
 from lm.data.cache import BlockCache
 from lm.data.loader import TIMEOUT, Batch, OnBadShard, Reading, Stream, Windows
-from lm.data.mixture import Mixture, Phase, PhaseConfig, SourceConfig, check_mixture, phases_of, shares_at
+from lm.data.mixture import (
+    Mixture,
+    Phase,
+    PhaseConfig,
+    SourceConfig,
+    check_mixture,
+    errors_of,
+    phases_of,
+    shares_at,
+)
 from lm.data.prepare import EARLIER, Packing, PrepareOptions, prepare
 from lm.data.sampler import Order, lanes_for
 from lm.data.shards import Shards, common_file
@@ -141,7 +151,6 @@ class DataModule(LightningDataModule):
         self.sources = sources or [SourceConfig("all", path, train, val, tokenizer, column)]
         self.phases = phases or []
         self.test = test
-        self.tokenizer_path = self.sources[0].tokenizer or self.sources[0].path
         self.packing = packing
         self.prepare_options = prepare
         self.pad_id = pad_id
@@ -168,6 +177,10 @@ class DataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Make `path` when it is not there; on one rank of a node, before `setup`."""
+        for source in self.sources if self.mixed else ():
+            if source.path and not (Path(source.path) / "manifest.json").exists():
+                raise RequestError(f"data.sources {source.name}: {source.path} holds no manifest.json: make it with "
+                                   f"{self._preparation(source)}")  # fmt: skip
         if self.path is None:
             return
         if self.prepare_options is not None:
@@ -206,24 +219,24 @@ class DataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Open the tokenizer and the shards that this stage needs; footers or the manifest only, no tokens."""
-        self.tokenizer = Tokenizer.load(self.tokenizer_path)
+        self.tokenizer = self._tokenizer_of(self.sources[0])
         wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}[stage]
         for source in self.sources[1:]:
-            if Tokenizer.load(source.tokenizer or source.path).sha256 != self.tokenizer.sha256:
+            if self._tokenizer_of(source).sha256 != self.tokenizer.sha256:
+                removed = f"`rm -r {source.path}`, and " if source.path else ""
                 raise RequestError(
-                    f"data.sources {self.sources[0].name} and {source.name} have different tokenizers: prepare one of "
-                    f"them again, with --tokenizer {self.tokenizer_path}"
+                    f"data.sources {self.sources[0].name} and {source.name} have different tokenizers: prepare the "
+                    f"texts of {source.name} again, {removed}{self._preparation(source)}"
                 )
         for split in wanted:
-            opened = {source.name: shards for source in self.sources if (shards := self._open(source, split))}
-            if split == "train" and self.mixed and len(opened) < len(self.sources):
-                missing = next(source for source in self.sources if source.name not in opened)
-                raise RequestError(f"data.sources {missing.name}: {missing.path} has no folder train; make it with "
-                                   f"`lm data prepare --input TEXTS --output {missing.path}`")  # fmt: skip
-            for shards in opened.values():
-                shards.require_windows(self.seq_len)
-                if split != "train":
-                    shards.require_targets(self.seq_len, self._limit(split))
+            opened = {}
+            for source in self.sources:
+                with self._errors_of(source):
+                    if shards := self._open(source, split):
+                        shards.require_windows(self.seq_len)
+                        if split != "train":
+                            shards.require_targets(self.seq_len, self._limit(split))
+                        opened[source.name] = shards
             if opened:
                 self.by_source[split], self.shards[split] = opened, Shards.join(opened)
         if {"train", "val"} <= self.shards.keys() and (found := common_file(self.shards["train"], self.shards["val"])):
@@ -245,12 +258,27 @@ class DataModule(LightningDataModule):
             for what, cure in self.warnings():
                 log.warning("warning: %s; %s", what, cure)
 
+    def _errors_of(self, source: SourceConfig) -> AbstractContextManager:
+        return errors_of(source) if self.mixed else nullcontext()
+
+    def _tokenizer_of(self, source: SourceConfig) -> Tokenizer:
+        with self._errors_of(source):
+            return Tokenizer.load(source.tokenizer or source.path)
+
+    def _preparation(self, source: SourceConfig) -> str:
+        """The command that makes the folder of a source with the tokenizer of the others."""
+        others = [other.tokenizer or other.path for other in self.sources if other is not source]
+        return (f"`lm data prepare --input TEXTS --output {source.path or f'data/{source.name}'} "
+                f"--tokenizer {next(iter(others), 'bpe')}`")  # fmt: skip
+
     def _open(self, source: SourceConfig, split: str) -> Shards | None:
         files = {"train": source.train, "val": source.val, "test": self.test}[split]
         if files is None and split == "test":
             return self._open(source, "val")
         if files is None and source.path is not None and (Path(source.path) / split).is_dir():
             files = str(Path(source.path) / split)
+        if self.mixed and source.path and split == "train" and not any(Path(source.path, "train").glob("*.parquet")):
+            raise RequestError(f"{source.path} has no shards to train on: make them with {self._preparation(source)}")
         if files is None:
             return None
         shards = Shards.open(

@@ -14,7 +14,8 @@ A *phase* begins at a sample, with other weights; its periods are counted from t
 import heapq
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -109,11 +110,25 @@ def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]
 
 
 def phases_of(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig], seq_len: int) -> "list[Phase]":
-    """The phases of a run; the first has the weights of the sources."""
+    """The phases of a run; the first has the weights of the sources. Neighbours with the same shares are one phase."""
     given = [(0, {source.name: source.weight for source in sources})]
     given += [(phase.tokens, phase.weights) for phase in phases]
-    return [Phase(-(-tokens // seq_len), shares_of([weights.get(source.name, 0) for source in sources]))
-            for tokens, weights in given]  # fmt: skip
+    found: list[Phase] = []
+    for tokens, weights in given:
+        shares = shares_of([weights.get(source.name, 0) for source in sources])
+        if not found or shares != found[-1].shares:
+            found.append(Phase(-(-tokens // seq_len), shares))
+    return found
+
+
+@contextmanager
+def errors_of(source: SourceConfig) -> Iterator[None]:
+    """Name the source in an error; options of `data` that the error names are then those of the source."""
+    try:
+        yield
+    except RequestError as error:
+        text = re.sub(r"\bdata\.(path|train|val|tokenizer|column)\b", r"\1", str(error))
+        raise RequestError(f"data.sources {source.name}: {text}") from error
 
 
 # ---- the order -------------------------------------------------------------------------------------------------------
@@ -208,10 +223,12 @@ def describe_change(before: dict, now: dict, samples: int) -> tuple[str, str]:
     for start in sorted(edges):
         was, is_now = ([phase.shares for phase in phases if phase.start <= start][-1] for phases in (then, here))
         begins = [[phase.start for phase in phases if phase.start <= start][-1] for phases in (then, here)]
-        if was != is_now or begins[0] != begins[1]:
-            reason = (f"from sample {start:,} on, of {samples:,} seen, the weights of {', '.join(others)} "
-                      f"were {_ratio(was)}, and are {_ratio(is_now)}: only those of later phases may change")  # fmt: skip
-            return reason, ""
+        seen = f"from sample {start:,} on, of {samples:,} seen"
+        if was != is_now:
+            return (f"{seen}, the weights of {', '.join(others)} were {_ratio(was)}, and are {_ratio(is_now)}: only "
+                    "those of later phases may change"), ""  # fmt: skip
+        if begins[0] != begins[1]:  # by an earlier version, which did not join phases of the same shares
+            return f"{seen}, the turns of its sources began at sample {begins[0]:,}, and begin at {begins[1]:,}", ""
     if then == here:
         return "", ""
     later = "; ".join(f"{_ratio(phase.shares)} from sample {max(phase.start, samples):,}" for phase in here

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lm import __version__
+from lm.data.mixture import Phase, counts_of
 from lm.errors import RunError
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.estimates import flops_per_token, parameters
@@ -87,7 +89,8 @@ def model_card(model: Pretrained, card: Card) -> str:
     run = Run.of(model.path)
     parts = [f"# {card.name}", _opening(model, run), "## Shape", _table(_shape(model))]
     if run is not None:
-        parts += ["## Data", _table(data_rows(model, run)), "## Training", _table(training_rows(model, run))]
+        parts += ["## Data", _table(data_rows(model, run)), *mixture_parts(model, run)]
+        parts += ["## Training", _table(training_rows(model, run))]
         if results := result_rows(model, run):
             parts += ["## Results", _table(results)]
     parts += ["## Use", USE.format(name=card.name)]
@@ -170,8 +173,11 @@ def _versions(run: Run | None) -> Rows:
 
 def _table(rows: Rows) -> str:
     """Rows of two columns; those without a value are left out."""
-    known = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items() if value is not None]
-    return "\n".join(["| | |", "|---|---|", *known])
+    return "\n".join(["| | |", "|---|---|", *(_line(row) for row in rows.items() if row[1] is not None)])
+
+
+def _line(cells: Sequence[Any]) -> str:
+    return f"| {' | '.join(map(_cell, cells))} |"
 
 
 def _cell(value: Any) -> str:
@@ -183,42 +189,100 @@ def _cell(value: Any) -> str:
 
 def data_rows(model: Pretrained, run: Run) -> Rows:
     """What the model was trained and validated on, and the tokenizer."""
-    shards, sizes = run.read("data.json"), _manifest(run).get("splits", {})
-    names = list(dict.fromkeys(public_name(name) for name in sources(run)))
-    more = f" and {len(names) - SHOWN_SOURCES:,} more" if len(names) > SHOWN_SOURCES else ""
     kind = model.tokenizer.description["model"].get("type", "")
     rows: Rows = {
-        "sources": ", ".join(names[:SHOWN_SOURCES]) + more or None,
+        "sources": None if mixed(run) else _first_names(sources(run)) or None,
         "tokenizer": f"{'byte-level ' if model.tokenizer.byte_level else ''}{kind}, "
         f"{len(model.tokenizer.vocabulary):,} tokens",
     }
     for split, label in (("train", "training data"), ("val", "validation data")):
-        if tokens := sum(shard[2] for shard in shards.get(split, [])):
-            rows[label] = f"{tokens:,} tokens"
-        if tokens and (size := sizes.get(split)):
-            rows[label] += (
-                f" of {size['documents']:,} documents, {format_bytes(size['bytes'])} of text, "
-                f"{size['bytes'] / size['tokens']:.2f} bytes a token"
-            )
+        rows[label] = _extent(run, split)
     return rows
 
 
+def mixture_parts(model: Pretrained, run: Run) -> list[str]:
+    """Of a mixture a table of its sources: shares of the samples in each phase, tokens and epochs, and the files.
+
+    Only phases that this model has seen are in it. Without a mixture there is none.
+    """
+    if not mixed(run):
+        return []
+    mixture, samples = run.read("run.json")["mixture"], read_progress(model.path).samples
+    phases = [Phase(start, tuple(shares)) for start, shares in mixture["phases"] if start < max(1, samples)]
+    length = seq_len_of(model, run)
+    taken = counts_of(phases, samples) * length  # (sources,)
+    later = [f"from {format_count(phase.start * length)} tokens on" for phase in phases[1:]]
+    rows = []
+    for number, source in enumerate(mixture["sources"]):
+        whole = _tokens(run, "train", source)
+        shares = [f"{phase.shares[number] / sum(phase.shares):.1%}" for phase in phases]
+        epochs = f"{taken[number] / whole:.2f}" if whole else ""
+        data, files = _extent(run, "train", source) or "", _first_names(files_of(run, source))
+        rows.append((source, *shares, f"{taken[number]:,}", epochs, data, files))
+    head = ("source", "share of the samples", *later, "tokens trained on", "epochs", "training data", "made of")
+    table = "\n".join([_line(head), "|" + "---|" * len(head), *map(_line, rows)])
+    return ["The model was trained on a mixture of sources:", table]
+
+
+def mixed(run: Run) -> bool:
+    return bool(run.read("run.json").get("mixture"))
+
+
+def _extent(run: Run, split: str, source: str = "") -> str | None:
+    """Tokens of a split and, where a manifest says it, what text they are; None where there is no such split."""
+    tokens = _tokens(run, split, source)
+    size = _manifest(run, source).get("splits", {}).get(split)
+    if not tokens or not size:
+        return f"{tokens:,} tokens" if tokens else None
+    return (
+        f"{tokens:,} tokens of {size['documents']:,} documents, {format_bytes(size['bytes'])} of text, "
+        f"{size['bytes'] / size['tokens']:.2f} bytes a token"
+    )
+
+
+def _tokens(run: Run, split: str, source: str = "") -> int:
+    return sum(shard[2] for shard in _shards(run, split, source))
+
+
+def _shards(run: Run, split: str, source: str) -> list[list]:
+    """The shards of a source of a mixture, or with an empty name all: name, bytes, tokens and more."""
+    shards = run.read("data.json").get(split, [])
+    return [shard for shard in shards if not source or shard[0].startswith(f"{source}/")]
+
+
+def _first_names(files: list[str]) -> str:
+    names = list(dict.fromkeys(map(public_name, files)))
+    more = f" and {len(names) - SHOWN_SOURCES:,} more" if len(names) > SHOWN_SOURCES else ""
+    return ", ".join(names[:SHOWN_SOURCES]) + more
+
+
 def sources(run: Run) -> list[str]:
-    """The files or URLs that the data was made of; its shards where that is not known."""
-    if manifest := _manifest(run):
-        return [source["name"] for source in manifest.get("sources", [])]
+    """The files or URLs that all data was made of; its shards where that is not known."""
+    return [file for source in _options(run) for file in files_of(run, source)]
+
+
+def files_of(run: Run, source: str) -> list[str]:
+    """As `sources`, of one source of a mixture."""
+    if manifest := _manifest(run, source):
+        return [entry["name"] for entry in manifest.get("sources", [])]
+    given = _options(run).get(source, {})
+    files = given.get("train") or (given.get("prepare") or {}).get("input") or []
+    return [files] if isinstance(files, str) else list(files)
+
+
+def _options(run: Run) -> dict[str, dict[str, Any]]:
+    """The options of each source of a mixture by its name; of a single source those of `data`, by an empty name."""
     data = run.settings().get("data") or {}
-    given = data.get("train") or (data.get("prepare") or {}).get("input") or []
-    return [given] if isinstance(given, str) else list(given)
+    return {source["name"]: source for source in data.get("sources") or []} or {"": data}
 
 
-def _manifest(run: Run) -> dict[str, Any]:
+def _manifest(run: Run, source: str = "") -> dict[str, Any]:
     """The manifest of `lm data prepare`; {} where it is gone, or the data was prepared anew since."""
     try:
-        folder = run.started_in() / run.settings()["data"]["path"]
+        folder = run.started_in() / _options(run)[source]["path"]
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         made = {Path(shard["file"]).name: shard["size"] for shard in manifest["splits"]["train"]["shards"]}
-        used = {Path(name).name: size for name, size, *_ in run.read("data.json")["train"]}
+        used = {Path(name).name: size for name, size, *_ in _shards(run, "train", source)}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return manifest if made == used else {}
@@ -237,10 +301,10 @@ def public_name(name: str) -> str:
 def training_rows(model: Pretrained, run: Run) -> Rows:
     """How the model was trained: steps, batch, optimizer, hardware, operations, time, cost."""
     described, step, config = run.read("run.json"), model.step, run.settings()
-    data, trainer, module = (config.get(name) or {} for name in ("data", "trainer", "model"))
-    seq_len = data.get("seq_len") or model.config.max_position_embeddings
+    trainer, module = (config.get(name) or {} for name in ("trainer", "model"))
+    seq_len = seq_len_of(model, run)
     tokens = read_progress(model.path).samples * seq_len
-    whole = sum(shard[2] for shard in run.read("data.json").get("train", []))
+    whole = 0 if mixed(run) else _tokens(run, "train")  # of a mixture the epochs are those of each source
     planned = run.read("state.json").get("max_steps")
     batches = [stretch["global_batch"] for stretch in described.get("stretches", []) if stretch["step"] < step]
     spent = time_spent(run.metrics(), step)
@@ -260,6 +324,11 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
         "cost": _cost(run.read("budget.json")),
         "seed": config.get("seed_everything"),
     }
+
+
+def seq_len_of(model: Pretrained, run: Run) -> int:
+    """Predicted tokens of a sample of the training."""
+    return (run.settings().get("data") or {}).get("seq_len") or model.config.max_position_embeddings
 
 
 def _optimizer_rows(module: dict[str, Any]) -> Rows:
@@ -291,11 +360,13 @@ def _cost(budget: dict[str, Any]) -> str | None:
 def result_rows(model: Pretrained, run: Run) -> Rows:
     """The validation at this very step, and what evaluations found of it."""
     rows: Rows = {}
+    ends = {"": ""} | {f"/{source}": f" of {source}" for source in _options(run) if source}
     for line in run.metrics():
         if line["step"] == model.step:
             rows |= {
-                f"{metric.label}, {metric.unit}".removesuffix(", "): metric.shown(line[name])
-                for name, metric in METRICS.items() if name.startswith("val/") and name in line
+                f"{metric.label}{of}, {metric.unit}".removesuffix(", "): metric.shown(line[name + end])
+                for end, of in ends.items()
+                for name, metric in METRICS.items() if name.startswith("val/") and name + end in line
             }  # fmt: skip
     found = merge_evaluations(run.evaluations(), model.step)
     if found is None:

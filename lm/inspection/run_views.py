@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from lm.inspection.drawing import VERMILION, Html, figure, label_axes, table, wrapped
+from lm.inspection.drawing import COLORS, VERMILION, Html, figure, label_axes, table, wrapped
 from lm.runs import registry
 from lm.runs.history import Series, curve, differences, labels, read_samples, time_spent
 from lm.runs.metrics import METRICS
@@ -20,6 +20,7 @@ AXES = {  # x of a curve -> what it is drawn over, and the label of the axis
     "time": ("time", "hours since the first log line"),
 }
 STYLES = ("-", "--", "-.", ":")  # so that curves differ without colour, too
+LEGEND_WIDTH = 110  # characters of a line of names below a figure
 TEXT_WIDTH = 56  # characters of a line of a sample
 
 
@@ -36,6 +37,22 @@ def draw_training(run: Run) -> Figure:
             panel.axvline(alert["step"], color=VERMILION, linestyle=":", linewidth=1)
         shown = METRICS[names[0]]
         label_axes(panel, shown.label, "optimizer step", shown.unit or shown.label)
+    return made
+
+
+def draw_sources(run: Run) -> Figure | None:
+    """Training and validation loss over steps, a line for each source of a mixture; None without a mixture."""
+    sources = run.read("run.json").get("mixture", {}).get("sources", [])
+    if not sources:
+        return None
+    lines, columns = run.metrics(), max(1, min(4, LEGEND_WIDTH // max(map(len, sources))))
+    made, axes = figure(1, 2, width=10, height=3.8 + 0.2 * len(sources) / columns, sharey=True)
+    for panel, name in zip(axes, ("train/loss", "val/loss"), strict=True):
+        label_axes(panel, f"{METRICS[name].label} by source", "optimizer step", METRICS[name].unit)
+        plot_curves(panel, [curve(source, lines, f"{name}/{source}") for source in sources])
+    named = {line.get_label(): line for panel in axes for line in panel.get_lines()}  # one legend for both
+    shown = [source for source in sources if source in named]
+    made.legend([named[source] for source in shown], shown, loc="outside lower center", ncols=columns, frameon=False)
     return made
 
 
@@ -64,12 +81,14 @@ def draw_throughput(run: Run) -> Figure:
 
 
 def plot_curves(axes: Any, series: Sequence[Series]) -> None:
-    """Curves, named where there are several; one of few points shows them."""
-    shown = [one for one in series if len(one.x)]
-    for index, one in enumerate(shown):
+    """Curves, named where there are several; one of few points shows them. Colour and style follow from the place."""
+    shown = [index for index, one in enumerate(series) if len(one.x)]
+    for index in shown:
+        one, style = series[index], STYLES[(index + index // len(COLORS)) % len(STYLES)]
         marker = "o" if len(one.x) <= 30 else None
         name = one.name if len(shown) > 1 else None
-        axes.plot(one.x, one.y, STYLES[index % len(STYLES)], marker=marker, markersize=3.5, linewidth=1.6, label=name)
+        axes.plot(one.x, one.y, style, color=COLORS[index % len(COLORS)], marker=marker, markersize=3.5, linewidth=1.6,
+                  label=name)  # fmt: skip
     if not shown:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="gray")
 

@@ -14,9 +14,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from lm.errors import RequestError
-from lm.runs.metrics import METRICS, valid_metrics
+from lm.runs.metrics import BY_SOURCE, METRICS, valid_metrics
 from lm.runs.run import STEP, Run, is_alert
-from lm.system.files import flatten, nonnegative, parse_line, read_lines
+from lm.system.files import DAMAGE, flatten, nonnegative, parse_line, read_lines
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,8 @@ def refuse_wrong_ranges(expect: dict[str, list[float]]) -> None:
     aliases = {metric.alert: name for name, metric in METRICS.items() if metric.alert}
     for metric, given in expect.items():
         close = get_close_matches(metric, METRICS, 1, cutoff=0.8)  # callbacks may log metrics of other names
-        if metric not in METRICS and ("/" not in metric or close):
+        known = metric in METRICS or metric.startswith(tuple(f"{name}/" for name in BY_SOURCE))
+        if not known and ("/" not in metric or close):
             meant = aliases.get(metric) or next(iter(close or get_close_matches(metric, METRICS, 1)), "val/loss")
             raise RequestError(f"expect: nothing logs a metric {metric!r}; did you mean {meant!r}?")
         if len(given) != 2 or not given[0] <= given[1]:
@@ -253,6 +254,7 @@ class LiveRun:
             "max_tokens": live.get("max_tokens"),
             "eta_seconds": _eta(live, now) if status == "running" else None,
             "metrics": live.get("metrics", {}),
+            "sources": _sources(facts, live),
             "best_val_loss": best,
             "best_val_step": best_step,
             "checkpoint": _checkpoint(run, "last", now),
@@ -295,6 +297,23 @@ def _eta(live: dict[str, Any], now: float) -> float | None:
     """Seconds until the run ends: what the training wrote in its last log line, counted down since."""
     seconds = live.get("eta_seconds")
     return None if seconds is None else max(0.0, seconds - (_age(now, live.get("time")) or 0.0))
+
+
+def _sources(facts: dict[str, Any], live: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Of each source of a mixture its `share` of the next samples, and those of `BY_SOURCE` that are known."""
+    if "mixture" not in facts:
+        return {}
+    try:
+        names, stretch, metrics = facts["mixture"]["sources"], facts["stretches"][-1], live.get("metrics", {})
+        sample = stretch["sample"] + (live.get("step", 0) - stretch["step"]) * stretch["global_batch"]
+        shares = [shares for start, shares in facts["mixture"]["phases"] if start <= max(0, sample)][-1]
+        return {
+            name: {"share": share / sum(shares)}
+            | {metric: metrics[f"{metric}/{name}"] for metric in BY_SOURCE if f"{metric}/{name}" in metrics}
+            for name, share in zip(names, shares, strict=True)
+        }
+    except DAMAGE:
+        return {}
 
 
 def _checkpoint(run: Run, link: str, now: float) -> dict[str, Any] | None:

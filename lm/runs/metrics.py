@@ -22,7 +22,7 @@ class Metric(NamedTuple):
 
 NATS = "nats a token"
 LOSSES, OPTIMIZATION, THROUGHPUT = ("loss", "training and validation"), "optimization", "throughput"
-METRICS = {  # every metric of metrics.jsonl and TensorBoard, except those of an evaluation's tasks
+METRICS = {  # every metric of metrics.jsonl and TensorBoard, except those of an evaluation's tasks and `BY_SOURCE`
     "train/loss": Metric("loss", NATS, "{:.4f}", alert="loss", chart=LOSSES),
     "train/max_loss": Metric("highest loss of a step", NATS, "{:.4f}", alert="max_loss"),
     "train/perplexity": Metric("training perplexity", form="{:.2f}", alert="perplexity"),
@@ -49,9 +49,11 @@ METRICS = {  # every metric of metrics.jsonl and TensorBoard, except those of an
     "mem/gpu_gib": Metric("memory of the fullest GPU", "GiB", alert="gpu_gib"),
     "mem/cuda_peak_gib": Metric("peak memory of tensors", "GiB", alert="cuda_peak_gib"),
     "data/tokens": Metric("tokens", "tokens", "count", alert="tokens"),
+    "data/epochs": Metric("epochs", "epochs", "{:.2f}"),
     "data/skipped_samples": Metric("skipped samples", "samples", "{:,.0f}"),
     "data/injected": Metric("injected samples", form="{:.0f}"),
 }
+BY_SOURCE = ("train/loss", "val/loss", "val/bpb", "data/epochs")  # also `train/loss/NAME` of each source of a mixture
 
 
 def numbers(document: dict[str, Any]) -> dict[str, float]:

@@ -143,6 +143,38 @@ def test_the_card_says_what_is_known_and_nothing_else(workplace, exported):
     assert "None" not in text and str(workplace) not in text and "licence was chosen" not in text
 
 
+def test_the_card_of_a_mixture_has_its_sources(workplace, tmp_path):
+    """With shares of the phases that the model saw, and of `web`, whose manifest is there, the files."""
+    run = tmp_path / "checkpoints" / "small"
+    shutil.copytree(workplace / "checkpoints" / "small", run, symlinks=True)
+    shutil.copytree(workplace / "data" / "small", tmp_path / "texts" / "web")
+    files = ("config.yaml", "run.json", "data.json")
+    config, facts, shards = (yaml.safe_load((run / name).read_text()) for name in files)
+    web = {"name": "web", "path": "texts/web", "weight": 3}
+    code = {"name": "code", "path": None, "train": ["hf://datasets/some/code/*.parquet"], "weight": 1}
+    config["data"] |= {"path": None, "prepare": None, "sources": [web, code]}
+    facts["mixture"] = {"sources": ["web", "code"], "phases": [[0, [3, 1]], [16, [1, 1]], [10**6, [0, 1]]]}
+    whole = sum(shard[2] for shard in shards["train"])
+    shards["train"] = [[f"web/{name}", *rest] for name, *rest in shards["train"]]
+    shards["train"].append(["code/0.parquet", 5, 2000, "x", 0])
+    for name, content in zip(files, (config, facts, shards)):
+        (run / name).write_text(json.dumps(content))
+    model = load_pretrained(run, device="cpu")
+    samples = [12 + (8 * model.step - 16) // 2, 4 + (8 * model.step - 16) // 2]  # 16 of 3 to 1, and then equally many
+    text = model_card(model, Card("x"))
+    head, _, *rows = text[text.index("| source |") :].split("\n\n")[0].splitlines()
+    names = ["source", "share of the samples", "from 512 tokens on", "tokens trained on", "epochs", "training data",
+             "made of"]  # fmt: skip
+    assert [cell.strip() for cell in head.strip("|").split("|")] == names
+    web, code = ([cell.strip() for cell in row.strip("|").split("|")] for row in rows)
+    assert web[:5] == ["web", "75.0%", "50.0%", f"{32 * samples[0]:,}", f"{32 * samples[0] / whole:.2f}"]
+    assert web[5].startswith(f"{whole:,} tokens of ") and "000.txt, 001.txt" in web[6]
+    assert code == ["code", "25.0%", "50.0%", f"{32 * samples[1]:,}", f"{32 * samples[1] / 2000:.2f}", "2,000 tokens",
+                    "hf://datasets/some/code/*.parquet"]  # fmt: skip
+    assert yaml.safe_load(text.split("---\n")[1])["datasets"] == ["some/code"]
+    assert f"| tokens | {256 * model.step:,} |" in text and f"| training data | {whole + 2000:,} tokens |" in text
+
+
 def test_the_card_has_the_evaluations_of_this_very_step(workplace, exported, tmp_path):
     run = tmp_path / "small"
     shutil.copytree(workplace / "checkpoints" / "small", run, symlinks=True)

@@ -1,6 +1,7 @@
 """`lm monitor` shows runs as they are, from their files alone, on any terminal."""
 
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 from trainings import lm, make_workplace, start, write_config
 
-from lm.cli.monitor import page
+from lm.cli.monitor import page, source_lines
 from lm.runs.history import LiveRun, Series, thin
 from lm.runs.run import Run
 
@@ -35,9 +37,13 @@ GPU = {
 
 
 def make_run(
-    root: Path, name: str, lines: int = 200, status: str = "running", gpus: int = 0, alerts: int = 0, age: float = 0
+    root: Path, name: str, lines: int = 200, status: str = "running", gpus: int = 0, alerts: int = 0, age: float = 0,
+    sources: Sequence[str] = (),
 ) -> Run:
-    """A run folder as a training leaves it, with a log line every 10 steps and a validation every 100, of 1000."""
+    """A run folder as a training leaves it, with a log line every 10 steps and a validation every 100, of 1000.
+
+    Of several sources the first has half of the samples up to step 1000, and none after it; the rest are equal.
+    """
     run, now = Run(root / name), time.time() - age
     run.path.mkdir(parents=True)
     for index in range(1, lines + 1):
@@ -51,12 +57,18 @@ def make_run(
             run.append_metrics({"step": step, "tokens": step * 100, "time": now - (lines - index) * 5 + 1,
                                 "val/loss": 2.1 + 8 / index, "val/bpb": 1.0})  # fmt: skip
     latest = {name: value for line in run.metrics()[-2:] for name, value in line.items() if "/" in name}
+    for index, source in enumerate(sources):
+        latest |= {f"train/loss/{source}": 2.5 + index, f"data/epochs/{source}": index / 4}
+        latest |= {} if index == 1 else {f"val/loss/{source}": 2.25 + index}  # which has no validation
+    others = len(sources) - 1
+    mixture = {"sources": sources, "phases": [[0, [others] + [1] * others], [8000, [0] + [1] * others]]}
     run.write_state({
         "run": name, "status": status, "phase": "training", "step": 10 * lines, "max_steps": 4000,
         "tokens": 1000 * lines, "max_tokens": 400_000, "metrics": latest, "time": now, "eta_seconds": 1020.0,
     })  # fmt: skip
     run.describe(id=name, name=name, status=status, reason=None, entered=now - 5 * lines, host=socket.gethostname(),
-                 device="NVIDIA H200", world_size=8)  # fmt: skip
+                 device="NVIDIA H200", world_size=8, mixture=mixture if sources else None,
+                 stretches=[{"step": 0, "sample": 0, "global_batch": 8}])  # fmt: skip
     machine = {
         "cpu": {"load_percent": 12.5, "load_average": 3.0, "cores": 64},
         "memory": {"used_bytes": 100 * GIB, "total_bytes": 512 * GIB},
@@ -99,10 +111,12 @@ def many(tmp_path_factory) -> list[LiveRun]:
     cases = [
         {"gpus": 8, "alerts": 12}, {"lines": 1}, {"lines": 0}, {"status": "finished"}, {"gpus": 1},
         {"age": 3600, "lines": 3}, {"status": "failed", "alerts": 1}, {"lines": 12, "gpus": 2},
+        {"lines": 50, "sources": LONG_NAMES},
     ]  # fmt: skip
     return [watch(make_run(root, f"a-rather-long-name-of-a-run-{i}", **case)) for i, case in enumerate(cases)]
 
 
+LONG_NAMES = [f"a-crawl-of-the-web-in-english-filtered-{part:02}" for part in range(16)]
 SIZES = [(80, 24), (120, 40), (200, 60), (110, 14), (79, 10), (40, 12), (20, 6), (10, 3), (1, 1), (300, 5)]
 
 
@@ -141,6 +155,30 @@ def test_a_wide_terminal_has_every_gpu_and_more_curves(many):
     shown = text_of(page(many[:1], 200, 60))
     assert all(f"GPU {index}" in shown for index in range(8))
     assert "gradient norm" in shown and "learning rate" in shown and shown.count("└") == 4
+
+
+@pytest.mark.parametrize("width, height", [(80, 24), (120, 40)])
+def test_sources_of_a_mixture_are_shown_with_their_shares_losses_and_epochs(tmp_path, width, height):
+    names = ["web", "code", "books"]
+    early, late = (watch(make_run(tmp_path, f"run-{lines}", lines=lines, sources=names)) for lines in (99, 100))
+    for shares, watching in ((("50.0%", "25.0%", "25.0%"), early), (("0.0%", "50.0%", "50.0%"), late)):
+        shown = text_of(page([watching], width, height))
+        for source, figures in zip(names, ("2.5000 2.2500 0.00", "3.5000 0.25", "4.5000 4.2500 0.50"), strict=True):
+            (line,) = re.findall(rf"{source} +(\d+\.\d%.*)", shown)
+            assert f"{shares[names.index(source)]} {figures}" in " ".join(line.split())
+        assert "share    loss  val loss  epochs" in shown and "more source" not in shown
+    assert "share" not in text_of(page([watch(make_run(tmp_path, "one"))], width, height))
+
+
+def test_many_sources_with_long_names_leave_room_for_the_rest(tmp_path):
+    watching = watch(make_run(tmp_path, "run", sources=LONG_NAMES))
+    small, large = (text_of(page([watching], *size)) for size in ((80, 24), (120, 40)))
+    shown = sum(name in small for name in LONG_NAMES)
+    assert 4 < shown < 16 and f"and {16 - shown} more sources" in small and "last step-00000100, " in small
+    assert all(re.search(rf" a-cr\S*…\S*-{part:02}  ", large) for part in range(16)) and "last  step-" in large
+    assert sum("⠀" < character < "⣿" for character in small) > 50  # a curve
+    for width, most in itertools.product((20, 46, 80, 200), range(-1, 19)):
+        assert len(source_lines(watching.state, width, most)) <= max(0, most)
 
 
 def test_what_others_wrote_does_nothing_to_the_terminal(many):

@@ -233,6 +233,27 @@ def test_pictures_and_tables_are_made_of_any_run(run, tmp_path):
     assert "&lt;spike&gt;" in view.alerts_table(run).source
 
 
+def test_each_source_of_a_mixture_is_a_line_of_its_own(tmp_path):
+    """Of the same colour and style in both panels, also where an earlier one has no validation."""
+    pytest.importorskip("matplotlib")
+    from lm.inspection import run_views as view
+
+    run, names = Run.create("mixed", tmp_path), [f"source-{index}" for index in range(16)]
+    assert view.draw_sources(run) is None
+    run.describe(mixture={"sources": names, "phases": [[0, [1] * 16]]})
+    for step in (1, 2, 3):
+        losses = {f"train/loss/{name}": step + index for index, name in enumerate(names)}
+        validation = {f"val/loss/{name}": step + index + 0.5 for index, name in enumerate(names) if index}
+        run.append_metrics({"step": step, **losses, **validation})
+    drawn = view.draw_sources(run)
+    train, val = ({line.get_label(): line for line in panel.get_lines()} for panel in drawn.axes)
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == names == list(train)
+    assert list(train["source-3"].get_ydata()) == [4, 5, 6] and list(val["source-3"].get_ydata()) == [4.5, 5.5, 6.5]
+    styles = {name: (line.get_color(), line.get_linestyle()) for name, line in train.items()}
+    assert len(set(styles.values())) == 16 and "source-0" not in val
+    assert all((line.get_color(), line.get_linestyle()) == styles[name] for name, line in val.items())
+
+
 def test_pictures_and_tables_are_made_of_any_data(run, elsewhere):
     pytest.importorskip("matplotlib")
     from lm.inspection import data as view

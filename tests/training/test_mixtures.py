@@ -1,14 +1,20 @@
 """A run on three sources and two phases: shares, epochs and losses by source are right, also after kills."""
 
 import json
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from shard_files import write_rows
 from trainings import expected, lm, losses, write_config
 
+from lm.data.datamodule import DataModule
+from lm.data.mixture import SourceConfig
+from lm.data.prepare import PrepareOptions, prepare
 from lm.data.tokenizer import train_char
+from lm.errors import RequestError
 
 SOURCES = {"low": (2, 5), "middle": (5, 8), "high": (8, 12)}  # ids of each source, which tell them apart
 
@@ -105,6 +111,17 @@ def test_plan_shows_the_epochs_of_each_source(place):
     assert found == {"samples": 80, "share": 1.0, "epochs": pytest.approx(80 / 37)}
 
 
+def test_plan_shows_the_bytes_of_a_token_of_each_prepared_source(place):
+    (place / "text.txt").write_text("abcdefghij\n" * 90)
+    prepare(PrepareOptions(
+        input=[str(place / "text.txt")], output=str(place / "made"), tokenizer=str(place / "tok"), val_fraction=0.2))
+    manifest = json.loads((place / "made/manifest.json").read_text())["splits"]["train"]
+    path = config(place, "sizes", [{"name": "made", "path": "made"}, source("low")], [])
+    lines = {line.split(":")[0].split()[-1]: line for line in lm(place, "plan", "--config", path).stdout.splitlines()}
+    assert lines["made"].endswith(f"{manifest['bytes'] / manifest['tokens']:.2f} bytes of text a token")
+    assert not any("bytes" in lines[name] for name in ("low", "train", "val"))  # not known of all, so not of their sum
+
+
 @pytest.mark.parametrize("sources, phases, said", [
     ([source("low", max_epochs=0.5), source("high")], [],
      "data.sources low is repeated 1.08 times, more than its max_epochs 0.5: 40 of the 80 samples"),
@@ -124,6 +141,32 @@ def test_a_mixture_that_cannot_be_is_refused_with_the_reason(place, sources, pha
     for command in ("plan", "fit"):
         assert said in lm(place, command, "--config", path, expect=2).stderr
     assert not (place / "checkpoints/wrong").exists()
+
+
+HIGH = {"name": "high", "train": "high/train", "tokenizer": "tok"}
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"name": "high", "path": "nowhere"}, "nowhere holds no manifest.json: make it with `lm data prepare --input TEXTS "
+     "--output nowhere --tokenizer tok`"),
+    ({"name": "high", "path": "emptied"}, "emptied has no shards to train on: make them with `lm data prepare"),
+    (HIGH | {"tokenizer": "nowhere"}, "tokenizer nowhere is not there: give a tokenizer.json"),
+    (HIGH | {"train": "nowhere"}, "nowhere: no such file or folder"),
+    (HIGH | {"val": "high/train/2.parquet"}, "high/train/2.parquet: no such file"),
+    (HIGH | {"column": "ids"}, "has no column 'ids'; it has input_ids; set column"),
+    (HIGH | {"train": "short"}, "give more data or lower data.seq_len"),
+])  # fmt: skip
+def test_an_error_of_a_source_names_it_in_one_line(place, monkeypatch, given, said):
+    monkeypatch.chdir(place)
+    Path("emptied").mkdir(exist_ok=True)
+    Path("emptied/manifest.json").write_text("{}")
+    shutil.copy("tok/tokenizer.json", "emptied")
+    write_rows(place / "short/0.parquet", [[8, 9]])
+    data = DataModule(sources=[SourceConfig(**source("low")), SourceConfig(**given)], seq_len=32)
+    with pytest.raises(RequestError, match="^data.sources high: [^\n]*$") as error:
+        data.prepare_data()
+        data.setup("fit")
+    assert said in str(error.value)
 
 
 def test_later_weights_may_change_on_resume_and_past_ones_not(place):

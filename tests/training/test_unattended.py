@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from trainings import HERE, PLACES, lm, make_workplace, start, write_config
 
+from lm.runs.history import refuse_wrong_ranges
 from lm.runs.run import Run
 
 LOOP = HERE.parent / "configs" / "launch" / "until_done.sh"
@@ -106,6 +107,11 @@ def test_every_so_many_steps_one_is_kept_for_good(workplace):
     assert list(Run(workplace / "checkpoints" / "kept").steps()) == [5, 10, 15, 16]
     refused = lm(workplace, *configured(workplace, "kept", **{"trainer.keep_every": 0}), expect=2)
     assert "trainer.keep_every 0 must be at least 1" in refused.stderr
+
+
+@pytest.mark.parametrize("metric", ["train/loss/web", "val/bpb/a", "val/loss"])
+def test_a_metric_of_a_source_may_be_expected(metric):
+    refuse_wrong_ranges({metric: [1, 2]})
 
 
 @pytest.mark.parametrize("given", ["[3, 2]", "[1]", "[1, 2, 3]"])
