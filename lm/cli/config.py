@@ -59,7 +59,18 @@ class ConfigFile(ActionConfigFile):
         ActionConfigFile.apply_config(parser, cfg, dest, str(path))
 
 
-class ConfigParser(Parser):
+class TrainingOptions:
+    """For parsers: `model.optimizer.class_path` is an option like the others."""
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        added = super().add_class_arguments(*args, **kwargs)
+        for action in self._actions:
+            if action.dest == "model.optimizer":  # jsonargparse takes a class_path for one of `OptimizerConfig` itself
+                action.basetype = None
+        return added
+
+
+class ConfigParser(TrainingOptions, Parser):
     """Reads a training's config, for a command that is not `fit`. `config_parser` makes one."""
 
     flags: tuple[str, ...] = ()  # options that need no value
@@ -188,7 +199,7 @@ def config_name(config: Namespace) -> str:
 # ---- fit, validate, test, predict ------------------------------------------------------------------------------------
 
 
-class TrainingParser(OneLineErrors, LightningArgumentParser):
+class TrainingParser(TrainingOptions, OneLineErrors, LightningArgumentParser):
     """LightningCLI's parser with errors of one line."""
 
 

@@ -348,6 +348,8 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
         yield Finding("warning", f"a step has {batch:,} tokens, {times:.1f} times {more} than the {best:,.0f} "
                       f"that `lm scale` takes for {format_count(tokens)} tokens",
                       f"--data.global_batch_tokens {max(1, round(best / at_once)) * at_once}")  # fmt: skip
+    if config.model.optimizer.class_path:
+        return  # no rule is known for it
     optimizer = config.model.optimizer.name
     best = learning_rate(optimizer, decoder, operations, batch)
     why = f"{operations:.2g} operations in the blocks and {batch:,} tokens a step"

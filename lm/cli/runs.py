@@ -447,7 +447,8 @@ def _training(config: dict[str, Any]) -> list[str]:
     if not optimizer:
         return []
     return [
-        f"{optimizer.get('name')}, lr {optimizer.get('lr')}, {schedule.get('name')} schedule, "
+        f"{optimizer.get('class_path') or optimizer.get('name')}, lr {optimizer.get('lr')}, "
+        f"{schedule.get('name')} schedule, "
         f"{data.get('global_batch_tokens')} tokens a step of {data.get('seq_len')}, {trainer.get('precision')}, "
         f"seed {config.get('seed_everything')}",
         f"data {data.get('path') or data.get('train') or ', '.join(map(_source, data.get('sources') or []))}",

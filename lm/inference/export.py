@@ -334,10 +334,14 @@ def seq_len_of(model: Pretrained, run: Run) -> int:
 def _optimizer_rows(module: dict[str, Any]) -> Rows:
     optimizer, schedule = module.get("optimizer") or {}, module.get("schedule") or {}
     betas = " and ".join(map(str, optimizer.get("betas", [])))
+    name, settings = optimizer.get("name"), f"betas {betas}"
+    if optimizer.get("class_path"):
+        settings = ", ".join(f"{key} {value}" for key, value in (optimizer.get("init_args") or {}).items())
+        name, settings = optimizer["class_path"], settings or "no other arguments"
     rows: Rows = {"dropout": (module.get("decoder") or {}).get("dropout") or None}
     if optimizer:
         rows["optimizer"] = (
-            f"{optimizer.get('name')}, learning rate {optimizer.get('lr')}, betas {betas}, weight decay "
+            f"{name}, learning rate {optimizer.get('lr')}, {settings}, weight decay "
             f"{optimizer.get('weight_decay')}"
         )
     if schedule:

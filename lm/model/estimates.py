@@ -139,8 +139,8 @@ class Step:
 class OptimizerState(NamedTuple):
     """How many values an optimizer keeps for each parameter; AdamW has two running means."""
 
-    hidden: int = 2  # for those of the blocks' matrices
-    others: int = 2
+    hidden: float = 2  # for those of the blocks' matrices
+    others: float = 2
     divided: bool = False  # those of the blocks' matrices are divided over the ranks, with DDP too
 
 
@@ -294,7 +294,7 @@ def checkpoint_bytes(config: DecoderConfig, master_item: int = 4, state: Optimiz
 
 def _state_values(counts: dict[str, int], state: OptimizerState, owners: int = 1) -> int:
     hidden = counts["attention"] + counts["mlp"]
-    return state.hidden * hidden // owners + state.others * (counts["total"] - hidden)
+    return int(state.hidden * hidden // owners + state.others * (counts["total"] - hidden))
 
 
 def largest_micro_batch(

@@ -28,6 +28,7 @@ from lm.runs.run import Run
 from lm.system.files import remove_folder
 from lm.training.distributed import gather_from_ranks
 from lm.training.optim import index_state, name_state, parameter_names
+from lm.training.optimizer_class import changed_settings
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +140,13 @@ def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     states = checkpoint.pop("optimizer_states", [])
     checkpoint["optimizer"] = {}
     if states and states[0]:
-        names = parameter_names(module.decoder, module.optimizers(use_pl_optimizer=False))
-        checkpoint["optimizer"] = name_state(states[0], names)
+        optimizer = module.optimizers(use_pl_optimizer=False)
+        state = name_state(states[0], parameter_names(module.decoder, optimizer))
+        checkpoint["optimizer"] = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        checkpoint["optimizer_values"] = {
+            "state": {name: value for name, value in state.items() if not isinstance(value, Tensor)},
+            "groups": changed_settings(optimizer),
+        }
     checkpoint["lr_schedulers"] = []
     checkpoint["cursor"] = {"consumed": module.cursor.end if module.cursor else 0}
     checkpoint["ranks"] = gather_from_ranks({"rng": rng_state()})
@@ -201,7 +207,10 @@ def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None
     if "optimizer" in checkpoint:
         optimizer = module.configure_optimizers()
         state = optimizer.state_dict()
-        state["state"] = index_state(checkpoint.pop("optimizer"), module.decoder, optimizer)
+        values = checkpoint.pop("optimizer_values", {"state": {}, "groups": []})
+        state["state"] = index_state(checkpoint.pop("optimizer") | values["state"], module.decoder, optimizer)
+        for group, changed in zip(state["param_groups"], values["groups"]):
+            group |= changed
         checkpoint["optimizer_states"] = [state]
 
 

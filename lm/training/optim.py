@@ -1,6 +1,7 @@
 """The optimizer and its settings for each parameter: the last stop of a batch.
 
-It is torch's AdamW, or Muon for hidden matrices. The learning rate over the steps is in `training/schedule`.
+It is torch's AdamW, Muon for hidden matrices, or any other class (`training/optimizer_class`). The learning rate over
+the steps is in `training/schedule`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lm.errors import RequestError
 from lm.model.estimates import OptimizerState
 from lm.training.muon import ADAMW_SLOTS, MUON_SLOTS, Muon
+from lm.training.optimizer_class import OURS, build_by_class, try_optimizer
 
 
 @dataclass
@@ -53,6 +55,8 @@ class OptimizerConfig:
     Args:
         name: `adamw`; or `muon`: Muon for the matrices inside the blocks and AdamW for the rest, with updates of one
             size, so that they share learning rate and decay.
+        class_path: In place of `name`, an optimizer of torch's or one's own, such as `torch.optim.SGD`.
+        init_args: Its arguments, but for lr and weight_decay, which are given here.
         lr: Peak learning rate.
         betas: AdamW: decay rates of the running means of the gradient and of its square.
         eps: AdamW: added to the denominator.
@@ -65,6 +69,8 @@ class OptimizerConfig:
     """
 
     name: Literal["adamw", "muon"] = "adamw"
+    class_path: str | None = None
+    init_args: dict[str, Any] = field(default_factory=dict)
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -75,9 +81,18 @@ class OptimizerConfig:
     @property
     def state(self) -> OptimizerState:
         """How many values it keeps for each parameter."""
+        if self.class_path is not None:
+            values = try_optimizer(self.class_path, self.init_args, self.weight_decay).values
+            return OptimizerState(values, values)
         return OptimizerState(hidden=len(MUON_SLOTS), divided=True) if self.name == "muon" else OptimizerState()
 
     def __post_init__(self) -> None:
+        if self.init_args and self.class_path is None:
+            raise RequestError("model.optimizer.init_args are for a class: give model.optimizer.class_path")
+        for name in OURS:
+            if name in self.init_args:
+                raise RequestError(f"model.optimizer.init_args.{name}: give model.optimizer.{name}, which schedule and "
+                                   "groups begin from")  # fmt: skip
         if not all(0 <= beta < 1 for beta in self.betas):
             raise RequestError(f"model.optimizer.betas {self.betas} must lie in [0, 1)")
         if not 0 <= self.momentum < 1:
@@ -128,7 +143,7 @@ def parameter_groups(
         decay = (0.0 if kind == "norms" else config.weight_decay) if own.weight_decay is None else own.weight_decay
         settings: dict[str, Any] = {"lr": lr, "peak_lr": lr, "weight_decay": decay}
         alike: tuple[Any, ...] = (lr, decay)
-        if config.name == "muon" and kind == "matrices":
+        if config.name == "muon" and config.class_path is None and kind == "matrices":
             whole = parameter.shape[0]
             settings["rows"] = next((rows for end, rows in matrix_rows.items() if name.endswith(end)), whole)
             alike = (lr, decay, settings["rows"], parameter.shape)
@@ -145,6 +160,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of a decoder's parameters by `parameter_groups`, AdamW's part fused where the device has that."""
     groups = parameter_groups(module.named_parameters(), config, matrix_rows)
+    if config.class_path is not None:
+        return build_by_class(config.class_path, config.init_args, groups)
     common = dict(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
     if config.name == "muon":
         return Muon(groups, momentum=config.momentum, **common)
@@ -188,8 +205,8 @@ def parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def name_state(state: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
-    """An optimizer's `state_dict` as flat tensors `<parameter>/<slot>`, so that a file of them reads by itself.
+def name_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """An optimizer's `state_dict` as flat values `<parameter>/<slot>`, so that a file of them reads by itself.
 
     Args:
         state: `{"state": {index or name: {slot: tensor}}, "param_groups": ...}`.
@@ -203,24 +220,25 @@ def name_state(state: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
 
 
 def index_state(
-    tensors: dict[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[int, dict[str, Tensor]]:
-    """The inverse of `name_state` for the parameters of `optimizer`, which are `module`'s: `{index: {slot: tensor}}`.
+    values: dict[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[int, dict[str, Any]]:
+    """The inverse of `name_state` for the parameters of `optimizer`, which are `module`'s: `{index: {slot: value}}`.
 
     Raises:
-        RequestError: the tensors are of another optimizer.
+        RequestError: the values are of another optimizer.
     """
     names = parameter_names(module, optimizer)
     groups = optimizer.param_groups
-    wanted = [MUON_SLOTS if group.get("rows") else ADAMW_SLOTS for group in groups for _ in group["params"]]
-    states: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-    for key, tensor in tensors.items():
+    own = getattr(optimizer, "slots", {1: ADAMW_SLOTS, 2: ADAMW_SLOTS})
+    wanted = [MUON_SLOTS if group.get("rows") else own[p.ndim] for group in groups for p in group["params"]]
+    states: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for key, value in values.items():
         name, _, slot = key.rpartition("/")
-        states[name][slot] = tensor
+        states[name][slot] = value
     for name, slots in zip(names, wanted, strict=True):
         if states[name] and set(states[name]) != set(slots):
             raise RequestError(
                 f"this is a checkpoint of another optimizer: it has {', '.join(sorted(states[name]))} of {name}, and "
-                f"{type(optimizer).__name__} needs {', '.join(sorted(slots))}; set model.optimizer.name back"
+                f"{type(optimizer).__name__} needs {', '.join(sorted(slots)) or 'nothing'}; set model.optimizer back"
             )
     return {index: states[name] for index, name in enumerate(names) if states[name]}
