@@ -164,7 +164,8 @@ def fit_briefly(
         constant = replace(config.model.schedule, name="constant")
         module = LanguageModule(**vars(config.model) | {"schedule": constant})
         request = vars(config.trainer) | {
-            "max_steps": steps, "max_tokens": None, "default_root_dir": str(Path(folder) / "runs"), **options,
+            "max_steps": steps, "max_tokens": None, "default_root_dir": str(Path(folder) / "runs"), "logger": None,
+            **options,
         }  # fmt: skip
         if not (torchrun_world() or srun_world()):
             if str(config.trainer.devices) not in ("1", "auto") or config.trainer.num_nodes > 1:

@@ -156,7 +156,10 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(r'^Parser key "([^"]+)": (?:Not of type Count: )?', r"\1: ", text)
     union = re.search(r"any of the Union subtypes .*? Errors: - (.*) Given value type: .*? Given value: (.*)$", text)
     if union:  # of a value that may also be null, which is no help
-        parts = [re.sub(r"^Not of type \w+: ", "", part) for part in union[1].split(" - ") if "NoneType" not in part]
+        errors = re.sub(r" Subclass types expect one of:( - a ((?! - ).)*)*", "", union[1])
+        parts = [re.sub(r"^Not of type \w+: ", "", part) for part in errors.split(" - ") if "NoneType" not in part]
+        # What a class itself says, before that a list of them is none of them.
+        parts = [part for part in parts if not part.startswith("Not a valid subclass")] or parts
         reason = ", or ".join(parts)
         reason += f", got {union[2]}" if " got " not in reason.replace("Got", "got") else ""
         text = f"{text.split(': ')[0]}: {reason}"
@@ -172,7 +175,9 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(r", got \[Namespace\(class_path='(\S+?)'.*", r", got a \1", text)
     text = re.sub(r"Expected a dot import path string: .*?(?=, got )", "expected a class_path or options", text)
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
-    text = re.sub(r"expected list, got \{'class_path'.*", "expected a list: begin with a dash, `- class_path: ...`", text)
+    text = re.sub(
+        r"expected list, got \{'class_path'.*", "expected a list: begin with a dash, `- class_path: ...`", text
+    )
     text = re.sub(r"expected dict, got \[", "expected lines such as `name: value` without a dash, got the list [", text)
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r"expected expected", "expected", text)

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
@@ -125,6 +126,7 @@ class Trainer(lightning.Trainer):
         deterministic: Refuse operations whose result may differ from run to run.
         detect_anomaly: Find the operation that made a NaN; slow.
         profiler: One of Lightning's profilers: `simple` or `advanced`. Its report is a file in the run's folder.
+        logger: One or several of Lightning's loggers, beside TensorBoard and `metrics.jsonl`.
         callbacks: More Lightning callbacks.
         default_root_dir: Folder of the runs, on a disk.
         mirror: An object store that has a copy of each run: `s3://bucket/folder`, `gs://...`, `file:///...`. It is
@@ -158,6 +160,7 @@ class Trainer(lightning.Trainer):
         deterministic: bool = False,
         detect_anomaly: bool = False,
         profiler: Literal["simple", "advanced"] | None = None,
+        logger: Logger | list[Logger] | None = None,
         callbacks: list[Callback] | None = None,
         default_root_dir: str = "checkpoints",
         mirror: str | None = None,
@@ -189,6 +192,7 @@ class Trainer(lightning.Trainer):
         self.log_interval = log_interval
         self.histogram_interval = histogram_interval
         self.early_stopping = early_stopping
+        self.own_loggers = [logger] if isinstance(logger, Logger) else logger or []
         self.max_grad_norm = gradient_clip_val  # Lightning knows none: `training_step` clips
         self.steps: Steps | None = None  # known when a fit starts
         self.run: Run | None = None  # the run folder, once it is claimed

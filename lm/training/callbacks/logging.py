@@ -26,6 +26,7 @@ from lm.system.files import append_bytes
 from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback, call_hook
+from lm.training.callbacks.loggers import LoggerThread
 from lm.training.trainer import Trainer
 
 if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
@@ -61,8 +62,11 @@ class RunLog(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            trainer.loggers = [EventFile(trainer.run, resumed_at=trainer.start.step)]
+            trainer.loggers = [EventFile(trainer.run, resumed_at=trainer.start.step), *trainer.own_loggers]
             trainer.logger.experiment.add_custom_scalars(LAYOUT)
+            for logger in trainer.own_loggers:
+                LoggerThread(logger)
+                logger.log_hyperparams({"run": trainer.run.name, **trainer.run.settings()})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._compiles = pl_module.compile_mode != "none"
@@ -118,6 +122,8 @@ class RunLog(Callback):
         tokens = trainer.tokens_seen
         for logger in trainer.loggers:
             logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
+        for logger in trainer.own_loggers:
+            logger.save()  # which Lightning does at each of its log steps; some write nothing before
         trainer.run.append_metrics({"step": step, "tokens": tokens, "time": steady_time(), **metrics})
         kinds = {_kind(name) for name in logged}
         others = {name: value for name, value in self.latest.items() if _kind(name) not in kinds}
