@@ -27,7 +27,7 @@ from lm.cli.charts import chart
 from lm.cli.runs import STYLES, to_json
 from lm.errors import RequestError
 from lm.runs.history import LiveRun, Series, smooth
-from lm.runs.metrics import METRICS
+from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.registry import find_run, known_folders, no_run
 from lm.runs.run import ROOT, Run
 from lm.system.files import DAMAGE
@@ -82,10 +82,11 @@ def progress_line(state: dict[str, Any], width: int) -> Text:
 
 
 def training_facts(state: dict[str, Any]) -> list[Fact]:
-    """The newest metrics and the best validation; NaN and Inf are red."""
-    facts = []
-    for name in FIGURES:
-        metric, value = METRICS[name], state.get("metrics", {}).get(name)
+    """The newest metrics, also those of the user's own, and the best validation; NaN and Inf are red."""
+    facts, metrics = [], state.get("metrics", {})
+    own = [name for name in metrics if name not in METRICS and not name.startswith(("eval/", *BY_SOURCE))]
+    for name in (*FIGURES, *own):
+        metric, value = METRICS.get(name, Metric(name)), metrics.get(name)
         if value is not None:
             label = metric.short or metric.label
             facts.append((label, metric.shown(float(value)), "" if math.isfinite(value) else "bold red"))

@@ -16,6 +16,9 @@ class Callback(LightningCallback):
     A callback that is not of this class may define any of them, too: `call_hook` goes by the name.
     """
 
+    def on_model_built(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The decoder is there, with its first weights; the optimizer is not, and nothing is compiled or sharded."""
+
     def logged_metrics(self, trainer: Trainer, pl_module: LightningModule) -> Mapping[str, float]:
         """Metrics for the log line of this optimizer step. Called on every rank, every `trainer.log_interval` steps."""
         return {}

@@ -33,6 +33,7 @@ from lm.model.estimates import flops_per_token
 from lm.model.fused import WeightCopies, fuse
 from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
+from lm.training.callback import call_hook
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.schedule import ScheduleConfig, lr_fraction
@@ -120,6 +121,7 @@ class LanguageModule(LightningModule):
         if sources := self.trainer.datamodule.source_names:
             self.validation = TokenLoss(len(sources))
         self.decoder = Decoder(self.config)
+        call_hook(self.trainer, "on_model_built", self)
         device = self.trainer.strategy.root_device
         self._refuse_graphs(device)
         sharded = isinstance(self.trainer.strategy, FullyShardedStrategy)

@@ -134,10 +134,10 @@ def parameter_groups(
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     met = set()
     for name, parameter in named_parameters:
-        if not parameter.requires_grad:
-            continue
         kind = group_of(name, parameter)
         met.add(kind)
+        if not parameter.requires_grad:
+            continue
         own = getattr(config.groups, kind)
         lr = config.lr if own.lr is None else own.lr
         decay = (0.0 if kind == "norms" else config.weight_decay) if own.weight_decay is None else own.weight_decay

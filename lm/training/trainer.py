@@ -242,6 +242,8 @@ class Trainer(lightning.Trainer):
                 f"trainer.num_nodes {num_nodes}: the nodes do not find one another: start the command on each with "
                 f"`torchrun --nnodes {num_nodes}`, or with `srun --nodes {num_nodes}`, or give --trainer.num_nodes 1"
             )
+        # Lightning would write what `self.log` is given by itself, and count other steps: `RunLog` does.
+        self._logger_connector.log_metrics = lambda metrics, step=None: None
         self.fit_loop = FitLoop(self, max_epochs=-1)
         self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
         if isinstance(chosen, Float8Precision):

@@ -41,8 +41,9 @@ lines = logging.getLogger("lm.lines")  # the command line shows them where there
 class RunLog(Callback):
     """Writes every metric once, under the optimizer step that it belongs to.
 
-    The metrics are those of `logged_metrics` of the module and of every callback; `on_metrics` of every callback gets
-    them, on every rank. A value that is not finite is not written, because JSON has no notation for it.
+    The metrics are those of `logged_metrics` of the module and of every callback, and what a callback or a module of
+    one's own gave to Lightning's `log`; `on_metrics` of every callback gets them, on every rank. A value that is not
+    finite is not written, because JSON has no notation for it.
 
     Args:
         interval: optimizer steps between log lines.
@@ -53,6 +54,8 @@ class RunLog(Callback):
         self.latest: dict[str, Any] = {}  # the newest value of each metric
         self.pace = Pace()
         self._validation_began = 0.0
+        self._before: dict[str, Any] = {}  # what Lightning's `log` was given before the validation
+        self._of_validations: set[str] = set()  # names that it was given in validations
         self._compiling: float | None = None  # since when
 
     @classmethod
@@ -90,18 +93,22 @@ class RunLog(Callback):
         metrics = pl_module.logged_metrics()
         for more in call_hook(trainer, "logged_metrics", pl_module):
             metrics |= more
-        self.log_metrics(trainer, pl_module, metrics)
+        own = {name: value for name, value in trainer.logged_metrics.items() if name not in self._of_validations}
+        self.log_metrics(trainer, pl_module, _numbers(own) | metrics)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fitting:
             self._validation_began = time.monotonic()
+            self._before = dict(trainer.logged_metrics)
             self.write_state(trainer, "running", phase="validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fitting:
             call_hook(trainer, "on_pause", time.monotonic() - self._validation_began, "validation")
-            metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if _kind(name) == "val"}
-            self.log_metrics(trainer, pl_module, metrics)
+            metrics = {name: value for name, value in trainer.callback_metrics.items() if _kind(name) == "val"}
+            own = {name: value for name, value in trainer.logged_metrics.items() if value is not self._before.get(name)}
+            self._of_validations |= own.keys()
+            self.log_metrics(trainer, pl_module, _numbers(own | metrics))
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         self.pace.add_pause(trainer.global_step, seconds, kind)
@@ -125,13 +132,16 @@ class RunLog(Callback):
         for logger in trainer.own_loggers:
             logger.save()  # which Lightning does at each of its log steps; some write nothing before
         trainer.run.append_metrics({"step": step, "tokens": tokens, "time": steady_time(), **metrics})
-        kinds = {_kind(name) for name in logged}
-        others = {name: value for name, value in self.latest.items() if _kind(name) not in kinds}
+        kinds = {self._kind(name) for name in logged}
+        others = {name: value for name, value in self.latest.items() if self._kind(name) not in kinds}
         self.latest = others | metrics  # a metric that its newest line does not have is not known any more
         if "train" in kinds:
             self.pace.add_line(step, time.monotonic())
         self.write_state(trainer, "running")
         lines.info(format_line(step, trainer.max_steps, metrics))
+
+    def _kind(self, name: str) -> str:
+        return "val" if name in self._of_validations else _kind(name)
 
     def eta(self, trainer: Trainer) -> float | None:
         """Seconds until the last step is done; None where it is not known yet."""
@@ -155,6 +165,10 @@ class RunLog(Callback):
             "host": socket.gethostname(),
             "time": time.time(),
         })
+
+
+def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
+    return {name: value.item() for name, value in metrics.items()}
 
 
 def _kind(name: str) -> str:
