@@ -80,7 +80,7 @@ class Shard:
     filesystem: pafs.FileSystem
     path: str  # there
     size: int  # bytes
-    modified: int | None  # ns; None where the file system does not say
+    modified: int | str | None  # ns, or what a store calls the content; None where the file system does not say
     patience: float  # seconds for all attempts of one read, where it is remote
     column: Column  # how its token ids are read
     row_groups: tuple[int, ...] = ()  # tokens of each
@@ -129,7 +129,7 @@ def find_shards(
         )
     shards = [
         Shard(
-            listing.prefix + file.path, name, listing.filesystem, file.path, file.size, file.mtime_ns, patience, column
+            listing.name(file), name, listing.filesystem, file.path, file.size, file.modified, patience, column
         )
         for name, file in files.items()
     ]
