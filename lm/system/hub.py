@@ -51,7 +51,9 @@ class HubFileSystem(AbstractFileSystem):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: dict[str, dict[str, Any]] = {}  # files of a commit, which do not change
+        # What is at a commit does not change, so that an attempt after a failure goes on where that one was.
+        self.known: dict[str, dict[str, Any]] = {}  # path -> `info`
+        self.pages: dict[str, tuple[list[dict[str, Any]], str | None]] = {}  # of listings under way; the next
 
     def __reduce__(self) -> tuple:
         return hub, ()
@@ -84,20 +86,25 @@ class HubFileSystem(AbstractFileSystem):
         """All files below a folder, or, with a `maxdepth` of 1, those that are directly in it; path -> `info`."""
         place = _place(path)
         inside = f"/{quote(place.inside, safe='')}" if place.inside else ""
-        page: str | None = f"api/{place.kind}/{place.name}/tree/{quote(place.revision, safe='')}{inside}"
-        params, found = {"recursive": maxdepth is None}, []
+        address = f"api/{place.kind}/{place.name}/tree/{quote(place.revision, safe='')}{inside}"
+        page: str | None = f"{address}?recursive={str(maxdepth is None).lower()}"
+        pages: dict[str, list[dict[str, Any]]] = {}
         while page is not None:
-            answer = _get(page, params=params)
-            found += [self._note(place, entry) for entry in answer.json() if entry["type"] == "file"]
-            page, params = answer.links.get("next", {}).get("url"), None  # its address has them
-        return {file["name"]: file for file in found}
+            if page not in self.pages:
+                answer = _get(page)
+                entries = [self._note(place, entry) for entry in answer.json()]
+                self.pages[page] = entries, answer.links.get("next", {}).get("url")
+            pages[page], page = self.pages[page]
+        for page in pages:
+            self.pages.pop(page, None)
+        return {info["name"]: info for entries in pages.values() for info in entries if info["type"] == "file"}
 
     def _note(self, place: Place, entry: dict[str, Any]) -> dict[str, Any]:
         info = {"name": f"{place.root}/{entry['path']}", "type": entry["type"], "size": entry["size"]}
         if entry["type"] == "file":
             info["ETag"] = entry["oid"]  # Git's hash of it, or of the pointer that has its SHA-256
-            if re.fullmatch("[0-9a-f]{40}", place.revision):
-                self.known[info["name"]] = info
+        if re.fullmatch("[0-9a-f]{40}", place.revision):
+            self.known[info["name"]] = info
         return info
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> "HubFile":

@@ -36,6 +36,7 @@ class Hub(ThreadingHTTPServer):
     Attributes:
         repositories: `owner/name` -> its commits, each a dict of path -> content; the last one is `main`.
         private: repositories that need `token`.
+        environment: what makes a process find it.
         requests: how often each was made, such as `GET /api/datasets/o/n/tree/main`; those that failed too.
         met: how often each kind of fault was met; None counts what was answered well.
         sent: bytes of files that were sent.
@@ -49,6 +50,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories: dict[str, list[dict[str, bytes]]] = {}
         self.private: set[str] = set()
+        self.environment = {"HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": ""}
         self.sent = 0
         self.requests: Counter[str] = Counter()
         self.met: Counter[int | str | None] = Counter()
@@ -60,11 +62,6 @@ class Hub(ThreadingHTTPServer):
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What makes a process find it."""
-        return {"HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": ""}
 
     def commit(self, repository: str, files: Mapping[str, bytes | None] | Path) -> str:
         """Add a commit in which these files changed, or are gone (None); its id."""
