@@ -166,7 +166,8 @@ def _ask(method: str, page: str, headers: dict[str, str] = {}, **options: Any) -
         raise RequestError(f"HF_HUB_OFFLINE is set, and {address} was asked for: unset it") from error
     if answer.status_code in (401, 403, 404):
         what, message = (answer.headers.get(f"X-Error-{part}", "") for part in ("Code", "Message"))
-        reason = REASONS.get(what) or f"{message or 'refused'} (status {answer.status_code})"
+        token = "; look at HF_TOKEN, and at what `hf auth login` keeps" if answer.status_code == 401 else ""
+        reason = REASONS.get(what) or f"status {answer.status_code}, {message or 'refused'}{token}"
         missing = answer.status_code == 404 or what == "RepoNotFound"  # a name that was never there answers 401, too
         raise FileNotFoundError(reason) if missing else PermissionError(reason)
     hf_raise_for_status(answer)

@@ -45,6 +45,7 @@ WARN_EVERY = 60.0  # seconds
 COPIED_AT_ONCE = 2**24  # bytes
 FRESH = 60.0  # seconds in which a copy is not made again where the store says no times
 FACTS = ".source.json"  # in a copy: sizes and times of the files in the store
+GCS_LIMIT, GCS_SECONDS = "retry_limit_seconds", 10  # of pyarrow's own retries, in a URL; 15 minutes if not given
 ARROW_SCHEMES = ("s3", "gs", "gcs")
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _DENIED = re.compile(r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH")
@@ -65,9 +66,9 @@ def is_remote(source: str) -> bool:
 def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
     """Find the file system of a path or URL.
 
-    `s3://` and `gs://` go through pyarrow (region, endpoint and credentials from the environment, or as a query:
-    `s3://bucket/folder?endpoint_override=http://host:9000`); `hf://` through `system/hub`; any other scheme through
-    fsspec, if its package is installed.
+    `s3://` and `gs://` go through pyarrow, with region, endpoint and credentials from the environment, or in the URL:
+    `s3://bucket/folder?endpoint_override=http://host:9000`, `gs://anonymous@bucket/folder`. `hf://` goes through
+    `system/hub`, and any other scheme through fsspec, if its package is installed.
 
     Returns:
         The file system, the path in it, and the prefix that makes a path of it a URL.
@@ -80,8 +81,11 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
     scheme = source.partition("://")[0]
     try:
         if scheme in ARROW_SCHEMES:
+            if scheme in ("gs", "gcs") and GCS_LIMIT not in source:
+                source += f"{'&' if '?' in source else '?'}{GCS_LIMIT}={GCS_SECONDS}"
             filesystem, path = pafs.FileSystem.from_uri(source)
-            return filesystem, path, f"{scheme}://"
+            anonymous = "anonymous@" if source.startswith(f"{scheme}://anonymous@") else ""
+            return filesystem, path, f"{scheme}://{anonymous}"
         import fsspec
 
         if scheme == "hf" and not source.startswith("hf://buckets/"):
@@ -311,7 +315,10 @@ class RemoteFile(io.RawIOBase):
     def _read(self, count: int) -> bytes:
         handle = self._open()
         self._handle = None  # an attempt that fails or never returns leaves the next one a new connection
-        data = handle.read_at(count, self._place)
+        try:
+            data = handle.read_at(count, self._place)
+        except ValueError as error:  # pyarrow says of GCS that a file is closed where its first bytes did not come
+            raise OSError(f"no bytes came ({first_line(error)})") from error
         if len(data) != count:
             raise OSError(f"{len(data)} of {count} bytes came")
         self._handle = handle

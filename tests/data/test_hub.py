@@ -22,18 +22,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hub_server import Fault, hub_server
-from other_tokenizers import byte_level
 from shard_files import write_folder, write_manifest, write_tokens
 from trainings import PLACES, lm, start, write_config
 
 from lm.data.cache import BlockCache
+from lm.data.prepare import PrepareOptions, prepare
 from lm.data.shards import Shards
 from lm.data.text_files import find_files, read_documents
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.system import remote
 from lm.system.hub import hub as hub_of_this_process
-from lm.system.remote import list_files, open_file, with_retries
+from lm.system.remote import list_files
 
 
 @pytest.fixture
@@ -180,6 +180,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from lm.data.cache import BlockCache
+from lm.data.prepare import PrepareOptions, prepare
 from lm.data.shards import Shards
 from lm.system import remote
 remote.FIRST_PAUSE = 0.05
@@ -205,8 +206,8 @@ def test_sixty_four_readers_download_a_block_once(hub, tmp_path):
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", READERS, str(tmp_path / "cache"), "25000", str(tmp_path / "tokens.npy")],
-            env={**os.environ, **hub.environment, "PYTHONPATH": PLACES, "HF_HUB_DOWNLOAD_TIMEOUT": "1"}, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **hub.environment, "PYTHONPATH": PLACES, "HF_HUB_DOWNLOAD_TIMEOUT": "1"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
         for _ in range(4)
     ]  # fmt: skip
@@ -220,7 +221,7 @@ def test_sixty_four_readers_download_a_block_once(hub, tmp_path):
     for process in processes:
         assert process.communicate(timeout=60)[0] == "right\n"
     assert hub.met["stall"] and hub.met[429] and hub.met["cut"]
-    # Of each of the 4 blocks a footer and a row group, each at two addresses; an attempt may fail at the second of them.
+    # Of each of the 4 blocks a footer and a row group, at two addresses each; an attempt may fail at the second.
     assert hub.met[None] <= 4 * 2 * 2 + 20, "64 readers that each fetch them are 256 requests"
     assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= 25000
 
@@ -237,3 +238,122 @@ def test_a_reader_that_holds_a_block_and_stalls_does_not_stop_the_others(hub, sh
         began = time.monotonic()
         assert np.array_equal(pool.submit(shards.read, 0).result(20), shards_on_hub[: shards.blocks[0].tokens])
         assert 0.9 < time.monotonic() - began < 10
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+TEXTS = [f"Document {number} is of kind {number % 7}, {'and long ' * (number % 11)}." for number in range(300)]
+
+
+@pytest.fixture
+def texts(hub, tmp_path):
+    """A repository with texts in three files, which are in `tmp_path/texts`, too."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(2):
+        pq.write_table(pa.table({"text": TEXTS[number * 100 : number * 100 + 100]}), folder / f"{number}.parquet")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[200:])
+    (folder / "2.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    hub.commit("o/n", {f"texts/{path.name}": path.read_bytes() for path in folder.iterdir()})
+    return folder
+
+
+def content(folder):
+    """The files that a preparation made, but for what says where its texts were."""
+    found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    manifest = json.loads(found.pop(Path("manifest.json")))
+    return found, manifest["splits"]
+
+
+def test_texts_and_a_tokenizer_on_the_hub_are_prepared_like_local_ones(hub, texts, tmp_path):
+    """Of a folder and of globs; the tokenizer by its file, by its folder, and as anything else at a web address."""
+
+    def made(name, inputs, tokenizer):
+        prepare(PrepareOptions([str(each) for each in inputs], str(tmp_path / name), tokenizer, val_fraction=0.1))
+        return content(tmp_path / name)
+
+    local = made("local", [texts], "char")
+    globs = [f"hf://datasets/o/n/texts/{name}" for name in ("*.parquet", "2.jsonl.gz")]
+    assert made("made", globs, "char") == local
+    hub.commit("o/n", {f"made/{name}": (tmp_path / "made" / name).read_bytes() for name in local[0]})
+    url = f"{hub.endpoint}/datasets/o/n/resolve/main/made/tokenizer.json"
+    places = ["hf://datasets/o/n/made/tokenizer.json", "hf://datasets/o/n/made", url]
+    for number, tokenizer in enumerate(places):
+        assert made(f"again{number}", ["hf://datasets/o/n/texts"], tokenizer) == local
+    hub.fail([])
+    Tokenizer.load(places[0])
+    assert hub.count("resolve") == 0  # it is the same as the copy
+
+
+@pytest.mark.slow
+def test_commands_train_on_shards_on_the_hub(hub, texts, tmp_path):
+    folder = ("--output", "made", "--tokenizer", "char", "--val_fraction", "0.1")
+    lm(tmp_path, "data", "prepare", "--input", "hf://datasets/o/n/texts", *folder, **hub.environment)
+    hub.commit("o/n", {f"made/{name}": data for name, data in content(tmp_path / "made")[0].items()})
+    shown = lm(tmp_path, "data", "inspect", "hf://datasets/o/n/made/train", **hub.environment).stdout
+    assert "hf://datasets/o/n/made/train" in shown
+    config = {"data.path": None, "data.prepare": None, "trainer.callbacks": [], "trainer.max_steps": 4}
+    for name, place in (("train", "train"), ("val", "val/*.parquet"), ("tokenizer", "tokenizer.json")):
+        config[f"data.{name}"] = f"hf://datasets/o/n/made/{place}"
+    write_config(tmp_path, **config)
+    assert "4 steps in" in lm(tmp_path, "fit", "--config", "small.yaml", **hub.environment).stderr
+
+
+@pytest.mark.parametrize("kind", [503, pytest.param("stall", marks=pytest.mark.slow)])
+def test_a_killed_preparation_goes_on_where_it_was(hub, tmp_path, kind):
+    """It fetches what is left, though other files have changed since; while the hub fails, it waits."""
+    lines = "".join(json.dumps({"text": text * 100}) + "\n" for text in TEXTS * 2)  # 4 MB, and each a unit
+    parts = {f"texts/{number}.jsonl": (lines + f'{{"text": "{number}"}}\n').encode() for number in range(4)}
+    hub.commit("o/n", parts)
+    options = ("--input", "hf://datasets/o/n/texts", "--tokenizer", "char", "--sample_bytes", "1M", "--workers", "1")
+    environment = {**hub.environment, "HF_HUB_DOWNLOAD_TIMEOUT": "2"}
+    lm(tmp_path, "data", "prepare", *options, "--output", "whole", **environment)
+    hub.fail([])
+    process = start(tmp_path, "data", "prepare", *options, "--output", "made", **environment)
+    while len(list((tmp_path / "made").glob(f".parts/{'?' * 32}.json"))) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    done = len(list((tmp_path / "made").glob(f".parts/{'?' * 32}.json")))
+    hub.commit("o/n", {"README.md": b"another commit"})
+    hub.fail([None] + [Fault(kind)] * 2, "resolve")
+    shown = lm(tmp_path, "data", "prepare", *options, "--output", "made", **environment).stderr
+    assert f"continuing: {done} of " in shown and "a read failed and is retried" in shown and hub.met[kind] == 2
+    assert content(tmp_path / "made") == content(tmp_path / "whole")
+    assert hub.count("resolve.*texts/0.jsonl") == 0 and hub.count("resolve.*texts/3.jsonl") >= 1
+
+
+# ---- wrong requests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "token", "message"),
+    [
+        ("datasets/o/none/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),
+        ("datasets/o/private/a.txt", None, r"no such repository, or it is private: .* set HF_TOKEN"),
+        ("datasets/o/private/a.txt", "hf_wrong", r"status 401, Invalid credentials .*look at HF_TOKEN"),
+        ("datasets/o/n@v9/a.txt", None, r"no such revision \(the branch, tag or commit after @\)"),
+        ("datasets/o/n/b.txt", None, r"no such file or folder"),
+        ("datasets/o/n/b/*.txt", None, r"no such file or folder"),
+        ("datasets/o/n/*.md", None, r"no file matches"),
+        ("datasets/o", None, r"names no repository; the form is hf://datasets/OWNER/NAME/PATH"),
+    ],
+)
+def test_what_is_wrong_with_a_url_is_said_at_once(hub, source, token, message, monkeypatch):
+    hub.commit("o/n", {"a.txt": b"text"})
+    hub.commit("o/private", {"a.txt": b"text"})
+    hub.private.add("o/private")
+    monkeypatch.setenv("HF_TOKEN", token or "")
+    began = time.monotonic()
+    with pytest.raises(RequestError, match=f"^hf://{re.escape(source)}.*{message}"):
+        find_files([f"hf://{source}"])
+    assert time.monotonic() - began < 5
+
+
+def test_a_private_repository_is_read_with_a_token(hub, monkeypatch):
+    """Which goes to the hub alone, and not where the hub keeps large files."""
+    hub.commit("o/private", {"a.txt": b"text", "b.jsonl.gz": gzip.compress(b'{"text": "more"}')})
+    hub.private.add("o/private")
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert [text for _, text in read_documents(["hf://datasets/o/private"])] == ["text", "more"]
