@@ -283,7 +283,7 @@ class RemoteFile(io.RawIOBase):
         self._filesystem, self._path, self._name, self._patience = filesystem, path, name, patience
         self._handle: pa.NativeFile | None = None
         self._place = 0
-        self._size = self._retry(lambda: self._open().size())
+        self._size = self._retry(lambda handle: handle.size())
 
     def readable(self) -> bool:
         return True
@@ -297,32 +297,33 @@ class RemoteFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         count = max(0, min(len(buffer), self._size - self._place))
-        data = self._retry(lambda: self._read(count)) if count else b""
+        data = self._retry(lambda handle: _read_whole(handle, count, self._place)) if count else b""
         buffer[:count] = data
         self._place += count
         return count
 
-    def _retry(self, read: Callable) -> Any:
+    def _retry(self, read: Callable[[pa.NativeFile], Any]) -> Any:
         try:
-            return with_retries(read, self._name, self._patience)
+            return with_retries(lambda: self._attempt(read), self._name, self._patience)
         except OSError as error:
             raise unreadable(self._name, error) from error
 
-    def _open(self) -> pa.NativeFile:
-        self._handle = self._handle or self._filesystem.open_input_file(self._path)
-        return self._handle
-
-    def _read(self, count: int) -> bytes:
-        handle = self._open()
+    def _attempt(self, read: Callable[[pa.NativeFile], Any]) -> Any:
+        handle = self._handle or self._filesystem.open_input_file(self._path)
         self._handle = None  # an attempt that fails or never returns leaves the next one a new connection
         try:
-            data = handle.read_at(count, self._place)
+            answer = read(handle)
         except ValueError as error:  # pyarrow says of GCS that a file is closed where its first bytes did not come
             raise OSError(f"no bytes came ({first_line(error)})") from error
-        if len(data) != count:
-            raise OSError(f"{len(data)} of {count} bytes came")
         self._handle = handle
-        return data
+        return answer
+
+
+def _read_whole(handle: pa.NativeFile, count: int, place: int) -> bytes:
+    data = handle.read_at(count, place)
+    if len(data) != count:
+        raise OSError(f"{len(data)} of {count} bytes came")
+    return data
 
 
 # ---- retries ---------------------------------------------------------------------------------------------------------

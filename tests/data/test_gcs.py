@@ -8,7 +8,7 @@ from gcs_server import gcs_server
 from shard_files import write_folder
 
 from lm.data.shards import Shards
-from lm.data.text_files import read_documents
+from lm.data.text_files import find_files, read_documents
 from lm.errors import RequestError, RunError
 from lm.system import remote
 from lm.system.remote import list_files
@@ -39,6 +39,15 @@ def test_shards_and_texts_are_read(gcs, faults, monkeypatch):
     assert all(str(fault) in met for fault in faults)
     texts = read_documents([f"gs://anonymous@corpus/v1/texts/*.txt{server.query}"])
     assert [text for _, text in texts] == ["first", "second"]
+
+
+def test_a_file_whose_first_bytes_do_not_come_is_read_again(gcs):
+    """Which pyarrow reports as one that was closed; here it tries for a second."""
+    server, _ = gcs
+    server.fail([])
+    [file] = find_files([f"gs://anonymous@corpus/v1/texts/a.txt{server.query}&retry_limit_seconds=1"])
+    server.fail([None] + [503] * 2)
+    assert file.open().read() == b"first" and server.fail([])["503"] == 2
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,14 @@ def test_every_request_that_fails_is_made_again(hub, shards_on_hub, kind, monkey
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)  # seconds without an answer
     hub.fail(cycle([Fault(kind), None, None]))
     shards = Shards.open("hf://datasets/o/n/train", vocab_size=1000, patience=20)
+    hub_of_this_process().known.clear()  # as in a process that did not list them
     assert np.array_equal(all_tokens(shards), shards_on_hub) and hub.met[kind] >= 10
+
+
+def test_a_listing_goes_on_at_the_page_that_failed(hub):
+    hub.commit("o/n", {f"{number}.txt": b"text" for number in range(8)})  # of three pages
+    hub.fail(cycle([None, Fault(429)]), "tree")
+    assert len(list_files("hf://datasets/o/n", patience=20).files) == 8 and hub.count("tree") == 3 + 2
 
 
 def test_a_hub_that_only_fails_ends_in_one_line(hub, shards_on_hub):
