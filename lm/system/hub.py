@@ -90,11 +90,11 @@ class HubFileSystem(AbstractFileSystem):
         page: str | None = f"{address}?recursive={str(maxdepth is None).lower()}"
         pages: dict[str, list[dict[str, Any]]] = {}
         while page is not None:
-            if page not in self.pages:
+            if (kept := self.pages.get(page)) is None:
                 answer = _get(page)
                 entries = [self._note(place, entry) for entry in answer.json()]
-                self.pages[page] = entries, answer.links.get("next", {}).get("url")
-            pages[page], page = self.pages[page]
+                kept = self.pages[page] = entries, answer.links.get("next", {}).get("url")
+            pages[page], page = kept
         for page in pages:
             self.pages.pop(page, None)
         return {info["name"]: info for entries in pages.values() for info in entries if info["type"] == "file"}

@@ -396,7 +396,8 @@ def call_within(seconds: float, read: Callable):
 
 def _answer(error: Exception) -> tuple[int | None, Mapping[str, str]]:
     """Status and headers of the HTTP answer that an error is about, as client libraries keep them."""
-    answer = getattr(error, "response", None) or error  # of httpx, requests; aiohttp's errors have them themselves
+    answer = getattr(error, "response", None)  # of httpx and requests, where an answer that is an error is falsy
+    answer = error if answer is None else answer  # aiohttp's errors have them themselves
     status = getattr(answer, "status_code", getattr(answer, "status", None))
     return (status, getattr(answer, "headers", None) or {}) if isinstance(status, int) else (None, {})
 

@@ -127,25 +127,20 @@ def test_other_revisions_of_a_file_are_other_files(hub):
 # ---- too many requests, errors, stalls -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"Retry-After": "30"},
-        {"RateLimit": '"api";r=0;t=30', "Retry-After": "1"},
-        {"Retry-After": format_datetime(datetime.now(UTC) + timedelta(seconds=30.5), usegmt=True)},
-    ],
-)
+@pytest.mark.parametrize("header", [{"Retry-After": "30"}, {"RateLimit": '"api";r=0;t=30', "Retry-After": "1"}, "date"])
 def test_the_hub_is_asked_again_when_it_said(hub, header, monkeypatch, caplog):
     """And that does not use up the patience, here of 5 seconds; the client has no retries of its own."""
     hub.commit("o/n", {"a.txt": b"text"})
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    hub.fail([Fault(429, header)] * 3)
+    if header == "date":
+        header = {"Retry-After": format_datetime(datetime.now(UTC) + timedelta(seconds=31), usegmt=True)}
+    hub.fail([Fault(429, header)] * 3, "revision")
     with caplog.at_level(logging.WARNING):
         assert list(list_files("hf://datasets/o/n/a.txt", patience=5).files) == ["a.txt"]
-    assert len(pauses) == 3 and all(24 < pause <= 34 for pause in pauses) and len(set(pauses)) == 3
+    assert len(pauses) == 3 and all(24 < pause <= 36 for pause in pauses) and len(set(pauses)) == 3
     [line] = [record.message for record in caplog.records]
-    assert re.search(r"^hf://datasets/o/n/a.txt: the store asks to wait (30|2\d) s: 429 Too Many Requests", line)
+    assert re.search(r"^hf://datasets/o/n/a.txt: the store asks to wait (3[01]|2\d) s: .*429.*Too Many Requests", line)
     assert hub.count("revision") == 4 and hub.count("paths-info") == 1
 
 
@@ -153,7 +148,7 @@ def test_how_long_a_store_may_ask_to_wait_is_bounded(hub, monkeypatch):
     hub.commit("o/n", {"a.txt": b"text"})
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    hub.fail([Fault(503, {"Retry-After": "86400"}), Fault(429, {"Retry-After": "soon"})])
+    hub.fail([Fault(503, {"Retry-After": "86400"}), Fault(429, {"Retry-After": "soon"})], "revision")
     list_files("hf://datasets/o/n/a.txt")
     assert 600 <= pauses[0] <= 661 and pauses[1] < 1
 
@@ -176,7 +171,7 @@ def test_a_listing_goes_on_at_the_page_that_failed(hub):
 
 def test_a_hub_that_only_fails_ends_in_one_line(hub, shards_on_hub):
     hub.fail(repeat(Fault(503)))
-    with pytest.raises(RunError, match=r"^hf://datasets/o/n/train: \d+ attempts .* in 1 s: .*503 Service Unavailable"):
+    with pytest.raises(RunError, match=r"^hf://datasets/o/n/train: \d+ attempts .* in 1 s: .*503 .*Unavailable"):
         Shards.open("hf://datasets/o/n/train", patience=1)
 
 
@@ -310,14 +305,14 @@ def test_commands_train_on_shards_on_the_hub(hub, texts, tmp_path):
 def test_a_killed_preparation_goes_on_where_it_was(hub, tmp_path, kind):
     """It fetches what is left, though other files have changed since; while the hub fails, it waits."""
     lines = "".join(json.dumps({"text": text * 100}) + "\n" for text in TEXTS * 2)  # 4 MB, and each a unit
-    parts = {f"texts/{number}.jsonl": (lines + f'{{"text": "{number}"}}\n').encode() for number in range(4)}
+    parts = {f"texts/{number}.jsonl": (lines + f'{{"text": "{number}"}}\n').encode() for number in range(3)}
     hub.commit("o/n", parts)
     options = ("--input", "hf://datasets/o/n/texts", "--tokenizer", "char", "--sample_bytes", "1M", "--workers", "1")
     environment = {**hub.environment, "HF_HUB_DOWNLOAD_TIMEOUT": "2"}
-    lm(tmp_path, "data", "prepare", *options, "--output", "whole", **environment)
-    hub.fail([])
+    source = ["hf://datasets/o/n/texts"]
+    prepare(PrepareOptions(source, str(tmp_path / "whole"), "char", sample_bytes=10**6, workers=1))
     process = start(tmp_path, "data", "prepare", *options, "--output", "made", **environment)
-    while len(list((tmp_path / "made").glob(f".parts/{'?' * 32}.json"))) < 2:
+    while len(list((tmp_path / "made").glob(f".parts/{'?' * 32}.json"))) < 1:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
@@ -328,7 +323,7 @@ def test_a_killed_preparation_goes_on_where_it_was(hub, tmp_path, kind):
     shown = lm(tmp_path, "data", "prepare", *options, "--output", "made", **environment).stderr
     assert f"continuing: {done} of " in shown and "a read failed and is retried" in shown and hub.met[kind] == 2
     assert content(tmp_path / "made") == content(tmp_path / "whole")
-    assert hub.count("resolve.*texts/0.jsonl") == 0 and hub.count("resolve.*texts/3.jsonl") >= 1
+    assert hub.count("resolve.*texts/0.jsonl") == 0 and hub.count("resolve.*texts/2.jsonl") >= 1
 
 
 # ---- wrong requests --------------------------------------------------------------------------------------------------
