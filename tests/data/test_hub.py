@@ -301,7 +301,8 @@ def test_commands_train_on_shards_on_the_hub(hub, texts, tmp_path):
     assert "4 steps in" in lm(tmp_path, "fit", "--config", "small.yaml", **hub.environment).stderr
 
 
-@pytest.mark.parametrize("kind", [503, pytest.param("stall", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [503, "stall"])
 def test_a_killed_preparation_goes_on_where_it_was(hub, tmp_path, kind):
     """It fetches what is left, though other files have changed since; while the hub fails, it waits."""
     lines = "".join(json.dumps({"text": text * 100}) + "\n" for text in TEXTS * 2)  # 4 MB, and each a unit
