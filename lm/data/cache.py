@@ -5,9 +5,12 @@ import os
 import tempfile
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 from lm.errors import first_line
 
@@ -21,8 +24,8 @@ def _checksum(tokens: np.ndarray | bytes) -> bytes:
 class BlockCache:
     """Decoded blocks of remote shards in a local folder, bounded, least recently used out first.
 
-    Any number of processes may use the folder: an entry appears whole by a rename, and one that another process removed
-    is read again.
+    Any number of processes may use the folder: an entry appears whole by a rename, one that another process removed is
+    read again, and of those that want the same block one fetches it while the others wait.
 
     Args:
         folder: created when the first block is kept.
@@ -51,10 +54,29 @@ class BlockCache:
             return None
         return np.frombuffer(content, dtype, offset=CHECKSUM)
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether a block of so many bytes is kept at all."""
+        return nbytes + CHECKSUM <= self.max_bytes
+
+    @contextmanager
+    def reserve(self, key: str, seconds: float) -> Iterator[None]:
+        """Be the only one, of all threads and processes, that fetches a block.
+
+        The end of a process lets go of what it held. After `seconds`, or where the folder cannot be written to, the
+        block is fetched all the same: by two is better than by none.
+        """
+        lock = FileLock(self.folder / f"{key}.lock")
+        with ExitStack() as held:
+            with suppress(OSError):  # also filelock's Timeout
+                self.folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(lock.acquire(seconds))
+                held.callback(Path(lock.lock_file).unlink, missing_ok=True)  # who waits for it looks into the cache
+            yield
+
     def put(self, key: str, block: np.ndarray) -> None:
         """Keep a block, if it fits at all; a full disk is a warning, since training works without a cache."""
         needed = block.nbytes + CHECKSUM
-        if needed > self.max_bytes:
+        if not self.fits(block.nbytes):
             return
         temporary = None
         try:

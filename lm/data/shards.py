@@ -83,7 +83,7 @@ class Shard:
     filesystem: pafs.FileSystem
     path: str  # there
     size: int  # bytes
-    modified: int | None  # ns; None where the file system does not say
+    modified: int | str | None  # ns, or what a store calls the content; None where the file system does not say
     patience: float  # seconds for all attempts of one read, where it is remote
     column: Column  # how its token ids are read
     row_groups: tuple[int, ...] = ()  # tokens of each
@@ -134,7 +134,7 @@ def find_shards(
         )
     shards = [
         Shard(
-            listing.prefix + file.path, name, listing.filesystem, file.path, file.size, file.mtime_ns, patience, column
+            listing.name(file), name, listing.filesystem, file.path, file.size, file.modified, patience, column
         )
         for name, file in files.items()
     ]
@@ -596,28 +596,43 @@ class Shards:
             return self._decode(part)
         shard = self._shards[part.file]
         column = shard.column
+        kept = np.dtype([("id", column.dtype), ("target", bool)]) if shard.labels else column.dtype
+        if self.cache is None or not self.cache.fits(part.tokens * kept.itemsize):
+            return self._fetch(part)
         padding = () if column.pad_id is None else (column.pad_id, column.eos_id)
         key = BlockCache.key(
             shard.file, shard.size, shard.modified, shard.digest, tuple(part.row_groups), column.name,
             column.dtype.name, *padding,
         )
-        kept = np.dtype([("id", column.dtype), ("target", bool)]) if shard.labels else column.dtype
-        entry = self.cache.get(key, kept) if self.cache else None
-        if entry is not None and entry.shape == (part.tokens,):
-            tokens = Tokens(entry["id"].copy(), entry["target"].copy()) if shard.labels else Tokens(entry)
-            if column.holds(tokens.ids):
-                return tokens
+        tokens = self._kept(part, key, kept)
+        if tokens is not None:
+            return tokens
+        with self.cache.reserve(key, shard.patience):
+            tokens = self._kept(part, key, kept)  # by another reader, while this one waited
+            if tokens is None:
+                tokens = self._fetch(part)
+                entry = tokens.ids
+                if shard.labels:
+                    entry = np.empty(part.tokens, kept)
+                    entry["id"], entry["target"] = tokens.ids, True if tokens.targets is None else tokens.targets
+                self.cache.put(key, entry)
+        return tokens
+
+    def _kept(self, part: Part, key: str, kept: np.dtype) -> Tokens | None:
+        """What the cache has of a part, if it fits the vocabulary in use."""
+        entry = self.cache.get(key, kept)
+        if entry is None or entry.shape != (part.tokens,):
+            return None
+        tokens = Tokens(entry["id"].copy(), entry["target"].copy()) if kept.names else Tokens(entry)
+        return tokens if self._shards[part.file].column.holds(tokens.ids) else None
+
+    def _fetch(self, part: Part) -> Tokens:
+        """Read a part of a remote shard."""
         try:
-            tokens = self._decode(part)
+            return self._decode(part)
         except BadBlock:  # perhaps it was damaged on the way: fetch it once more
             self._footers.pop(part.file, None)
-            tokens = self._decode(part)
-        if self.cache:
-            entry = np.empty(part.tokens, kept)
-            if shard.labels:
-                entry["id"], entry["target"] = tokens.ids, True if tokens.targets is None else tokens.targets
-            self.cache.put(key, entry if shard.labels else tokens.ids)
-        return tokens
+            return self._decode(part)
 
     def _decode(self, part: Part) -> Tokens:
         """Read a part, row group by row group, so that a bad one is named."""

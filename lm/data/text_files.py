@@ -14,7 +14,7 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import BinaryIO, NamedTuple
@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
-from lm.system.remote import file_identity, is_remote, list_files, open_file, open_filesystem
+from lm.system.remote import File, file_identity, is_remote, list_files, open_file, open_filesystem
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,9 @@ class TextFile:
     kind: str  # "text" (one document), "jsonl", "parquet" or "flat" (token ids as nanoGPT keeps them)
     compression: str | None  # "gzip", "zstd", "bz2", "xz"
     size: int  # bytes, as it is stored
-    modified: int | None  # ns; None where the file system does not say
+    modified: int | str | None  # ns, or what a store calls the content; None where the file system does not say
     split: str | None = None  # "train" or "val", where the names of the files decide it
+    address: str = field(default="", repr=False, compare=False)  # that is opened: `name`, or at the commit listed
 
     @property
     def text_bytes(self) -> int:
@@ -86,7 +87,7 @@ class TextFile:
 
     def open(self) -> pa.NativeFile:
         """The file as it is, seekable."""
-        return open_file(*_locate(self.name), self.name)
+        return open_file(*_locate(self.address or self.name), self.name)
 
     def stream(self) -> BinaryIO:
         """Its content, decompressed; seekable where it is not compressed."""
@@ -153,8 +154,8 @@ def _named_split(name: str) -> str | None:
 
 def _find(source: str) -> Iterator[TextFile]:
     if source.startswith(EMBEDDED):
-        filesystem, path = _locate(source)
-        yield _text_file(source, filesystem.get_file_info(path))
+        [file] = list_files(_locate(source)[1]).files.values()
+        yield _text_file(source, file)
         return
     listing = list_files(source)
     files = listing.files
@@ -172,12 +173,12 @@ def _find(source: str) -> Iterator[TextFile]:
         if skipped:
             log.info("%s: skipped files that are not known to be text: %s", source, kinds)
     for file in files.values():
-        path = file.path if "://" in file.path else posixpath.normpath(file.path)
-        cure = NOT_TEXT.get(_split_suffixes(path)[0])
+        name = listing.name(file)
+        name = name if is_remote(name) else posixpath.normpath(name)
+        cure = NOT_TEXT.get(_split_suffixes(name)[0])
         if cure:
-            name = listing.prefix + path
             raise RequestError(f"{name} is not plain text: {cure.format(quote(name))}; or leave it out")
-        yield _text_file(listing.prefix + path, file)
+        yield _text_file(name, file, listing.address(file))
 
 
 def _locate(source: str) -> tuple[pafs.FileSystem, str]:
@@ -202,10 +203,12 @@ def _is_known(path: str) -> bool:
     return suffix in TEXT_SUFFIXES or KINDS.get(suffix, "flat") != "flat"
 
 
-def _text_file(name: str, info: pafs.FileInfo) -> TextFile:
-    suffix, packed = _split_suffixes(info.path)
-    modified = None if name.startswith(EMBEDDED) else info.mtime_ns  # when it was installed does not matter
-    return TextFile(name, KINDS.get(suffix, "text"), COMPRESSIONS.get(packed), info.size, modified)
+def _text_file(name: str, file: File, address: str = "") -> TextFile:
+    suffix, packed = _split_suffixes(file.path)
+    modified = None if name.startswith(EMBEDDED) else file.modified  # when it was installed does not matter
+    return TextFile(
+        name, KINDS.get(suffix, "text"), COMPRESSIONS.get(packed), file.size, modified, address=address
+    )
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
 `runs/mirror` writes.
 
 Reads are retried here and not by pyarrow. On Linux pyarrow ignores its timeout of a request, so that an answer which
-never ends is waited for without end; file systems of fsspec (`hf://`) retry little or nothing; and neither notices an
-object that comes shorter than it is.
+never ends is waited for without end; file systems of fsspec retry little or nothing; and neither notices an object that
+comes shorter than it is.
 """
 
 import hashlib
@@ -19,7 +19,9 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,23 +32,28 @@ from fsspec.utils import glob_translate
 
 from lm.errors import LmError, RequestError, RunError, first_line
 from lm.system.files import atomic_folder, parse_json
+from lm.system.hub import HubFileSystem, hub
 from lm.system.process import reader_pool
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds between attempts; doubled after each failure
 PATIENCE = 150.0  # seconds for all attempts of one read
+LONGEST_ASKED = 600.0  # seconds that a store may ask to wait
+ASK_LATER = (408, 425, 429)  # statuses below 500 after which the same request may succeed
 WARN_EVERY = 60.0  # seconds
 COPIED_AT_ONCE = 2**24  # bytes
 FRESH = 60.0  # seconds in which a copy is not made again where the store says no times
 FACTS = ".source.json"  # in a copy: sizes and times of the files in the store
+GCS_LIMIT, GCS_SECONDS = "retry_limit_seconds", 10  # of pyarrow's own retries, in a URL; 15 minutes if not given
 ARROW_SCHEMES = ("s3", "gs", "gcs")
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _DENIED = re.compile(r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH")
 _REFUSED = re.compile(  # how pyarrow words what S3 will not answer better the next time
     r"AWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH)|HTTP status 301\)"
 )
-_last_warning = -math.inf  # when a failed read was last logged
+_RATE_LIMIT = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)")  # in the hub's `RateLimit: "api";r=0;t=55`
+_last_warnings: dict[str, float] = {}  # kind of a warning -> when it was last logged
 
 
 # ---- file systems ----------------------------------------------------------------------------------------------------
@@ -59,9 +66,9 @@ def is_remote(source: str) -> bool:
 def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
     """Find the file system of a path or URL.
 
-    `s3://` and `gs://` go through pyarrow (region, endpoint and credentials from the environment, or as a query:
-    `s3://bucket/folder?endpoint_override=http://host:9000`); any other scheme through fsspec, if its package is
-    installed (`hf://` needs huggingface_hub).
+    `s3://` and `gs://` go through pyarrow, with region, endpoint and credentials from the environment, or in the URL:
+    `s3://bucket/folder?endpoint_override=http://host:9000`, `gs://anonymous@bucket/folder`. `hf://` goes through
+    `system/hub`, and any other scheme through fsspec, if its package is installed.
 
     Returns:
         The file system, the path in it, and the prefix that makes a path of it a URL.
@@ -74,18 +81,43 @@ def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
     scheme = source.partition("://")[0]
     try:
         if scheme in ARROW_SCHEMES:
+            if scheme in ("gs", "gcs") and GCS_LIMIT not in source:
+                source += f"{'&' if '?' in source else '?'}{GCS_LIMIT}={GCS_SECONDS}"
             filesystem, path = pafs.FileSystem.from_uri(source)
-            return filesystem, path, f"{scheme}://"
+            anonymous = "anonymous@" if source.startswith(f"{scheme}://anonymous@") else ""
+            return filesystem, path, f"{scheme}://{anonymous}"
         import fsspec
 
-        filesystem, path = fsspec.core.url_to_fs(source)
+        if scheme == "hf" and not source.startswith("hf://buckets/"):
+            filesystem, path = hub(), source.removeprefix("hf://").strip("/")
+        else:
+            filesystem, path = fsspec.core.url_to_fs(source)
         prefix = "" if "://" in path else f"{scheme}://"
-        return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path, prefix
-    except (ImportError, ValueError, OSError) as error:
+        return pafs.PyFileSystem(_FSSpecHandler(filesystem)), path, prefix
+    except ImportError as error:
+        raise RequestError(f"{source}: {scheme}:// needs another package ({first_line(error)})") from error
+    except (ValueError, OSError) as error:
         raise RequestError(f"{source}: cannot be opened ({first_line(error)}); is the URL right?") from error
 
 
+class _FSSpecHandler(pafs.FSSpecHandler):
+    """Opens files without asking first whether they are there: a store that fails then would read as one without."""
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        return pa.PythonFile(self.fs.open(path, mode="rb"), mode="r")
+
+    open_input_stream = open_input_file
+
+
 # ---- listing ---------------------------------------------------------------------------------------------------------
+
+
+class File(NamedTuple):
+    """A file that was listed."""
+
+    path: str  # in its file system
+    size: int  # bytes
+    modified: int | str | None  # ns; of a store without times what it calls the content (an ETag), if it does
 
 
 class Listing(NamedTuple):
@@ -93,33 +125,36 @@ class Listing(NamedTuple):
 
     filesystem: pafs.FileSystem
     path: str  # there, of the file or folder, or of the folder before a glob's first wildcard
+    given: str  # the same as it was given; `path` is at the commit that it was of, where the store has commits
     prefix: str  # what makes a URL of a path
-    files: dict[str, pafs.FileInfo]  # by their names below `path`, in order; for a file its own name
+    files: dict[str, File]  # by their names below `path`, in order; for a file its own name
     kind: Literal["file", "folder", "glob"]  # of the source
+    query: str  # of the source, with its question mark
+
+    def address(self, file: File) -> str:
+        """Path or URL that opens a file, as it was when it was listed where the store has commits."""
+        return self.prefix + file.path + self.query
+
+    def name(self, file: File) -> str:
+        """Path or URL of a file, as the source was given: the same after a commit that did not change the file."""
+        return self.prefix + (file.path if self.given == self.path else self.given + file.path.removeprefix(self.path))
 
 
 def list_files(source: str, patience: float = PATIENCE) -> Listing:
-    """List a path, folder, glob or URL.
+    """List a path, folder, glob or URL; of the Hugging Face hub as it is at the latest commit, which the paths name.
 
     Raises:
         RequestError: it is not there, or cannot be listed, or a glob matches no file.
         RunError: a remote file system failed again and again.
     """
     base, pattern = _split_glob(source)
-    filesystem, path, prefix = open_filesystem(base)
-    path = path if "://" in path else posixpath.normpath(path)
+    query = "".join(base.partition("?")[1:]) if is_remote(base) else ""
+    filesystem, given, prefix = open_filesystem(base)
+    given = given if "://" in given else posixpath.normpath(given)
     recursive = pattern is None or "/" in pattern or "**" in pattern
-
-    def read() -> tuple[pafs.FileType, list[pafs.FileInfo]]:
-        info = filesystem.get_file_info(path)
-        if info.type != pafs.FileType.Directory:
-            return info.type, [info]
-        if isinstance(filesystem, pafs.LocalFileSystem):
-            return info.type, filesystem.get_file_info(_walk(path, recursive))
-        return info.type, filesystem.get_file_info(pafs.FileSelector(path, recursive=recursive))
-
     try:
-        kind, found = with_retries(read, source, patience)
+        path = with_retries(lambda: _pinned(filesystem, given), source, patience)
+        kind, found = with_retries(lambda: _files(filesystem, path, recursive), source, patience)
     except OSError as error:
         raise RequestError(f"{source}: cannot be listed ({first_line(error)})") from error
     except UnicodeEncodeError as error:  # Arrow takes no other names
@@ -127,10 +162,10 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     if kind == pafs.FileType.NotFound:
         raise RequestError(f"{source}: no such file or folder")
     if kind == pafs.FileType.File and pattern is None:
-        return Listing(filesystem, path, prefix, {posixpath.basename(path): found[0]}, "file")
-    named = {posixpath.relpath(file.path, path): file for file in found if file.type == pafs.FileType.File}
+        return Listing(filesystem, path, given, prefix, {posixpath.basename(path): found[0]}, "file", query)
+    named = {posixpath.relpath(file.path, path): file for file in found}
     if pattern is None:
-        return Listing(filesystem, path, prefix, dict(sorted(named.items())), "folder")
+        return Listing(filesystem, path, given, prefix, dict(sorted(named.items())), "folder", query)
     try:
         matches = re.compile(glob_translate(pattern)).fullmatch
     except (ValueError, re.error) as error:
@@ -138,7 +173,47 @@ def list_files(source: str, patience: float = PATIENCE) -> Listing:
     chosen = {name: named[name] for name in sorted(named) if matches(name)}
     if not chosen:
         raise RequestError(f"{source}: no file matches")
-    return Listing(filesystem, path, prefix, chosen, "glob")
+    return Listing(filesystem, path, given, prefix, chosen, "glob", query)
+
+
+def _pinned(filesystem: pafs.FileSystem, path: str) -> str:
+    """A path of the hub at its commit; of another store, as it is."""
+    store = _fsspec(filesystem)
+    return store.pin(path) if isinstance(store, HubFileSystem) else path
+
+
+def _fsspec(filesystem: pafs.FileSystem) -> Any:
+    """The file system of fsspec behind one of pyarrow; None where there is none."""
+    return filesystem.handler.fs if isinstance(filesystem, pafs.PyFileSystem) else None
+
+
+def _files(filesystem: pafs.FileSystem, path: str, recursive: bool) -> tuple[pafs.FileType, list[File]]:
+    """Whether a path is a file or a folder, and that file, or those in the folder."""
+    if (store := _fsspec(filesystem)) is not None:
+        try:
+            info = store.info(path)
+            if info["type"] == "directory":
+                found = store.find(path, maxdepth=None if recursive else 1, detail=True)
+                return pafs.FileType.Directory, [_described(each) for each in found.values()]
+        except FileNotFoundError:
+            return pafs.FileType.NotFound, []
+        return pafs.FileType.File, [_described(info)]
+    info = filesystem.get_file_info(path)
+    found = [info]
+    if info.type == pafs.FileType.Directory:
+        local = isinstance(filesystem, pafs.LocalFileSystem)
+        found = filesystem.get_file_info(
+            _walk(path, recursive) if local else pafs.FileSelector(path, recursive=recursive)
+        )
+    return info.type, [File(each.path, each.size, each.mtime_ns) for each in found if each.type == pafs.FileType.File]
+
+
+def _described(info: Mapping[str, Any]) -> File:
+    """A file as fsspec describes it."""
+    modified = info.get("ETag") or info.get("etag")
+    if info.get("mtime") is not None:
+        modified = pafs.FileInfo(info["name"], mtime=info["mtime"]).mtime_ns
+    return File(info["name"], info["size"], modified)
 
 
 def _walk(folder: str, recursive: bool) -> list[str]:
@@ -208,7 +283,7 @@ class RemoteFile(io.RawIOBase):
         self._filesystem, self._path, self._name, self._patience = filesystem, path, name, patience
         self._handle: pa.NativeFile | None = None
         self._place = 0
-        self._size = self._retry(lambda: self._open().size())
+        self._size = self._retry(lambda handle: handle.size())
 
     def readable(self) -> bool:
         return True
@@ -222,29 +297,33 @@ class RemoteFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         count = max(0, min(len(buffer), self._size - self._place))
-        data = self._retry(lambda: self._read(count)) if count else b""
+        data = self._retry(lambda handle: _read_whole(handle, count, self._place)) if count else b""
         buffer[:count] = data
         self._place += count
         return count
 
-    def _retry(self, read: Callable) -> Any:
+    def _retry(self, read: Callable[[pa.NativeFile], Any]) -> Any:
         try:
-            return with_retries(read, self._name, self._patience)
+            return with_retries(lambda: self._attempt(read), self._name, self._patience)
         except OSError as error:
             raise unreadable(self._name, error) from error
 
-    def _open(self) -> pa.NativeFile:
-        self._handle = self._handle or self._filesystem.open_input_file(self._path)
-        return self._handle
-
-    def _read(self, count: int) -> bytes:
-        handle = self._open()
+    def _attempt(self, read: Callable[[pa.NativeFile], Any]) -> Any:
+        handle = self._handle or self._filesystem.open_input_file(self._path)
         self._handle = None  # an attempt that fails or never returns leaves the next one a new connection
-        data = handle.read_at(count, self._place)
-        if len(data) != count:
-            raise OSError(f"{len(data)} of {count} bytes came")
+        try:
+            answer = read(handle)
+        except ValueError as error:  # pyarrow says of GCS that a file is closed where its first bytes did not come
+            raise OSError(f"no bytes came ({first_line(error)})") from error
         self._handle = handle
-        return data
+        return answer
+
+
+def _read_whole(handle: pa.NativeFile, count: int, place: int) -> bytes:
+    data = handle.read_at(count, place)
+    if len(data) != count:
+        raise OSError(f"{len(data)} of {count} bytes came")
+    return data
 
 
 # ---- retries ---------------------------------------------------------------------------------------------------------
@@ -253,7 +332,8 @@ class RemoteFile(io.RawIOBase):
 def with_retries(read: Callable, name: str, patience: float = PATIENCE):
     """Call `read`; where it reads a remote file, until it succeeds, with pauses that double.
 
-    An attempt that gets no answer is given up after half of the time that is left.
+    An attempt that gets no answer is given up after half of the time that is left. Where the store says how long to
+    wait, such as with 'too many requests', that is waited for, and is not of the patience.
 
     Args:
         read: may be called several times, and from other threads.
@@ -266,7 +346,7 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
     if not is_remote(name):
         return read()
     end = time.monotonic() + patience
-    reason = None
+    reason, pause = None, FIRST_PAUSE
     for attempt in count(1):
         try:
             return call_within((end - time.monotonic()) / 2, read)
@@ -275,12 +355,18 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
                 raise
             if reason is None or not isinstance(error, NoAnswer):  # what the store answered says more
                 reason = error
-        # Ranks that failed together must not try again together.
-        pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.8, 1.2)
-        if time.monotonic() + pause >= end:
-            break
-        _warn(name, first_line(reason))
-        time.sleep(pause)
+            asked = _asked_wait(error)
+        # Readers that failed together must not try again together.
+        if asked is not None:
+            wait = asked + random.uniform(0, 1 + asked / 10)
+            end += wait
+            _warn("asked", f"{name}: the store asks to wait {asked:.0f} s: {first_line(reason)}")
+        else:
+            wait, pause = pause * random.uniform(0.8, 1.2), min(2 * pause, LONGEST_PAUSE)
+            if time.monotonic() + wait >= end:
+                break
+            _warn("failed", f"{name}: a read failed and is retried: {first_line(reason)}")
+        time.sleep(wait)
     raise Unreachable(
         f"{name}: {attempt} attempts to read it failed in {patience:g} s: {first_line(reason)}; "
         "check the network and the credentials"
@@ -308,8 +394,33 @@ def call_within(seconds: float, read: Callable):
         raise NoAnswer(f"no answer in {seconds:.1f} s") from error
 
 
+def _answer(error: Exception) -> tuple[int | None, Mapping[str, str]]:
+    """Status and headers of the HTTP answer that an error is about, as client libraries keep them."""
+    answer = getattr(error, "response", None)  # of httpx and requests, where an answer that is an error is falsy
+    answer = error if answer is None else answer  # aiohttp's errors have them themselves
+    status = getattr(answer, "status_code", getattr(answer, "status", None))
+    return (status, getattr(answer, "headers", None) or {}) if isinstance(status, int) else (None, {})
+
+
+def _asked_wait(error: Exception) -> float | None:
+    """Seconds that the store asked to wait, at most LONGEST_ASKED; None where it did not."""
+    status, headers = _answer(error)
+    limit = _RATE_LIMIT.search(headers.get("RateLimit") or "") if status == 429 else None
+    value = limit[1] if limit else (headers.get("Retry-After") or "").strip()
+    try:
+        until = float(value) if value.isdecimal() else (
+            parsedate_to_datetime(value) - datetime.now(UTC)
+        ).total_seconds()
+    except (TypeError, ValueError):  # no such header, or no date
+        return None
+    return min(max(until, 0.0), LONGEST_ASKED)
+
+
 def _is_transient(error: Exception) -> bool:
     """Whether another attempt may succeed: failed reads, and what client libraries raise (not all are OSError)."""
+    status = _answer(error)[0]
+    if status is not None and 400 <= status < 500:
+        return status in ASK_LATER
     if isinstance(error, OSError):
         return not isinstance(error, _PERMANENT) and not _REFUSED.search(str(error))
     return not isinstance(error, (LmError, pa.ArrowException)) and type(error).__module__ != "builtins"
@@ -320,12 +431,11 @@ def is_denied(error: BaseException | None) -> bool:
     return isinstance(error, PermissionError) or isinstance(error, OSError) and bool(_DENIED.search(str(error)))
 
 
-def _warn(name: str, reason: str) -> None:
-    """Log a failed read, at most once a minute: all reads fail when a store is gone."""
-    global _last_warning
-    if time.monotonic() - _last_warning > WARN_EVERY:
-        _last_warning = time.monotonic()
-        log.warning("%s: a read failed and is retried: %s", name, reason)
+def _warn(kind: str, message: str) -> None:
+    """Log a warning, each kind at most once a minute: all reads fail when a store is gone."""
+    if time.monotonic() - _last_warnings.get(kind, -math.inf) > WARN_EVERY:
+        _last_warnings[kind] = time.monotonic()
+        log.warning("%s", message)
 
 
 def unreadable(name: str, error: Exception) -> RunError:
@@ -360,15 +470,16 @@ def fetch(source: str, names: Sequence[str] = ()) -> Path:
 
     address, mark, query = source.partition("?")
     address = address.rstrip("/")
-    filesystem, path, _ = open_filesystem(address + mark + query)
+    filesystem, path, prefix = open_filesystem(address + mark + query)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lm" / "remote"
-    wanted = [f"{path}/{name}" for name in names] or pafs.FileSelector(path, allow_not_found=True)
     try:
-        listed = with_retries(lambda: filesystem.get_file_info(wanted), source)
-        files = {info.base_name: info for info in listed if info.type == pafs.FileType.File}
+        path = with_retries(lambda: _pinned(filesystem, path), source)
+        places = [f"{path}/{name}" for name in names] or [path]
+        listed = with_retries(lambda: [_files(filesystem, place, recursive=False) for place in places], source)
+        files = {posixpath.basename(file.path): file for _, found in listed for file in found}
         if not files or not {*names[:1]} <= files.keys():
             raise RequestError(f"{source} has no {names[0]}" if names else f"{source}: no such folder")
-        facts = {name: [info.size, info.mtime_ns] for name, info in files.items()}
+        facts = {name: [file.size, file.modified] for name, file in files.items()}
         copy = cache / hashlib.blake2b(repr((source, *names)).encode(), digest_size=10).hexdigest()
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(copy.with_suffix(".lock")):
@@ -379,7 +490,7 @@ def fetch(source: str, names: Sequence[str] = ()) -> Path:
             log.info("copying %s to %s", source, copy)
             with atomic_folder(copy) as folder:
                 for name, info in files.items():
-                    with open_file(filesystem, info.path, f"{address}/{name}") as file, open(folder / name, "wb") as to:
+                    with open_file(filesystem, info.path, prefix + info.path) as file, open(folder / name, "wb") as to:
                         shutil.copyfileobj(file, to, COPIED_AT_ONCE)
                 (folder / FACTS).write_text(json.dumps(facts))
     except (OSError, ValueError) as error:

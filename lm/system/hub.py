@@ -1,0 +1,174 @@
+"""The Hugging Face hub as a file system: `hf://datasets/OWNER/NAME@REVISION/PATH`, and the same of models and spaces.
+
+`system/remote` opens it and retries. The token, the endpoint and the connections are those of huggingface_hub, but not
+its `HfFileSystem`: that one tries again by itself (where the hub says 'too many requests', for as long as it says),
+lists again in every thread, and reads 5 MB ahead of every read. Here a request is made once, and of a file whose size
+is known nothing but its bytes is asked for.
+"""
+
+import re
+from functools import cache
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
+
+from fsspec import AbstractFileSystem
+from fsspec.spec import AbstractBufferedFile
+
+from lm.errors import RequestError
+
+PATH = re.compile(
+    r"((?P<kind>datasets|spaces)/)?(?P<name>[^/@]+/[^/@]+)"
+    r"(@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(/(?P<inside>.*))?"
+)
+REASONS = {  # what the hub calls an error -> what it is
+    "RepoNotFound": "there is no such repository, or it is private: look at its name (a data set is "
+    "hf://datasets/OWNER/NAME), or set HF_TOKEN to a token that may read it",
+    "GatedRepo": "its owner grants access: ask for it on its page, and set HF_TOKEN to your token",
+    "RevisionNotFound": "there is no such revision (the branch, tag or commit after @)",
+    "EntryNotFound": "there is no such file or folder",
+}
+
+
+class Place(NamedTuple):
+    """A path in a repository."""
+
+    kind: str  # "datasets", "spaces" or "models"
+    name: str  # OWNER/NAME
+    revision: str  # a branch, tag or commit
+    inside: str  # the path there; empty for the repository
+
+    @property
+    def root(self) -> str:
+        """The path of the repository in the file system."""
+        return f"{'' if self.kind == 'models' else f'{self.kind}/'}{self.name}@{quote(self.revision, safe='')}"
+
+
+class HubFileSystem(AbstractFileSystem):
+    """Repositories of the hub, for reading."""
+
+    protocol = "hf"
+    cachable = False  # `hub` keeps the one that there is
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What is at a commit does not change, so that an attempt after a failure goes on where that one was.
+        self.known: dict[str, dict[str, Any]] = {}  # path -> `info`
+        self.pages: dict[str, tuple[list[dict[str, Any]], str | None]] = {}  # of listings under way; the next
+
+    def __reduce__(self) -> tuple:
+        return hub, ()
+
+    def pin(self, path: str) -> str:
+        """The path at the commit that its revision is now, so that all later reads are of the same content.
+
+        Raises:
+            RequestError: it names no repository.
+            OSError: there is none, or no such revision, or the request failed.
+        """
+        place = _place(path)
+        about = _get(f"api/{place.kind}/{place.name}/revision/{quote(place.revision, safe='')}").json()
+        return "/".join(filter(None, (place._replace(revision=about["sha"]).root, place.inside)))
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        """Name, type, size and content of a file, or of a folder."""
+        if path in self.known:
+            return self.known[path]
+        place = _place(path)
+        if not place.inside:
+            return {"name": path, "type": "directory", "size": 0}
+        asked = f"api/{place.kind}/{place.name}/paths-info/{quote(place.revision, safe='')}"
+        entries = _ask("POST", asked, data={"paths": [place.inside], "expand": False}).json()
+        if not entries:
+            raise FileNotFoundError(REASONS["EntryNotFound"])
+        return self._note(place, entries[0])
+
+    def find(self, path: str, maxdepth: int | None = None, **_: Any) -> dict[str, dict[str, Any]]:
+        """All files below a folder, or, with a `maxdepth` of 1, those that are directly in it; path -> `info`."""
+        place = _place(path)
+        inside = f"/{quote(place.inside, safe='')}" if place.inside else ""
+        address = f"api/{place.kind}/{place.name}/tree/{quote(place.revision, safe='')}{inside}"
+        page: str | None = f"{address}?recursive={str(maxdepth is None).lower()}"
+        pages: dict[str, list[dict[str, Any]]] = {}
+        while page is not None:
+            if (kept := self.pages.get(page)) is None:
+                answer = _get(page)
+                entries = [self._note(place, entry) for entry in answer.json()]
+                kept = self.pages[page] = entries, answer.links.get("next", {}).get("url")
+            pages[page], page = kept
+        for page in pages:
+            self.pages.pop(page, None)
+        return {info["name"]: info for entries in pages.values() for info in entries if info["type"] == "file"}
+
+    def _note(self, place: Place, entry: dict[str, Any]) -> dict[str, Any]:
+        info = {"name": f"{place.root}/{entry['path']}", "type": entry["type"], "size": entry["size"]}
+        if entry["type"] == "file":
+            info["ETag"] = entry["oid"]  # Git's hash of it, or of the pointer that has its SHA-256
+        if re.fullmatch("[0-9a-f]{40}", place.revision):
+            self.known[info["name"]] = info
+        return info
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> "HubFile":
+        if mode != "rb":
+            raise RequestError(f"hf://{path}: the hub is read, not written to; give a folder, s3:// or gs://")
+        return HubFile(self, path, cache_type="none", size=self.info(path)["size"])
+
+
+class HubFile(AbstractBufferedFile):
+    """A file of the hub; every read is a request of its own."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        place = _place(self.path)
+        kind = "" if place.kind == "models" else f"{place.kind}/"
+        answer = _get(
+            f"{kind}{place.name}/resolve/{quote(place.revision, safe='')}/{quote(place.inside)}",
+            headers={"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"},
+        )
+        return answer.content if answer.status_code == 206 else answer.content[start:end]
+
+
+@cache
+def hub() -> HubFileSystem:
+    """The file system of this process."""
+    return HubFileSystem()
+
+
+def _place(path: str) -> Place:
+    found = PATH.fullmatch(path.strip("/"))
+    if found is None or found["name"].startswith(("datasets/", "spaces/")):
+        raise RequestError(f"hf://{path} names no repository; the form is hf://datasets/OWNER/NAME/PATH")
+    revision = unquote(found["revision"] or "main")
+    return Place(found["kind"] or "models", found["name"], revision, (found["inside"] or "").strip("/"))
+
+
+def _get(page: str, **options: Any) -> Any:
+    return _ask("GET", page, **options)
+
+
+def _ask(method: str, page: str, headers: dict[str, str] = {}, **options: Any) -> Any:
+    """One request to the hub: a path below its endpoint, or an address of it.
+
+    Raises:
+        RequestError: huggingface_hub is set to work offline.
+        FileNotFoundError, PermissionError: what the hub says of the repository, revision or file.
+        Exception: the request failed in another way.
+    """
+    from huggingface_hub import constants  # takes a while to import
+    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    address = page if "://" in page else f"{constants.ENDPOINT}/{page}"
+    sent = {**build_hf_headers(), **headers}
+    try:
+        answer = get_session().request(
+            method, address, headers=sent, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, **options
+        )
+    except OfflineModeIsEnabled as error:
+        raise RequestError(f"HF_HUB_OFFLINE is set, and {address} was asked for: unset it") from error
+    if answer.status_code in (401, 403, 404):
+        what, message = (answer.headers.get(f"X-Error-{part}", "") for part in ("Code", "Message"))
+        token = "; look at HF_TOKEN, and at what `hf auth login` keeps" if answer.status_code == 401 else ""
+        reason = REASONS.get(what) or f"status {answer.status_code}, {message or 'refused'}{token}"
+        missing = answer.status_code == 404 or what == "RepoNotFound"  # a name that was never there answers 401, too
+        raise FileNotFoundError(reason) if missing else PermissionError(reason)
+    hf_raise_for_status(answer)
+    return answer
