@@ -24,6 +24,7 @@ from lm.data.sampler import BLOCKS_AHEAD, Order
 from lm.data.shards import BLOCK_TOKENS, Shards
 from lm.errors import DataError, RequestError, RunError
 from lm.system.process import reader_pool
+from lm.system.remote import is_asked_to_wait
 
 DECODERS = 2  # threads; one decodes some hundred million tokens a second
 TIMEOUT = 300.0  # seconds to wait for a block
@@ -381,13 +382,14 @@ class BlockBuffer:
         Raises:
             RunError: they cannot be read, or the wait was too long; names the file.
         """
-        tokens = self.decoded.get(block)
-        if tokens is None:
+        while (tokens := self.decoded.get(block)) is None:
             try:
                 tokens = self.decoded[block] = self.blocks[block].result(self.timeout)
             except TimeoutError as error:
                 if self.blocks[block].done():  # the read itself raised it
                     raise
+                if is_asked_to_wait():
+                    continue
                 raise RunError(
                     f"{self.shards.blocks[block]}: not read after {self.timeout:g} seconds (data.timeout); does its "
                     "file system answer?"

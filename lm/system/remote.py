@@ -54,6 +54,7 @@ _REFUSED = re.compile(  # how pyarrow words what S3 will not answer better the n
 )
 _RATE_LIMIT = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)")  # in the hub's `RateLimit: "api";r=0;t=55`
 _last_warnings: dict[str, float] = {}  # kind of a warning -> when it was last logged
+_asked_until = -math.inf  # when a store wants to be asked again
 
 
 # ---- file systems ----------------------------------------------------------------------------------------------------
@@ -343,6 +344,7 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
     Raises:
         Unreachable: the last attempt failed too.
     """
+    global _asked_until
     if not is_remote(name):
         return read()
     end = time.monotonic() + patience
@@ -360,6 +362,7 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
         if asked is not None:
             wait = asked + random.uniform(0, 1 + asked / 10)
             end += wait
+            _asked_until = max(_asked_until, time.monotonic() + wait)
             _warn("asked", f"{name}: the store asks to wait {asked:.0f} s: {first_line(reason)}")
         else:
             wait, pause = pause * random.uniform(0.8, 1.2), min(2 * pause, LONGEST_PAUSE)
@@ -371,6 +374,11 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
         f"{name}: {attempt} attempts to read it failed in {patience:g} s: {first_line(reason)}; "
         "check the network and the credentials"
     ) from reason
+
+
+def is_asked_to_wait() -> bool:
+    """Whether a store has said when to ask again, and that time is not over."""
+    return time.monotonic() < _asked_until
 
 
 class NoAnswer(OSError):

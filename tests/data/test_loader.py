@@ -23,6 +23,7 @@ from lm.data.loader import Batch, BlockBuffer, Cursor, Reading, Stream, Windows,
 from lm.data.sampler import Order
 from lm.data.shards import Shards
 from lm.errors import RequestError, RunError
+from lm.system import remote
 
 SEQ_LEN = 8
 
@@ -256,6 +257,21 @@ def test_threads_end_with_their_iterator(shards):
     assert wait_until_gone()
     assert len(list(Windows(shards, seq_len=SEQ_LEN, micro_batch=4, limit=10))) == 3
     assert wait_until_gone()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_block_is_waited_for_no_longer_than_the_timeout_unless_its_store_asks_to_wait(shards, asked, monkeypatch):
+    read = shards.read_tokens
+    monkeypatch.setattr(shards, "read_tokens", lambda block: time.sleep(1) or read(block))
+    monkeypatch.setattr(remote, "_asked_until", time.monotonic() + 0.9 if asked else 0.0)
+    buffer = BlockBuffer(shards, 10**6, timeout=0.2)
+    buffer.want(0, 0, 0)
+    if asked:
+        assert len(buffer.get(0).ids)
+    else:
+        with pytest.raises(RunError, match=r"not read after 0.2 seconds \(data.timeout\)"):
+            buffer.get(0)
+    buffer.close()
 
 
 def test_the_next_blocks_are_decoded_while_a_batch_is_trained_on(shards):
