@@ -204,11 +204,11 @@ def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Ite
     arithmetic = (f"{count:,} of the {steps['tokens'] // steps['seq_len']:,} samples of the run, {taken['share']:.1%}, "
                   f"are from its {windows:,}")  # fmt: skip
     if most is not None and epochs > most:
-        yield Finding("error", f"data.sources {source.name} is repeated {epochs:,.2f} times, more than its max_epochs "
+        yield Finding("error", f"data.sources {source.name} is repeated {epochs:,.3g} times, more than its max_epochs "
                       f"{most:g}: {arithmetic}", "give it less weight or more data, train for fewer steps, or raise "
                       "its max_epochs")  # fmt: skip
     elif most is None and epochs > MANY_EPOCHS:
-        yield Finding("warning", f"data.sources {source.name} is repeated {epochs:,.2f} times: {arithmetic}; beyond "
+        yield Finding("warning", f"data.sources {source.name} is repeated {epochs:,.3g} times: {arithmetic}; beyond "
                       f"{MANY_EPOCHS} epochs repeated tokens teach little",
                       "give it less weight or more data, or its max_epochs if this is meant")  # fmt: skip
 

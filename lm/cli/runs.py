@@ -399,7 +399,8 @@ def _losses(found: dict[str, Any]) -> list[str]:
             )
     for source, last in found["sources"].items():
         losses = [f"{METRICS[name].label} {last[name]:.4f}" for name in LOSSES if name in last]
-        lines.append(f"{source:<24}  {', '.join(losses)}, after {last.get('data/epochs', 0):.2f} epochs")
+        losses += [f"after {last['data/epochs']:.3g} epochs"] if "data/epochs" in last else []
+        lines.append(f"{source:<24}  {', '.join(losses) or 'no sample since the log line before'}")
     return lines
 
 

@@ -26,12 +26,12 @@ from lm.data.mixture import (
     PhaseConfig,
     SourceConfig,
     check_mixture,
+    counts_of,
     errors_of,
     phases_of,
-    shares_at,
 )
-from lm.data.prepare import EARLIER, Packing, PrepareOptions, prepare
-from lm.data.sampler import Order, lanes_for
+from lm.data.prepare import Packing, PrepareOptions, prepare
+from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
@@ -42,6 +42,7 @@ from lm.system.units import Count, plural
 log = logging.getLogger(__name__)
 
 BLOCKS_IN_BUFFER = 8  # at least: small shards are joined to blocks no larger than that, so that some are mixed
+SHARED_BY = 8  # each source of a mixture shuffles with this part of the buffer, so more of them hold more
 NOTED_LEFT_OVER = 0.01  # of the tokens
 
 
@@ -152,6 +153,8 @@ class DataModule(LightningDataModule):
         self.phases = phases or []
         self.test = test
         self.packing = packing
+        if prepare is not None and prepare.packing != "stream":
+            self.packing = packing or prepare.packing
         self.prepare_options = prepare
         self.pad_id = pad_id
         self.seq_len = seq_len
@@ -205,11 +208,11 @@ class DataModule(LightningDataModule):
             return
         file = self.path / "manifest.json"
         try:
-            made = {**EARLIER, **parse_json(file.read_bytes()).get("options", {})}
+            made = dict(parse_json(file.read_bytes()).get("options", {}))
         except (OSError, AttributeError, TypeError, ValueError) as error:
             raise RequestError(f"{file} is damaged ({error}); `rm -r {self.path}`, and it is made again") from error
         learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(self.prepare_options.tokenizer, [])
-        for name in ["val_fraction", "text_key", "packing", *learned]:
+        for name in ["val_fraction", "text_key", *learned]:
             wanted = getattr(self.prepare_options, name)
             if name in made and made[name] != wanted:
                 raise RequestError(
@@ -233,6 +236,12 @@ class DataModule(LightningDataModule):
             for source in self.sources:
                 with self._errors_of(source):
                     if shards := self._open(source, split):
+                        if self.mixed and split != "train" and 0 < shards.tokens <= self.seq_len:
+                            log.warning(
+                                "data.sources %s: it has no validation: %s has %s, and a sample takes %d", source.name,
+                                shards.source, plural(shards.tokens, "token"), self.seq_len + 1,
+                            )  # fmt: skip
+                            continue
                         shards.require_windows(self.seq_len)
                         if split != "train":
                             shards.require_targets(self.seq_len, self._limit(split))
@@ -291,7 +300,7 @@ class DataModule(LightningDataModule):
         if self.packing not in (None, made):
             raise RequestError(
                 f"{shards.source} was prepared with --packing {made}, and data.packing is {self.packing}: leave "
-                "data.packing out, or prepare the text again"
+                "data.packing out, or prepare the text again, to another folder"
             )
         return shards
 
@@ -342,16 +351,20 @@ class DataModule(LightningDataModule):
 
     def order(self) -> Order | Mixture:
         """Which window each sample of the training stream is."""
-        train = self.by_source["train"]
-        lanes = lanes_for(self.shards["train"].largest.tokens, self.shuffle_buffer, len(train))
         orders = [
-            Order(shards.windows(self.seq_len), self._seed_of(name), lanes=lanes) for name, shards in train.items()
+            Order(shards.windows(self.seq_len), self._seed_of(name), lanes=self._lanes(shards))
+            for name, shards in self.by_source["train"].items()
         ]
         return Mixture(orders, self._phases) if self.mixed else orders[0]
 
-    def shares(self, sample: int) -> np.ndarray:
-        """The weights of the sources of a mixture at a sample, of a sum of 1: (sources,) fp64."""
-        return shares_at(self._phases, sample)
+    def _lanes(self, shards: Shards) -> int:
+        """Of one source, whatever other sources there are."""
+        parts = SHARED_BY if self.mixed else 1
+        return lanes_for(shards.largest.tokens, self.shuffle_buffer // parts)
+
+    def shares(self, samples: int) -> np.ndarray:
+        """Which part of the first samples of a mixture is of each source: (sources,) fp64, of a sum of 1."""
+        return counts_of(self._phases, samples) / samples
 
     @property
     def _phases(self) -> list[Phase]:
@@ -393,10 +406,14 @@ class DataModule(LightningDataModule):
 
     def train_dataloader(self) -> Stream:
         """This rank's part of one optimizer step after another, without end, from the first sample not trained on."""
+        buffer = self.shuffle_buffer
+        if self.mixed:
+            held = sum(self._lanes(shards) * shards.largest.tokens for shards in self.by_source["train"].values())
+            buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].largest.tokens)
         return Stream(
             self.shards["train"], self.order(), seq_len=self.seq_len, start=self.consumed,
             global_batch=self.global_batch, rank=self.trainer.global_rank, world=self.trainer.world_size,
-            shuffle_buffer=self.shuffle_buffer, reading=self._reading(),
+            shuffle_buffer=buffer, reading=self._reading(),
         )
 
     def val_dataloader(self) -> Any:

@@ -32,7 +32,7 @@ from lm.data.packing import PackedRows, pack_documents
 from lm.data.parquet import ROW_GROUP_TOKENS, ShardWriter
 from lm.data.text_files import Piece, TextFile, read_pieces
 from lm.data.tokenizer import Encoder, Tokenizer, id_type
-from lm.errors import RunError
+from lm.errors import RequestError, RunError
 from lm.system.files import sync, write_atomically
 
 UNIT_BYTES = 64 * 2**20  # of text, about; smaller for a small corpus, so that all processes have something to do
@@ -255,10 +255,15 @@ def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, pac
     """Rows of several documents, as `data/packing` says; returns what they cost."""
     seq_len, eos_id = packed
     parts = [part_ids(folder, file, writer.dtype)[start:stop] for file, start, stop in slices]
+    # A document that validation cut has no end of its own.
+    parts = [ids if ids[-1] == eos_id else np.append(ids, writer.dtype.type(eos_id)) for ids in parts]
     begins = np.cumsum([0, *map(len, parts)])  # of each part, in all of them end to end
-    ends = [np.append(np.flatnonzero(ids[:-1] == eos_id) + 1, len(ids)) for ids in parts]
-    ends = np.concatenate([end + begin for end, begin in zip(ends, begins)])
-    packing = pack_documents(ends, seq_len)
+    ends = np.concatenate([np.flatnonzero(ids == eos_id) + 1 + begin for ids, begin in zip(parts, begins)])
+    lengths = np.diff(ends, prepend=0)
+    some = lengths > 1  # the rest of a document that was cut may be its end alone
+    if not some.any():
+        raise RequestError("there is too little text to hold some out: give more, or --val_fraction 0")
+    packing = pack_documents((ends - lengths)[some], ends[some], seq_len)
     at_once = max(1, ROW_GROUP_TOKENS // (seq_len + 1))  # rows
     edges = np.arange(0, packing.rows[-1] + 1 + at_once, at_once)
     for first, last in pairwise(np.searchsorted(packing.rows, edges).tolist()):
@@ -275,8 +280,9 @@ def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, pac
                 ids[row, 0] = parts[part][start - 1]
         writer.write(ids.ravel(), np.full(len(ids), seq_len + 1))
     return {
-        "padding": int(packing.rows[-1] + 1) * seq_len - int(ends[-1]),  # tokens that fill rows up
-        "cut_documents": int((np.diff(ends, prepend=0) > seq_len).sum()),
+        # Tokens that fill rows up.
+        "padding": int(packing.rows[-1] + 1) * seq_len - int((packing.stops - packing.starts).sum()),
+        "cut_documents": int((lengths > seq_len).sum()),
     }
 
 

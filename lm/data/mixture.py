@@ -184,12 +184,6 @@ class Phase(NamedTuple):
     shares: tuple[int, ...]  # of each source; 0 leaves it out
 
 
-def shares_at(phases: Sequence[Phase], sample: int) -> np.ndarray:
-    """The weights of the sources at a sample, of a sum of 1: (sources,) fp64."""
-    shares = np.array([phase.shares for phase in phases if phase.start <= sample][-1])
-    return shares / shares.sum()
-
-
 def counts_of(phases: Sequence[Phase], samples: int) -> np.ndarray:
     """How many of the first `samples` samples are of each source: (sources,) int64."""
     total = np.zeros(len(phases[0].shares), dtype=np.int64)

@@ -4,7 +4,7 @@
 tokens and has one more before them, as the context of the first: the end-of-text token, or, where a row continues a
 document that is longer than a row, the token before. Documents are put into rows by best-fit decreasing: the longest
 first, each into the row with the least space that is left for it. End-of-text tokens fill a row up; they follow one
-that ends a document, and no document is empty, so `PackedRows.padding` tells them from the others.
+that ends a document, and no document is empty, so `PackedRows.targets` tells them from the others.
 """
 
 from collections import defaultdict
@@ -19,12 +19,12 @@ class PackedRows(NamedTuple):
     seq_len: int  # tokens that a row predicts; it has one more
     eos_id: int  # of the end-of-text token
 
-    def padding(self, ids: np.ndarray) -> np.ndarray:
-        """Which tokens of rows, (n,) end to end, fill them up: (n,) bool."""
+    def targets(self, ids: np.ndarray) -> np.ndarray:
+        """Which tokens of rows, (n,) end to end, are predicted: (n,) bool. The first of a row is not, nor its rest."""
         ends = ids.reshape(-1, self.seq_len + 1) == self.eos_id  # (rows, seq_len + 1)
-        padding = np.zeros_like(ends)
-        padding[:, 1:] = ends[:, 1:] & ends[:, :-1]
-        return padding.ravel()
+        targets = np.zeros_like(ends)
+        targets[:, 1:] = ~(ends[:, 1:] & ends[:, :-1])
+        return targets.ravel()
 
 
 class Packing(NamedTuple):
@@ -35,17 +35,17 @@ class Packing(NamedTuple):
     rows: np.ndarray  # (spans,) int64, from 0, the row of each; every row has at least one
 
 
-def pack_documents(ends: np.ndarray, seq_len: int) -> Packing:
+def pack_documents(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> Packing:
     """Put documents into rows that predict `seq_len` tokens each.
 
     A document of more than `seq_len` tokens begins a row of its own and fills as many as it can; what is left of it
-    begins another row. Rows are ordered by the first token of the documents in them, so that long and short documents
-    stay as mixed as they were.
+    begins the row after these. Rows are ordered by the first token of the documents in them, so that long and short
+    documents stay as mixed as they were.
 
     Args:
-        ends: (documents,) int64, increasing: where each document ends, the first one beginning at token 0.
+        begins: (documents,) int64, increasing: the first token of each document.
+        ends: (documents,) int64: the token after its last.
     """
-    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     lengths = ends - begins
     long = lengths > seq_len
     full = np.where(long, lengths // seq_len, 0)  # rows that a document fills
@@ -59,6 +59,7 @@ def pack_documents(ends: np.ndarray, seq_len: int) -> Packing:
     rows = np.concatenate([np.arange(len(starts) - len(long)), rows])
     firsts = np.full(rows.max(initial=-1) + 1, np.iinfo(np.int64).max)
     np.minimum.at(firsts, rows, starts)
+    firsts[rows[continues]] = starts[continues]
     rows = np.argsort(np.argsort(firsts))[rows]
     order = np.lexsort((starts, ~continues, rows))
     return Packing(starts[order], stops[order], rows[order])

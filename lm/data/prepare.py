@@ -50,6 +50,7 @@ FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
 LOSS_SPREAD = 2.5  # nats, standard deviation of a token's loss: 2 to 3 for tokens of a BPE
 MANIFEST, PARTS, PLAN = "manifest.json", ".parts", ".parts/plan.json"
 EARLIER = {"packing": "stream"}  # of folders that were made before there was such an option
+LONGEST_ROW = 2**24  # tokens
 CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
 
 
@@ -68,8 +69,8 @@ class PrepareOptions:
         val_fraction: Fraction of the documents for validation, chosen by a hash of their text; 0 for none.
         workers: Processes, one a core if not given. The result is the same for any number.
         packing: How documents become samples. "stream": they are laid end to end, and every `seq_len` tokens are a
-            sample, which begins and ends anywhere. "whole": samples begin with a document, and none is cut that fits
-            one; the rest of a sample is filled up and not trained on.
+            sample, which begins and ends anywhere. "whole": no document is cut that fits a sample, which begins with
+            one or continues a longer one; the rest of it is filled up and not trained on.
         seq_len: Tokens that a sample of "whole" predicts: the context of the model.
         text_key: Key or column of the text in JSON lines and Parquet.
         eos_token: Token that ends a document, where the tokenizer's own files do not say.
@@ -108,8 +109,8 @@ class PrepareOptions:
                                "model's max_position_embeddings")  # fmt: skip
         if self.packing == "stream" and self.seq_len is not None:
             raise RequestError("--seq_len is for --packing whole; a stream is cut into samples when it is trained on")
-        if self.seq_len is not None and self.seq_len < 2:
-            raise RequestError(f"--seq_len {self.seq_len}: at least 2")
+        if self.seq_len is not None and not 2 <= self.seq_len <= LONGEST_ROW:
+            raise RequestError(f"--seq_len {self.seq_len}: from 2 to {LONGEST_ROW}")
         if self.eos_token is not None and self.tokenizer in LEARNED:
             raise RequestError(f"--eos_token is for a tokenizer.json; a learned {self.tokenizer!r} has its own")
         if self.shard_tokens < 1 or self.sample_bytes < 1:
@@ -402,7 +403,10 @@ def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) 
     index = int(np.searchsorted(ends, edge, side="right"))  # of the document that is cut
     last = ids(list(different.values())[index])
     first = edge - int(ends[index]) + len(last)
+    if first == len(last) - 1 and last[-1] == tokenizer.eos_id:  # the token that ends a document is no text
+        first = max(first - 1, 0 if index else 1)
     near = range(first, min(first + CUT_SEARCH, len(last) + (index < len(ends) - 1)))
+    near = [at for at in near if at == first or at != len(last) - 1]
     line_ends = ("\n", tokenizer.eos_token)
     cut = next((at for at in near if at == 0 or tokenizer.decode(last[at - 1 : at]).endswith(line_ends)), first)
     order = {digest: number for number, digest in enumerate(different)}

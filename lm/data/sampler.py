@@ -24,15 +24,14 @@ GOLDEN = 0x9E3779B97F4A7C15  # of SplitMix64
 U64 = (1 << 64) - 1
 
 
-def lanes_for(largest_block: int, shuffle_buffer: int, sources: int = 1) -> int:
+def lanes_for(largest_block: int, shuffle_buffer: int) -> int:
     """How many lanes fit a shuffle buffer: a power of two from 1 to 64 (`Stream` checks that one block fits at all).
 
     Args:
         largest_block: tokens.
-        shuffle_buffer: tokens, for all sources of a mixture together.
-        sources: of the mixture; each has so many lanes.
+        shuffle_buffer: tokens.
     """
-    fitting = (shuffle_buffer // max(1, largest_block) - BLOCKS_AHEAD) // sources
+    fitting = shuffle_buffer // max(1, largest_block) - BLOCKS_AHEAD
     return 1 << (min(MAX_LANES, max(1, fitting)).bit_length() - 1)
 
 

@@ -424,8 +424,8 @@ class Shards:
         if self.packed.seq_len != seq_len:
             raise RequestError(
                 f"{self.source}: documents were packed for samples of {self.packed.seq_len:,} tokens, and data.seq_len "
-                f"(model.decoder.max_position_embeddings) is {seq_len:,}: give that, or run `lm data prepare` again "
-                f"with --seq_len {seq_len}"
+                f"(model.decoder.max_position_embeddings) is {seq_len:,}: give --data.seq_len {self.packed.seq_len}, "
+                f"or run `lm data prepare` again with --seq_len {seq_len} and another --output"
             )
         return seq_len + 1
 
@@ -562,9 +562,7 @@ class Shards:
                 return
             ids = self.read(index)
             if self.packed is not None:
-                inside = ~self.packed.padding(ids)
-                inside[:: self.packed.seq_len + 1] = False
-                ids = ids[inside]
+                ids = ids[self.packed.targets(ids)]
             yield ids[:left]
             left -= len(ids)
 
@@ -588,8 +586,7 @@ class Shards:
             tokens = _join([self._read_part(part) for part in parts])
         if self.packed is None:
             return tokens
-        padding = self.packed.padding(tokens.ids)
-        return tokens._replace(targets=~padding) if padding.any() else tokens
+        return tokens._replace(targets=self.packed.targets(tokens.ids))
 
     def _read_part(self, part: Part) -> Tokens:
         if not is_remote(part.file):

@@ -273,8 +273,9 @@ def samples_at(run: Run, step: int) -> tuple[int, int]:
 def split_documents(token_ids: list[int], data: DataModule) -> list[str]:
     """A sample's tokens as one text a document; the end-of-text token stays with the document that it ends."""
     eos_id = data.tokenizer.eos_id
-    if data.shards["train"].packed is not None:  # without what fills the row up
-        token_ids = [*token_ids[:1], *(b for a, b in pairwise(token_ids) if a != eos_id or b != eos_id)]
+    if data.shards["train"].packed is not None:  # without what fills the row up, and an end of text at its beginning
+        begin = [token for token in token_ids[:1] if token != eos_id]
+        token_ids = [*begin, *(b for a, b in pairwise(token_ids) if a != eos_id or b != eos_id)]
     ends = [index + 1 for index, token in enumerate(token_ids) if token == eos_id]
     edges = sorted({0, *ends, len(token_ids)})
     return [data.tokenizer.decode(token_ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]

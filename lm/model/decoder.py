@@ -317,17 +317,19 @@ class Decoder(nn.Module):
 
 
 def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:
-    """Number the documents of each row: one ends with its end-of-sequence token, the next token starts another.
+    """Number the documents of each row: an end-of-sequence token begins the next one, whose first token it predicts.
+
+    So a document is computed as it is when a text is evaluated or continued: the token is its first context.
 
     Args:
         input_ids: `(B, T)`.
-        eos_id: the token that ends a document, and belongs to it.
+        eos_id: the token that ends a document.
 
     Returns:
         `(B, T)` whole numbers from 0, never decreasing along a row.
     """
-    ends = (input_ids == eos_id).long()  # (B, T)
-    return ends.cumsum(1) - ends
+    number = (input_ids == eos_id).cumsum(1)  # (B, T)
+    return number - number[:, :1]
 
 
 @torch.no_grad()

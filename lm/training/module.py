@@ -49,7 +49,8 @@ class LanguageModule(LightningModule):
         decoder: Shape of the decoder, in Hugging Face's names.
         optimizer: Which optimizer, and its settings.
         schedule: Learning-rate schedule over optimizer steps.
-        document_mask: Keep attention inside a document and restart positions at its beginning.
+        document_mask: Keep attention inside a document and restart positions at its beginning, the end-of-text token
+            before its first one.
         z_loss: Weight of the squared log of the partition function in the training loss; keeps logits from drifting.
         kernels: Our CUDA kernels: `on`, `off`, or `auto`, where they can run.
         compile: What runs a block: `none` is eager mode, `inductor` generates code, `triton_free` traces forward and
@@ -335,7 +336,7 @@ class LanguageModule(LightningModule):
         metrics = {f"{prefix}/{short}": result[name] for name, short in names.items()}
         data = self.trainer.datamodule
         if data.source_names:
-            each, shares = metrics, data.shares(self.cursor.end if self.cursor else 0)  # (sources,)
+            each, shares = metrics, data.shares(self.trainer.samples_of_run)  # (sources,)
             measured = result["tokens"] > 0
             shares = torch.where(measured, torch.from_numpy(shares).to(self.device), 0)
             shares = shares if shares.any() else measured.double()  # none that is trained on now has a validation

@@ -319,6 +319,15 @@ class Trainer(lightning.Trainer):
             ) from error
 
     @property
+    def samples_of_run(self) -> int:
+        """About how many samples the config asks for, the same in a fit and in an evaluation."""
+        data = self.datamodule
+        if self._wanted["max_tokens"] is not None:
+            return max(1, self._wanted["max_tokens"] // data.seq_len)
+        batch = data.global_batch_tokens or data.micro_batch_size * data.seq_len
+        return max(1, (self._wanted["max_steps"] or 1) * batch // data.seq_len)
+
+    @property
     def checkpoint_callback(self) -> Checkpoint | None:
         """The callback that takes the run's checkpoints; a user may have one of Lightning's beside it."""
         return next((each for each in self.checkpoint_callbacks if hasattr(each, "request")), None)

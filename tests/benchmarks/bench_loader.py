@@ -163,7 +163,7 @@ def _mixture(folder: Path, count: int) -> Iterator[Batch]:
 
 
 def _lanes(shards: Shards, sources: int = 1) -> int:
-    return lanes_for(shards.largest.tokens, _buffer(shards), sources)
+    return lanes_for(shards.largest.tokens, _buffer(shards) // sources)
 
 
 def _batches(shards: Shards, order: Order | Mixture) -> Iterator[Batch]:

@@ -20,10 +20,14 @@ from lm.system.units import Count
 SEQ_LEN = 32
 
 
+def pack(lengths, seq_len):
+    ends = np.cumsum(lengths)
+    return pack_documents(ends - lengths, ends, seq_len)
+
+
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(2, 20))
 def test_every_token_is_in_one_row_and_no_document_is_cut_that_fits_one(lengths, seq_len):
-    ends = np.cumsum(lengths)
-    packing = pack_documents(ends, seq_len)
+    packing, ends = pack(lengths, seq_len), np.cumsum(lengths)
     spans = list(zip(packing.starts.tolist(), packing.stops.tolist(), packing.rows.tolist()))
     assert sorted(token for start, stop, _ in spans for token in range(start, stop)) == list(range(ends[-1]))
     begins = {0, *ends[:-1].tolist()}
@@ -37,19 +41,19 @@ def test_every_token_is_in_one_row_and_no_document_is_cut_that_fits_one(lengths,
         assert stop - start > seq_len or (start, stop) in whole
     open_rows = [sum(stop - start for start, stop in row) for row in rows.values() if row[0][0] in begins]
     assert all(a + b > seq_len for a, b in pairwise(sorted(open_rows))), "two rows would fit one"
-    firsts = [min(start for start, _ in row) for row in rows.values()]
-    assert firsts == sorted(firsts), "the order of the documents is kept, as far as it can be"
+    firsts = [row[0][0] if row[0][0] not in begins else min(start for start, _ in row) for row in rows.values()]
+    assert firsts == sorted(firsts), "the order of the documents is kept, and a long one's rows follow each other"
 
 
 def test_a_document_goes_into_the_row_with_the_least_space_that_is_enough():
-    packing = pack_documents(np.cumsum([7, 5, 3]), 10)
+    packing = pack([7, 5, 3], 10)
     assert packing.rows.tolist() == [0, 0, 1] and packing.starts.tolist() == [0, 12, 7]
 
 
 def test_what_fills_a_row_up_is_known_from_what_ends_a_document():
     rows = np.array([[9, 5, 9, 6, 9], [9, 5, 9, 9, 9], [3, 5, 6, 7, 8]])
-    assert PackedRows(4, 9).padding(rows.ravel()).reshape(3, 5).tolist() == [
-        [False] * 5, [False, False, False, True, True], [False] * 5]  # fmt: skip
+    assert PackedRows(4, 9).targets(rows.ravel()).reshape(3, 5).tolist() == [
+        [False, True, True, True, True], [False, True, True, False, False], [False, True, True, True, True]]
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +175,20 @@ def test_what_does_not_fit_is_one_line(place, command, message):
     done = lm(place, *command.split(), expect=2)
     [line] = done.stderr.strip().splitlines()
     assert re.search(message, line)
+
+
+@pytest.mark.parametrize("texts", [["a", "b", "c"] * 40, ["abc def. " * 9], ["ab"]], ids=["letters", "one", "short"])
+def test_a_validation_that_had_to_be_cut_has_text_to_predict(tmp_path, texts):
+    """And a document that was cut ends, so that no other one follows it without a border."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    folder = tmp_path / "made"
+    prepare(PrepareOptions([str(tmp_path / "a.jsonl")], str(folder), "char", packing="whole", seq_len=Count(SEQ_LEN)))
+    eos_id = Tokenizer.load(folder).eos_id
+    for split in ("train", "val"):
+        shards, rows, targets = read_rows(folder, split)
+        assert all((row[mask] != eos_id).any() for row, mask in zip(rows, targets))
+        [entry] = json.loads((folder / "manifest.json").read_text())["splits"][split]["shards"]
+        assert entry["padding"] == (~targets[:, 1:]).sum()
+        if texts[0] == "a":
+            between = [piece for row in rows for piece in np.split(row[1:], np.flatnonzero(row[1:] == eos_id))]
+            assert all((piece != eos_id).sum() <= 1 for piece in between)
