@@ -96,20 +96,20 @@ def data_facts(
         opened.setup("fit")
     return {"prepared": True, "warnings": opened.warnings()} | {
         split: {
-            "tokens": shards.tokens, "shards": len(shards.fingerprint()),
+            "tokens": shards.document_tokens, "shards": len(shards.fingerprint()),
             "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
             "filled_up": shards.filled_up,
             "dtype": str(shards.column.dtype),
             # Of the first block, which in a mixture is of the first source alone.
             "bytes_per_token": None if fit or opened.mixed else float(
-                shards.token_bytes(opened.tokenizer)[shards.read(0)].mean()),
+                shards.token_bytes(opened.tokenizer)[next(shards.pieces())].mean()),
             "documents_end": bool((shards.read(0) == opened.tokenizer.eos_id).any()) if document_mask else None,
         }
         for split, shards in opened.shards.items()
     } | {
         "sources": {
             source.name: {
-                "tokens": shards.tokens, "windows": int(shards.windows(opened.seq_len).sum()),
+                "tokens": shards.document_tokens, "windows": int(shards.windows(opened.seq_len).sum()),
                 "bytes_per_token": bytes_per_token(source),
             }
             for source, shards in zip(opened.sources, opened.by_source["train"].values(), strict=True)

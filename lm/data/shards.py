@@ -507,6 +507,14 @@ class Shards:
         return self.tokens - int((windows * stride + ((windows > 0) & (stride == seq_len))).sum())
 
     @property
+    def document_tokens(self) -> int:
+        """`tokens`; of packed rows without the first of each, and without what fills them up, where that is known."""
+        if self.packed is None:
+            return self.tokens
+        filling = sum(shard.padding or 0 for shard in self._shards.values())
+        return self.tokens - self.tokens // (self.packed.seq_len + 1) - filling
+
+    @property
     def filled_up(self) -> float | None:
         """The fraction of the targets of packed rows that only fill them up; None where it is not known."""
         counts = [shard.padding for shard in self._shards.values()]

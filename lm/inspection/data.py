@@ -324,7 +324,7 @@ def splits_table(shards: Mapping[str, Shards], documents: Mapping[str, Documents
     for name, one in documents.items():
         longest = int(one.tokens.max()) if len(one.tokens) else 0
         middle = int(np.median(one.tokens)) if len(one.tokens) else 0
-        rows.append((name, shards[name].tokens, len(shards[name].fingerprint()), int(one.tokens.sum()),
+        rows.append((name, shards[name].document_tokens, len(shards[name].fingerprint()), int(one.tokens.sum()),
                      len(one.tokens), middle, longest, one.bytes_per_token))  # fmt: skip
     names = ("split", "tokens", "shards", "tokens looked at", "documents in them", "median length (tokens)",
              "longest (tokens)", "bytes a token")  # fmt: skip

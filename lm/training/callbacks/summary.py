@@ -74,7 +74,7 @@ def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
     sizes = {name: parameter.numel() for name, parameter in module.decoder.named_parameters()}
     total, embeddings = sum(sizes.values()), sum(sizes.get(name, 0) for name in EMBEDDINGS)
     data, steps = trainer.datamodule, trainer.steps
-    tokens = {split: shards.tokens for split, shards in data.shards.items()}
+    tokens = {split: shards.document_tokens for split, shards in data.shards.items()}
     epochs = f"{steps.max_steps * steps.tokens_per_step / tokens['train']:.2f} epochs"
     if data.source_names:
         each = data.order().epochs(steps.max_steps * steps.global_batch)
