@@ -185,8 +185,10 @@ def test_later_weights_may_change_on_resume_and_past_ones_not(place):
     kept = {"tokens": 5 * 256, "weights": {"middle": 1, "high": 1}}
     assert "new ones go to the end" in resume([more, *sources], [kept], expect=2).stderr
     later = [kept, {"tokens": 8 * 256, "weights": {"more": 1}}]
-    assert "the weights of low, middle, high, more to come were changed: 0:0:0:1 from sample 64" in resume(
-        [*sources, more], later).stderr  # fmt: skip
+    said = resume([*sources, more], later).stderr
+    assert "the weights of low, middle, high, more to come were changed: 0:0:0:1 from sample 64" in said
+    assert "changed since the run was started: data.sources.more.train: None -> more/train" in said
+    assert "data.sources.low" not in said
     assert {sample["source"] for sample in shown(place, name, 8)} == {"middle", "high"}
     assert {sample["source"] for sample in shown(place, name, 9)} == {"more"}
 
