@@ -104,7 +104,8 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested config as dotted keys; of a list of options, such as the sources of a mixture, with their names."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, list) and value and all(isinstance(one, dict) and "class_path" not in one for one in value):
+        listed = isinstance(value, list) and value
+        if listed and all(isinstance(one, dict) and "class_path" not in one for one in value):
             value = {str(one.get("name", index)): one for index, one in enumerate(value)}
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")

@@ -231,6 +231,7 @@ def index_state(
     groups = optimizer.param_groups
     own = getattr(optimizer, "slots", {1: ADAMW_SLOTS, 2: ADAMW_SLOTS})
     wanted = [MUON_SLOTS if group.get("rows") else own[p.ndim] for group in groups for p in group["params"]]
+    option = "class_path" if hasattr(optimizer, "slots") else "name"
     states: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, value in values.items():
         name, _, slot = key.rpartition("/")
@@ -239,6 +240,7 @@ def index_state(
         if states[name] and set(states[name]) != set(slots):
             raise RequestError(
                 f"this is a checkpoint of another optimizer: it has {', '.join(sorted(states[name]))} of {name}, and "
-                f"{type(optimizer).__name__} needs {', '.join(sorted(slots)) or 'nothing'}; set model.optimizer back"
+                f"{type(optimizer).__name__} needs {', '.join(sorted(slots)) or 'nothing'}; "
+                f"set model.optimizer.{option} back"
             )
     return {index: states[name] for index, name in enumerate(names) if states[name]}

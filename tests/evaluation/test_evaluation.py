@@ -471,8 +471,8 @@ def test_shards_are_measured_as_a_validation_does(corpus, tokenizer, document_ma
     decoder, counted = decoder_of(tokenizer), TokenLoss()
     windows = Windows(Shards.open(str(corpus / "data/train")), seq_len=48, micro_batch=5)
     for batch in windows:
-        documents = (batch.input_ids == tokenizer.eos_id).long()
-        documents = documents.cumsum(1) - documents if document_mask else None
+        documents = (batch.input_ids == tokenizer.eos_id).cumsum(1)
+        documents = documents - documents[:, :1] if document_mask else None
         with torch.no_grad():
             losses = decoder(batch.input_ids, labels=batch.labels, document_ids=documents).per_token
         counted.update(losses, batch.labels, torch.from_numpy(tokenizer.token_bytes()))
