@@ -27,10 +27,11 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm, which may not be installed
 
+from lm.data.datamodule import SHARED_BY
 from lm.data.loader import Batch, Stream
 from lm.data.mixture import Mixture, Phase
 from lm.data.parquet import ShardWriter
-from lm.data.sampler import Order, lanes_for
+from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import BLOCK_TOKENS, Shards
 from lm.errors import RequestError
 from lm.system.arguments import call
@@ -157,19 +158,18 @@ def _mixture(folder: Path, count: int) -> Iterator[Batch]:
     files = sorted(map(str, (folder / "train").iterdir()))
     parts = {str(number): Shards.open(files[number::count], vocab_size=VOCABULARY) for number in range(count)}
     shards = Shards.join(parts)
-    lanes = _lanes(shards, count)
+    lanes = _lanes(shards, SHARED_BY)  # as the DataModule has it
     orders = [Order(part.windows(SEQ_LEN), seed, lanes=lanes) for seed, part in enumerate(parts.values())]
     return _batches(shards, Mixture(orders, [Phase(0, tuple(range(1, count + 1)))]))
 
 
-def _lanes(shards: Shards, sources: int = 1) -> int:
-    return lanes_for(shards.largest.tokens, _buffer(shards) // sources)
+def _lanes(shards: Shards, parts: int = 1) -> int:
+    return lanes_for(shards.largest.tokens, _buffer(shards) // parts)
 
 
 def _batches(shards: Shards, order: Order | Mixture) -> Iterator[Batch]:
-    return iter(
-        Stream(shards, order, seq_len=SEQ_LEN, start=0, global_batch=ROWS, shuffle_buffer=_buffer(shards))
-    )
+    buffer = max(_buffer(shards), (order.lanes + BLOCKS_AHEAD) * shards.largest.tokens)
+    return iter(Stream(shards, order, seq_len=SEQ_LEN, start=0, global_batch=ROWS, shuffle_buffer=buffer))
 
 
 def _memory(folder: Path) -> dict:
