@@ -1,19 +1,51 @@
 """lm: pretrain a small language model from one YAML file.
 
-In Python two functions begin everything: `load_run` and `load_model`. Nothing heavy is imported before they are called.
+In Python `prepare`, `fit`, `evaluate` and `generate` do what the commands do; `load_run` and `load_model` are for
+looking at what they made; `Trainer`, `LanguageModule`, `DataModule` and their options are the parts. Nothing heavy is
+imported before it is used.
 """
 
+import sys
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import torch
 
+    from lm.cli.functions import Trainer, evaluate, fit, generate, prepare
+    from lm.data.datamodule import DataModule
+    from lm.inference.generation import Sampling
     from lm.inference.pretrained import Pretrained
+    from lm.model.config import DecoderConfig
     from lm.runs.run import Run
+    from lm.training.callback import Callback
+    from lm.training.module import LanguageModule
+    from lm.training.optim import OptimizerConfig
+    from lm.training.schedule import ScheduleConfig
 
-__all__ = ["load_model", "load_run"]
+# name -> the module that has it, which is imported when it is asked for
+ELSEWHERE = {
+    "fit": "lm.cli.functions", "prepare": "lm.cli.functions", "evaluate": "lm.cli.functions",
+    "generate": "lm.cli.functions", "Trainer": "lm.cli.functions", "DataModule": "lm.data.datamodule",
+    "Sampling": "lm.inference.generation", "DecoderConfig": "lm.model.config", "Callback": "lm.training.callback",
+    "LanguageModule": "lm.training.module", "OptimizerConfig": "lm.training.optim",
+    "ScheduleConfig": "lm.training.schedule",
+}  # fmt: skip
+
+__all__ = ["Callback", "DataModule", "DecoderConfig", "LanguageModule", "OptimizerConfig", "Sampling", "ScheduleConfig",
+           "Trainer", "evaluate", "fit", "generate", "load_model", "load_run", "prepare", "run"]  # fmt: skip
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ELSEWHERE:
+        raise AttributeError(f"module 'lm' has no {name!r}")
+    return getattr(import_module(ELSEWHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *ELSEWHERE]
 
 
 def load_run(path: "str | Path") -> "Run":
@@ -31,8 +63,9 @@ def load_run(path: "str | Path") -> "Run":
 
 
 def load_model(
-    path: "str | Path", device: "str | torch.device | None" = None, dtype: "torch.dtype | None" = None
-) -> "Pretrained":
+    path: "str | Path", device: "str | torch.device | None" = None, dtype: "torch.dtype | None" = None,
+    module: "type[LanguageModule] | None" = None,
+) -> "Pretrained":  # fmt: skip
     """A trained model with its tokenizer, to generate with or to look into.
 
     Args:
@@ -40,10 +73,34 @@ def load_model(
             Qwen3 or Ministral in Hugging Face's format.
         device: where to; the GPU if there is one, else the CPU, if not given.
         dtype: of the weights; as they are stored if not given.
+        module: the class that `run` was given, for a model of one's own.
 
     Raises:
         RequestError: there is no model, it is damaged, or it is of another architecture.
     """
     from lm.inference.pretrained import load_pretrained
 
-    return load_pretrained(path, device, dtype)
+    return load_pretrained(path, device, dtype, module=module)
+
+
+def run(module: "type[LanguageModule]") -> "NoReturn":
+    """The whole command line around a model of one's own, for the end of the file that has it.
+
+        if __name__ == "__main__":
+            lm.run(MyModule)      # python my_model.py fit --config tiny.yaml
+
+    Args:
+        module: its `build_decoder` returns the model, and its further arguments are options under `model:`.
+    """
+    from lm.model.custom import use_module_class
+    from lm.system import process
+    from lm.training.module import LanguageModule
+
+    if not (isinstance(module, type) and issubclass(module, LanguageModule)):
+        raise TypeError(f"lm.run takes a subclass of lm.training.module.LanguageModule, and this is {module!r}")
+    use_module_class(module)
+    process.script = Path(sys.argv[0])
+
+    from lm.__main__ import main
+
+    main()

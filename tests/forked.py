@@ -24,7 +24,7 @@ CAN_FORK = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
 class Fork:
-    """A running `python -m lm`; the part of `subprocess.Popen` that the tests use."""
+    """A running `python -m lm`, or `python FILE.py` where the first argument is one; the part of `subprocess.Popen` that the tests use."""
 
     def __init__(self, arguments: tuple[str, ...], cwd: Path, env: dict[str, str]) -> None:
         self.args, self.returncode = ("lm", *arguments), None
@@ -141,4 +141,8 @@ if __name__ == "__main__":
     import lm.cli.config  # noqa: F401
 
     sys.argv[1:] = serve(socket.socket(fileno=int(sys.argv[1])))
-    runpy.run_module("lm", run_name="__main__", alter_sys=True)
+    if sys.argv[1:2] and sys.argv[1].endswith(".py"):  # a file that calls `lm.run`
+        sys.argv[:2] = sys.argv[1:2]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module("lm", run_name="__main__", alter_sys=True)

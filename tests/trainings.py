@@ -68,7 +68,7 @@ def write_config(folder: Path, name: str = "small", **changes: Any) -> Path:
 
 
 def start(folder: Path, *arguments: str, fresh: bool = False, **environment: str) -> subprocess.Popen | Fork:
-    """`python -m lm ...` in a folder, with the test equipment importable and one thread.
+    """`python -m lm ...`, or `python FILE.py ...`, in a folder, with the test equipment importable and one thread.
 
     Args:
         fresh: in a process that has imported nothing before, as it is where `environment` is given.
@@ -77,7 +77,7 @@ def start(folder: Path, *arguments: str, fresh: bool = False, **environment: str
     if CAN_FORK and not fresh and not environment:
         return Fork(arguments, folder, env)
     return subprocess.Popen(
-        [sys.executable, "-m", "lm", *arguments], cwd=folder, env=env, text=True,
+        [sys.executable, *([] if arguments[0].endswith(".py") else ["-m", "lm"]), *arguments], cwd=folder, env=env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

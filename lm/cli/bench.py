@@ -33,8 +33,7 @@ from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
-from lm.kernels.operations import choose_kernels
-from lm.model.estimates import describe_mfu, flops_per_token, parameters, training_memory
+from lm.model.estimates import describe_mfu, flops_per_token, training_memory
 from lm.system.files import refuse_url, write_atomically
 from lm.system.hardware import device_name
 from lm.system.process import run_facts, seconds_since_process_start
@@ -44,7 +43,7 @@ from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.distributed import DistributedConfig, srun_world, torchrun_world
-from lm.training.module import LanguageModule
+from lm.training.module import LanguageModule, training_class
 from lm.training.out_of_memory import step_of
 from lm.training.trainer import Trainer
 
@@ -162,7 +161,7 @@ def fit_briefly(
         data = DataModule(**data_options)
         data.seed = config.seed_everything
         constant = replace(config.model.schedule, name="constant")
-        module = LanguageModule(**vars(config.model) | {"schedule": constant})
+        module = training_class()(**vars(config.model) | {"schedule": constant})
         request = vars(config.trainer) | {
             "max_steps": steps, "max_tokens": None, "default_root_dir": str(Path(folder) / "runs"), "logger": None,
             **options,
@@ -237,12 +236,12 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
         "compile_whole": module.compile_whole,
         "activation_checkpointing": module.activation_checkpointing,
         "keep_normed_rows": module.keep_normed_rows,
-        "kernels": choose_kernels(module.kernels, device)[1],
+        "kernels": module.kernels_taken,
         "cuda_graphs": module.cuda_graphs,
         "attention": module.attention_kernels,
         "python": facts["python"],
         "versions": facts["versions"],
-        "parameters": parameters(module.config)["total"],
+        "parameters": sum(weight.numel() for weight in module.decoder.parameters()),
         "vocab_size": module.config.vocab_size,
         "seq_len": steps.seq_len,
         "micro_batch_size": steps.micro_batch_size,

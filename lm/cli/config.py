@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 import yaml
 from jsonargparse import ActionConfigFile, Namespace
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -24,7 +26,9 @@ from lm.cli.options import CONFIG, find_config, read_config
 from lm.cli.plan import PlanChecks, PlanOptions, is_prepared, plan
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
+from lm.inference.pretrained import read_object
 from lm.kernels.operations import kernels_missing
+from lm.model.custom import MODEL_TYPE, known_class, module_class
 from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.registry import find_run, record_run
 from lm.runs.resume import checkpoint_folder, find_checkpoint, is_of_a_run, refuse_changed_config, repair_links
@@ -36,17 +40,21 @@ from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
 from lm.training.callbacks.run_folder import RunFolder, RunOptions
 from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.module import LanguageModule
+from lm.training.module import training_class
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-CLASSES = {"trainer": Trainer, "model": LanguageModule, "data": DataModule}
-# The other groups of a config.
+# The groups of a config beside those of `classes`.
 OTHER_GROUPS = {"guards": GuardsConfig, "samples": SamplesConfig, "evaluation": EvaluationConfig}
 FLAGS = ("force",)
 LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input", "samples.prompts",
          "evaluation.tasks", "tags", "on_event")  # fmt: skip
+
+
+def classes() -> dict[str, type]:
+    """The classes that take the options under `trainer`, `model` and `data`."""
+    return {"trainer": Trainer, "model": training_class(), "data": DataModule}
 
 
 class ConfigFile(ActionConfigFile):
@@ -106,7 +114,7 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
     parser.add_argument("--seed_everything", type=int, default=1337)
     for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
         parser.add_argument(f"--{name}", type=str | None, default=None)
-    for name, kind in CLASSES.items():
+    for name, kind in classes().items():
         parser.add_class_arguments(kind, name, instantiate=False)
     parser.add_class_arguments(RunOptions)
     for name, kind in OTHER_GROUPS.items():
@@ -129,7 +137,7 @@ def refuse_nulls(config: Namespace) -> None:
     Raises:
         RequestError: names the key.
     """
-    for name, kind in (CLASSES | OTHER_GROUPS).items():
+    for name, kind in (classes() | OTHER_GROUPS).items():
         _refuse_nulls(kind, config[name], name)
 
 
@@ -204,11 +212,21 @@ class TrainingParser(TrainingOptions, OneLineErrors, LightningArgumentParser):
 
 
 class TrainingCLI(LightningCLI):
-    """LightningCLI whose classes are fixed, so that a config needs no `class_path`."""
+    """LightningCLI whose classes are fixed, so that a config needs no `class_path`.
 
-    def __init__(self, arguments: list[str]) -> None:
+    Args:
+        arguments: those of the command line, from the subcommand on.
+        callbacks: beside those of the config.
+        check: called with the Trainer before anything runs.
+    """
+
+    def __init__(
+        self, arguments: list[str], callbacks: Sequence[Callback] = (),
+        check: Callable[[Trainer], None] = lambda trainer: None,
+    ) -> None:  # fmt: skip
+        self.own_callbacks, self.check = callbacks, check
         super().__init__(
-            LanguageModule,
+            training_class(),
             DataModule,
             trainer_class=Trainer,
             parser_class=TrainingParser,
@@ -242,7 +260,7 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         self.options: dict[type, dict[str, Any]] = {}
-        for kind in (LanguageModule, DataModule):
+        for kind in (training_class(), DataModule):
             self.parser.add_instantiator(self._build, kind, subclasses=False, prepend=True)
         config = self.config[self.subcommand]
         refuse_nulls(config)
@@ -304,19 +322,26 @@ class TrainingCLI(LightningCLI):
         beside = {name: self._get(self.config_init, name) for name in OTHER_GROUPS}
         if self.subcommand == "fit":
             beside["guards"].budget.read_file()  # refuses a cap that cannot be counted
-        callbacks = [*standard_callbacks(trainer_config, self.run_folder, **beside), Summary()]
+        callbacks = [*self.own_callbacks, *standard_callbacks(trainer_config, self.run_folder, **beside), Summary()]
         if self.subcommand == "fit":
             planned = Namespace(
-                trainer=Namespace(**trainer_config), model=Namespace(**self.options[LanguageModule]),
+                trainer=Namespace(**trainer_config), model=Namespace(**self.options[training_class()]),
                 data=Namespace(**self.options[DataModule]), evaluation=beside["evaluation"], guards=beside["guards"],
                 **vars(PlanOptions(device="cpu" if config.trainer.accelerator == "cpu" else "auto")),
             )  # fmt: skip
             self.checks = PlanChecks(planned, self.resumed_run, config.force)
             callbacks.append(self.checks)
         try:
-            return self._instantiate_trainer(trainer_config, callbacks)
+            trainer = self._instantiate_trainer(trainer_config, callbacks)
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise RequestError(f"trainer: {' '.join(str(error).split())}") from error
+        self.check(trainer)
+        return trainer
+
+    @property
+    def finished_run(self) -> Run:
+        """The run of a fit that is over."""
+        return self.trainer.run or self.resumed_run
 
     def _build(self, kind: type, **options: Any) -> Any:
         """Build the module or the data, and keep its options."""
@@ -379,17 +404,37 @@ def _chosen_run(arguments: list[str]) -> Run:
     return find_run(options.get("--run"), root, otherwise=", or give --config")
 
 
-def main(arguments: list[str]) -> None:
-    """Run `lm fit|validate|test|predict|plan ...`."""
+def quiet_lightning() -> None:
+    """Leave out what Lightning says of every training."""
     warnings.filterwarnings("ignore", module="lightning")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def refuse_unknown_class(run: Run) -> None:
+    """Refuse a run whose model another class builds than this process has, before its options are unknown ones.
+
+    Raises:
+        RequestError: names the class and how to give it.
+    """
+    newest = run.link("last")
+    file = newest / "config.json" if newest else None
+    if file is not None and file.exists():
+        document = read_object(file)
+        if document.get("model_type") == MODEL_TYPE:
+            known_class(document, module_class(), str(run.path))
+
+
+def main(arguments: list[str]) -> None:
+    """Run `lm fit|validate|test|predict|plan ...`."""
+    quiet_lightning()
     command, rest = arguments[0], arguments[1:]
     if command == "plan":
         config = config_parser("lm plan", PlanOptions).read(rest)
         return plan(config, config.run or config_name(config))
     if command != "fit" and not any(a in ("-c", "--config") or a.startswith("--config=") for a in rest):
         run = _chosen_run(rest)
+        refuse_unknown_class(run)
         there = ["--run", run.name, "--trainer.default_root_dir", str(run.path.parent)]
         rest = ["--config", str(run.config), *there, *rest]
     sys.argv = [sys.argv[0], *arguments]

@@ -21,6 +21,7 @@ from lm.errors import RequestError
 from lm.inference.export import Card, check_reload, model_card
 from lm.inference.pretrained import Pretrained, load_pretrained, read_object
 from lm.model.config import DecoderConfig
+from lm.model.custom import is_stock
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
@@ -68,6 +69,9 @@ def export(
             raise RequestError(f"--language {code}: give ISO 639 codes, such as en")
     with new_folder(Path(output)) as folder:
         model = load_pretrained(chosen_model(run, ckpt_path, root), device="cpu", dtype=dtype and getattr(torch, dtype))
+        if not is_stock(model.decoder):
+            raise RequestError(f"{model.path} holds a model of {type(model.decoder).__name__}, which Hugging Face's "
+                               "libraries do not have: give the folder to others with the file of its class")
         model.decoder.to(model.dtype)
         write_model(model, Card(name or Path(output).resolve().name, license, tuple(language or [])), folder)
         loader, difference = check_reload(folder, model)

@@ -77,17 +77,46 @@ def evaluate(
         json: Print one JSON object instead of tables.
         root: Folder of the runs.
     """
-    if not (tasks or texts or shards):
-        raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
-    require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)
-    require_at_least(0, "--", num_fewshot=num_fewshot)
     refuse_url("--output", output or "")
     if output is not None and output.is_dir():
         raise RequestError(f"--output {output} is a folder; give a file")
     if output is not None and not output.absolute().parent.is_dir():
         raise RequestError(f"--output {output}: there is no folder {output.parent}")
+
+    def load() -> Pretrained:
+        return load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype))
+
+    found = measure(
+        load, tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
+        batch_tokens=batch_tokens, begin=begin, stride=stride,
+    )  # fmt: skip
+    if output is not None:
+        write_atomically(output, jsonlib.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    if json:
+        print(jsonlib.dumps(found, ensure_ascii=False))
+    else:
+        show_evaluation(found)
+
+
+def measure(
+    load: Callable[[], Pretrained], *, tasks: list[str] | None = None, texts: list[str] | None = None,
+    shards: list[str] | None = None, max_items: int | None = None, num_fewshot: int | None = None,
+    batch_tokens: int = benchmark.BATCH_TOKENS, begin: Begin = "eos", stride: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure a model; the other options, and what it returns, are those of `lm evaluate --json`.
+
+    Args:
+        load: loads it, once the request is known to be sound.
+
+    Raises:
+        RequestError: nothing to measure on is given, or an option is wrong.
+    """
+    if not (tasks or texts or shards):
+        raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
+    require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)
+    require_at_least(0, "--", num_fewshot=num_fewshot)
     questions = read_tasks(tasks or [], num_fewshot)
-    model = load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype))
+    model = load()
     owner = Run.of(model.path)
     began = time.monotonic()
     with progress_bars() as bar:
@@ -110,12 +139,7 @@ def evaluate(
         except OSError as error:
             log.warning("the evaluation is not kept with run %s: %s", owner.path, error)
     found |= {"run": owner and owner.name, "model": str(model.path), "seconds": time.monotonic() - began}
-    if output is not None:
-        write_atomically(output, jsonlib.dumps(found, indent=2, ensure_ascii=False) + "\n")
-    if json:
-        print(jsonlib.dumps(found, ensure_ascii=False))
-    else:
-        show_evaluation(found)
+    return found
 
 
 def measure_corpora(

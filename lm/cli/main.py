@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TextIO
 
 from lm import __version__
 from lm.errors import LmError, RequestError
@@ -85,11 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    console = logging.StreamHandler(sys.stderr)
-    # A line a log interval, unless a progress bar shows it.
-    console.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
-    console.setFormatter(HarmlessFormatter("%(message)s"))
-    logging.basicConfig(handlers=[console])
+    logging.basicConfig(handlers=[console_handler(sys.stderr)])
     logging.getLogger("lm").setLevel(logging.INFO if rank() == 0 else logging.ERROR)
     name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
     try:
@@ -110,6 +107,15 @@ def main(arguments: Sequence[str]) -> int:
             raise
         _print_error(f"lm {name}: {type(error).__name__}: {error} ({_place(error)}; --debug shows the traceback)")
         return 1
+
+
+def console_handler(stream: TextIO) -> logging.Handler:
+    """Prints what is logged."""
+    console = logging.StreamHandler(stream)
+    # A line a log interval, unless a progress bar shows it.
+    console.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())
+    console.setFormatter(HarmlessFormatter("%(message)s"))
+    return console
 
 
 def _place(error: Exception) -> str:

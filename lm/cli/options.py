@@ -5,8 +5,10 @@ and docstrings alone. The values are checked by `cli/config`, whose parser is ma
 """
 
 import ast
+import inspect
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
@@ -129,7 +131,26 @@ def training_options(command: str) -> list[Option]:
     found = [*_options_of(OWN[command], ""), CONFIG, SEED] if command in OWN else list(FIT)
     for group, kind in GROUPS.items():
         found += _options_of(kind, f"{group}." if group else "")
+        if group == "model" and "lm.model.custom" in sys.modules:  # as it is where a class was given to `lm.run`
+            found += _options_of_module_class({option.name for option in found})
     return found
+
+
+def _options_of_module_class(known: set[str]) -> Iterator[Option]:
+    """The options that a user's own subclass of `LanguageModule` adds."""
+    kind = sys.modules["lm.model.custom"].module_class()
+    parameters = {} if kind is None else inspect.signature(kind.__init__).parameters
+    documented = docstring_parser.parse(inspect.getdoc(kind) or "").params if kind else ()
+    helps = {parameter.arg_name: " ".join((parameter.description or "").split()) for parameter in documented}
+    for name, parameter in list(parameters.items())[1:]:
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        within = any(option.startswith(f"model.{name}.") for option in known)
+        if f"model.{name}" not in known and not within:
+            annotation = parameter.annotation
+            word = getattr(annotation, "__name__", str(annotation)) if annotation is not parameter.empty else "value"
+            default = None if parameter.default in (parameter.empty, None, False, "") else str(parameter.default)
+            yield Option(f"model.{name}", word, default, helps.get(name, ""))
 
 
 def _options_of(kind: str, prefix: str) -> Iterator[Option]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule
 from rich.console import Console
@@ -24,6 +25,7 @@ from lm.data.prepare import LEARNED
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line, require_at_least
 from lm.model.config import DecoderConfig
+from lm.model.custom import custom_flops_per_token, is_stock
 from lm.model.estimates import (
     ASSUMED_MFU,
     Step,
@@ -39,11 +41,13 @@ from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.run import Run
 from lm.system.files import DAMAGE, disk_space, nonnegative, parse_json
 from lm.system.hardware import Device, device_name, find_device
+from lm.system.process import program
 from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.system.units import format_bytes, format_count, format_duration, format_figure, parse_bytes, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import BudgetConfig
 from lm.training.distributed import EXIT_WAIT, DistributedConfig
+from lm.training.module import builds_own_model, training_class
 from lm.training.optim import OptimizerConfig
 from lm.training.precision import multiplication_precision, precision_for_cpu, refuse_matmul_precision
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
@@ -505,6 +509,14 @@ def examine(
         "flops_per_token_full_attention": flops_per_token(decoder, config.data.seq_len, full_attention=True),
         "tied": decoder.tie_word_embeddings, "vocab_size": decoder.vocab_size,
     }  # fmt: skip
+    custom = custom_model(config, decoder)
+    if custom is not None:
+        found["model"] |= custom
+        noted.append(Finding(
+            "advice", f"memory and checkpoints are reckoned for the decoder of this project in this shape, with "
+            f"{format_count(parameters(decoder)['total'])} parameters, and build_decoder returned another model",
+            f"`{program()} bench step --config FILE` measures it",
+        ))  # fmt: skip
     noted += findings.of_model(found["model"], found["steps"])
     noted += findings.of_rules(decoder, found["steps"], config)
     if resumed is None:
@@ -539,9 +551,35 @@ def examine(
     present = len(resumed.steps()) if resumed else 0
     space = disk_space(Path(config.trainer.default_root_dir), one, kept, present)
     found["disk"] = {**space._asdict(), "mirror": config.trainer.mirror and Mirror(config.trainer.mirror).name}
-    noted += findings.of_device(found["memory"], space, found["steps"], device, config, precision)
+    for finding in findings.of_device(found["memory"], space, found["steps"], device, config, precision):
+        guessed = custom is not None and finding.level == "error"
+        noted.append(finding._replace(level="warning") if guessed else finding)
     order = ("error", "warning", "advice")
     return found, sorted(noted, key=lambda finding: order.index(finding.level))
+
+
+def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | None:
+    """The facts of a model of one's own that are counted by building it on the meta device; None: there is none.
+
+    Raises:
+        RequestError: `build_decoder` fails.
+    """
+    if not builds_own_model():
+        return None
+    module = training_class()(**vars(config.model))
+    try:
+        with torch.device("meta"):
+            made = module.build_decoder(decoder)
+    except Exception as error:
+        name = f"{type(module).__name__}.build_decoder"
+        raise RequestError(f"{name} fails on the meta device: {type(error).__name__}: {first_line(error)}") from error
+    seq_len = config.data.seq_len
+    total = sum(weight.numel() for weight in made.parameters())
+    return None if is_stock(made) else {
+        "parameters": parameters(decoder) | {"total": total},
+        "flops_per_token": custom_flops_per_token(made, decoder, seq_len),
+        "flops_per_token_full_attention": custom_flops_per_token(made, decoder, seq_len, full_attention=True),
+    }  # fmt: skip
 
 
 class PlanChecks(Callback):

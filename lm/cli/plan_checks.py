@@ -25,6 +25,7 @@ from lm.system.hardware import Device
 from lm.system.units import format_bytes, format_count, format_duration, format_figure
 from lm.training.alerts import true_of_untrained
 from lm.training.callbacks.evaluation import EvaluationConfig
+from lm.training.module import builds_own_model
 from lm.training.optim import GroupConfig
 from lm.training.precision import choose_matrices
 from lm.training.schedule import lr_fraction, warmup_problem
@@ -69,7 +70,8 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
             yield Finding("advice", f"trainer.{name} {interval:,} is more than the run's {total:,} steps: the run is "
                           f"{count} at its end alone", f"lower trainer.{name}")  # fmt: skip
     yield from _of_fp8(steps, config)
-    if config.model.decoder.tie_word_embeddings and config.model.optimizer.groups.output != GroupConfig():
+    tied = config.model.decoder.tie_word_embeddings and not builds_own_model()
+    if tied and config.model.optimizer.groups.output != GroupConfig():
         yield Finding("error", "model.optimizer.groups.output: the output matrix of this model is its embedding",
                       "set model.optimizer.groups.embedding")
     if config.model.compile_whole and config.model.compile == "none":

@@ -36,6 +36,7 @@ from lm.data.shards import Shards, common_file
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
+from lm.system import arguments  # noqa: F401  # tells every parser, also a LightningCLI of one's own, what a Count is
 from lm.system.files import parse_json, refuse_url
 from lm.system.units import Count, plural
 
@@ -222,6 +223,9 @@ class DataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Open the tokenizer and the shards that this stage needs; footers or the manifest only, no tokens."""
+        if self.seq_len is None:
+            raise RequestError("give DataModule(seq_len=...), the tokens of a sample: at most the decoder's "
+                               "max_position_embeddings")  # fmt: skip
         self.tokenizer = self._tokenizer_of(self.sources[0])
         wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}[stage]
         for source in self.sources[1:]:
@@ -457,4 +461,4 @@ class DataModule(LightningDataModule):
 
     def _reading(self) -> Reading:
         """Damaged blocks are skipped in a fit alone, whose metrics, log and alerts show them."""
-        return Reading(self.timeout, self.on_bad_shard if self.trainer.fitting else "raise")
+        return Reading(self.timeout, self.on_bad_shard if self.trainer.state.fn == "fit" else "raise")

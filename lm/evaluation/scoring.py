@@ -98,7 +98,7 @@ def _score(decoder: Decoder, rows: Sequence[Row], documents_end: int | None) -> 
     for index, (ids, start) in enumerate(rows):
         tokens[index, : len(ids)] = ids
         asked[index, start - 1 : len(ids) - 1] = True
-    device = decoder.embed_tokens.weight.device
+    device = next(decoder.parameters()).device
     inputs, targets = torch.from_numpy(tokens[:, :-1]).to(device), torch.from_numpy(tokens[:, 1:][asked]).to(device)
     documents = None if documents_end is None else document_ids_from(inputs, documents_end)
     found = [
@@ -124,8 +124,10 @@ def _logits(
         targets: `(n,)`.
     """
     size = max(1, LOGITS // decoder.config.vocab_size)
-    if isinstance(decoder, FSDPModule):  # its weights are whole inside of its forward pass only
-        parts = decoder(inputs, document_ids=documents)[asked].split(size)  # (n, V)
+    # The weights of a sharded model are whole inside of its forward pass only, and one's own has no other.
+    if isinstance(decoder, FSDPModule) or not isinstance(decoder, Decoder):
+        options = {} if documents is None else {"document_ids": documents}
+        parts = decoder(inputs, **options)[asked].split(size)  # (n, V)
         yield from zip((part.float() for part in parts), targets.split(size), strict=True)
         return
     hidden = decoder.hidden_states(inputs, documents)[asked]  # (n, C)

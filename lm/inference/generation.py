@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.errors import RequestError, RunError, require_at_least
 from lm.model.attention import AttentionMask, Past
@@ -151,6 +151,33 @@ class DecodeStep:
         device = tokens.device  # its own stream: torch's stream for capturing is on the device that captured first
         with torch.cuda.device(device), torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):
             self.logits = self._static(self.tokens)
+
+
+class WholeTexts:
+    """As `DecodeStep`, for a model of one's own, which has no cache: every step reads the whole texts."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.decoder = decoder
+        self.rows: list[Tensor] = []  # of (t,) ids each, without padding
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, counts: Tensor) -> Tensor:
+        """Logits `(B, V)` in fp32 after prompts `(B, T)`, of which `counts` `(B,)` are a row's own."""
+        self.rows = [row[:count] for row, count in zip(ids, counts.tolist())]
+        return self._logits()
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits `(B, V)` after one more token of each row `(B, 1)`, in fp32."""
+        longest = self.decoder.config.max_position_embeddings  # a row that has ended is still there
+        self.rows = [torch.cat((row, token))[-longest:] for row, token in zip(self.rows, tokens)]
+        return self._logits()
+
+    def _logits(self) -> Tensor:
+        ids = nn.utils.rnn.pad_sequence(self.rows, batch_first=True)  # (B, T)
+        last = torch.tensor([len(row) - 1 for row in self.rows], device=ids.device)
+        with torch.compiler.set_stance("force_eager"):
+            return self.decoder(ids)[torch.arange(len(ids), device=ids.device), last].float()
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
@@ -341,7 +368,7 @@ def stream(
     require_at_least(1, "", max_new_tokens=max_new_tokens)
     if not 0 <= alternatives <= decoder.config.vocab_size:
         raise RequestError(f"alternatives {alternatives} must lie in 0 to {decoder.config.vocab_size}, the vocabulary")
-    check_step(step, decoder.embed_tokens.weight.device)
+    check_step(step, next(decoder.parameters()).device)
     rows = [_checked(decoder, index, list(prompt), eos_id) for index, prompt in enumerate(prompts)]
     if generator is None:
         generator = torch.Generator()
@@ -371,14 +398,17 @@ def _stream(
 ) -> Iterator[NewToken]:  # fmt: skip
     if not prompts:
         return
-    weight = decoder.embed_tokens.weight
+    weight = next(decoder.parameters())
     device = weight.device
     half = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
     counts = [len(prompt) for prompt in prompts]
     longest = max(counts)
     limits = [min(max_new_tokens, decoder.config.max_position_embeddings - count) for count in counts]
-    cache = Cache(decoder.config, len(prompts), slots_for(longest + max(limits), step), device, half)
-    run = DecodeStep(decoder, cache, step)
+    if isinstance(decoder, Decoder):
+        cache = Cache(decoder.config, len(prompts), slots_for(longest + max(limits), step), device, half)
+        run = DecodeStep(decoder, cache, step)
+    else:
+        run = WholeTexts(decoder)
     ids = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)  # (B, T)
     active = set(range(len(prompts)))
     seen = _seen(prompts, decoder.config.vocab_size, device) if sampling.repetition_penalty != 1 else None

@@ -16,6 +16,7 @@ from lm.inference.completion import Written, complete
 from lm.inference.generation import Sampling
 from lm.kernels.operations import choose_kernels
 from lm.model.config import DecoderConfig
+from lm.model.custom import MODEL_TYPE, build_custom, is_stock, module_class
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
 from lm.model.huggingface import config_from_json, from_huggingface
@@ -87,7 +88,7 @@ class Pretrained:
     """
 
     path: Path
-    decoder: Decoder
+    decoder: Decoder  # or a model of one's own, by the contract of `model/custom`
     tokenizer: Tokenizer
     step: int | None
     kernels: str
@@ -100,12 +101,12 @@ class Pretrained:
     @property
     def device(self) -> torch.device:
         """Where it is."""
-        return self.decoder.embed_tokens.weight.device
+        return next(self.decoder.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights, and so of the computation."""
-        return self.decoder.embed_tokens.weight.dtype
+        return next(self.decoder.parameters()).dtype
 
     def generate(
         self, prompts: str | Sequence[str], *, max_new_tokens: int = 128,
@@ -122,7 +123,7 @@ class Pretrained:
 
 def load_pretrained(
     path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
-    eos_token: str | None = None,
+    eos_token: str | None = None, module: type | None = None,
 ) -> Pretrained:  # fmt: skip
     """Load a model for use.
 
@@ -133,6 +134,7 @@ def load_pretrained(
         device: if not given, the GPU where there is one, else the CPU.
         dtype: of the weights; as they are stored if not given.
         eos_token: the token that ends a document, where the folder does not say.
+        module: the subclass of `LanguageModule` that builds the model, where it is none of these.
 
     Raises:
         RequestError: there is no model, it is damaged, or it is of another architecture; or there is no such device.
@@ -143,19 +145,26 @@ def load_pretrained(
     if (folder / "run.json").exists():
         folder = Run(folder).checkpoint()
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    config = read_config(folder)
-    try:
-        weights = from_huggingface(read_weights(folder), config)
-    except RuntimeError as error:
-        raise RequestError(f"{folder}: the weights of a layer do not fit together ({error})") from error
-    with torch.device("meta"):
-        decoder = Decoder(config)
+    document = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
+    if document.get("model_type") == MODEL_TYPE:
+        decoder, weights = build_custom(document, module or module_class(), str(folder)), read_weights(folder)
+        config = decoder.config
+    else:
+        config = read_config(folder)
+        try:
+            weights = from_huggingface(read_weights(folder), config)
+        except RuntimeError as error:
+            raise RequestError(f"{folder}: the weights of a layer do not fit together ({error})") from error
+        with torch.device("meta"):
+            decoder = Decoder(config)
     _refuse_other_shapes(folder, decoder, weights)
     wanted = {name: weight.to(device, dtype or weight.dtype) for name, weight in weights.items()}
     decoder.load_state_dict(wanted, assign=True)
     decoder.eval().requires_grad_(False)
-    ops, kernels = choose_kernels("auto", device)
-    fuse(decoder, ops)
+    kernels = f"the model's own, {type(decoder).__name__}"
+    if is_stock(decoder):
+        ops, kernels = choose_kernels("auto", device)
+        fuse(decoder, ops)
     tokenizer = Tokenizer.load(folder, eos_token)
     if tokenizer.vocab_size > config.vocab_size:
         raise RequestError(
@@ -201,8 +210,12 @@ def _device(name: str | torch.device) -> torch.device:
 
 
 def _refuse_other_shapes(folder: Path, decoder: Decoder, weights: dict[str, torch.Tensor]) -> None:
-    for name, weight in decoder.state_dict().items():
-        if not weights[name].is_floating_point():
+    wanted = decoder.state_dict()
+    if name := min(wanted.keys() ^ weights.keys(), default=None):
+        where = "there is none in the weights" if name in wanted else "the model has none"
+        raise RequestError(f"{folder}: {name}: {where}: they do not belong together")
+    for name, weight in wanted.items():
+        if not weights[name].is_floating_point() and weight.is_floating_point():
             raise RequestError(f"{folder}: {name} is {weights[name].dtype}, which this decoder does not compute with")
         if weights[name].shape != weight.shape:
             have, want = tuple(weights[name].shape), tuple(weight.shape)

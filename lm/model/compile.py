@@ -64,7 +64,7 @@ def compile_decoder(decoder: nn.Module, mode: Compile, whole: bool = False) -> N
     (FSDP2 has some) stay outside of the graph.
 
     Args:
-        decoder: has `layers`, `run_blocks` and `cross_entropy`.
+        decoder: has `layers`, `run_blocks` and `cross_entropy`; any other model is compiled as one.
         mode: `none` leaves it as it is.
         whole: all blocks and the last norm are one graph. Compiling takes much longer then, in proportion to the
             layers, and operations of neighbouring blocks may be joined.
@@ -77,6 +77,9 @@ def compile_decoder(decoder: nn.Module, mode: Compile, whole: bool = False) -> N
     # A traced backward pass would run under autocast, and that of eager mode does not. Off, both compute the same.
     torch._functorch.config.backward_pass_autocast = "off"
     backend = triton_free if mode == "triton_free" else "inductor"
+    if not hasattr(decoder, "run_blocks"):  # a model of one's own, in which dynamo may break the graph
+        decoder.forward = torch.compile(decoder.forward, backend=backend)
+        return
     if whole:
         decoder.run_blocks = torch.compile(decoder.run_blocks, backend=backend, fullgraph=True)
     else:

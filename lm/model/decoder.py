@@ -176,6 +176,17 @@ class Losses(NamedTuple):
     per_token: Tensor  # (B, T) fp32, the cross-entropy of each token in nats, 0 where ignored; not differentiable
 
 
+def losses_of(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Losses:
+    """The losses of logits `(B, T, V)`, computed in fp32; the arguments of `Decoder.forward` explain the others."""
+    rows = widen(logits).flatten(0, 1)  # (B * T, V)
+    targets = labels.flatten()  # (B * T,)
+    per_token = F.cross_entropy(rows, targets, ignore_index=IGNORED, reduction="none")  # (B * T,)
+    cost = per_token
+    if z_loss:
+        cost = cost + z_loss * rows.logsumexp(-1).square() * (targets != IGNORED)
+    return Losses(cost.sum(), per_token.detach().view(labels.shape))
+
+
 class Continuation(NamedTuple):
     """What a decoder needs to know of the tokens that a `Cache` holds, to read those that follow them."""
 
@@ -279,13 +290,7 @@ class Decoder(nn.Module):
         All that it computes with are arguments, so that `torch.compile` makes one graph of it for any decoder; `copy`,
         of the matrix in half precision, is for the fused forward pass.
         """
-        logits = widen(F.linear(hidden, weight.to(hidden.dtype))).flatten(0, 1)  # (B * T, V)
-        targets = labels.flatten()  # (B * T,)
-        per_token = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")  # (B * T,)
-        cost = per_token
-        if z_loss:
-            cost = cost + z_loss * logits.logsumexp(-1).square() * (targets != IGNORED)
-        return cost.sum(), per_token.detach().view(labels.shape)
+        return losses_of(F.linear(hidden, weight.to(hidden.dtype)), labels, z_loss)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Ids `(B, T)` to the first hidden states `(B, T, C)`."""

@@ -37,8 +37,13 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+script: Path | None = None  # the file that `lm.run` was called in, in place of this program
+
+
 def program() -> str:
-    """How this program is started, as it is typed: `lm` or `python -m lm`."""
+    """How this program is started, as it is typed: `lm`, `python -m lm` or `python my_model.py`."""
+    if script is not None:
+        return shlex.join([Path(sys.executable).name, str(script)])
     if Path(sys.argv[0]).name == "lm":
         return "lm" if shutil.which("lm") == sys.argv[0] else shlex.quote(sys.argv[0])
     typed = sys.orig_argv[: sys.orig_argv.index("-m")] if "-m" in sys.orig_argv else [Path(sys.executable).name]
@@ -52,13 +57,14 @@ def launch_command(arguments: str) -> str:
         arguments: those of this program, such as `fit --config a.yaml`, quoted for a shell.
     """
     start, unknown = program(), []
+    target = "-m lm" if script is None else shlex.quote(str(script))
     srun = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
     if under_torchrun():
         options, several = _torchrun_options(), os.environ.get("GROUP_WORLD_SIZE") != "1" and not srun
-        start = f"torchrun {shlex.join(options)} -m lm"
+        start = f"torchrun {shlex.join(options)} {target}"
         if not options:
             nodes, processes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
-            start = f"torchrun --nnodes {nodes} --nproc_per_node {processes} -m lm"
+            start = f"torchrun --nnodes {nodes} --nproc_per_node {processes} {target}"
             unknown.append("with the other options of torchrun")
         if several:
             ranked = any(one.startswith(("--node_rank", "--node-rank")) for one in options)

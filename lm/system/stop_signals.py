@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from lm.errors import Interrupted
@@ -48,6 +48,24 @@ class StopSignals:
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._handle)
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Handlers that are installed inside the `with` are gone after it: for a training in a notebook, for example.
+
+        Does nothing outside of the main thread, where Python takes no handlers.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            self.disarm()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self.received, self.armed, self.half_time_over = None, False, False
 
     def arm(self, within: float = 0.0, before_exit: Callable[[], None] | None = None) -> None:
         """From now on a signal is recorded in `received` and raises nothing.

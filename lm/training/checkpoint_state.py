@@ -21,6 +21,7 @@ from lm.data.loader import Cursor
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.model.config import DecoderConfig
+from lm.model.custom import MODEL_TYPE, custom_config_json
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_json, from_huggingface, generation_config_json, to_huggingface
 from lm.runs.checkpoint import TENSORS, read_folder, write_folder
@@ -135,8 +136,10 @@ class FolderCheckpointIO(CheckpointIO):
 
 def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     """Turn Lightning's checkpoint, in place, into a Hugging Face model, named optimizer state and the rest."""
+    checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_KEY, None)  # config.json has them
+    checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_NAME, None)
     weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
-    checkpoint["state_dict"] = to_huggingface(weights, module.config) if weights else {}
+    checkpoint["state_dict"] = to_huggingface(weights, module.config) if weights and module.stock else weights
     states = checkpoint.pop("optimizer_states", [])
     checkpoint["optimizer"] = {}
     if states and states[0]:
@@ -153,19 +156,26 @@ def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     checkpoint["pending_validation"] = module.trainer.pending_validation
     checkpoint["step_stats"] = module.stats.state_dict()
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
-    checkpoint["files"] = model_files(module.config, module.trainer.datamodule.tokenizer, dtype)
+    tokenizer = module.trainer.datamodule.tokenizer
+    custom = None
+    if not module.stock:
+        custom = custom_config_json(module.config, tokenizer.eos_id, dtype, type(module), module.hparams)
+    checkpoint["files"] = model_files(module.config, tokenizer, dtype, custom)
 
 
-def model_files(config: DecoderConfig, tokenizer: Tokenizer, dtype: str) -> dict[str, str]:
+def model_files(
+    config: DecoderConfig, tokenizer: Tokenizer, dtype: str, custom: dict[str, Any] | None = None
+) -> dict[str, str]:
     """Names and contents of what makes a folder with weights a Hugging Face model.
 
     Args:
         config: the decoder's shape.
         tokenizer: which token ids are its.
         dtype: of the weights: "float32", "bfloat16" or "float16".
+        custom: the `config.json` of a model of one's own, which is none of Hugging Face's.
     """
     documents = {
-        "config.json": config_json(config, eos_id=tokenizer.eos_id, dtype=dtype),
+        "config.json": custom or config_json(config, eos_id=tokenizer.eos_id, dtype=dtype),
         "generation_config.json": generation_config_json(eos_id=tokenizer.eos_id),
     }
     return {
@@ -201,8 +211,10 @@ def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None
         RequestError: as for `from_checkpoint`.
     """
     weights = checkpoint["state_dict"]
-    _refuse_other_shapes(weights, module.config)
-    weights = from_huggingface(weights, module.config)
+    _refuse_other_class(checkpoint["files"], module)
+    _refuse_other_shapes(weights, module)
+    if module.stock:
+        weights = from_huggingface(weights, module.config)
     checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
     if "optimizer" in checkpoint:
         optimizer = module.configure_optimizers()
@@ -214,9 +226,24 @@ def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None
         checkpoint["optimizer_states"] = [state]
 
 
-def _refuse_other_shapes(weights: dict[str, Tensor], config: DecoderConfig) -> None:
-    with torch.device("meta"):
-        expected = to_huggingface(Decoder(config).state_dict(), config)
+def _refuse_other_class(files: dict[str, str], module: LightningModule) -> None:
+    document = json.loads(files["config.json"])
+    there = document["architectures"][0] if document.get("model_type") == MODEL_TYPE else None
+    mine = None if module.stock else type(module).__name__
+    if there == mine:
+        return
+    by = "this project's decoder" if mine is None else f"that of {mine}"
+    if there is None:
+        raise RequestError(f"this is a checkpoint of this project's decoder, and the model is {by}: give it to `lm`")
+    raise RequestError(f"this is a checkpoint of a model that the class {there} builds, and the model is {by}: give "
+                       f"the command to the file that has `lm.run({there})`")  # fmt: skip
+
+
+def _refuse_other_shapes(weights: dict[str, Tensor], module: LightningModule) -> None:
+    config, expected = module.config, module.decoder.state_dict()
+    if module.stock:
+        with torch.device("meta"):
+            expected = to_huggingface(Decoder(config).state_dict(), config)
     for name in sorted(expected.keys() | weights.keys()):
         have, want = (tuple(side[name].shape) if name in side else "absent" for side in (weights, expected))
         if have != want:

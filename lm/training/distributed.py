@@ -404,7 +404,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             shape = (self.replicas, mesh.size() // self.replicas)
             mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
         settings = dict(mesh=mesh, mp_policy=self._mixed_precision(), reshard_after_forward=self.options.reshard)
-        layers = list(decoder.layers)
+        layers = list(getattr(decoder, "layers", ()))  # a model of one's own may have none
         for layer in layers:
             fully_shard(layer, **settings)
         fully_shard(decoder, **{**settings, "reshard_after_forward": False})  # its backward pass comes at once

@@ -7,12 +7,14 @@ that sees both the model and the data.
 import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
+from inspect import signature
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 
 from lm.data.loader import Batch, Cursor
 from lm.errors import RequestError
@@ -28,6 +30,15 @@ from lm.model.compile import (
     compile_decoder,
 )
 from lm.model.config import DecoderConfig, matrix_rows
+from lm.model.custom import (
+    call_for_losses,
+    custom_flops_per_token,
+    is_stock,
+    module_class,
+    named,
+    plain_arguments,
+    refuse_contract,
+)
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.model.fused import WeightCopies, fuse
@@ -36,8 +47,10 @@ from lm.training import checkpoint_state
 from lm.training.callback import call_hook
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
 from lm.training.optim import OptimizerConfig, build_optimizer
+from lm.training.plain_trainer import adopt
 from lm.training.schedule import ScheduleConfig, lr_fraction
 from lm.training.step_stats import StepRecord, StepStats, sum_by_source, sum_over_ranks, total_norm
+from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +93,8 @@ class LanguageModule(LightningModule):
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
+        # What a subclass adds is in `hparams`: checkpoints name it, to build the model again.
+        self.save_hyperparameters(ignore=[*signature(LanguageModule.__init__).parameters], logger=False)
         self.automatic_optimization = False  # Lightning's batch is an optimizer step, and `training_step` takes it
         self.config = decoder
         self.optimizer_config = optimizer
@@ -95,7 +110,9 @@ class LanguageModule(LightningModule):
         self.cuda_graphs = cuda_graphs
         self.graphed: GraphedMicroBatch | None = None  # while training with CUDA graphs
         self.weight_copies: AbstractContextManager = nullcontext()  # in half precision, while training
-        self.decoder: Decoder | None = None
+        self.decoder: nn.Module | None = None
+        self.plain = False  # whether the Trainer is Lightning's own
+        self.stock = True  # whether the decoder is ours in all its parts
         self.attention_kernels = "not chosen yet"  # of the libraries, in words
         self.kernels_taken = "not chosen yet"
         self.validation = TokenLoss()
@@ -105,11 +122,21 @@ class LanguageModule(LightningModule):
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
         self._rank_state: dict[str, Any] = {}  # of the checkpoint that is resumed: what belongs to this rank alone
 
+    def setup(self, stage: str) -> None:
+        self.plain = not isinstance(self.trainer, Trainer)
+        if self.plain:
+            adopt(self.trainer, self, stage)
+
+    @property
+    def fitting(self) -> bool:
+        """Whether this is a fit, also while it validates."""
+        return self.trainer.state.fn == TrainerFn.FITTING
+
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
         """Build the decoder, once, when the tokenizer and so the vocabulary is known."""
-        if self.decoder is not None:
+        if self.decoder is not None or self._trainer is None:  # `load_from_checkpoint` has no tokenizer
             return
         tokenizer = self.trainer.datamodule.tokenizer
         vocab_size = self.config.vocab_size or tokenizer.vocab_size
@@ -121,10 +148,13 @@ class LanguageModule(LightningModule):
         self.config = replace(self.config, vocab_size=vocab_size)
         if sources := self.trainer.datamodule.source_names:
             self.validation = TokenLoss(len(sources))
-        self.decoder = Decoder(self.config)
+        self.decoder = named(self.build_decoder(self.config), self.config)
+        self.stock = is_stock(self.decoder)
         call_hook(self.trainer, "on_model_built", self)
         device = self.trainer.strategy.root_device
         self._refuse_graphs(device)
+        if not self.stock:
+            self._refuse_what_is_for_ours()
         sharded = isinstance(self.trainer.strategy, FullyShardedStrategy)
         if self.compile_whole and self.compile_mode == "none":
             raise RequestError("model.compile_whole is for a compiled model: set model.compile inductor, or leave it "
@@ -132,17 +162,22 @@ class LanguageModule(LightningModule):
         if sharded and self.compile_whole:
             raise RequestError("model.compile_whole needs whole weights, and sharding gathers them block by block: "
                                "leave it out, or set trainer.strategy ddp")  # fmt: skip
-        ops, self.kernels_taken = choose_kernels(self.kernels, device)
-        if self.keep_normed_rows and ops is None and self.trainer.fitting:
+        ops, self.kernels_taken = None, f"off for {type(self.decoder).__name__} of {type(self).__name__}"
+        if self.stock:
+            ops, self.kernels_taken = choose_kernels(self.kernels, device)
+        if self.keep_normed_rows and ops is None and self.fitting:
             raise RequestError(f"model.keep_normed_rows is for our kernels, and this is {self.kernels_taken}: leave it "
                                "out")  # fmt: skip
-        fuse(self.decoder, ops, self.keep_normed_rows)
+        if ops is not None:
+            fuse(self.decoder, ops, self.keep_normed_rows)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
-        self._choose_attention(device, dtype)
-        self.attention_kernels = describe_attention(
-            device, dtype, self.config.windows, self.document_mask, self.config.head_dim, self.config.dropout,
-            self.decoder.attention_backend,
-        )  # fmt: skip
+        self.attention_kernels = "the model's own"
+        if isinstance(self.decoder, Decoder):
+            self._choose_attention(device, dtype)
+            self.attention_kernels = describe_attention(
+                device, dtype, self.config.windows, self.document_mask, self.config.head_dim, self.config.dropout,
+                self.decoder.attention_backend,
+            )  # fmt: skip
         log.info(
             "kernels: %s; attention: %s; compile: %s%s; activation checkpointing: %s", self.kernels_taken,
             self.attention_kernels, self.compile_mode, ", all blocks as one" * self.compile_whole,
@@ -152,6 +187,36 @@ class LanguageModule(LightningModule):
         compile_decoder(self.decoder, self.compile_mode, self.compile_whole)
         if sharded:
             self.trainer.strategy.shard(self.decoder)
+
+    def build_decoder(self, config: DecoderConfig) -> nn.Module:
+        """The model to train; a subclass may return its own, by the contract of `model/custom`.
+
+        It is built again from this method, with the same arguments of the class, to use a checkpoint; so it must read
+        nothing of the trainer or the data.
+
+        Args:
+            config: `model.decoder`, whose vocabulary is known.
+        """
+        return Decoder(config)
+
+    def _refuse_what_is_for_ours(self) -> None:
+        """Refuse options that a model of one's own has no use for.
+
+        Raises:
+            RequestError: names the option; or the model does not keep to the contract.
+        """
+        name, whole = type(self.decoder).__name__, isinstance(self.decoder, Decoder)
+        plain_arguments(type(self), self.hparams)
+        refuse_contract(self.decoder, {"document_ids": self.document_mask, "z_loss": bool(self.z_loss)})
+        for option, asked, possible in (
+            ("kernels", self.kernels == "on", False),
+            ("attention", self.attention != "auto", whole),
+            ("activation_checkpointing", self.activation_checkpointing != "none", whole),
+            ("compile_whole", self.compile_whole, whole),
+        ):
+            if asked and not possible:
+                raise RequestError(f"model.{option} is for the decoder of this project, and build_decoder returned "
+                                   f"{name}: leave it out")  # fmt: skip
 
     def _choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
         """All ranks take the kernels that are the fastest on the first one."""
@@ -164,7 +229,7 @@ class LanguageModule(LightningModule):
             choice.apply(self.decoder)
 
     def _refuse_graphs(self, device: torch.device) -> None:
-        if not (self.cuda_graphs and self.trainer.fitting):
+        if not (self.cuda_graphs and self.fitting):
             return
         reasons = {
             f"a CUDA device, and this is a {device.type}": device.type != "cuda",
@@ -186,6 +251,9 @@ class LanguageModule(LightningModule):
             documents = document_ids_from(input_ids, self.trainer.datamodule.tokenizer.eos_id)
         z_loss = self.z_loss if self.training else 0.0
         with self.trainer.precision_plugin.forward_context():
+            if not isinstance(self.decoder, Decoder):
+                return call_for_losses(
+                    self.decoder, input_ids, batch.labels, document_ids=documents, z_loss=z_loss or None)  # fmt: skip
             return self.decoder(
                 input_ids, labels=batch.labels, document_ids=documents, z_loss=z_loss,
                 max_documents=batch.max_documents,
@@ -247,6 +315,8 @@ class LanguageModule(LightningModule):
         optimizer.step()
         self._zero_grad()
         self.cursor = batch.cursor
+        if self.plain and self.global_step % trainer.log_every_n_steps == 0:
+            self.log_dict(self.logged_metrics())
         return loss_sum / max(1, batch.num_tokens)
 
     def forward_backward(self, micro_batch: Batch) -> Tensor:
@@ -287,7 +357,8 @@ class LanguageModule(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""
-        return build_optimizer(self.decoder, self.optimizer_config, matrix_rows(self.config))
+        stacked = matrix_rows(self.config) if isinstance(self.decoder, Decoder) else {}
+        return build_optimizer(self.decoder, self.optimizer_config, stacked)
 
     def logged_metrics(self) -> dict[str, float]:
         """What a log line says of the steps since the last one, which are then in `recent_steps`.
@@ -311,6 +382,8 @@ class LanguageModule(LightningModule):
 
     def flops_per_token(self, full_attention: bool = False) -> float:
         """Floating-point operations of training on one token, forward and backward."""
+        if not self.stock:
+            return custom_flops_per_token(self.decoder, self.config, self.trainer.datamodule.seq_len, full_attention)
         return flops_per_token(self.config, self.trainer.datamodule.seq_len, full_attention)
 
     # ---- validating, testing, predicting ------------------------------------------------------------------------
@@ -346,7 +419,7 @@ class LanguageModule(LightningModule):
                 for name, values in each.items() for source, value in zip(data.source_names, values)
                 if not value.isnan()
             }  # fmt: skip
-        self.log_dict(metrics | {f"{prefix}/perplexity": metrics[f"{prefix}/loss"].exp()}, logger=False)
+        self.log_dict(metrics | {f"{prefix}/perplexity": metrics[f"{prefix}/loss"].exp()}, logger=self.plain)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log-probability of every label of a batch given what is before it: (B, T) fp32, 0 where it is ignored."""
@@ -355,10 +428,22 @@ class LanguageModule(LightningModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint_state.to_checkpoint(self, checkpoint)
+        if self.plain:
+            checkpoint["lm"] = {"consumed": self.cursor.end if self.cursor else 0, "decoder": asdict(self.config)}
+        else:
+            checkpoint_state.to_checkpoint(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._rank_state = checkpoint_state.from_checkpoint(self, checkpoint)
+        if "lm" not in checkpoint and isinstance(self._trainer, Trainer):
+            self._rank_state = checkpoint_state.from_checkpoint(self, checkpoint)
+        elif "lm" not in checkpoint or isinstance(self._trainer, Trainer):
+            raise RequestError("a checkpoint is resumed by the Trainer that took it, lightning.Trainer or lm.Trainer")
+        elif self._trainer is None:  # load_from_checkpoint
+            self.config = DecoderConfig(**checkpoint["lm"]["decoder"])
+            self.decoder = named(self.build_decoder(self.config), self.config)
+        else:
+            self.cursor = Cursor(start=0, end=checkpoint["lm"]["consumed"])
+            self.trainer.datamodule.consumed = self.cursor.end
 
     def on_train_start(self) -> None:
         """Put the sums on the device and this rank's generators where the checkpoint left them."""
@@ -385,3 +470,13 @@ class LanguageModule(LightningModule):
 
     def on_train_end(self) -> None:
         self.graphed, self.weight_copies = None, nullcontext()
+
+
+def training_class() -> type[LanguageModule]:
+    """The class that the commands of this process train: `LanguageModule`, or what was given to `lm.run`."""
+    return module_class() or LanguageModule
+
+
+def builds_own_model() -> bool:
+    """Whether that class may build another model than the config describes."""
+    return training_class().build_decoder is not LanguageModule.build_decoder

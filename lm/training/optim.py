@@ -4,7 +4,7 @@ It is torch's AdamW, Muon for hidden matrices, or any other class (`training/opt
 the steps is in `training/schedule`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -105,17 +105,20 @@ class OptimizerConfig:
                 raise RequestError(f"model.optimizer.{place}weight_decay {settings.weight_decay} must not be below 0")
 
 
-def group_of(name: str, parameter: Tensor) -> str:
-    """The group of `GroupsConfig` that a parameter belongs to."""
+def group_of(name: str, parameter: Tensor, embeddings: Collection[str] = ("embed_tokens.weight",)) -> str:
+    """The group of `GroupsConfig` of a parameter; `embeddings` are the names of those that are looked up."""
     if parameter.ndim < 2:
         return "norms"
-    return {"embed_tokens.weight": "embedding", "lm_head.weight": "output"}.get(name, "matrices")
+    if name in embeddings:
+        return "embedding"
+    return "output" if name.split(".")[-2:] == ["lm_head", "weight"] else "matrices"
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
     matrix_rows: Mapping[str, int],
+    embeddings: Collection[str] = ("embed_tokens.weight",),
 ) -> list[dict[str, Any]]:
     """Parameters with the settings that their group has; those with equal settings are together.
 
@@ -123,6 +126,7 @@ def parameter_groups(
         named_parameters: of the decoder.
         config: the settings.
         matrix_rows: the end of a weight's name -> the rows of each of the matrices that are stacked in it.
+        embeddings: names of the weights that are looked up.
 
     Returns:
         For each group `params`, `lr`, `weight_decay` and `peak_lr`, which the schedule starts from; for matrices that
@@ -134,7 +138,7 @@ def parameter_groups(
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     met = set()
     for name, parameter in named_parameters:
-        kind = group_of(name, parameter)
+        kind = group_of(name, parameter, embeddings)
         met.add(kind)
         if not parameter.requires_grad:
             continue
@@ -143,9 +147,10 @@ def parameter_groups(
         decay = (0.0 if kind == "norms" else config.weight_decay) if own.weight_decay is None else own.weight_decay
         settings: dict[str, Any] = {"lr": lr, "peak_lr": lr, "weight_decay": decay}
         alike: tuple[Any, ...] = (lr, decay)
-        if config.name == "muon" and config.class_path is None and kind == "matrices":
+        if config.name == "muon" and config.class_path is None and kind == "matrices" and parameter.ndim == 2:
             whole = parameter.shape[0]
-            settings["rows"] = next((rows for end, rows in matrix_rows.items() if name.endswith(end)), whole)
+            rows = next((rows for end, rows in matrix_rows.items() if name.endswith(end)), whole)
+            settings["rows"] = whole if whole % rows else rows
             alike = (lr, decay, settings["rows"], parameter.shape)
         groups.setdefault(alike, {"params": [], **settings})["params"].append(parameter)
     for kind in vars(config.groups).keys() - met:
@@ -159,7 +164,8 @@ def build_optimizer(
     module: nn.Module, config: OptimizerConfig, matrix_rows: Mapping[str, int]
 ) -> torch.optim.Optimizer:
     """The optimizer of a decoder's parameters by `parameter_groups`, AdamW's part fused where the device has that."""
-    groups = parameter_groups(module.named_parameters(), config, matrix_rows)
+    embeddings = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
+    groups = parameter_groups(module.named_parameters(), config, matrix_rows, embeddings)
     if config.class_path is not None:
         return build_by_class(config.class_path, config.init_args, groups)
     common = dict(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
@@ -229,8 +235,9 @@ def index_state(
     """
     names = parameter_names(module, optimizer)
     groups = optimizer.param_groups
-    own = getattr(optimizer, "slots", {1: ADAMW_SLOTS, 2: ADAMW_SLOTS})
-    wanted = [MUON_SLOTS if group.get("rows") else own[p.ndim] for group in groups for p in group["params"]]
+    own = getattr(optimizer, "slots", {1: ADAMW_SLOTS, 2: ADAMW_SLOTS})  # as for a vector and for a matrix
+    wanted = [MUON_SLOTS if group.get("rows") else own[1 if p.ndim < 2 else 2]
+              for group in groups for p in group["params"]]  # fmt: skip
     option = "class_path" if hasattr(optimizer, "slots") else "name"
     states: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, value in values.items():

@@ -65,7 +65,7 @@ class Float8Precision(MixedPrecision):
         keep = [f"layers.{len(decoder.layers) - 1}.*"] if self.keep is None else self.keep
         matrices, chosen = choose_matrices(decoder, self.precision, keep)
         data = module.trainer.datamodule  # its tokens are a dimension of the products that are weights' gradients
-        if module.trainer.fitting and data.micro_batch_size * data.seq_len % MULTIPLE:
+        if module.fitting and data.micro_batch_size * data.seq_len % MULTIPLE:
             raise RequestError(
                 f"trainer.precision {self.precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
                 f"{data.micro_batch_size} x {data.seq_len}: change data.micro_batch_size or data.seq_len"

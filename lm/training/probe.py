@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lm.data.loader import Batch
-from lm.model.decoder import Losses, evaluating
+from lm.model.decoder import Decoder, Losses, evaluating
 from lm.runs.postmortem import Evidence, Sample
 from lm.training.callback import call_hook
 from lm.training.step_stats import StepRecord
@@ -106,6 +106,8 @@ def _watch(decoder: Any, seen: dict[str, Tensor]) -> list[RemovableHandle]:
 
         return hook
 
+    if not isinstance(decoder, Decoder):  # a model of one's own has other parts
+        return []
     hooks = [decoder.embed_tokens.register_forward_hook(after("embedding"))]
     for index, layer in enumerate(decoder.layers):
         hooks.append(layer.self_attn.o_proj.register_forward_hook(after(f"layers.{index}.attention")))

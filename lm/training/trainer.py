@@ -262,6 +262,7 @@ class Trainer(lightning.Trainer):
             RequestError: the batch does not come out even, and the arithmetic is in the message; or an option changes
                 nothing.
         """
+        datamodule.seq_len = datamodule.seq_len or model.config.max_position_embeddings
         refuse_matmul_precision(self.matmul_precision, str(self.precision))
         self.distributed.refuse(self.sharding, self.world_size, self.num_nodes, str(self.precision))
         self.steps = plan_steps(

@@ -247,7 +247,7 @@ def train_nanochat(task: dict[str, Any]) -> list[dict[str, float]]:
     steps = config.trainer.max_steps or math.ceil(config.trainer.max_tokens / data.global_batch_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = DataModule(path=task["data"], seq_len=seq_len, micro_batch_size=micro_batch, val_tokens=data.val_tokens)
-    module.trainer = SimpleNamespace(global_rank=0, world_size=1, fitting=True)
+    module.trainer = SimpleNamespace(global_rank=0, world_size=1, state=SimpleNamespace(fn="fit"))
     module.seed, module.global_batch = task["seed"], batch
     module.setup("fit")
     torch.manual_seed(task["seed"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.trainer.states import TrainerState
 from trainings import expected, lm, losses, write_config
 
 from lm.data.datamodule import DataModule
@@ -114,7 +115,7 @@ def data(path, **changes):
 def test_a_batch_has_the_rows_and_counts_no_padding(place):
     _, rows, targets = read_rows(place / "packed", "val")
     module = DataModule(path=str(place / "packed"), seq_len=SEQ_LEN, micro_batch_size=4)
-    module.trainer = type("Trainer", (), {"global_rank": 0, "world_size": 1, "fitting": False})
+    module.trainer = type("Trainer", (), {"global_rank": 0, "world_size": 1, "state": TrainerState()})
     module.setup("validate")
     batches = list(module.val_dataloader())
     assert np.array_equal(np.concatenate([batch.tokens for batch in batches])[: len(rows)], rows)

@@ -255,8 +255,8 @@ def test_gradients_are_those_of_bf16_within_rounding(scaling, joined):
 def converted(decoder, scaling, keep=None, tokens=(4, 32)):
     """The decoder, its matrices marked as Lightning would have it done."""
     data = SimpleNamespace(micro_batch_size=tokens[0], seq_len=tokens[1])
-    trainer = SimpleNamespace(datamodule=data, fitting=True)
-    Float8Precision(scaling, keep, "cpu").convert_module(SimpleNamespace(decoder=decoder, trainer=trainer))
+    module = SimpleNamespace(decoder=decoder, trainer=SimpleNamespace(datamodule=data), fitting=True)
+    Float8Precision(scaling, keep, "cpu").convert_module(module)
     return decoder
 
 

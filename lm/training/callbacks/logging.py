@@ -386,7 +386,8 @@ class Histograms(Callback):
             weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # on every rank
             if not trainer.is_global_zero:
                 continue
-            for part, values in to_huggingface({name: weight}, pl_module.config).items():
+            parts = to_huggingface({name: weight}, pl_module.config) if pl_module.stock else {name: weight}
+            for part, values in parts.items():
                 if (histogram := count_values(values)) is not None:
                     writer = trainer.logger.experiment
                     writer.add_histogram_raw(f"weights/{part}", **histogram, global_step=trainer.global_step)

@@ -96,6 +96,10 @@ class RunFolder(Callback):
         self._registry_warned = False
         self._log: logging.Handler | None = None
 
+    def resume(self, run: Run | None, auto: bool) -> None:
+        """Choose the run of the fit that comes, where it was not known when this was made; arguments as above."""
+        self._resumed, self._auto, self._ended = run, auto, None
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":  # before callbacks compare their folders with the checkpoint's
             _make_checkpoint_folders(trainer, self._resumed)

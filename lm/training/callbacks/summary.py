@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lm.errors import RunError
 from lm.model.estimates import ASSUMED_MFU, recomputed_flops_per_token
@@ -23,7 +24,6 @@ from lm.training.callbacks.logging import RunLog
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 SAMPLE_WIDTH = 300  # characters of a sample that are shown
 
 
@@ -62,17 +62,22 @@ class Summary(Callback):
             log.info("best %s %.4f, at step %d", METRICS["val/loss"].label, trainer.checkpoint_callback.best_loss,
                      read_progress(best).step)  # fmt: skip
         model = trainer.run.path / ("last" if best is None else "best")
-        log.info("model: %s, which Hugging Face transformers loads as it is", model)
+        if pl_module.stock:
+            log.info("model: %s, which Hugging Face transformers loads as it is", model)
+        else:
+            log.info("model: %s, which lm.load_model(path, module=%s) loads", model, type(pl_module).__name__)
         if sample := _sample(trainer, pl_module):
             log.info("sample: %s", sample)
-        for command, purpose in next_commands(trainer.run.path):
+        for command, purpose in next_commands(trainer.run.path, pl_module.stock):
             log.info("%-60s  # %s", command, purpose)
 
 
 def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
     """The model, its data, the steps to take, and where its weights come from, a line each."""
-    sizes = {name: parameter.numel() for name, parameter in module.decoder.named_parameters()}
-    total, embeddings = sum(sizes.values()), sum(sizes.get(name, 0) for name in EMBEDDINGS)
+    total = sum(parameter.numel() for parameter in module.decoder.parameters())
+    tables = {id(part.weight): part.weight for name, part in module.decoder.named_modules()
+              if isinstance(part, nn.Embedding) or name.split(".")[-1] == "lm_head"}  # fmt: skip
+    embeddings = sum(table.numel() for table in tables.values())
     data, steps = trainer.datamodule, trainer.steps
     tokens = {split: shards.document_tokens for split, shards in data.shards.items()}
     epochs = f"{steps.max_steps * steps.tokens_per_step / tokens['train']:.2f} epochs"
@@ -143,11 +148,11 @@ def _sample(trainer: Trainer, module: LightningModule) -> str | None:
     return textwrap.shorten(text, SAMPLE_WIDTH, placeholder=" ...")
 
 
-def next_commands(run: Path) -> list[tuple[str, str]]:
-    """What to do with a run that has finished: commands and what they are for."""
+def next_commands(run: Path, stock: bool = True) -> list[tuple[str, str]]:
+    """What to do with a run that has finished: commands and what they are for; only what is `stock` can be exported."""
     where = f"--run {run.name}" if run.parent == Path("checkpoints") else f"--ckpt_path {run / 'best'}"
     return [
         (f"{program()} generate {where}", "write with it: type prompts"),
         (f"{program()} runs show {run}", "the whole run on a page"),
         (f"{program()} export {where} --output {run.name}-export", "a folder to publish, with a model card"),
-    ]
+    ][: 3 if stock else 2]

