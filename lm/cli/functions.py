@@ -176,6 +176,7 @@ class Trainer(BareTrainer):
     ) -> None:  # fmt: skip
         options.setdefault("stop_within", 0.0)  # a program of somebody else's does not end with the training
         self._name = run
+        quiet_lightning()
         self._folder = RunFolder(None, run, "", options=about or RunOptions())
         standard = standard_callbacks(
             options, self._folder, guards or GuardsConfig(), samples or SamplesConfig(),

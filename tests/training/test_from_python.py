@@ -1,18 +1,24 @@
-"""A training from Python, without the command line: the script of `lm/training/README.md`, and a bare Trainer."""
+"""Training from Python, by scripts of `lm/training/README.md`: functions, `lm.Trainer`, Lightning's Trainer and CLI."""
 
-import os
+import csv
+import json
 import re
-import subprocess
-import sys
+import time
 
 import pytest
-from trainings import HERE, PLACES, lm, make_workplace
+from trainings import HERE, lm, make_workplace, start
 
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
-SCRIPT = re.search(r"## Train from Python\n.*?```python\n(.*?)```", README, re.DOTALL)[1]
+SECTION, LIGHTNING = (
+    re.search(rf"## {title}\n(.*?)\n## ", README, re.DOTALL)[1]
+    for title in ("Train from Python", "Use Lightning's own Trainer or CLI")
+)
+FUNCTIONS, TRAINER = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+[CLI], [CLI_YAML] = (re.findall(rf"```{kind}\n(.*?)```", LIGHTNING, re.DOTALL) for kind in ("python", "yaml"))
+SMALL = {"max_steps": 4, "val_interval": 2, "checkpoint_interval": 3, "max_position_embeddings": 32}
 
 
 @pytest.fixture(scope="module")
@@ -23,30 +29,136 @@ def workplace(tmp_path_factory):
     return folder
 
 
-def python(folder, script, **changes):
-    """Run a script with these numbers in place of its own; returns its standard error."""
+def write(folder, script, **changes):
+    """A file with a script of the page, with these numbers in place of its own."""
     for name, value in changes.items():
-        script, found = re.subn(rf'("{name}": |{name}=)\d+', rf"\g<1>{value}", script)
+        script, found = re.subn(rf'("{name}": |{name}=)[\d_]+', rf"\g<1>{value}", script)
         assert found == 1, name
-    environment = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    file = folder / "script.py"
+    file.write_text(script)
+    return file.name
 
 
-def test_the_script_of_the_readme_trains_a_run_and_resumes_it(workplace):
-    small = {"val_interval": 2, "checkpoint_interval": 3, "seq_len": 32}
-    python(workplace, SCRIPT, max_steps=4, **small)
-    run = Run(workplace / "checkpoints" / "mine")
+def test_the_functions_do_what_the_commands_do(workplace):
+    """They return values, and a mistake is an exception that can be caught."""
+    script = FUNCTIONS.replace("my_texts/", "texts/").replace('vocab_size=8192', 'tokenizer="char", val_fraction=0.2')
+    script = script.replace('"tiny.yaml", {', '"tiny.yaml", SMALL | {').replace('max_steps": 50', 'max_steps": 2')
+    small = {"model.decoder.hidden_size": 32, "model.decoder.num_hidden_layers": 1, "samples.prompts": [],
+             "data.val_tokens": 512, "data.seq_len": 32, "data.global_batch_tokens": 512}  # fmt: skip
+    more = '''
+try:
+    lm.fit("tiny.yaml", {"trainer.max_step": 3})
+except Exception as error:
+    print(type(error).__name__, error)
+class Stop(lm.Callback):
+    def on_metrics(self, trainer, pl_module, metrics):
+        import os, signal
+        os.kill(os.getpid(), signal.SIGINT)
+options = SMALL | {"data.path": "data/mine", "data.prepare": None, "trainer.max_steps": 6, "trainer.log_interval": 1}
+try:
+    lm.fit("tiny.yaml", options, run="stopped", callbacks=[Stop()])
+except Exception as error:
+    print(type(error).__name__, error)
+import signal
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+print("steps", list(lm.fit("tiny.yaml", options, run="stopped", ckpt_path="auto").steps()))
+'''
+    said = lm(workplace, write(workplace, f"SMALL = {small!r}\n{script}{more}"))
+    out = said.stdout.splitlines()
+    assert "'val/loss': " in out[0] and out[0].endswith("checkpoints/mine/step-00000002")
+    assert "'bits_per_byte': " in said.stdout
+    assert "RequestError there is no option 'trainer.max_step'; did you mean 'trainer.max_steps'?" in said.stdout
+    assert re.search(r"Interrupted SIGINT: stopped after step 1 with a checkpoint", said.stdout)
+    assert out[-2:] == ["True", "steps [1, 6]"]
+    assert "step 2/2  validation loss" in said.stderr
+
+
+def test_the_trainer_makes_a_run_and_resumes_it(workplace):
+    """A run folder with whole checkpoints, by the same script; the commands know the run."""
+    said = lm(workplace, write(workplace, TRAINER, **SMALL))
+    run = Run(workplace / "checkpoints" / "objects")
     assert run.status() == "finished" and find_damage(run.checkpoint("last")) is None and run.link("best")
-    python(workplace, SCRIPT, max_steps=6, **small)
+    measured = float(re.search(r"'val/loss': ([\d.]+)", said.stdout)[1])
+    assert measured == pytest.approx(run.metrics("val/loss")[-1]["val/loss"])
+    lm(workplace, write(workplace, TRAINER, **SMALL | {"max_steps": 6}))
     assert [line["step"] for line in run.metrics("val/loss")] == [2, 4, 6] and list(run.steps())[-1] == 6
     assert "6/6" in lm(workplace, "runs", "ls").stdout
-    assert lm(workplace, "generate", "--run", "mine", "--prompt", "Chapter", "--max_new_tokens", "4").stdout
+    assert lm(workplace, "generate", "--run", "objects", "--prompt", "Chapter", "--max_new_tokens", "4").stdout
 
 
-def test_a_trainer_without_checkpoints_says_so(workplace):
-    bare = re.sub(r", callbacks=standard_callbacks\(.*\)\)", ")", SCRIPT).replace("mine", "bare")
-    assert "callbacks=" not in bare
-    said = python(workplace, bare, max_steps=1, seq_len=32)
-    assert "this Trainer takes no checkpoints and writes nothing: give it `callbacks=standard_callbacks(...)`" in said
+def test_a_signal_ends_it_with_a_checkpoint(workplace):
+    script = TRAINER.replace('"objects"', '"signalled"')
+    process = start(workplace, write(workplace, script, **SMALL | {"max_steps": 100_000}))
+    steps = workplace / "checkpoints/signalled/state.json"
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not (steps.exists() and (json.loads(steps.read_text()).get("step") or 0) > 3):
+        time.sleep(0.1)
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    run = Run(workplace / "checkpoints/signalled")
+    assert process.returncode == 1 and "Interrupted: SIGTERM: stopped after step" in said
+    assert run.status() == "interrupted" and list(run.steps())[-1] > 3
+
+
+PLAIN = '''
+import lightning, sys
+import lm
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+name, checkpoint = sys.argv[1], (sys.argv[2:] or [None])[0]
+lightning.seed_everything(3)
+decoder = lm.DecoderConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32)
+trainer = lightning.Trainer(
+    max_steps=8, val_check_interval=4, check_val_every_n_epoch=None, log_every_n_steps=2, accelerator="cpu",
+    devices=DEVICES, logger=CSVLogger(".", name="csv", version=name), enable_progress_bar=False,
+    callbacks=[ModelCheckpoint(f"saved-{name}", "{step}", every_n_train_steps=4, save_top_k=-1)],
+)
+module = lm.LanguageModule(decoder, lm.OptimizerConfig(name="muon", lr=0.01))
+data = lm.DataModule("data/tiny", seq_len=32, micro_batch_size=2, global_batch_tokens=256, val_tokens=512)
+trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+'''
+
+
+def logged(folder, name):
+    """The last loss of each step that a CSV logger wrote, of training and validation."""
+    lines = list(csv.DictReader((folder / "csv" / name / "metrics.csv").open()))
+    return [(line["step"], line["train/loss"], line["val/loss"]) for line in lines if int(line["step"]) > 4]
+
+
+def test_lightning_s_own_trainer(workplace):
+    """Validations, checkpoints of its kind, a resume at the place in the data; what is missing is said."""
+    script = PLAIN.replace("DEVICES", "1") + '''
+loaded = lm.LanguageModule.load_from_checkpoint(f"saved-{name}/step=8.ckpt", decoder=decoder)
+print(all(a.equal(b) for a, b in zip(loaded.state_dict().values(), module.state_dict().values(), strict=True)))
+print(trainer.validate(module, datamodule=data)[0]["val/loss"] == trainer.callback_metrics["val/loss"].item())
+'''
+    (workplace / "plain.py").write_text(script)
+    said = lm(workplace, "plain.py", "whole")
+    assert said.stdout.split().count("True") == 2
+    assert "under lightning.Trainer there is no run folder" in said.stderr
+    lm(workplace, "plain.py", "resumed", "saved-whole/step=4.ckpt")
+    assert logged(workplace, "resumed") == logged(workplace, "whole") and len(logged(workplace, "whole")) > 3
+    (workplace / "plain.py").write_text(PLAIN.replace("DEVICES", "1").replace("max_steps=8", "max_epochs=1"))
+    refused = lm(workplace, "plain.py", "refused", expect=1).stderr
+    assert "give lightning.Trainer(max_steps=...)" in refused
+
+
+@pytest.mark.slow
+def test_lightning_s_own_trainer_over_two_ranks(workplace):
+    for name, devices in (("one", 1), ("two", 2)):
+        (workplace / "plain.py").write_text(PLAIN.replace("DEVICES", str(devices)))
+        lm(workplace, "plain.py", name)
+    one, two = ([float(value) for _, *losses in logged(workplace, name) for value in losses if value]
+                for name in ("one", "two"))  # fmt: skip
+    assert one == pytest.approx(two, rel=1e-4)
+
+
+def test_a_command_line_of_one_s_own(workplace):
+    (workplace / "cli.py").write_text(CLI)
+    text = re.sub(r"(max_position_embeddings: )\d+", r"\g<1>32", CLI_YAML).replace("8192", "256")
+    (workplace / "cli.yaml").write_text(text.replace("max_steps: 100", "max_steps: 4, accelerator: cpu"))
+    lm(workplace, "cli.py", "fit", "--config", "cli.yaml", "--trainer.val_check_interval", "2", "--data.val_tokens",
+       "512")  # fmt: skip
+    assert list((workplace / "lightning_logs").rglob("*.ckpt"))
+    assert "val/bpb" in lm(workplace, "cli.py", "validate", "--config", "cli.yaml").stdout
