@@ -16,7 +16,7 @@ from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.drawing import SEQUENTIAL, figure, label_axes, visible
 from lm.model.attention import AttentionMask, chosen_kernels, dense_mask
-from lm.model.decoder import Block, Decoder
+from lm.model.decoder import Decoder, SelfAttention
 
 COLUMNS = 4  # heads beside each other
 
@@ -41,8 +41,10 @@ def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
         are 0 beyond `t` and before a layer's window.
 
     Raises:
-        RequestError: there are no tokens, or more than the context.
+        RequestError: there are no tokens, or more than the context; or the model has an attention of its own.
     """
+    if not isinstance(decoder, Decoder) or any(type(block.self_attn) is not SelfAttention for block in decoder.layers):
+        raise RequestError(f"attention maps are of this project's SelfAttention, and {type(decoder).__name__} has its own")
     if not len(ids):
         raise RequestError("there is no token to attend to")
     maps: list[Tensor] = []
@@ -52,7 +54,7 @@ def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
         for block, mask in zip(decoder.layers, masks, strict=True):
             queries, keys, _ = block.self_attn.queries_keys_values(block.input_layernorm(x), rotary)
             maps.append(_weights(queries, keys, mask)[0].cpu())
-            x = Block.forward(block, x, rotary, mask)  # also where `block.forward` is compiled or fused
+            x = type(block).forward(block, x, rotary, mask)  # also where `block.forward` is compiled or fused
     return torch.stack(maps).numpy()
 
 
