@@ -44,7 +44,7 @@ def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
         RequestError: there are no tokens, or more than the context; or the model has an attention of its own.
     """
     if not isinstance(decoder, Decoder) or any(type(block.self_attn) is not SelfAttention for block in decoder.layers):
-        raise RequestError(f"attention maps are of this project's SelfAttention, and {type(decoder).__name__} has its own")
+        raise RequestError("attention maps are of this project's SelfAttention, and this model has its own")
     if not len(ids):
         raise RequestError("there is no token to attend to")
     maps: list[Tensor] = []
