@@ -28,7 +28,7 @@ ROOMS = {
 }
 WITHOUT_TORCH = [
     "lm", "lm.errors", "lm.system", "lm.runs", "lm.cli.main", "lm.cli.runs", "lm.cli.runs_compare",
-    "lm.cli.monitor", "lm.cli.charts", "lm.cli.scale", "lm.model.config", "lm.model.estimates",
+    "lm.cli.runs_html", "lm.cli.monitor", "lm.cli.charts", "lm.cli.scale", "lm.model.config", "lm.model.estimates",
 ]  # fmt: skip
 
 

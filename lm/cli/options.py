@@ -21,7 +21,7 @@ import docstring_parser
 import lm
 from lm.errors import RequestError
 from lm.system.arguments import is_text, nearest_option, shown, unknown_options
-from lm.system.files import parse_yaml
+from lm.system.files import flatten, parse_yaml
 
 PACKAGE = Path(lm.__file__).parent
 CONFIGS = (Path("configs"), PACKAGE.parent / "configs")
@@ -172,7 +172,7 @@ def _options_of(kind: str, prefix: str) -> Iterator[Option]:
         if inside:
             yield from _options_of(inside, f"{prefix}{field}.")
         else:
-            yield Option(prefix + field, _kind(module, annotation), _default(value), helps.get(field, ""))
+            yield Option(prefix + field, _kind(module, annotation), _default(module, value), helps.get(field, ""))
 
 
 @cache
@@ -221,12 +221,36 @@ def _kind(module: str, annotation: ast.expr) -> str:
     return ast.unparse(annotation)
 
 
-def _default(value: ast.expr | None) -> str | None:
+def _default(module: str, value: ast.expr | None) -> str | None:
+    if isinstance(value, ast.Name):
+        place, found = _definition(module, value.id)
+        return _default(place, found.value) if isinstance(found, ast.Assign) else None
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "Count":
         value = value.args[0]
     if isinstance(value, ast.Constant) and value.value not in (None, False, ""):
         return str(value.value)
     return ast.unparse(value) if isinstance(value, ast.BinOp | ast.Tuple) else None
+
+
+def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a resolved config that are not the defaults, by their names with dots."""
+    defaults = {option.name: option.default for option in training_options("fit")}
+    return {
+        name: value for name, value in flatten(config).items()
+        if (value if (default := defaults.get(name)) is None else value != _value_of(default))
+    }  # fmt: skip
+
+
+def _value_of(default: str) -> Any:
+    """The value that a default stands for, as YAML has it."""
+    if factors := re.fullmatch(r"(\d+) \* (\d+) \*\* (\d+)", default):
+        number, base, exponent = map(int, factors.groups())
+        return number * base**exponent
+    try:
+        value = ast.literal_eval(default)
+    except (SyntaxError, ValueError):
+        return default
+    return list(value) if isinstance(value, tuple) else value
 
 
 # ---- help ------------------------------------------------------------------------------------------------------------

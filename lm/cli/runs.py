@@ -265,9 +265,10 @@ def show(run: str, json: bool = False, root: str = str(ROOT)) -> None:
         _print_page(found)
 
 
-def describe_run(run: Run) -> dict[str, Any]:
-    """What `lm runs show --json` prints; what is not known is None or empty."""
-    described, state, metrics = run.read("run.json"), run.read("state.json"), run.metrics()
+def describe_run(run: Run, metrics: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """What `lm runs show --json` prints; what is not known is None or empty. `metrics` spares reading them again."""
+    described, state = run.read("run.json"), run.read("state.json")
+    metrics = run.metrics() if metrics is None else metrics
     config = run.settings()
     steps, status = run.steps(), run.status()
     best, last = run.link("best"), run.link("last") or next(reversed(steps.values()), None)

@@ -1,6 +1,6 @@
 """`lm runs compare`: curves of runs in one chart, and the settings that differ. `lm runs export`: a run for others.
 
-Nothing here imports torch.
+`cli/runs_html` has the export as a page. Nothing here imports torch.
 """
 
 import csv
@@ -172,7 +172,11 @@ PAUSE = 5  # times the usual time between log lines, from which on a curve over 
 
 
 def export(
-    run: str, output: str | None = None, checkpoint: Literal["last", "best", "none"] = "last", root: str = str(ROOT)
+    run: str,
+    output: str | None = None,
+    checkpoint: Literal["last", "best", "none"] = "last",
+    html: str | None = None,
+    root: str = str(ROOT),
 ) -> None:
     """Write a run to a folder for others: manifest, metrics, pictures, config, TensorBoard files and weights.
 
@@ -180,9 +184,20 @@ def export(
         run: Name under the root or in the registry, or a path.
         output: The folder to make, which must be empty or not there; `exports/RUN` if not given.
         checkpoint: Whose weights to take; none leaves them out.
+        html: A file to write instead of the folder: one page with charts to zoom into, samples, evaluations, alerts and
+            settings, which opens without a network. Another page of a run is replaced, any other file is not. Passwords
+            in URLs and values with names such as `api_key` are left out.
         root: Folder of the runs.
     """
     found = registry.find_run(run, root)
+    if html is not None:
+        from lm.cli.runs_html import refuse_html_path, write_page
+
+        if output is not None or checkpoint != "last":
+            raise RequestError("--html writes a page instead of the folder: leave out --output and --checkpoint")
+        write_page(found, refuse_html_path(html))
+        print(html)
+        return
     target = Path("exports") / found.name if output is None else Path(output)
     with new_folder(target) as folder:
         write_export(found, None if checkpoint == "none" else found.checkpoint(checkpoint), folder)
