@@ -18,6 +18,7 @@ from lm.system.stop_signals import STOP
 # name -> "module:function" and what it does
 COMMANDS = {
     "fit": ("lm.cli.config:main", "train a model from a config, or resume a run"),
+    "branch": ("lm.cli.branch:main", "a new run from a checkpoint of another: a decay, other data, a longer context"),
     "validate": ("lm.cli.config:main", "loss, perplexity and bits per byte of a checkpoint on the validation data"),
     "test": ("lm.cli.config:main", "the same on all of the test data"),
     "predict": ("lm.cli.config:main", "per-token log-probabilities of texts, to Parquet"),
@@ -151,6 +152,10 @@ def _dispatch(name: str, rest: list[str]) -> int:
             STOP.catch()
         options.refuse_unknown_options(name, rest)
         getattr(import_module(module), function)([name, *rest] if module == "lm.cli.config" else rest)
+        return 0
+    if name == "branch":  # which takes options of a training too
+        STOP.catch()
+        import_module(module).main(rest)
         return 0
     from lm.system.arguments import call
 

@@ -282,6 +282,9 @@ def describe_run(run: Run, metrics: list[dict[str, Any]] | None = None) -> dict[
         "time": state.get("time"),
         "pid": state.get("pid"),
         "note": described.get("note"),
+        "branch": described.get("branch"),
+        "branches": [[other.name, origin["step"]] for other in Run.all(run.path.parent)
+                     if (origin := other.read("run.json").get("branch")) and origin["path"] == str(run.path.resolve())],
         "acceptance": described.get("acceptance"),
         "parameters": count_parameters(last / "model.safetensors") if last else None,
         "config": config,
@@ -373,7 +376,13 @@ def _print_page(found: dict[str, Any]) -> None:
 def _about(found: dict[str, Any]) -> list[str]:
     checks = (found["acceptance"] or {}).get("checks", [])
     judged = [str(Expectation(each["metric"], each["low"], each["high"], each["value"])) for each in checks]
-    return [found["note"] or "", f"tags: {', '.join(found['tags'])}" if found["tags"] else "", *judged]
+    branched, origin = "", found["branch"]
+    if origin:
+        changes = [f"{key} {old} -> {new}" for key, (old, new) in origin["changes"].items()]
+        branched = f"branch of {origin['run']} at step {origin['step']:,}: {', '.join(changes) or 'nothing changed'}"
+    branches = ", ".join(f"{name} at step {step:,}" for name, step in found["branches"])
+    tags = f"tags: {', '.join(found['tags'])}" if found["tags"] else ""
+    return [branched, f"branches: {branches}" if branches else "", found["note"] or "", tags, *judged]
 
 
 def _progress(found: dict[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from lm.cli.charts import MARKERS, chart
 from lm.cli.runs import summarize, to_json
 from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
-from lm.runs.history import Series, curve, differences, labels
+from lm.runs.history import Series, curve, differences, labels, trunk_metrics
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.system.files import digest, load_checksummed, new_folder, refuse_url
@@ -62,10 +62,12 @@ def compare(
     if len({folder.path.resolve() for folder in folders}) < len(folders):
         raise RequestError("a run cannot be compared with itself; name each once")
     metrics = [folder.metrics() for folder in folders]
+    trunks = [[] if x == "time" else trunk_metrics(folder) for folder in folders]
+    drawn = [trunk + lines for trunk, lines in zip(trunks, metrics, strict=True)]
     if x == "flops":
-        metrics = [_with_flops(*pair) for pair in zip(folders, metrics, strict=True)]
+        drawn = [_with_flops(*pair) for pair in zip(folders, drawn, strict=True)]
     names = labels(folders)
-    series = [curve(name, lines, metric, x, smooth) for name, lines in zip(names, metrics, strict=True)]
+    series = [curve(name, lines, metric, x, smooth) for name, lines in zip(names, drawn, strict=True)]
     if not any(one.x for one in series):
         raise RequestError(_no_metric(metric, metrics))
     rows = [

@@ -42,7 +42,7 @@ TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of anot
         "started": str, "entered": NUMBER, "command": list, "host": str, "python": str, "versions": dict, "git": str,
         "step": int, "began_from": str, "left_behind": list, "stretches": list, "rollbacks": list, "injected": dict,
         "tags": list, "note": str, "acceptance": dict, "machine": dict, "flops_per_token": NUMBER,
-        "mirror": dict, "mixture": dict,
+        "mirror": dict, "mixture": dict, "branch": dict,
     },
     "state.json": {
         "run": str, "status": str, "reason": str, "phase": str, "step": int, "max_steps": int, "tokens": int,

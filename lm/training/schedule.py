@@ -22,6 +22,9 @@ class ScheduleConfig:
         decay_steps: `wsd`: length of the fall at the end. `cosine`, `linear`: step at which the fall ends,
             the whole run if not given.
         decay_ratio: In place of decay_steps: the same as a fraction of the run.
+        begin_step: Of a branch: the step at which this schedule begins. Lengths and fractions of the run count from it.
+        begin_fraction: Of a branch: the fraction of the peak at that step, from which the rate rises in a warm-up;
+            without one it is what falls, or stays.
 
     Raises:
         RequestError: a fraction outside [0, 1], or a length that is given twice.
@@ -33,9 +36,11 @@ class ScheduleConfig:
     final_fraction: float = 0.1
     decay_steps: Count | None = None
     decay_ratio: float | None = None
+    begin_step: Count = Count(0)
+    begin_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("final_fraction", "warmup_ratio", "decay_ratio"):
+        for name in ("final_fraction", "warmup_ratio", "decay_ratio", "begin_fraction"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise RequestError(f"model.schedule.{name} {value} must lie in [0, 1]")
@@ -46,6 +51,8 @@ class ScheduleConfig:
                     f"model.schedule.{name}_steps {steps} and model.schedule.{name}_ratio {ratio} are two lengths for "
                     f"one thing: leave one out, or set {name}_steps to 0 or {name}_ratio to null"
                 )
+        if self.begin_fraction and not self.begin_step:
+            raise RequestError("model.schedule.begin_fraction is for a branch: give begin_step too, or leave it out")
         if self.name == "wsd" and (self.warmup_ratio or 0) + (self.decay_ratio or 0) > 1:
             raise RequestError(
                 f"model.schedule.warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} together are more "
@@ -57,8 +64,12 @@ def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int,
     """`warmup_steps` and `decay_steps` of a run of `max_steps` optimizer steps; 0 where there is none.
 
     Raises:
-        RequestError: `wsd` would begin to fall before it has risen.
+        RequestError: `wsd` would begin to fall before it has risen, or the schedule begins when the run is over.
     """
+    if config.begin_step and config.begin_step >= max_steps:
+        raise RequestError(f"model.schedule.begin_step {config.begin_step:,} is not before the run's last step, "
+                           f"{max_steps:,}: train for more steps")  # fmt: skip
+    max_steps -= config.begin_step
     warmup, decay = config.warmup_steps, config.decay_steps or 0
     if config.warmup_ratio is not None:
         warmup = round(config.warmup_ratio * max_steps)
@@ -101,19 +112,21 @@ def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
         max_steps: optimizer steps of the whole run.
 
     Returns:
-        A factor in [0, 1]: `(step + 1) / warmup` while warming up, 1 at its end, then by the schedule's name
+        A factor in [0, 1]: it rises linearly while warming up, to 1 at its end; then by the schedule's name
         (cosine as in Loshchilov and Hutter, 2017, arXiv:1608.03983; wsd as in Hu et al., 2024, arXiv:2404.06395).
     """
     warmup, decay = warmup_and_decay_steps(max_steps, config)
+    step, max_steps = step - config.begin_step, max_steps - config.begin_step
     if step < warmup:
-        return (step + 1) / warmup
+        return config.begin_fraction + (1 - config.begin_fraction) * (step + 1) / warmup
+    top = config.begin_fraction if config.begin_step and not warmup else 1.0
     if config.name == "constant" or (config.name == "wsd" and not decay):
-        return 1.0
+        return top
     # The fall of `wsd` ends with the last step, which is at the final fraction; the others end one step after it.
     start, end = (max_steps - decay - 1, max_steps - 1) if config.name == "wsd" else (warmup, decay or max_steps)
     progress = min(1.0, max(0.0, (step - start) / max(1, end - start)))  # 0 at the start of the fall, 1 at its end
     fall = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1 - progress
-    return config.final_fraction + (1 - config.final_fraction) * fall
+    return config.final_fraction + (top - config.final_fraction) * fall
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------

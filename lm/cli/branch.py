@@ -1,0 +1,275 @@
+"""`lm branch`: a new run that begins at a checkpoint of another one, with a schedule, data or context of its own.
+
+The new run's folder has the weights and the optimizer's state of that checkpoint as hard links, so it needs neither
+space nor the other run any more, and the rest is a resume like any other.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lm.cli.config import LISTS, TrainingCLI, config_parser, link_seq_len, quiet_lightning
+from lm.cli.options import FIT, refuse_unknown_options, training_options
+from lm.errors import RequestError, require_at_least
+from lm.runs.checkpoint import find_damage, read_document, read_progress
+from lm.runs.registry import find_run
+from lm.runs.run import ROOT, Run
+from lm.system.arguments import call, spell_out
+from lm.system.files import atomic_folder, dump_checksummed, flatten
+from lm.system.units import Count
+from lm.training.schedule import ScheduleConfig, lr_fraction
+
+log = logging.getLogger(__name__)
+
+# Of the decoder only what changes no weight's shape or meaning may be another in a branch.
+FREE = ("max_position_embeddings", "rope_theta", "dropout", "window_pattern", "sliding_window", "initializer_range",
+        "zero_init_residual")  # fmt: skip
+
+
+@dataclass
+class BranchOptions:
+    """Where a branch begins, and its schedule.
+
+    Args:
+        run: Name of the other run, under the root or in the registry, or its path.
+        at: Its checkpoint: a step, such as 200, `best` or `last`; the last if not given.
+        name: Of the new run; the other's, the step and what is new if not given.
+        decay: Tokens to train on while the learning rate falls, linearly, to `final_fraction`.
+        constant: Tokens to train on with the learning rate as it is at that step.
+        rewarm: Tokens in which the rate first rises to its peak; a part of those of `decay` or `constant`.
+        final_fraction: Fraction of the peak learning rate at the end of `decay`.
+        context: Another context, in tokens; the base of the rotary wavelengths grows with it.
+        root: Folder of the runs.
+    """
+
+    run: str
+    at: str | None = None
+    name: str | None = None
+    decay: Count | None = None
+    constant: Count | None = None
+    rewarm: Count | None = None
+    final_fraction: float = 0.0
+    context: Count | None = None
+    root: str = str(ROOT)
+
+    def __post_init__(self) -> None:
+        require_at_least(1, "--", decay=self.decay, constant=self.constant, rewarm=self.rewarm, context=self.context)
+        if self.decay and self.constant:
+            raise RequestError("give --decay or --constant: with the first the rate falls, with the second it stays")
+        if self.rewarm and not self.tokens:
+            raise RequestError("--rewarm is a part of --decay or of --constant: give one of them too")
+        if self.rewarm and self.rewarm >= self.tokens:
+            raise RequestError(f"--rewarm {self.rewarm:,} is all of the {self.tokens:,} tokens: make it shorter")
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens that the branch trains on; None: as many as the other run has left."""
+        return self.decay or self.constant
+
+
+def main(arguments: list[str]) -> None:
+    """`lm branch RUN [options] [options of a training, which override the other run's]`."""
+    of_a_training = {option.name for option in training_options("fit")} - {option.name for option in FIT}
+    own: list[str] = []
+    overrides: list[str] = []
+    part = own
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument.removeprefix("--").partition("=")[0]
+            part = overrides if "." in name or name in of_a_training else own
+        part.append(argument)
+    branch(call(read_options, own, "lm branch"), overrides)
+
+
+def read_options(**options: Any) -> BranchOptions:
+    """Begin a new run at a checkpoint of another: its weights, optimizer, place in the data and random generators.
+
+    Options of a training, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
+    """
+    return BranchOptions(**options)
+
+
+def branch(options: BranchOptions, overrides: list[str]) -> None:
+    """Make the run and train it.
+
+    Args:
+        overrides: options of a training, as they are typed.
+
+    Raises:
+        RequestError: there is no such checkpoint, or an override makes it another run.
+    """
+    trunk = find_run(options.run, options.root)
+    checkpoint = checkpoint_at(trunk, options.at)
+    if damage := find_damage(checkpoint):
+        raise RequestError(f"{checkpoint}: {damage}")
+    step, before = read_progress(checkpoint).step, trunk.settings()
+    if not before:
+        raise RequestError(f"{trunk.config} is damaged, so it is not known what the run was trained with")
+    settings, root = deepcopy(before), trunk.path.parent
+    settings["trainer"]["default_root_dir"] = str(root)
+    change_context(settings, options.context)
+    change_schedule(settings, step, options)
+    text = resolve(settings, overrides)
+    after = yaml.safe_load(text)
+    changes = refuse_other_run(trunk, before, after)
+    run = Run(root / (options.name or f"{trunk.name}-{step}-{'decay' if options.decay else 'branch'}"))
+    if run.path.exists():
+        raise RequestError(f"there is a run {run.path}: give another --name; `{run.resume_command()}` resumes it")
+    run = Run.create(run.name, root)
+    try:
+        pin_checkpoint(checkpoint, run.path / checkpoint.name, before["data"]["seq_len"], after["data"]["seq_len"])
+        run.config.write_text(text, encoding="utf-8")
+        origin = {"run": trunk.name, "path": str(trunk.path.resolve()), "step": step, "changes": changes}
+        run.describe(id=run.name, name=run.name, status="interrupted", step=step, branch=origin,
+                     turn=Run.next_turn(root))  # fmt: skip
+        log.info("run %s begins at step %d of %s", run.path, step, trunk.path)
+        for key, (old, new) in changes.items():
+            log.info("changed: %s: %s -> %s", key, old, new)
+        quiet_lightning()
+        TrainingCLI(["fit", f"--config={run.config}", f"--run={run.name}", "--ckpt_path=auto"])
+    except RequestError:
+        if not (run.path / "metrics.jsonl").exists():  # it has not begun, and the name is free again
+            run.release()
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def checkpoint_at(run: Run, at: str | None) -> Path:
+    """The checkpoint of a run that `--at` names.
+
+    Raises:
+        RequestError: there is none; names those that are there.
+    """
+    if at in (None, "last", "best"):
+        return run.checkpoint(at or "last").resolve()
+    steps = run.steps()
+    step = int(at.removeprefix("step-")) if at.removeprefix("step-").isdigit() else None
+    if step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise RequestError(f"--at {at}: run {run.path} has no checkpoint of that step; it has those of steps {there} "
+                           "(trainer.keep_checkpoints and keep_every say which are kept)")  # fmt: skip
+    return steps[step]
+
+
+def change_context(settings: dict[str, Any], context: int | None) -> None:
+    """Set another context in place, with as many tokens a step.
+
+    The base of the rotary wavelengths is multiplied by `r ^ (d / (d - 2))` for `r` times the context and heads `d`
+    wide, so that the longest wavelength grows by `r` and the shortest stays ("NTK-aware" scaling: Peng et al., 2023,
+    arXiv:2309.00071, section 3.1).
+
+    Raises:
+        RequestError: it is the context that there is.
+    """
+    if context is None:
+        return
+    decoder, data = settings["model"]["decoder"], settings["data"]
+    now = data["seq_len"]
+    if context == now:
+        raise RequestError(f"--context {context} is the context of the run already: leave it out")
+    tokens = tokens_of_a_step(data)
+    if context > now:
+        width = decoder["head_dim"] or decoder["hidden_size"] // decoder["num_attention_heads"]
+        decoder["rope_theta"] *= (context / now) ** (width / (width - 2))
+    decoder["max_position_embeddings"], data["seq_len"] = int(context), int(context)
+    data["micro_batch_size"] = max(1, data["micro_batch_size"] * now // context)
+    data["global_batch_tokens"] = tokens
+
+
+def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions) -> None:
+    """Set, in place, the schedule of a branch at a step and its number of steps; the other run's if nothing is asked.
+
+    Raises:
+        RequestError: a length is less than a step.
+    """
+    if options.tokens is None:
+        return
+    data, trainer, schedule = settings["data"], settings["trainer"], settings["model"]["schedule"]
+    tokens = tokens_of_a_step(data)
+    length, rise = round(options.tokens / tokens), round((options.rewarm or 0) / tokens)
+    if length < 1 or (options.rewarm and rise < 1):
+        raise RequestError(f"a step takes {tokens:,} tokens, and one of the lengths is less: make it longer")
+    whole = trainer["max_steps"] or -(-trainer["max_tokens"] // tokens)
+    rate = lr_fraction(max(0, step - 1), max(whole, step), ScheduleConfig(**schedule))
+    trainer["max_steps"], trainer["max_tokens"] = step + length, None
+    shape = {"name": "wsd", "decay_steps": length - rise} if options.decay else {"name": "constant"}
+    settings["model"]["schedule"] = vars(ScheduleConfig()) | shape | {
+        "warmup_steps": rise, "final_fraction": options.final_fraction, "begin_step": step, "begin_fraction": rate,
+    }  # fmt: skip
+
+
+def tokens_of_a_step(data: dict[str, Any]) -> int:
+    """Tokens of an optimizer step, on one device where the config leaves them to the devices."""
+    return data["global_batch_tokens"] or data["micro_batch_size"] * data["seq_len"]
+
+
+def resolve(settings: dict[str, Any], overrides: list[str]) -> str:
+    """The text of a config with what was typed in place of its own.
+
+    Raises:
+        RequestError: an option is unknown or does not fit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "branch.yaml"
+        file.write_text(yaml.safe_dump({key: value for key, value in settings.items() if key != "run"}))
+        arguments = spell_out(["--config", str(file), *overrides], (), LISTS)
+        refuse_unknown_options("fit", arguments)
+        parser = config_parser("lm branch")
+        parser.read(arguments)  # refuses what does not fit
+        config = parser.parse_args(arguments)
+        link_seq_len(config)
+        for name in ("config", "ckpt_path", "run"):
+            config.pop(name, None)
+        return parser.dump(config, skip_none=False, skip_check=True)
+
+
+def refuse_other_run(trunk: Run, before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
+    """What differs between two configs, `{key: [before, after]}`.
+
+    Raises:
+        RequestError: what makes the weights or the optimizer's state those of another run.
+    """
+    first, second = flatten(before), flatten(after)
+    off = {key for key in second if key not in first and not second[key]}  # options that the other run did not have
+    changes = {
+        key: [first.get(key), second.get(key)]
+        for key in sorted((first.keys() | second.keys()) - {"run", "trainer.default_root_dir"} - off)
+        if first.get(key) != second.get(key)
+    }
+    fixed = [
+        key for key in changes
+        if key in ("seed_everything", "model.optimizer.name", "model.optimizer.class_path")
+        or (key.startswith("model.decoder.") and key.rpartition(".")[2] not in FREE)
+    ]  # fmt: skip
+    if fixed:
+        values = ", ".join(f"{key} was {changes[key][0]}, now {changes[key][1]}" for key in fixed)
+        raise RequestError(f"a branch of {trunk.path} begins with its weights and its optimizer: {values}; leave it as "
+                           "it was, or start a new run")  # fmt: skip
+    return changes
+
+
+def pin_checkpoint(source: Path, target: Path, seq_len: int, new_seq_len: int) -> None:
+    """Make a checkpoint of another run the first one of a branch: its files as hard links, its callbacks' states not.
+
+    Args:
+        source: the checkpoint.
+        target: its place in the branch.
+        seq_len, new_seq_len: tokens of a sample there and here; samples count by the tokens that were trained on.
+    """
+    document = read_document(source)
+    document["callbacks"] = {}
+    document["cursor"]["consumed"] = document["cursor"]["consumed"] * seq_len // new_seq_len
+    with atomic_folder(target) as folder:
+        for name in document["digests"]:
+            try:
+                os.link(source / name, folder / name)
+            except OSError:  # a file system without hard links
+                shutil.copy2(source / name, folder / name)
+        (folder / "trainer.json").write_bytes(dump_checksummed(document))

@@ -1,0 +1,127 @@
+"""`lm branch`: a run that begins at a checkpoint of another, with a schedule, data or context of its own."""
+
+import json
+import os
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+from trainings import lm, make_workplace, write_config
+
+from lm.runs.run import Run
+
+TRUNK = {"trainer.max_steps": 12, "trainer.checkpoint_interval": 4, "trainer.keep_checkpoints": 9,
+         "trainer.callbacks": [], "model.decoder.dropout": 0.1, "model.optimizer": {"name": "muon", "lr": 0.01},
+         "model.schedule": {"name": "wsd", "warmup_steps": 2, "final_fraction": 0.0}}  # fmt: skip
+STEP = 256  # tokens
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A trunk of twelve steps with a constant rate, and a whole run whose rate falls in the last four of eight."""
+    place = make_workplace(tmp_path_factory.mktemp("branch"))
+    lm(place, "fit", "--config", str(write_config(place, "trunk", **TRUNK)))
+    whole = TRUNK | {"trainer.max_steps": 8, "model.schedule.decay_steps": 4}
+    lm(place, "fit", "--config", str(write_config(place, "whole", **whole)))
+    return place
+
+
+def logged(place, run):
+    lines = Run(place / "checkpoints" / run).metrics("train/loss")
+    return [(line["step"], line["train/loss"], line["optim/lr"]) for line in lines]
+
+
+def weights(place, run, checkpoint="last"):
+    return load_file(place / "checkpoints" / run / checkpoint / "model.safetensors")
+
+
+def test_a_decay_is_that_of_a_whole_run(place):
+    """To the bit, also after a kill before its first checkpoint; the trunk is as it was, and may go."""
+    shutil.copytree(place / "checkpoints/trunk", place / "checkpoints/spare", symlinks=True)
+    before = {path: path.stat().st_mtime_ns for path in (place / "checkpoints/spare").rglob("*")}
+    kill = ["--trainer.callbacks", '[{"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", '
+            '"micro_batch": 11}}]']  # fmt: skip
+    lm(place, "branch", "spare", "--at", "4", "--decay", str(4 * STEP), "--name", "killed", *kill, expect=-9)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    shutil.rmtree(place / "checkpoints/spare")
+    lm(place, "fit", "--config", "checkpoints/killed/config.yaml", "--ckpt_path", "auto", "--trainer.callbacks", "[]")
+    assert logged(place, "killed")[-4:] == logged(place, "whole")[-4:]
+    first, second = weights(place, "killed"), weights(place, "whole")
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def test_it_says_where_it_comes_from(place):
+    """In run.json, `runs show` of both, and the chart of `runs compare`, which begins with the trunk."""
+    said = lm(place, "branch", "trunk", "--at", "8", "--constant", str(2 * STEP), "--model.optimizer.lr", "0.02",
+              "--data.val_tokens", "256")  # fmt: skip
+    assert "changed: model.optimizer.lr: 0.01 -> 0.02" in said.stderr
+    run = Run(place / "checkpoints/trunk-8-branch")
+    origin = run.read("run.json")["branch"]
+    assert (origin["run"], origin["step"]) == ("trunk", 8) and origin["changes"]["model.optimizer.lr"] == [0.01, 0.02]
+    assert [(step, rate) for step, _, rate in logged(place, run.name)] == [(9, 0.02), (10, 0.02)]
+    shown = " ".join(lm(place, "runs", "show", run.name).stdout.split())
+    assert "branch of trunk at step 8: data.val_tokens 512 -> 256, model.optimizer.lr 0.01 -> 0.02" in shown
+    assert "branches: trunk-8-branch at step 8" in " ".join(lm(place, "runs", "show", "trunk").stdout.split())
+    compared = json.loads(lm(place, "runs", "compare", "trunk", run.name, "--json").stdout)
+    assert compared["curves"][run.name]["x"] == list(range(1, 11))
+    assert compared["curves"][run.name]["y"][:8] == compared["curves"]["trunk"]["y"][:8]
+
+
+def test_files_are_linked_and_kept_as_the_branch_needs_them(place):
+    lm(place, "branch", "trunk", "--at", "4", "--constant", str(STEP), "--name", "linked", "--trainer.stop_within", "0")
+    first, trunk = (place / "checkpoints" / run / "step-00000004/model.safetensors" for run in ("linked", "trunk"))
+    assert os.path.samefile(first, trunk)  # nine checkpoints are kept
+
+
+def test_rewarmed(place):
+    lm(place, "branch", "trunk-8-branch", "--rewarm", str(2 * STEP), "--decay", str(4 * STEP), "--name", "rewarmed",
+       "--final_fraction", "0.5")  # fmt: skip
+    rates = [round(rate / 0.02, 3) for _, _, rate in logged(place, "rewarmed")]
+    assert rates == [1.0, 1.0, 0.75, 0.5]  # its trunk ended at its peak
+    lm(place, "branch", "whole", "--rewarm", str(2 * STEP), "--constant", str(3 * STEP), "--name", "again")
+    assert [round(rate / 0.01, 3) for _, _, rate in logged(place, "again")] == [0.5, 1.0, 1.0]  # from 0
+
+
+def test_other_data_and_a_longer_context(place):
+    """Samples are counted by the tokens that were trained on; the rotary base grows."""
+    (place / "others").mkdir()
+    for index in range(60):
+        text = f"No garden of {index} was sold, and the engine had an answer. " * 8
+        (place / "others" / f"{index}.txt").write_text(text)
+    lm(place, "data", "prepare", "--input", "others", "--output", "data/others", "--tokenizer", "data/small",
+       "--val_fraction", "0.2")  # fmt: skip
+    lm(place, "branch", "trunk", "--at", "8", "--constant", str(2 * STEP), "--name", "long", "--context", "64",
+       "--data.path", "data/others", "--data.prepare", "null")  # fmt: skip
+    config = Run(place / "checkpoints/long").settings()
+    assert config["data"]["seq_len"] == 64 and config["data"]["micro_batch_size"] == 2
+    assert config["model"]["decoder"]["rope_theta"] == pytest.approx(10_000 * 2 ** (16 / 14))
+    document = json.loads((place / "checkpoints/long/step-00000008/trainer.json").read_text())
+    assert document["cursor"]["consumed"] == 8 * STEP // 64
+    assert Run(place / "checkpoints/long").metrics("train/loss")[-1]["tokens"] == 10 * STEP
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--at", "5"], "has no checkpoint of that step; it has those of steps 4, 8, 12"),
+    (["--at", "four"], "has no checkpoint of that step"),
+    (["--decay", "100"], "a step takes 256 tokens, and one of the lengths is less"),
+    (["--rewarm", "512"], "--rewarm is a part of --decay or of --constant"),
+    (["--decay", "512", "--constant", "512"], "give --decay or --constant"),
+    (["--decay", "512", "--model.decoder.hidden_size", "64"], "model.decoder.hidden_size was 32, now 64"),
+    (["--decay", "512", "--model.optimizer.name", "adamw"], "model.optimizer.name was muon, now adamw"),
+    (["--decay", "512", "--model.optimizer.lrr", "1"], "did you mean 'model.optimizer.lr'?"),
+    (["--decay", "512", "--context", "32"], "--context 32 is the context of the run already"),
+    (["--decay", "512", "--name", "whole"], "there is a run"),
+    (["--decay", "512", "--data.path", "data/nowhere", "--data.prepare", "null"], "data.path data/nowhere"),
+    (["--constant", "512", "--data.micro_batch_size", "3"], "is not a whole number of micro-batches"),
+])  # fmt: skip
+def test_what_cannot_be_is_one_line_and_leaves_nothing(place, arguments, message):
+    before = set(os.listdir(place / "checkpoints"))
+    refused = lm(place, "branch", "trunk", *arguments, expect=2).stderr
+    assert message in refused.strip().splitlines()[-1]
+    assert set(os.listdir(place / "checkpoints")) == before
+
+
+def test_no_such_run(place):
+    assert "trunkk" in lm(place, "branch", "trunkk", "--decay", "512", expect=2).stderr
+    assert "give a run" in lm(place, "branch", expect=2).stderr
+    assert "--decay" in lm(place, "branch", "--help").stdout
