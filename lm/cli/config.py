@@ -304,7 +304,8 @@ class TrainingCLI(LightningCLI):
         beside = {name: self._get(self.config_init, name) for name in OTHER_GROUPS}
         if self.subcommand == "fit":
             beside["guards"].budget.read_file()  # refuses a cap that cannot be counted
-        callbacks = [*standard_callbacks(trainer_config, self.run_folder, **beside), Summary()]
+        notify = options.notify if options.notify and self.subcommand == "fit" else ()
+        callbacks = [*standard_callbacks(trainer_config, self.run_folder, **beside, notify=notify), Summary()]
         if self.subcommand == "fit":
             planned = Namespace(
                 trainer=Namespace(**trainer_config), model=Namespace(**self.options[LanguageModule]),
