@@ -22,7 +22,7 @@ ROOMS = {
     "evaluation": (3, "errors system kernels data runs model"),
     "training": (4, "errors system kernels data runs model evaluation"),
     "inspection": (4, "errors system kernels data runs model inference"),
-    "training.callbacks": (5, "errors system kernels data runs model evaluation inference training"),
+    "training.callbacks": (5, "errors system kernels data runs model evaluation inference training inspection"),
     "cli": (6, "errors system kernels data runs model evaluation inference training training.callbacks inspection"),
     "__main__": (7, "errors system cli"),
 }

@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import tempfile
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from lm.cli.options import FIT, refuse_unknown_options, training_options
 from lm.errors import RequestError, require_at_least
 from lm.runs.checkpoint import find_damage, read_document, read_progress
 from lm.runs.registry import find_run
-from lm.runs.run import ROOT, Run
+from lm.runs.run import ROOT, Run, hide_addresses
 from lm.system.arguments import call, spell_out
-from lm.system.files import atomic_folder, dump_checksummed, flatten
+from lm.system.files import atomic_folder, dump_checksummed, flatten, parse_yaml
 from lm.system.units import Count
 from lm.training.schedule import ScheduleConfig, lr_fraction
 
@@ -112,12 +111,12 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
     step, before = read_progress(checkpoint).step, trunk.settings()
     if not before:
         raise RequestError(f"{trunk.config} is damaged, so it is not known what the run was trained with")
-    settings, root = deepcopy(before), trunk.path.parent
+    settings, root = parse_yaml(trunk.config.read_bytes()), trunk.path.parent  # with the addresses of `notify`
     settings["trainer"]["default_root_dir"] = str(root)
     change_context(settings, options.context)
     change_schedule(settings, step, options)
     text = resolve(settings, overrides)
-    after = yaml.safe_load(text)
+    after = hide_addresses(yaml.safe_load(text))
     changes = refuse_other_run(trunk, before, after)
     run = Run(root / (options.name or f"{trunk.name}-{step}-{'decay' if options.decay else 'branch'}"))
     if run.path.exists():

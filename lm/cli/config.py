@@ -322,7 +322,9 @@ class TrainingCLI(LightningCLI):
         beside = {name: self._get(self.config_init, name) for name in OTHER_GROUPS}
         if self.subcommand == "fit":
             beside["guards"].budget.read_file()  # refuses a cap that cannot be counted
-        callbacks = [*self.own_callbacks, *standard_callbacks(trainer_config, self.run_folder, **beside), Summary()]
+        notify = options.notify if self.subcommand == "fit" else ()
+        standard = standard_callbacks(trainer_config, self.run_folder, **beside, notify=notify)
+        callbacks = [*self.own_callbacks, *standard, Summary()]
         if self.subcommand == "fit":
             planned = Namespace(
                 trainer=Namespace(**trainer_config), model=Namespace(**self.options[training_class()]),

@@ -177,10 +177,11 @@ class Trainer(BareTrainer):
         options.setdefault("stop_within", 0.0)  # a program of somebody else's does not end with the training
         self._name = run
         quiet_lightning()
-        self._folder = RunFolder(None, run, "", options=about or RunOptions())
+        about = about or RunOptions()
+        self._folder = RunFolder(None, run, "", options=about)
         standard = standard_callbacks(
             options, self._folder, guards or GuardsConfig(), samples or SamplesConfig(),
-            evaluation or EvaluationConfig(),
+            evaluation or EvaluationConfig(), about.notify,
         )  # fmt: skip
         super().__init__(**options, callbacks=[*callbacks, *standard, Summary()])
 

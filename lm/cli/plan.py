@@ -46,6 +46,7 @@ from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.system.units import format_bytes, format_count, format_duration, format_figure, parse_bytes, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import BudgetConfig
+from lm.training.callbacks.notifications import open_recipients, send_test
 from lm.training.distributed import EXIT_WAIT, DistributedConfig
 from lm.training.module import builds_own_model, training_class
 from lm.training.optim import OptimizerConfig
@@ -338,6 +339,7 @@ class PlanOptions:
         bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
         rate_usd_per_hr: Price of the machine, where guards.budget has none; a cap_usd of the config is counted by it.
         fit: Print the largest micro-batch that fits, and nothing else; with --json as `fit` beside the rest.
+        test_notify: Only send a test message to those under `notify`.
         rehearse: Play the guards through on invented log lines, without training: what they would log and do.
         json: Print one JSON object instead of a page.
     """
@@ -350,6 +352,7 @@ class PlanOptions:
     bench: Path | None = None
     rate_usd_per_hr: float | None = None
     fit: bool = False
+    test_notify: bool = False
     rehearse: bool = False
     json: bool = False
 
@@ -363,6 +366,7 @@ def plan(config: Namespace, name: str) -> None:
 
     Raises:
         RequestError: the config has errors; they are on the page.
+        RunError: a test message could not be sent.
     """
     if config.mfu is not None and not 0 < config.mfu <= 1:
         raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
@@ -372,8 +376,13 @@ def plan(config: Namespace, name: str) -> None:
         raise RequestError(f"--rate_usd_per_hr {config.rate_usd_per_hr} must not be below 0")
     if config.fit and config.strict:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
+    recipients = open_recipients([] if config.strict else config.notify or [])
+    if config.test_notify:
+        return send_test(recipients, name)
     found, noted = examine(config)
     found = {"config": name, **found}
+    if recipients:
+        found["notify"] = [{"to": one.name, "level": one.level} for one in recipients]
     errors = [finding for finding in noted if finding.level == "error"]
     if config.rehearse and "steps" in found:  # errors of others, such as missing data, change nothing about the guards
         played = rehearse(config, found)
@@ -796,5 +805,10 @@ def _budget_lines(found: dict[str, Any]) -> list[str]:
     return ["; ".join(parts) or f"{hours}, and no rate is known"]
 
 
+def _notify_lines(found: dict[str, Any]) -> list[str]:
+    above = {"info": "everything", "warning": "warnings and errors", "error": "errors"}
+    return [f"{one['to']}: {above[one['level']]}" for one in found["notify"]]
+
+
 SECTIONS = {"model": _model_lines, "data": _data_lines, "steps": _steps_lines, "memory": _memory_lines,
-            "time": _time_lines, "budget": _budget_lines, "disk": _disk_lines}  # fmt: skip
+            "time": _time_lines, "budget": _budget_lines, "disk": _disk_lines, "notify": _notify_lines}  # fmt: skip

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -215,7 +216,10 @@ def write_export(run: Run, checkpoint: Path | None, folder: Path) -> None:
     metrics = run.metrics()
     write_metrics(metrics, folder)
     draw_pictures(metrics, folder, run.name)
-    if run.config.exists():
+    settings = run.settings()
+    if settings.pop("notify", None):  # the addresses are the owner's
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    elif run.config.exists():
         shutil.copyfile(run.config, folder / "config.yaml")
     for events in run.path.glob("events.out.tfevents.*"):
         shutil.copy2(events, folder / events.name)

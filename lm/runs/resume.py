@@ -12,7 +12,7 @@ from lm.errors import RequestError
 from lm.runs import registry
 from lm.runs.checkpoint import find_damage, link_to, read_progress
 from lm.runs.mirror import LINKS
-from lm.runs.run import ROOT, STEP, Run
+from lm.runs.run import ROOT, STEP, Run, hide_addresses
 from lm.system.files import flatten, restore_interrupted, stated_digest
 from lm.system.process import rank
 from lm.system.remote import fetch, is_remote
@@ -257,7 +257,7 @@ def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> list
             f"{run.config} is damaged, so it is not known what the run was trained with: put it back, or give --force "
             "to resume with the config of this command"
         )
-    before, after = flatten(settings), flatten(config)
+    before, after = flatten(settings), flatten(hide_addresses(config))
     keys = sorted((before.keys() | after.keys()) - {"run"})
     newer = {key for key in after if key not in before and not after[key]}  # options that are off, as they were
     changed = [key for key in keys if before.get(key) != after.get(key) and key not in newer]

@@ -36,6 +36,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of fi
 
 GROUPS = ("trainer", "model", "data")  # of options in a config
 NUMBER = (int, float)
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # `$NAME` or `${NAME}` in an address under `notify`
 TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of another type is damaged, and not known
     "run.json": {
         "id": str, "name": str, "status": str, "reason": str, "device": str, "world_size": int, "turn": int,
@@ -72,6 +73,32 @@ def is_alert(line: dict[str, Any]) -> bool:
     return TYPES["alerts.jsonl"].keys() <= valid_facts("alerts.jsonl", line).keys()
 
 
+def hide_address(url: str) -> str:
+    """An address under `notify` without what may be a password or a token: its scheme; `$NAME` stays as it is."""
+    return url if VARIABLE.fullmatch(url) else f"{url.partition('://')[0]}://..." if "://" in url else "..."
+
+
+def hide_addresses(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with its addresses under `notify` hidden, for whoever may see all the rest."""
+    notify = config.get("notify")
+    if not notify:
+        return config
+    entries = notify if isinstance(notify, list) else [notify]
+    return {**config, "notify": [
+        {**entry, "url": hide_address(str(entry.get("url")))} if isinstance(entry, dict) else hide_address(str(entry))
+        for entry in entries
+    ]}  # fmt: skip
+
+
+def hide_typed_addresses(command: list[str]) -> list[str]:
+    """A command line with the addresses of its `--notify` hidden."""
+    follows = [False, *(argument.startswith("--notify") for argument in command)]
+    return [
+        re.sub(r"(?s)://.*", "://...", argument) if argument.startswith("--notify") or after else argument
+        for argument, after in zip(command, follows)
+    ]  # fmt: skip
+
+
 def process_exists(pid: int | None) -> bool:
     """Whether a process of this machine is alive; where that cannot be found out, yes."""
     try:
@@ -106,14 +133,18 @@ class Run:
         return self.path / "config.yaml"
 
     def settings(self) -> dict[str, Any]:
-        """The resolved config; {} where it cannot be read, and without groups that are damaged."""
+        """The resolved config; {} where it cannot be read, and without groups that are damaged.
+
+        The addresses under `notify` are hidden.
+        """
         try:
             found = parse_yaml(self.config.read_bytes())
         except (OSError, ValueError):
             return {}
         if not isinstance(found, dict):
             return {}
-        return {key: value for key, value in found.items() if key not in GROUPS or isinstance(value, dict)}
+        whole = {key: value for key, value in found.items() if key not in GROUPS or isinstance(value, dict)}
+        return hide_addresses(whole)
 
     def started_in(self) -> Path:
         """The folder that the relative paths of the run's config are relative to.

@@ -178,6 +178,9 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub(
         r"expected list, got \{'class_path'.*", "expected a list: begin with a dash, `- class_path: ...`", text
     )
+    text = re.sub(  # without what was given, which may have a password in it
+        r"^notify: expected list.*", "notify: expected a list: begin each address with a dash, `- ntfy://topic`", text
+    )
     text = re.sub(r"expected dict, got \[", "expected lines such as `name: value` without a dash, got the list [", text)
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r"expected expected", "expected", text)

@@ -1,11 +1,12 @@
-"""Lightning's loggers beside TensorBoard and `metrics.jsonl`: they get the same metrics, in a thread of their own.
+"""Services that a training never waits for: calls in threads of their own, and Lightning's loggers, which use them.
 
-A logger may write to a service that fails or does not answer; a training does not stop or wait for it.
+A service may fail or not answer. Loggers get the same metrics as TensorBoard and `metrics.jsonl`.
 """
 
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import Full, Queue
 from threading import Thread
 from typing import Any
@@ -22,6 +23,51 @@ LATE = 60.0  # seconds without an answer, after which the log says so
 LAST_WAIT = 10.0  # seconds that the end of a training waits for all of them
 
 
+class CallThread:
+    """Makes calls in a thread, in their order; the process may end while one is being made.
+
+    Args:
+        name: of the thread.
+        failed: gets the exception of a call that failed; then come the calls after it.
+
+    Attributes:
+        began: when the call that is being made began, by `time.monotonic`; None: there is none.
+    """
+
+    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
+        self.began: float | None = None
+        self._failed = failed
+        self._calls: Queue[Callable[[], Any] | None] = Queue(WAITING)
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], Any]) -> bool:
+        """Have a call made; returns whether it will be: not where too many wait already."""
+        try:
+            self._calls.put_nowait(call)
+        except Full:
+            return False
+        return True
+
+    def finish(self, seconds: float) -> bool:
+        """Wait so long for the calls to be made, of which there come no more; returns whether they are."""
+        try:
+            self._calls.put_nowait(None)
+        except Full:
+            pass
+        self._thread.join(max(0.0, seconds))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self.began = time.monotonic()
+            try:
+                call()
+            except Exception as error:
+                self._failed(error)
+            self.began = None
+
+
 class LoggerThread:
     """Makes the calls of one logger in a thread, in their order.
 
@@ -34,51 +80,34 @@ class LoggerThread:
 
     def __init__(self, logger: Logger) -> None:
         self.name = type(logger).__name__
-        self._calls: Queue[tuple[Callable[..., Any], tuple, dict] | None] = Queue(WAITING)
-        self._began: float | None = None  # when the call that is being made began
-        self._over = self._said = False
+        self._over = self._failed = self._said = False
+        self._thread = CallThread(f"logger {self.name}", self._fail)
         for name in CALLS:
             setattr(logger, name, self._queued(getattr(logger, name), last=name == "finalize"))
-        self._thread = Thread(target=self._run, name=f"logger {self.name}", daemon=True)
-        self._thread.start()
 
     def _queued(self, call: Callable[..., Any], last: bool) -> Callable[..., None]:
         def put(*args: Any, **kwargs: Any) -> None:
             if self._over:
                 return
-            began = self._began
+            began = self._thread.began
             if began is not None and time.monotonic() - began > LATE:
                 self._warn(f"has not answered for {LATE:g} s")
-            try:
-                self._calls.put_nowait((call, args, kwargs))
-            except Full:
+            if not self._thread.put(partial(self._make, call, *args, **kwargs)):
                 self._warn(f"is {WAITING:,} calls behind, and what follows is left out")
             if last:
-                self._finish()
+                self._over = True
+                if not self._thread.finish(LAST_WAIT):
+                    self._warn(f"did not finish within {LAST_WAIT:g} s")
 
         return put
 
-    def _finish(self) -> None:
-        self._over = True
-        try:
-            self._calls.put_nowait(None)
-        except Full:
-            pass
-        self._thread.join(LAST_WAIT)
-        if self._thread.is_alive():
-            self._warn(f"did not finish within {LAST_WAIT:g} s")
+    def _make(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if not self._failed:
+            call(*args, **kwargs)
 
-    def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, args, kwargs = item
-            self._began = time.monotonic()
-            try:
-                call(*args, **kwargs)
-            except Exception as error:
-                self._warn(f"failed and gets no more metrics: {first_line(error)}")
-                self._over = True
-                return
-            self._began = None
+    def _fail(self, error: Exception) -> None:
+        self._warn(f"failed and gets no more metrics: {first_line(error)}")
+        self._over = self._failed = True
 
     def _warn(self, problem: str) -> None:
         if not self._said:

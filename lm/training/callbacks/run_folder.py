@@ -26,7 +26,7 @@ from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.history import acceptance, expectations, refuse_wrong_ranges
 from lm.runs.mirror import Mirror, Uploads
 from lm.runs.registry import record_run
-from lm.runs.run import Run
+from lm.runs.run import Run, hide_typed_addresses
 from lm.system.files import nonnegative, write_atomically
 from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
 from lm.system.process import host_name, run_facts
@@ -50,12 +50,18 @@ class RunOptions:
         note: What the run is for.
         on_event: A program and its arguments, started when the run has finished, failed, or was interrupted or stopped
             by a guard; it gets the facts as JSON on its standard input. No shell reads it.
+        notify: Addresses that get messages about the run. They come when it starts, when a guard finds something, and
+            when it ends. An address is in Apprise's notation, such as `ntfy://topic`. With a level,
+            `{url: ntfy://topic, level: warning}`, it gets what is as important or more so: `info`, which is everything,
+            `warning` or `error`. `$NAME` in it is read from the environment. `lm plan --config X --test_notify` tries
+            all of them. It needs the package apprise.
         expect: Metrics, and the range that each must end in, such as `{val/loss: [3.2, 3.5]}`.
     """
 
     tags: list[str] = field(default_factory=list)
     note: str | None = None
     on_event: list[str] = field(default_factory=list)
+    notify: list[Any] = field(default_factory=list)
     expect: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,6 +175,7 @@ class RunFolder(Callback):
         write_atomically(run.config, re.sub("^run: .*$", f"run: {json.dumps(run.name)}", self._config, flags=re.M))
         write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
         facts, before, name = run_facts(), {}, self._name
+        facts["command"] = hide_typed_addresses(facts["command"])
         if self._resumed is not None:
             before = run.read("run.json")
             facts["started"] = before.get("started", facts["started"])

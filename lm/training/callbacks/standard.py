@@ -1,7 +1,7 @@
 """The config of the guards, and the callbacks of every training in their order."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from lm.training.callbacks.guards import (
     action_and_message,
 )
 from lm.training.callbacks.logging import Histograms, ProgressBar, RunLog
+from lm.training.callbacks.notifications import Notifications, open_recipients
 from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
@@ -84,6 +85,7 @@ def standard_callbacks(
     guards: GuardsConfig = GuardsConfig(),
     samples: SamplesConfig = SamplesConfig(),
     evaluation: EvaluationConfig = EvaluationConfig(),
+    notify: Sequence[Any] = (),
 ) -> list[Callback]:
     """The callbacks of `lm fit` in their order, from the config under `trainer:`, `guards:` and so on.
 
@@ -92,12 +94,17 @@ def standard_callbacks(
 
     Args:
         trainer: the arguments of the `Trainer`; those that are left out have its defaults.
+        notify: addresses to send messages to, as under `notify:`.
+
+    Raises:
+        RequestError: an address cannot be used.
     """
     trainer = {name: parameter.default for name, parameter in signature(Trainer).parameters.items()} | dict(trainer)
     early, every = trainer["early_stopping"], trainer["histogram_interval"]
     stopping = [] if early.patience is None else [EarlyStopping(early.patience, early.min_delta)]
     injection = [] if guards.inject_step is None else [SpikeInjection(guards.inject_step)]
     optional: list[Callback] = [] if every is None else [Histograms(every)]
+    notifications = [Notifications(open_recipients(notify))] if notify else []
     if samples.prompts:
         optional.append(Samples(samples))
     if evaluation.tasks:
@@ -116,6 +123,7 @@ def standard_callbacks(
         ThroughputFloor(guards.throughput),
         PostMortem(guards.spike, guards.inject_step),
         Rollback(guards.max_rollbacks),
+        *notifications,
         ProgressBar(),
         *optional,
         *stopping,

@@ -1,0 +1,351 @@
+"""Messages to the addresses under `notify:`, by Apprise: that a run began, what its guards found, and how it ended.
+
+Each address has a thread of its own, so a service that does not answer delays no step. Passwords and tokens of an
+address are in no log, error or file of the run, but for `config.yaml` where they stand in the config as they are.
+"""
+
+import io
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from urllib.parse import unquote
+
+from lightning.pytorch import LightningModule
+
+from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError, first_line
+from lm.runs import postmortem
+from lm.runs.metrics import METRICS
+from lm.runs.run import VARIABLE, Run, hide_address
+from lm.system.hardware import device_name
+from lm.system.process import rank
+from lm.system.stop_signals import STOP
+from lm.system.units import format_count, plural
+from lm.training.callback import Callback
+from lm.training.callbacks.guards import Action
+from lm.training.callbacks.loggers import CallThread
+from lm.training.callbacks.logging import RunLog
+from lm.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+Level = Literal["info", "warning", "error"]
+LEVELS = ("info", "warning", "error")
+APPRISE = "https://github.com/caronc/apprise"
+LAST_WAIT = 10.0  # seconds that the end of a run waits for all addresses together
+LEAST_WAIT = 1.0  # seconds that it waits though `trainer.stop_within` is over
+QUIET = 600.0  # seconds between two messages on findings of guards, unless there is a post-mortem
+MOST_FINDINGS = 10  # in one message
+PARTS = re.compile(r"[?&][^=]*=|[^\w.+-]")  # what stands between the parts of an address, names of options too
+SECRET = 4  # characters from which on a part of an address is hidden in what Apprise says
+ENDS: dict[type[BaseException], tuple[str, Level]] = {  # what else ends a run is a failure
+    Interrupted: ("interrupted", "warning"), GuardStop: ("stopped by a guard", "error"),
+}  # fmt: skip
+
+
+class Message(NamedTuple):
+    level: Level
+    title: str
+    text: str
+    picture: bytes | None = None  # a PNG
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+class _AppriseLog(logging.Handler):
+    """Keeps the newest line that Apprise logged in each thread. It may have a password in it: nobody else sees it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.newest: dict[int | None, str] = {}  # by thread
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.newest[record.thread] = record.getMessage()
+
+
+_said = _AppriseLog()
+
+
+class Recipient:
+    """An address that messages can be sent to.
+
+    Args:
+        url: the address in Apprise's notation; `$NAME` in it is read from the environment.
+        level: the least important of what is sent to it.
+        place: where it stands, for errors.
+
+    Attributes:
+        name: for messages: the address without its passwords and tokens.
+        level: as given.
+        takes_pictures: whether the service takes attachments.
+
+    Raises:
+        RequestError: a variable is not set, or Apprise is missing or cannot read the address.
+    """
+
+    def __init__(self, url: str, level: Level, place: str) -> None:
+        try:
+            import apprise
+        except ImportError as error:
+            raise RequestError("notify needs the package apprise: `pip install apprise`") from error
+        self._logger = logging.getLogger("apprise")
+        self._logger.propagate = False
+        if _said not in self._logger.handlers:
+            self._logger.addHandler(_said)
+        url = VARIABLE.sub(partial(_from_environment, place), url)
+        parts = {part for text in (url, unquote(url)) for part in PARTS.split(text.partition("://")[2])}
+        self._secrets = sorted((part for part in parts if len(part) >= SECRET), key=len, reverse=True)
+        asset = apprise.AppriseAsset(app_id="lm", app_desc="lm", app_url="")
+        self._service = apprise.Apprise.instantiate(url, asset=asset)
+        if self._service is None:
+            raise RequestError(f"{place}: Apprise cannot read this address; {APPRISE} has the notation of each service")
+        self.name, self.level = _without_secrets(self._service.url(privacy=True)), level
+        self.takes_pictures = bool(self._service.attachment_support)
+
+    def send(self, message: Message) -> None:
+        """Send a message; where the service refuses the picture, the text alone.
+
+        Raises:
+            RunError: it could not be sent; the reason has no part of the address.
+        """
+        if message.picture and self.takes_pictures and self._sent(message, message.picture):
+            return
+        if not self._sent(message, None):
+            reason = _said.newest.get(threading.get_ident(), "the service did not take it")
+            for secret in self._secrets:
+                reason = reason.replace(secret, "***")
+            raise RunError(reason)
+
+    def _sent(self, message: Message, picture: bytes | None) -> bool:
+        from apprise import AppriseAttachment
+        from apprise.attachment.memory import AttachMemory
+
+        attached = picture and AppriseAttachment(AttachMemory(picture, name="curves.png", mimetype="image/png"))
+        _said.newest.pop(threading.get_ident(), None)
+        kind = {"info": "info", "warning": "warning", "error": "failure"}[message.level]
+        try:
+            # Not `Apprise.notify`, whose threads Python would wait for when the process ends.
+            return self._service.notify(
+                body=message.text, title=message.title, notify_type=kind, body_format="text", attach=attached or None
+            )
+        except Exception as error:
+            self._logger.warning("%s: %s", type(error).__name__, first_line(error))
+            return False
+
+
+def _from_environment(place: str, found: re.Match) -> str:
+    name = found[1] or found[2]
+    if value := os.environ.get(name):
+        return value
+    raise RequestError(f"{place}: ${name} is not set in the environment: export it, or write %24 for a plain `$`")
+
+
+def _without_secrets(url: str) -> str:
+    """Scheme, user and host of an address as Apprise shows it without passwords; paths and options may have tokens.
+
+    A name without a dot in the place of the host is no host but a topic or a token: its first and last letters.
+    """
+    scheme, _, rest = url.partition("://")
+    user, at, host = re.split("[/?]", rest, maxsplit=1)[0].rpartition("@")
+    shown = host if "." in host or host.startswith("localhost") else f"{host[:1]}...{host[-1:]}"
+    return f"{scheme}://{user}{at}{shown}"
+
+
+def open_recipients(notify: Sequence[Any]) -> list[Recipient]:
+    """The recipients of a run's messages, none on ranks other than zero.
+
+    Args:
+        notify: of the config: addresses, or each as `{url: ADDRESS, level: LEVEL}`.
+
+    Raises:
+        RequestError: an entry is something else, or cannot be used (see `Recipient`).
+    """
+    return [_recipient(entry, f"notify, entry {number}") for number, entry in enumerate(notify, 1) if rank() == 0]
+
+
+def _recipient(entry: Any, place: str) -> Recipient:
+    """What is wrong with an entry is checked here and not by the parser, which would print it, passwords and all."""
+    entry = {"url": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, dict) or not isinstance(entry.get("url"), str) or entry.keys() - {"url", "level"}:
+        raise RequestError(f"{place}: give an address, `ntfy://topic`, or {{url: ntfy://topic, level: warning}}")
+    level, place = entry.get("level", "info"), f"{place} ({hide_address(entry['url'])})"
+    if level not in LEVELS:
+        near = "".join(f"; did you mean {name}?" for name in get_close_matches(str(level), LEVELS, 1))
+        raise RequestError(f"{place}: level {level!r} must be one of {', '.join(LEVELS)}{near}")
+    return Recipient(entry["url"], level, place)
+
+
+def send_test(recipients: Sequence[Recipient], run: str) -> None:
+    """Send a test message to each address, and print whether it was sent.
+
+    Args:
+        run: the name of the run that would be.
+
+    Raises:
+        RequestError: there is no address.
+        RunError: a service did not take it.
+    """
+    if not recipients:
+        raise RequestError("there is nobody to notify: give addresses under `notify`")
+    failed = []
+    for one in recipients:
+        try:
+            one.send(Message("info", f"{run}: test", f"This is a test of `notify`, sent from {socket.gethostname()}."))
+            print(f"sent to {one.name}")
+        except RunError as error:
+            failed.append(f"{one.name}: {error}")
+    if failed:
+        raise RunError(f"not sent to {'; '.join(failed)}")
+
+
+# ---- events ----------------------------------------------------------------------------------------------------------
+
+
+class Notifications(Callback):
+    """Sends messages about the run, from rank zero.
+
+    A finding of a guard is sent at once; those of the next `QUIET` seconds wait and are sent together, unless one of
+    them has a post-mortem, or the run ends. A finding that ends the run is told with its end.
+
+    It stands after the guards, and after those callbacks that write post-mortems and roll back.
+
+    Args:
+        recipients: of `open_recipients`.
+    """
+
+    def __init__(self, recipients: Sequence[Recipient]) -> None:
+        self._recipients = recipients
+        self._threads: dict[Recipient, CallThread] = {}
+        self._failed: set[Recipient] = set()  # the log says it once
+        self._findings: list[str] = []  # that are not sent yet
+        self._quiet_until = 0.0  # by `time.monotonic`
+        self._post_mortems: set[Path] = set()  # that were told
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        step, left = trainer.global_step, trainer.max_steps - trainer.global_step
+        tokens = format_count(left * trainer.steps.tokens_per_step)
+        event = f"resumed after step {step:,}" if step else "started"
+        self._send(trainer, "info", event, [f"{plural(left, 'step')} to go, {tokens} tokens"])
+
+    def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
+        ends = trainer.stop is not None or action == "stop" and trainer.global_step < trainer.max_steps
+        if ends or not self._recipients:
+            return
+        self._findings.append(f"{guard}: {message}{'' if action == 'warn' else f': {action}'}")
+        folder = self._new_post_mortem(trainer)
+        if folder or time.monotonic() >= self._quiet_until:
+            self._send_findings(trainer, folder)
+
+    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+        if time.monotonic() >= self._quiet_until:
+            self._send_findings(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._send_findings(trainer)
+        ended, loss = trainer.run.read("run.json"), METRICS["val/loss"]
+        passed = (ended.get("acceptance") or {}).get("passed", True)
+        lines = [ended.get("reason") or "", "" if passed else "not all metrics are as expected: see `lm runs check`"]
+        if trainer.run.link("best"):
+            lines.append(f"best {loss.label} {loss.shown(trainer.checkpoint_callback.best_loss)}")
+        self._send(trainer, "info" if passed else "warning", "finished", lines, curves=True)
+        self._finish(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if trainer.run is None or not trainer.fitting:
+            return
+        self._send_findings(trainer)
+        event, level = next((end for kind, end in ENDS.items() if isinstance(exception, kind)), ("failed", "error"))
+        text, folder, resume = str(exception), self._new_post_mortem(trainer), trainer.run.resume_command()
+        lines = [text if isinstance(exception, LmError) else f"{type(exception).__name__}: {text}"]
+        lines += [f"post-mortem: {folder}"] * bool(folder) + [f"`{resume}` resumes it"] * (resume not in text)
+        self._send(trainer, level, event, lines, curves=event != "interrupted")
+        self._finish(trainer)
+
+    def _new_post_mortem(self, trainer: Trainer) -> Path | None:
+        """The folder of a post-mortem of this step, where there is one and it was not told."""
+        folder = postmortem.folder_of(trainer.run, trainer.global_step)
+        if folder in self._post_mortems or not folder.exists():
+            return None
+        self._post_mortems.add(folder)
+        return folder
+
+    def _send_findings(self, trainer: Trainer, folder: Path | None = None) -> None:
+        """Send the findings that wait, and the post-mortem of the newest one with its curve of the loss."""
+        findings, self._findings = self._findings, []
+        if not findings:
+            return
+        self._quiet_until = time.monotonic() + QUIET
+        older = len(findings) - MOST_FINDINGS
+        lines = [f"{older} more before these"] * (older > 0) + findings[-MOST_FINDINGS:]
+        lines += [f"post-mortem: {folder}"] * bool(folder)
+        event = findings[0].partition(":")[0] if len(findings) == 1 else f"{len(findings)} findings of guards"
+        picture = None
+        with suppress(OSError):  # there is none without matplotlib
+            picture = (folder / "loss.png").read_bytes() if folder else None
+        self._send(trainer, "warning", "post-mortem" if folder else event, lines, picture)
+
+    def _send(
+        self, trainer: Trainer, level: Level, event: str, lines: list[str], picture: bytes | None = None,
+        curves: bool = False,
+    ) -> None:  # fmt: skip
+        """Have a message sent to those who want its level; it does not wait for that.
+
+        Args:
+            lines: what happened; empty ones are left out.
+            picture: a PNG to attach.
+            curves: draw the curves of the run for it.
+        """
+        to = [one for one in self._recipients if LEVELS.index(level) >= LEVELS.index(one.level)]
+        if not to or not trainer.is_global_zero:
+            return
+        if curves and any(one.takes_pictures for one in to):
+            picture = draw_curves(trainer.run)
+        latest = RunLog.of(trainer).latest
+        losses = [f"{METRICS[name].label} {METRICS[name].shown(latest[name])}" for name in ("train/loss", "val/loss")
+                  if name in latest]  # fmt: skip
+        state = ", ".join([f"step {trainer.global_step:,} of {trainer.max_steps:,}", *losses])
+        machine = f"{trainer.run.path.resolve()} on {socket.gethostname()}, {device_name(trainer.strategy.root_device)}"
+        text = "\n".join(filter(None, [*lines, state, machine]))
+        message = Message(level, f"{trainer.run.name}: {event}", text, picture)
+        for one in to:
+            if one not in self._threads:
+                self._threads[one] = CallThread(f"notify {one.name}", partial(self._fail, one))
+            self._threads[one].put(partial(one.send, message))
+
+    def _fail(self, to: Recipient, error: Exception) -> None:
+        if to not in self._failed:
+            log.warning("notify: %s is not reached: %s; the training continues", to.name, first_line(error))
+        self._failed.add(to)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Wait for what is being sent; after a signal no longer than the run may take."""
+        until = time.monotonic() + LAST_WAIT
+        if STOP.received is not None and trainer.stop_within:
+            limit = max(STOP.received_at + trainer.stop_within, time.monotonic() + LEAST_WAIT)
+            until = min(until, limit)
+        for to, thread in self._threads.items():
+            if not thread.finish(until - time.monotonic()):
+                self._fail(to, RunError("no answer when the run ended"))
+        self._recipients = []  # how it ended is told once
+
+
+def draw_curves(run: Run) -> bytes | None:
+    """A PNG of the run's curves, as `lm.inspection` draws them; None where that fails, as without matplotlib."""
+    try:
+        from lm.inspection.run_views import draw_training
+
+        file = io.BytesIO()
+        draw_training(run).savefig(file, format="png")
+        return file.getvalue()
+    except Exception as error:
+        log.warning("notify: the curves are not drawn: %s: %s", type(error).__name__, first_line(error))
+        return None
