@@ -7,6 +7,7 @@ space nor the other run any more, and the rest is a resume like any other.
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from lm.runs.registry import find_run
 from lm.runs.run import ROOT, Run, hide_addresses
 from lm.system.arguments import call, spell_out
 from lm.system.files import atomic_folder, dump_checksummed, flatten, parse_yaml
+from lm.system.process import under_srun, under_torchrun
 from lm.system.units import Count
 from lm.training.schedule import ScheduleConfig, lr_fraction
 
@@ -45,6 +47,7 @@ class BranchOptions:
         rewarm: Tokens in which the rate first rises to its peak; a part of those of `decay` or `constant`.
         final_fraction: Fraction of the peak learning rate at the end of `decay`.
         context: Another context, in tokens; the base of the rotary wavelengths grows with it.
+        make_only: Make the run, and print the command that trains it, for example on several machines.
         root: Folder of the runs.
     """
 
@@ -56,6 +59,7 @@ class BranchOptions:
     rewarm: Count | None = None
     final_fraction: float = 0.0
     context: Count | None = None
+    make_only: bool = False
     root: str = str(ROOT)
 
     def __post_init__(self) -> None:
@@ -89,7 +93,6 @@ def main(arguments: list[str]) -> None:
 
 def read_options(**options: Any) -> BranchOptions:
     """Begin a new run at a checkpoint of another: its weights, optimizer, place in the data and random generators.
-
     Options of a training, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
     """
     return BranchOptions(**options)
@@ -104,6 +107,9 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
     Raises:
         RequestError: there is no such checkpoint, or an override makes it another run.
     """
+    if (under_torchrun() or under_srun()) and not options.make_only:
+        raise RequestError("every process would make a run: give --make_only to one process, and train it then with "
+                           "`lm fit` as it says")  # fmt: skip
     trunk = find_run(options.run, options.root)
     checkpoint = checkpoint_at(trunk, options.at)
     if damage := find_damage(checkpoint):
@@ -122,6 +128,7 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
     if run.path.exists():
         raise RequestError(f"there is a run {run.path}: give another --name; `{run.resume_command()}` resumes it")
     run = Run.create(run.name, root)
+    text = f"run: {run.name}\n{text}"  # so that its config is enough to resume it
     try:
         pin_checkpoint(checkpoint, run.path / checkpoint.name, before["data"]["seq_len"], after["data"]["seq_len"])
         run.config.write_text(text, encoding="utf-8")
@@ -131,8 +138,12 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
         log.info("run %s begins at step %d of %s", run.path, step, trunk.path)
         for key, (old, new) in changes.items():
             log.info("changed: %s: %s -> %s", key, old, new)
+        if options.make_only:
+            print(run.resume_command())
+            return
+        sys.argv[1:] = ["fit", f"--config={run.config}", f"--run={run.name}", "--ckpt_path=auto"]  # of other ranks, too
         quiet_lightning()
-        TrainingCLI(["fit", f"--config={run.config}", f"--run={run.name}", "--ckpt_path=auto"])
+        TrainingCLI(sys.argv[1:])
     except RequestError:
         if not (run.path / "metrics.jsonl").exists():  # it has not begun, and the name is free again
             run.release()

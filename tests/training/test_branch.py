@@ -73,6 +73,26 @@ def test_files_are_linked_and_kept_as_the_branch_needs_them(place):
     assert os.path.samefile(first, trunk)  # nine checkpoints are kept
 
 
+def test_made_and_trained_later(place):
+    """By the command that is printed; over two ranks."""
+    said = lm(place, "branch", "trunk", "--at", "8", "--decay", str(2 * STEP), "--name", "later", "--make_only").stdout
+    assert not logged(place, "later") and "fit --config checkpoints/later/config.yaml --ckpt_path auto" in said
+    lm(place, "fit", "--config", "checkpoints/later/config.yaml", "--ckpt_path", "auto")
+    assert [step for step, *_ in logged(place, "later")] == [9, 10]
+    refused = lm(place, "branch", "trunk", "--decay", "512", expect=2, TORCHELASTIC_RUN_ID="1", LOCAL_WORLD_SIZE="1",
+                 GROUP_WORLD_SIZE="1")  # fmt: skip
+    assert "give --make_only to one process" in refused.stderr
+
+
+@pytest.mark.slow
+def test_over_two_ranks(place):
+    options = ["--at", "8", "--decay", str(4 * STEP), "--model.decoder.dropout", "0"]
+    lm(place, "branch", "trunk", *options, "--name", "one")
+    lm(place, "branch", "trunk", *options, "--name", "two", "--trainer.devices", "2", "--data.micro_batch_size", "2")
+    one, two = ([loss for _, loss, _ in logged(place, name)] for name in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-4)
+
+
 def test_rewarmed(place):
     lm(place, "branch", "trunk-8-branch", "--rewarm", str(2 * STEP), "--decay", str(4 * STEP), "--name", "rewarmed",
        "--final_fraction", "0.5")  # fmt: skip
