@@ -7,6 +7,7 @@ weights and without optimizer state, so that a new run can start from its weight
 import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -162,7 +163,8 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
         raise RequestError(f"--output {target} is in the folder of a run, which it would be taken for a checkpoint of")
     with new_folder(target) as folder:
         model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
-        write_files(folder, checkpoint_content(model))
+        weights = to_huggingface(model.decoder.state_dict(), model.config)
+        write_files(folder, checkpoint_content(weights, describing_files(model, "float32")))
         # Without a digest in the checkpoint, so that a person may change it: another dropout or context is no damage.
         (folder / "model.yaml").write_text(describe_shape(model.config, source, target), encoding="utf-8")
     log.info("data for it: lm data prepare --input TEXTS --output DATA --tokenizer %s", target)
@@ -171,16 +173,19 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     print(target)
 
 
-def checkpoint_content(model: Pretrained) -> dict[str, object]:
+def checkpoint_content(weights: Mapping[str, torch.Tensor], files: Mapping[str, str]) -> dict[str, object]:
     """What `write_files` is given: a checkpoint before the first step.
 
     Lightning counts from the beginning where there are no `loops`, and an optimizer without state begins anew.
+
+    Args:
+        weights: on the CPU, under the names of the folder's format.
+        files: names and contents of what makes the folder a model.
     """
-    weights = to_huggingface(model.decoder.state_dict(), model.config)
     return {
         "state_dict": {name: weight.contiguous() for name, weight in weights.items()},
         "optimizer": {},
-        "files": describing_files(model, "float32"),
+        "files": dict(files),
         "epoch": 0,
         "global_step": 0,
         "pytorch-lightning_version": lightning.__version__,

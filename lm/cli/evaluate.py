@@ -133,7 +133,7 @@ def measure(
     by_task = {result.label: result.as_dict() for result in results}
     by_text = {name: result.as_dict() for name, result in corpora.items()}
     found = evaluation_record(model.step, checkpoint, by_task, benchmark.core(results), by_text, asked)
-    if owner is not None:
+    if owner is not None and model.step is not None:  # an average is at no step of the run's curves
         try:
             keep_evaluation(owner, found)
         except OSError as error:

@@ -27,6 +27,7 @@ from lm.runs import registry
 from lm.runs.history import Series, curve, differences, labels, trunk_metrics
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
+from lm.runs.seeds import OF_A_RUN, Difference, Group, group_by_seed, mean_curve, spread, welch
 from lm.system.files import digest, load_checksummed, new_folder, refuse_url
 
 CHART_HEIGHT = 20
@@ -45,8 +46,12 @@ def compare(
 ) -> None:
     """Draw curves of runs in one chart, with their values and the settings in which they differ.
 
+    Runs that differ in their seed alone are one group: their mean and spread, and whether groups differ by more than
+    the noise between seeds.
+
     Args:
-        runs: Names under the root or in the registry, or paths; at least two.
+        runs: Names under the root or in the registry, or paths; at least two. Groups are compared with that of the
+            first.
         metric: The metric to draw, by its name in TensorBoard.
         x: The x axis; time is hours since the run's first log line, flops are the operations of training so far.
         smooth: Weight of the earlier values in a moving average, from 0 to below 1.
@@ -78,22 +83,36 @@ def compare(
         for name, folder, lines in zip(names, folders, metrics, strict=True)
     ]  # fmt: skip
     differing = differences([folder.settings() for folder in folders])
+    groups = group_by_seed(folders, names)
+    several = len(groups) < len(folders)
+    shown = [
+        mean_curve(group.name, [metrics[place] for place in group.members], metric, x, smooth)
+        if len(group.members) > 1 else series[group.members[0]]
+        for group in groups
+    ]
     if png is not None:
         try:
-            draw_curves(Path(png), series, X_LABELS[x], metric)
+            draw_curves(Path(png), shown, X_LABELS[x], metric)
         except OSError as error:
             raise RequestError(f"--png {png} cannot be written: {error.strerror}") from error
     if json:
         curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}
         settings_by_run = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}
-        print(to_json({"metric": metric, "x": x, "runs": rows, "curves": curves, "settings": settings_by_run}))
+        found = {"metric": metric, "x": x, "runs": rows, "curves": curves, "settings": settings_by_run}
+        print(to_json(found | (_groups_as_json(groups, rows, metric, shown) if several else {})))
         return
     console = Console(highlight=False)
     color = console.is_terminal and not console.no_color
-    print(chart(series, console.width, CHART_HEIGHT, color, x_label=X_LABELS[x], title=metric))
+    print(chart(shown, console.width, CHART_HEIGHT, color, x_label=X_LABELS[x], title=metric))
     console.print()
-    _print_values(console, rows, metric)
-    _print_settings(console, names, differing)
+    if several:
+        _print_groups(console, groups, rows, metric)
+        names = [group.name for group in groups]
+        differing = differences([folders[group.members[0]].settings() for group in groups])
+        differing = {key: values for key, values in differing.items() if key not in OF_A_RUN}
+    else:
+        _print_values(console, rows, metric)
+    _print_settings(console, names, differing, " but for the seed" * several)
 
 
 def _with_flops(run: Run, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -144,10 +163,10 @@ def _print_values(console: Console, rows: list[dict[str, Any]], metric: str) -> 
     console.print(Text(f"last and lowest {metric}; lowest validation loss and bits per byte", style="dim"))
 
 
-def _print_settings(console: Console, names: list[str], differing: dict[str, list[Any]]) -> None:
+def _print_settings(console: Console, names: list[str], differing: dict[str, list[Any]], but: str) -> None:
     console.print()
     if not differing:
-        console.print("the configs are the same")
+        console.print(f"the configs are the same{but}")
         return
     table = Table(**PLAIN)
     table.add_column("setting", overflow="fold")
@@ -162,6 +181,96 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) or not math.isfinite(value) else f"{value:.5g}"
+
+
+# ---- seeds -----------------------------------------------------------------------------------------------------------
+
+
+def _measures(groups: Sequence[Group], rows: list[dict[str, Any]], metric: str) -> dict[str, list[list[float]]]:
+    """What groups are compared by: the values of the runs of each group, which are none where a run has none."""
+    measures = {}
+    for which, name in (("last", metric), ("lowest", "val/loss"), ("lowest", "val/bpb")):
+        values = [[rows[place][name][which] for place in group.members if rows[place][name]] for group in groups]
+        if any(values):
+            measures[f"{which} {name}"] = values
+    return measures
+
+
+def _groups_as_json(
+    groups: Sequence[Group], rows: list[dict[str, Any]], metric: str, shown: Sequence[Series]
+) -> dict[str, Any]:
+    """What `--json` has more where there are groups of several seeds."""
+    measures = _measures(groups, rows, metric)
+    return {
+        "groups": [
+            {"group": group.name, "runs": [rows[place]["run"] for place in group.members], "seeds": group.seeds,
+             "measures": {name: spread(values[index])._asdict() for name, values in measures.items() if values[index]},
+             "curve": {"x": one.x, "y": one.y, "low": one.low, "high": one.high}}
+            for index, (group, one) in enumerate(zip(groups, shown, strict=True))
+        ],
+        "differences": [
+            {"measure": name, "group": group.name, "against": groups[0].name, **found._asdict(),
+             "significant": found.significant}
+            for name, values in measures.items()
+            for group, found in _differences(groups, values)
+        ],
+    }  # fmt: skip
+
+
+def _differences(groups: Sequence[Group], values: list[list[float]]) -> list[tuple[Group, Difference]]:
+    """Every other group against the first, by one measure; none where the first has no value."""
+    rest = zip(groups[1:], values[1:], strict=True)
+    return [(group, welch(own, values[0])) for group, own in rest if own and values[0]]
+
+
+VERDICTS = {None: "unknown: one seed", True: "more than noise", False: "within noise"}
+
+
+def _print_groups(console: Console, groups: Sequence[Group], rows: list[dict[str, Any]], metric: str) -> None:
+    """Mean and spread of each group, then every other group against the first."""
+    measures = _measures(groups, rows, metric)
+    table = Table(**PLAIN)
+    for name in ("", "mean over seeds"):
+        table.add_column(name, overflow="fold")
+    for name in ("seeds", "mean", "lowest", "highest", "std. error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for measure, values in measures.items():
+        table.add_row("", Text(measure, style="dim"))
+        for index, (group, own) in enumerate(zip(groups, values, strict=True)):
+            found = spread(own) if own else None
+            cells = map(_number, found[1:4]) if found else ()
+            error = f"{found.stderr:.2g}" if found and found.stderr is not None else ""
+            table.add_row(MARKERS[index % len(MARKERS)], Text(group.name), str(len(own)), *cells, error)
+    console.print(table)
+    for group in groups:
+        members = [rows[place] for place in group.members]
+        named = [row["run"] + f" ({row['status']})" * (row["status"] != "finished") for row in members]
+        seeds = f"with seed{'s' * (len(members) > 1)} {', '.join(map(str, group.seeds))}"
+        console.print(Text(f"{group.name}: {', '.join(named)} {seeds}", style="dim"))
+        ends = sorted({row[metric]["last_step"] for row in members if row[metric]})
+        if len(ends) > 1:
+            console.print(Text(f"the runs of {group.name} stand at different steps, {ends[0]:,} to {ends[-1]:,}: their "
+                               "mean is of unlike models", style="yellow"))  # fmt: skip
+    if len(groups) > 1:
+        console.print()
+        _print_differences(console, groups, measures)
+
+
+def _print_differences(console: Console, groups: Sequence[Group], measures: dict[str, list[list[float]]]) -> None:
+    table = Table(**PLAIN)
+    table.add_column(Text(f"less {groups[0].name}"), overflow="fold")
+    for name in ("difference", "95 % interval", "p"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for measure, values in measures.items():
+        table.add_row(Text(measure, style="dim"))
+        for group, found in _differences(groups, values):
+            known = found.p is not None
+            interval = f"{found.low:.3g} to {found.high:.3g}" if known else ""
+            p = f"{found.p:.2g}" if known else ""
+            table.add_row(Text(group.name), f"{found.mean:.3g}", interval, p, VERDICTS[found.significant])
+    console.print(table)
+    console.print(Text("Welch's t-test, each group by itself; more than noise: p < 0.05", style="dim"))
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------

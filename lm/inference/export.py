@@ -207,7 +207,7 @@ def mixture_parts(model: Pretrained, run: Run) -> list[str]:
     """
     if not mixed(run):
         return []
-    mixture, samples = run.read("run.json")["mixture"], read_progress(model.path).samples
+    mixture, (_, samples) = run.read("run.json")["mixture"], trained_for(model)
     phases = [Phase(start, tuple(shares)) for start, shares in mixture["phases"] if start < max(1, samples)]
     length = seq_len_of(model, run)
     taken = counts_of(phases, samples) * length  # (sources,)
@@ -300,19 +300,20 @@ def public_name(name: str) -> str:
 
 def training_rows(model: Pretrained, run: Run) -> Rows:
     """How the model was trained: steps, batch, optimizer, hardware, operations, time, cost."""
-    described, step, config = run.read("run.json"), model.step, run.settings()
+    described, (step, samples), config = run.read("run.json"), trained_for(model), run.settings()
     trainer, module = (config.get(name) or {} for name in ("trainer", "model"))
     seq_len = seq_len_of(model, run)
-    tokens = read_progress(model.path).samples * seq_len
+    tokens = samples * seq_len
     whole = 0 if mixed(run) else _tokens(run, "train")  # of a mixture the epochs are those of each source
     planned = run.read("state.json").get("max_steps")
     batches = [stretch["global_batch"] for stretch in described.get("stretches", []) if stretch["step"] < step]
     spent = time_spent(run.metrics(), step)
     seconds = spent["computing"] + spent["waiting for data"]
-    began_from = described.get("began_from")
+    began_from, average = described.get("began_from"), read_progress(model.path).average
     return {
         "began from": f"the weights of {Path(began_from).name}" if began_from else None,
         "steps": f"{step:,}" + (f" of {planned:,}" if planned else ""),
+        "weights": f"the mean of those after steps {', '.join(map(str, average.steps))}" if average else None,
         "tokens": f"{tokens:,}" + (f", {tokens / whole:.2f} times the data" if whole else ""),
         "batch": f"{batches[-1] * seq_len:,} tokens: {batches[-1]:,} sequences of {seq_len:,}" if batches else None,
         **_optimizer_rows(module),
@@ -324,6 +325,12 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
         "cost": _cost(run.read("budget.json")),
         "seed": config.get("seed_everything"),
     }
+
+
+def trained_for(model: Pretrained) -> tuple[int, int]:
+    """Optimizer steps and samples of a checkpoint's training; of an average those of the last that is in it."""
+    progress = read_progress(model.path)
+    return (progress.average.steps[-1], progress.average.samples) if progress.average else progress[:2]
 
 
 def seq_len_of(model: Pretrained, run: Run) -> int:
@@ -362,8 +369,10 @@ def _cost(budget: dict[str, Any]) -> str | None:
 
 
 def result_rows(model: Pretrained, run: Run) -> Rows:
-    """The validation at this very step, and what evaluations found of it."""
+    """The validation at this very step, and what evaluations found of it; there is none of an average."""
     rows: Rows = {}
+    if model.step is None:
+        return rows
     ends = {"": ""} | {f"/{source}": f" of {source}" for source in _options(run) if source}
     for line in run.metrics():
         if line["step"] == model.step:

@@ -83,7 +83,8 @@ class Pretrained:
 
     Attributes:
         path: the folder that it was read from.
-        step: the optimizer step of the checkpoint; None for a folder that is no checkpoint of ours.
+        step: the optimizer step of the checkpoint; None for an average of several, and for a folder that is no
+            checkpoint of ours.
         kernels: what computes it, in words.
     """
 
@@ -171,7 +172,8 @@ def load_pretrained(
             f"{folder}: the tokenizer has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: they do "
             "not belong together"
         )
-    step = read_progress(folder).step if (folder / "trainer.json").exists() else None
+    progress = read_progress(folder) if (folder / "trainer.json").exists() else None
+    step = progress.step if progress and not progress.average else None
     return Pretrained(folder, decoder, tokenizer, step, kernels)
 
 

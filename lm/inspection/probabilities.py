@@ -12,6 +12,7 @@ from lm.errors import RequestError
 from lm.inference.completion import Written
 from lm.inference.pretrained import Pretrained
 from lm.inspection.drawing import BLUE, ORANGE, Html, colored_text, figure, label_axes, table, visible
+from lm.model.decoder import Decoder
 
 TINY = 2.0**-1074  # the smallest number above 0
 CHUNK = 128  # tokens whose distributions are looked at together
@@ -38,7 +39,11 @@ def predictions(model: Pretrained, ids: Sequence[int], context: int) -> Iterator
     decoder = model.decoder
     for first in range(0, len(ids) - 1, context):
         window = ids[first : first + context + 1]
-        hidden = decoder.hidden_states(torch.tensor([window[:-1]], device=model.device))[0]  # (T, C)
+        inputs = torch.tensor([window[:-1]], device=model.device)
+        if not isinstance(decoder, Decoder):  # of one's own, which gives the logits at once
+            yield window[1:], decoder(inputs)[0]
+            continue
+        hidden = decoder.hidden_states(inputs)[0]  # (T, C)
         for start in range(0, len(hidden), CHUNK):
             logits = hidden[start : start + CHUNK] @ decoder.output_weight.to(hidden.dtype).mT  # (n, V)
             yield window[start + 1 : start + 1 + CHUNK], logits

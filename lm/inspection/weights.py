@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,13 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
 from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, Html, figure, heat_map, label_axes, table
 from lm.inspection.probabilities import predictions
+from lm.model.custom import is_stock
 from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
 
@@ -197,6 +199,7 @@ class Divergence(NamedTuple):
 
     tokens: list[str]  # N, the text of each token that was to be predicted
     divergence: np.ndarray  # (N,) Jensen-Shannon, in bits: 0 for the same distribution, 1 for nothing in common
+    kl: np.ndarray  # (N,) Kullback-Leibler of the second from the first, in bits, from 0 without a bound
     agree: np.ndarray  # (N,) bool: the same token is the likeliest
     bits: np.ndarray  # (N, 2), what the token cost under the first and under the second model, in bits
 
@@ -206,17 +209,31 @@ def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
     """How every weight differs between two models of the same shape, in the order of the model.
 
     Raises:
-        RequestError: they are of different shapes.
+        RequestError: they are of different shapes; the message has the settings, or else the weight.
     """
-    if before.config != after.config:
-        raise RequestError(f"the models differ in shape: {before.config} and {after.config}")
-    first, second = (to_huggingface(dict(model.named_parameters()), model.config) for model in (before, after))
+    first, second = (_named_weights(model) for model in (before, after))
+    if name := next((name for name in first | second if _shape(first, name) != _shape(second, name)), None):
+        configs = [asdict(model.config) for model in (before, after)]
+        differing = [f"{key} {value} and {configs[1][key]}" for key, value in configs[0].items()
+                     if value != configs[1][key]]  # fmt: skip
+        of_weight = f"{name} {_shape(first, name)} and {_shape(second, name)}"
+        raise RequestError(f"the models differ in shape: {', '.join(differing) or of_weight}")
     changes = []
     for name, weight in first.items():
         old, new = weight.double().cpu().flatten(), second[name].double().cpu().flatten()
         relative = ((new - old).norm() / old.norm()).item() if (new != old).any() else 0.0
         changes.append(Change(name, relative, F.cosine_similarity(old, new, dim=0).clamp(-1, 1).item()))
     return changes
+
+
+def _named_weights(decoder: nn.Module) -> dict[str, Tensor]:
+    """Weights under Hugging Face's names; of a model of one's own under its names."""
+    weights = dict(decoder.named_parameters())
+    return to_huggingface(weights, decoder.config) if is_stock(decoder) else weights
+
+
+def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | str:
+    return tuple(weights[name].shape) if name in weights else "absent"
 
 
 def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[str]) -> Divergence:
@@ -231,20 +248,22 @@ def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[st
         raise RequestError(f"{before.path} and {after.path} have different tokenizers: their tokens cannot be compared")
     size = before.tokenizer.vocab_size  # a model may have rows for more tokens, which never occur
     context = min(model.config.max_position_embeddings for model in (before, after))
-    tokens, divergence, agree, bits = [], [], [], []
+    tokens, divergence, kl, agree, bits = [], [], [], [], []
     for text in texts:
         ids = [before.tokenizer.eos_id, *before.tokenizer.encode(text)]
         both = zip(predictions(before, ids, context), predictions(after, ids, context), strict=True)
         for (expected, logits), (_, others) in both:
-            first, second = (part[:, :size].double().softmax(-1).cpu().numpy() for part in (logits, others))  # (n, V)
+            logs = [part[:, :size].double().log_softmax(-1).cpu().numpy() for part in (logits, others)]  # (n, V) each
+            first, second = np.exp(logs)
             tokens += [before.tokenizer.decode([token]) for token in expected]
             divergence.append(jensen_shannon(first, second))
             agree.append(first.argmax(-1) == second.argmax(-1))
             of_it = np.arange(len(expected)), expected
-            bits.append(-np.log2(np.stack([first[of_it], second[of_it]], -1)))
+            bits.append(-np.stack([log[of_it] for log in logs], -1) / math.log(2))
+            kl.append((first * (logs[0] - logs[1])).sum(-1) / math.log(2))
     if not tokens:
         raise RequestError("the texts have no token to predict")
-    return Divergence(tokens, np.concatenate(divergence), np.concatenate(agree), np.concatenate(bits))
+    return Divergence(tokens, *map(np.concatenate, (divergence, kl, agree, bits)))
 
 
 def change_table(changes: Sequence[Change]) -> Html:

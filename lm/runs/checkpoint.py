@@ -150,6 +150,18 @@ def point(link: Path, target: str) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
+class Average(NamedTuple):
+    """Whose mean the weights of a checkpoint are, where `lm average` made it.
+
+    Args:
+        steps: the optimizer steps of the checkpoints, ascending.
+        samples: the samples that had been trained on at the last of them.
+    """
+
+    steps: tuple[int, ...]
+    samples: int
+
+
 class Progress(NamedTuple):
     """Where a training stood at a checkpoint; the defaults are its beginning.
 
@@ -158,12 +170,14 @@ class Progress(NamedTuple):
         samples: the samples that had been trained on.
         best_name: the name of the best checkpoint so far; None where none was validated.
         pending_validation: the validation that is due after the step was still to come.
+        average: set for an average, which no training can resume from: one that starts from it is at its beginning.
     """
 
     step: int = 0
     samples: int = 0
     best_name: str | None = None
     pending_validation: bool = False
+    average: Average | None = None
 
 
 def read_progress(folder: Path | str | None) -> Progress:
@@ -178,9 +192,11 @@ def read_progress(folder: Path | str | None) -> Progress:
         document = read_document(Path(folder))
         states = decode(document.get("callbacks", {})).values()
         best = [state["best_name"] for state in states if isinstance(state, dict) and "best_name" in state]
+        average = document.get("average")
         return Progress(
             step=int(document["global_step"]), samples=int(document["cursor"]["consumed"]),
             best_name=best[0] if best else None, pending_validation=bool(document.get("pending_validation")),
+            average=average and Average(tuple(average["steps"]), int(average["samples"])),
         )  # fmt: skip
     except RequestError as error:
         raise RequestError(f"checkpoint {folder}: {error}") from error

@@ -55,6 +55,8 @@ def find_checkpoint(
             raise RequestError(f"--ckpt_path {reference}: {damage}{_cure(path)}")
         run = Run(path.resolve().parent if path.is_symlink() else path.parent)
         belongs = (run.path / "run.json").exists() and (not named or run.name == name)
+        if fit and read_progress(path).average:  # which has no optimizer state: a new run starts from its weights
+            belongs = False
         if belongs and fit and rank() == 0:
             run.refuse_if_trained()
         return path.resolve(), run if belongs else None

@@ -165,10 +165,15 @@ class Run:
         there, path = self._from_its_folder()
         return there + launch_command(f"fit --config {shlex.quote(str(path / 'config.yaml'))} --ckpt_path auto{force}")
 
-    def validate_command(self) -> str:
-        """The command that validates the run's best checkpoint."""
+    def validate_command(self, checkpoint: str | Path = "best") -> str:
+        """The command that validates a checkpoint on the run's data.
+
+        Args:
+            checkpoint: its name in the run's folder, or the absolute path of any folder.
+        """
         there, path = self._from_its_folder()
-        return f"{there}{program()} validate --ckpt_path {shlex.quote(str(path / 'best'))}"
+        config = f"--config {shlex.quote(str(path / 'config.yaml'))} " if Path(checkpoint).is_absolute() else ""
+        return f"{there}{program()} validate {config}--ckpt_path {shlex.quote(str(path / checkpoint))}"
 
     def _from_its_folder(self) -> tuple[str, Path]:
         """How to get to the folder that the run was started in, in a shell, and the run's path from there."""

@@ -177,7 +177,7 @@ def test_drift_of_weights_that_changed_in_a_known_way():
 
 def test_models_of_other_shapes_or_tokenizers_are_not_compared():
     other = ready(replace(SMALL, num_hidden_layers=2), tokenizer=train_char(["other letters"]))
-    with pytest.raises(RequestError, match="differ in shape"):
+    with pytest.raises(RequestError, match="differ in shape: num_hidden_layers 3 and 2$"):
         weights.weight_drift(ready().decoder, other.decoder)
     with pytest.raises(RequestError, match="different tokenizers"):
         weights.distribution_drift(ready(), other, [TEXT])
@@ -200,6 +200,8 @@ def test_divergence_of_a_text_is_that_of_the_definition_token_by_token():
     expected = sum((log.exp() * (log - middle)).sum(-1) for log in logs) / 2 / math.log(2)
     assert "".join(found.tokens) == text
     np.testing.assert_allclose(found.divergence, expected.numpy(), atol=1e-6)
+    kl = (logs[0].exp() * (logs[0] - logs[1])).sum(-1) / math.log(2)
+    np.testing.assert_allclose(found.kl, kl.numpy(), atol=1e-6)
     own = [-log[torch.arange(256), ids[1:]] / math.log(2) for log in logs]
     np.testing.assert_allclose(found.bits, torch.stack(own, -1).numpy(), rtol=1e-4)
     assert (found.agree == (logs[0].argmax(-1) == logs[1].argmax(-1)).numpy()).all() and not found.agree.all()

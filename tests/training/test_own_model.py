@@ -17,6 +17,7 @@ from lm.errors import RequestError
 from lm.model.custom import call_for_losses, custom_flops_per_token, is_stock, refuse_contract
 from lm.model.decoder import Decoder, DecoderConfig, losses_of
 from lm.model.estimates import flops_per_token
+from lm.runs.run import Run
 from lm.training.optim import GroupConfig, GroupsConfig, OptimizerConfig, build_optimizer
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
@@ -87,6 +88,10 @@ def test_any_module(place, monkeypatch):
     together = model.generate(prompts, **greedy)
     alone = [model.generate(prompt, **greedy)[0] for prompt in prompts]
     assert [each.text for each in together] == [each.text for each in alone]
+    run(place, "my_gru.py", "average", "--run", "through", "--steps", "2", "4")
+    mean = package.load_model(place / "checkpoints/through/average-2-4-of-2", module=kind).decoder.state_dict()
+    two, four = (load_file(path / "model.safetensors") for path in Run(place / "checkpoints/through").steps().values())
+    assert all(torch.equal(mean[name], ((two[name].double() + four[name].double()) / 2).float()) for name in four)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

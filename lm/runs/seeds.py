@@ -1,0 +1,192 @@
+"""Runs that differ in their seed alone: their groups, mean and spread of each, and whether two groups differ by more
+than the noise between seeds.
+
+Nothing here imports torch.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from lm.errors import RequestError
+from lm.runs.history import Series, curve
+from lm.runs.run import Run
+from lm.system.files import flatten
+
+SEED = "seed_everything"
+OF_A_RUN = ("run", "trainer.default_root_dir", SEED)  # settings that runs of one group may differ in
+CONFIDENCE = 0.95
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one config with different seeds; or a single run."""
+
+    name: str
+    members: tuple[int, ...]  # their places in the list of runs
+    seeds: tuple[int, ...]
+
+
+def group_by_seed(runs: Sequence[Run], names: Sequence[str]) -> list[Group]:
+    """The runs by config, in the order of the first of each; every run by itself where no config has several seeds.
+
+    Args:
+        names: of the runs, as they are shown; a group has what they begin with, without `-s` or `-seed` at the end.
+
+    Raises:
+        RequestError: there are several seeds, and two runs of one config have the same.
+    """
+    configs = [flatten(run.settings()) for run in runs]
+    # A config that cannot be read is like no other one.
+    shared = [{key: value for key, value in config.items() if key not in OF_A_RUN} or {"unknown": index}
+              for index, config in enumerate(configs)]  # fmt: skip
+    alike = [[other for other, config in enumerate(shared) if config == shared[index]] for index in range(len(runs))]
+    together = [same for index, same in enumerate(alike) if same[0] == index]
+    seeds = [[configs[index].get(SEED) for index in same] for same in together]
+    if all(len(set(map(str, each))) == 1 for each in seeds):
+        return [Group(name, (index,), (configs[index].get(SEED),)) for index, name in enumerate(names)]
+    for same, each in zip(together, seeds, strict=True):
+        for place, seed in enumerate(each):
+            if seed in each[:place]:
+                twins = names[same[each.index(seed)]], names[same[place]]
+                raise RequestError(f"runs {' and '.join(twins)} have the same config and the same seed {seed}, so they "
+                                   "do not show how much seeds differ: name one of them")  # fmt: skip
+    labels = [_common_name([names[index] for index in same]) for same in together]
+    return [
+        Group(label if label and labels.count(label) == 1 else names[same[0]], tuple(same), tuple(each))
+        for label, same, each in zip(labels, together, seeds, strict=True)
+    ]
+
+
+def _common_name(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else re.sub(r"([-_.+=]+(s|seed))?[-_.+=]*$", "", commonprefix(list(names)))
+
+
+def mean_curve(
+    name: str, runs: Sequence[list[dict[str, Any]]], metric: str, x: str = "step", weight: float = 0.0
+) -> Series:
+    """The mean of one metric at each step that all runs have, with the lowest and the highest of them.
+
+    Args:
+        runs: `Run.metrics()` of each; the other arguments are those of `curve`.
+    """
+    found = []
+    for lines in runs:
+        there = [line for line in lines if x in line]
+        drawn = curve(name, lines, metric, x, weight)
+        found.append(dict(zip(curve(name, there, metric).x, zip(drawn.x, drawn.y, strict=True), strict=True)))
+    steps = sorted(set.intersection(*map(set, found)))
+    points = [[one[step] for one in found] for step in steps]
+    xs, ys = ([[point[axis] for point in same] for same in points] for axis in (0, 1))
+    return Series(name, list(map(fmean, xs)), list(map(fmean, ys)), list(map(min, ys)), list(map(max, ys)))
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+class Spread(NamedTuple):
+    """One number of the runs of a group."""
+
+    seeds: int
+    mean: float
+    lowest: float
+    highest: float
+    stderr: float | None  # of the mean; None for a single seed
+
+
+class Difference(NamedTuple):
+    """The mean of one group less that of another; the last three are None where a group has one seed."""
+
+    mean: float
+    low: float | None  # of the 95 % interval
+    high: float | None
+    p: float | None  # how often noise alone would make the means differ as much
+
+    @property
+    def significant(self) -> bool | None:
+        """Whether it is more than the noise between seeds, at 5 %."""
+        return None if self.p is None else self.p < 1 - CONFIDENCE
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean, range and standard error of at least one value."""
+    several = len(values) > 1 and all(map(math.isfinite, values))
+    stderr = stdev(values) / math.sqrt(len(values)) if several else None
+    return Spread(len(values), fmean(values), min(values), max(values), stderr)
+
+
+def welch(after: Sequence[float], before: Sequence[float]) -> Difference:
+    """How the means of two groups differ, by Welch's t-test, which takes their variances for different.
+
+    Welch, 1947, "The generalization of 'Student's' problem when several different population variances are involved",
+    Biometrika 34. It takes the values for normal; with few seeds that cannot be checked.
+
+    Args:
+        after, before: values of independent runs, at least one each.
+    """
+    second, first = spread(after), spread(before)
+    difference = second.mean - first.mean
+    if second.stderr is None or first.stderr is None:
+        return Difference(difference, None, None, None)
+    squares = [(one.stderr**2, one.seeds - 1) for one in (second, first)]
+    error = math.sqrt(sum(square for square, _ in squares))
+    if error == 0:  # no noise at all
+        return Difference(difference, difference, difference, 1.0 if difference == 0 else 0.0)
+    freedom = error**4 / sum(square**2 / count for square, count in squares)
+    half = t_quantile(1 - CONFIDENCE, freedom) * error
+    return Difference(difference, difference - half, difference + half, t_tails(difference / error, freedom))
+
+
+def t_tails(t: float, freedom: float) -> float:
+    """How probable it is that Student's t is at least so far from 0, on either side.
+
+    Abramowitz and Stegun, 1964, "Handbook of mathematical functions", 26.7.1 and 26.5.27.
+
+    Args:
+        freedom: degrees of freedom, above 0; need not be whole.
+    """
+    return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
+
+
+def t_quantile(tails: float, freedom: float) -> float:
+    """The inverse of `t_tails`, by bisection.
+
+    Args:
+        tails: a probability above 0 and below 1.
+    """
+    low, high = 0.0, 1.0
+    while t_tails(high, freedom) > tails:
+        high *= 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tails(middle, freedom) > tails else (low, middle)
+    return high
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularized incomplete beta function I_x(a, b), by its continued fraction.
+
+    NIST Digital Library of Mathematical Functions, 8.17.22, evaluated from the front by Lentz's method (3.10(iii)).
+    """
+    if x in (0.0, 1.0):
+        return x
+    if x > (a + 1) / (a + b + 2):  # where it would converge slowly; 8.17.4
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    front = math.exp(a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)) / a
+    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    fraction = d
+    for m in range(1, 10_000):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even, odd):
+            c, d = 1 + term / c, 1 / (1 + term * d)
+            fraction *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return front * fraction
