@@ -86,7 +86,7 @@ def compare(
     groups = group_by_seed(folders, names)
     several = len(groups) < len(folders)
     shown = [
-        mean_curve(group.name, [metrics[place] for place in group.members], metric, x, smooth)
+        mean_curve(group.name, [drawn[place] for place in group.members], metric, x, smooth)
         if len(group.members) > 1 else series[group.members[0]]
         for group in groups
     ]
