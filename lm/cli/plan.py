@@ -580,8 +580,8 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
         with torch.device("meta"):
             made = module.build_decoder(decoder)
     except Exception as error:
-        name = f"{type(module).__name__}.build_decoder"
-        raise RequestError(f"{name} fails on the meta device: {type(error).__name__}: {first_line(error)}") from error
+        what = f"{type(module).__name__}.build_decoder fails, as tried on the meta device"
+        raise RequestError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
     seq_len = config.data.seq_len
     total = sum(weight.numel() for weight in made.parameters())
     return None if is_stock(made) else {
