@@ -19,10 +19,11 @@ from lm.training.trainer import Trainer
 
 FOLDER = Path(__file__).parent.parent.parent / "configs"
 CONFIGS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("published/*.yaml")])
-# config -> (parameters outside the embedding in millions, vocabulary, tokens of a step, optimizer steps)
+# config -> (parameters outside the embedding in millions, vocabulary (4,096 are built where it has none), tokens of a
+# step, optimizer steps)
 SIZES = {
     "tiny": (1.38, None, 8_192, 300),
-    "char": (4.7, None, 8_192, 2_000),
+    "char": (5.8, None, 8_192, 2_000),
     "pretrain-50m": (50.3, 50_257, 524_288, 19_074),
     "pretrain-300m": (251.7, 50_257, 131_072, 100_000),
     "pretrain-350m": (364.9, 32_768, 524_288, 14_306),

@@ -22,8 +22,9 @@ from lm.training.optim import GroupConfig, GroupsConfig, OptimizerConfig, build_
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
 FILES = dict(re.findall(r"```python\n# (my_(?:model|gru).py)\n(.*?)```", README, re.DOTALL))
-SHORT = {"trainer.max_steps": 4, "trainer.checkpoint_interval": 2, "trainer.callbacks": [],
-         "model.schedule.warmup_steps": 0, "samples.prompts": ["Chapter"], "samples.max_new_tokens": 4}  # fmt: skip
+SHORT = {"trainer.max_steps": 4, "trainer.checkpoint_interval": 2, "trainer.keep_checkpoints": 2,
+         "trainer.callbacks": [], "model.schedule.warmup_steps": 0, "samples.prompts": ["Chapter"],
+         "samples.max_new_tokens": 4}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
