@@ -74,7 +74,8 @@ def test_a_decoder_with_another_activation(place, monkeypatch):
 
 def test_any_module(place, monkeypatch):
     """Killed by a signal and resumed, it has the weights of an uninterrupted run; texts are written without a cache."""
-    config = str(write_config(place, "gru", **SHORT | {"model.optimizer.groups": {"output": {"lr": 0.02}}}))
+    changes = SHORT | {"model.optimizer.groups": {"output": {"lr": 0.02}}, "trainer.keep_checkpoints": 2}
+    config = str(write_config(place, "gru", **changes))
     run(place, "my_gru.py", "fit", "--config", config, "--run", "through")
     stop = ["--trainer.callbacks", '[{"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", '
             '"micro_batch": 5}}]']  # fmt: skip
@@ -93,6 +94,8 @@ def test_any_module(place, monkeypatch):
     mean = package.load_model(place / "checkpoints/through/average-2-4-of-2", module=kind).decoder.state_dict()
     two, four = (load_file(path / "model.safetensors") for path in Run(place / "checkpoints/through").steps().values())
     assert all(torch.equal(mean[name], ((two[name].double() + four[name].double()) / 2).float()) for name in four)
+    page = run(place, "my_gru.py", "diff", "through", "killed", "--texts", "texts/000.txt")
+    assert "gru.weight_ih_l0" in page and "likeliest in 100.0%" in page
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
