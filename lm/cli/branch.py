@@ -8,20 +8,19 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lm.cli.config import LISTS, TrainingCLI, config_parser, link_seq_len, quiet_lightning
-from lm.cli.options import FIT, refuse_unknown_options, training_options
+from lm.cli.config import TrainingCLI, quiet_lightning, resolved_text
+from lm.cli.options import split_overrides
 from lm.errors import RequestError, require_at_least
 from lm.runs.checkpoint import find_damage, read_document, read_progress
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, Run, hide_addresses
-from lm.system.arguments import call, spell_out
+from lm.system.arguments import call
 from lm.system.files import atomic_folder, dump_checksummed, flatten, parse_yaml
 from lm.system.process import under_srun, under_torchrun
 from lm.system.units import Count
@@ -79,15 +78,7 @@ class BranchOptions:
 
 def main(arguments: list[str]) -> None:
     """`lm branch RUN [options] [options of a training, which override the other run's]`."""
-    of_a_training = {option.name for option in training_options("fit")} - {option.name for option in FIT}
-    own: list[str] = []
-    overrides: list[str] = []
-    part = own
-    for argument in arguments:
-        if argument.startswith("--"):
-            name = argument.removeprefix("--").partition("=")[0]
-            part = overrides if "." in name or name in of_a_training else own
-        part.append(argument)
+    own, overrides = split_overrides(arguments)
     branch(call(read_options, own, "lm branch"), overrides)
 
 
@@ -121,7 +112,7 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
     settings["trainer"]["default_root_dir"] = str(root)
     change_context(settings, options.context)
     change_schedule(settings, step, options)
-    text = resolve(settings, overrides)
+    text = resolved_text(settings, overrides)
     after = hide_addresses(yaml.safe_load(text))
     changes = refuse_other_run(trunk, before, after)
     run = Run(root / (options.name or f"{trunk.name}-{step}-{'decay' if options.decay else 'branch'}"))
@@ -218,26 +209,6 @@ def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions)
 def tokens_of_a_step(data: dict[str, Any]) -> int:
     """Tokens of an optimizer step, on one device where the config leaves them to the devices."""
     return data["global_batch_tokens"] or data["micro_batch_size"] * data["seq_len"]
-
-
-def resolve(settings: dict[str, Any], overrides: list[str]) -> str:
-    """The text of a config with what was typed in place of its own.
-
-    Raises:
-        RequestError: an option is unknown or does not fit.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "branch.yaml"
-        file.write_text(yaml.safe_dump({key: value for key, value in settings.items() if key != "run"}))
-        arguments = spell_out(["--config", str(file), *overrides], (), LISTS)
-        refuse_unknown_options("fit", arguments)
-        parser = config_parser("lm branch")
-        parser.read(arguments)  # refuses what does not fit
-        config = parser.parse_args(arguments)
-        link_seq_len(config)
-        for name in ("config", "ckpt_path", "run"):
-            config.pop(name, None)
-        return parser.dump(config, skip_none=False, skip_check=True)
 
 
 def refuse_other_run(trunk: Run, before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:

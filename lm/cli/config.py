@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
@@ -22,7 +23,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lm.cli.options import CONFIG, find_config, read_config
+from lm.cli.options import CONFIG, find_config, read_config, refuse_unknown_options
 from lm.cli.plan import PlanChecks, PlanOptions, is_prepared, plan
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
@@ -123,6 +124,30 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
         parser.add_class_arguments(options)
         parser.flags = tuple(name for name, kind in get_type_hints(options).items() if kind is bool)
     return parser
+
+
+def resolved_text(settings: dict[str, Any], overrides: list[str] | None = None) -> str:
+    """A training's config with what was typed in place of its own values, and all options, as YAML.
+
+    Args:
+        settings: the content of a config.
+        overrides: options of a training, as they are typed.
+
+    Raises:
+        RequestError: an option is unknown or does not fit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(yaml.safe_dump({key: value for key, value in settings.items() if key != "run"}))
+        arguments = spell_out(["--config", str(file), *(overrides or [])], (), LISTS)
+        refuse_unknown_options("fit", arguments)
+        parser = config_parser("lm fit")
+        parser.read(arguments)  # refuses what does not fit
+        config = parser.parse_args(arguments)
+        link_seq_len(config)
+        for name in ("config", "ckpt_path", "run"):
+            config.pop(name, None)
+        return parser.dump(config, skip_none=False, skip_check=True)
 
 
 def refuse_seed(seed: int) -> None:

@@ -24,6 +24,7 @@ COMMANDS = {
     "predict": ("lm.cli.config:main", "per-token log-probabilities of texts, to Parquet"),
     "plan": ("lm.cli.config:main", "what a config means before it is run, and what is wrong with it"),
     "scale": ("lm.cli.scale:scale", "a whole config from a depth, by published scaling rules"),
+    "ladder": ("lm.cli.ladder:main", "train small models of several sizes, and predict the loss of a large one"),
     "data prepare": ("lm.cli.data:prepare", "tokenize texts into Parquet shards"),
     "data inspect": ("lm.cli.data:inspect", "what a data folder holds"),
     "data show": ("lm.cli.data:show", "the texts that a run saw at a step"),
@@ -155,7 +156,7 @@ def _dispatch(name: str, rest: list[str]) -> int:
         options.refuse_unknown_options(name, rest)
         getattr(import_module(module), function)([name, *rest] if module == "lm.cli.config" else rest)
         return 0
-    if name == "branch":  # which takes options of a training too
+    if name in ("branch", "ladder"):  # which take options of a training too
         STOP.catch()
         import_module(module).main(rest)
         return 0

@@ -49,7 +49,7 @@ FREQUENT_WITHOUT_FIT = ["trainer.precision", "trainer.accelerator", "data.val", 
                         "data.val_tokens", "data.micro_batch_size"]  # fmt: skip
 BATCH = "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step"
 ACCUMULATION = "it follows from data.global_batch_tokens and data.micro_batch_size"
-LOGS = "TensorBoard and metrics.jsonl are always written to the run folder"
+LOGS = "TensorBoard and metrics.jsonl are always written to the run folder; trainer.logger adds others"
 EPOCHS = "give trainer.max_steps or trainer.max_tokens"
 # The last part of what Lightning, Hugging Face, nanoGPT and others call an option -> what to use here.
 SYNONYMS = {
@@ -340,6 +340,20 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
         _refuse_doubled_keys(name, argument)
     if command == "fit" and not files and not any(one.startswith(("--data.", "--print_config")) for one in arguments):
         raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """A command line as what is the command's own, and the options of a training among it, with their values."""
+    of_a_training = {option.name for option in training_options("fit")} - {option.name for option in FIT}
+    own: list[str] = []
+    overrides: list[str] = []
+    part = own
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument.removeprefix("--").partition("=")[0]
+            part = overrides if "." in name or name in of_a_training else own
+        part.append(argument)
+    return own, overrides
 
 
 def _refuse_doubled_keys(name: str, value: str) -> None:

@@ -125,7 +125,7 @@ def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]], reload:
     style = (PARTS / "uPlot.min.css").read_text(encoding="utf-8") + (PARTS / "page.css").read_text(encoding="utf-8")
     script = _script()
     policy = (
-        f"default-src 'none'; script-src '{_source_digest(script)}'; style-src '{_source_digest(style)}'; "
+        f"default-src 'none'; script-src '{source_digest(script)}'; style-src '{source_digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     refresh = f'<meta http-equiv="refresh" content="{reload}">\n' if live and reload else ""
@@ -155,7 +155,7 @@ def _script() -> str:
     return f"/*\nuPlot\n{licence}*/\n{uplot}\n{own}"
 
 
-def _source_digest(source: str) -> str:
+def source_digest(source: str) -> str:
     """The name of an inline script or style in a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
 

@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
@@ -375,7 +375,12 @@ SCHEDULES = {
 }
 
 
-def scale(
+def scale(**options: Any) -> None:
+    """Print a whole config from a depth, by published scaling rules."""
+    print(scaled_config(**options)[1], end="")
+
+
+def scaled_config(
     depth: int | None = None,
     target_param_data_ratio: float | None = None,
     target_flops: float | None = None,
@@ -387,8 +392,8 @@ def scale(
     aspect_ratio: float = ASPECT,
     head_dim: Count = Count(HEAD_DIM),
     window_pattern: str = PATTERN,
-) -> None:
-    """Print a whole config from a depth, by published scaling rules.
+) -> tuple[Recipe, str]:
+    """The recipe of a depth, and a whole config of it as YAML. The arguments are the options of `lm scale`.
 
     Args:
         depth: Number of blocks; width, heads, batch, learning rate and decay follow.
@@ -436,7 +441,7 @@ def scale(
     options = "".join(f" {name} {value}" for name, value in {**lengths, **changed}.items())
     sources = {name: "" if value != usual else " (nanochat)" for name, (value, usual) in shape_settings.items()}
     command = f"lm scale --depth {depth}{options}"
-    print(write_yaml(made, command, _horizon(made, given), data, aspect_ratio, sources), end="")
+    return made, write_yaml(made, command, _horizon(made, given), data, aspect_ratio, sources)
 
 
 def write_yaml(

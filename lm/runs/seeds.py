@@ -134,59 +134,13 @@ def welch(after: Sequence[float], before: Sequence[float]) -> Difference:
     difference = second.mean - first.mean
     if second.stderr is None or first.stderr is None:
         return Difference(difference, None, None, None)
+    from scipy.special import stdtr, stdtrit  # Student's t: its distribution function, and the inverse
+
     squares = [(one.stderr**2, one.seeds - 1) for one in (second, first)]
     error = math.sqrt(sum(square for square, _ in squares))
     if error == 0:  # no noise at all
         return Difference(difference, difference, difference, 1.0 if difference == 0 else 0.0)
     freedom = error**4 / sum(square**2 / count for square, count in squares)
-    half = t_quantile(1 - CONFIDENCE, freedom) * error
-    return Difference(difference, difference - half, difference + half, t_tails(difference / error, freedom))
-
-
-def t_tails(t: float, freedom: float) -> float:
-    """How probable it is that Student's t is at least so far from 0, on either side.
-
-    Abramowitz and Stegun, 1964, "Handbook of mathematical functions", 26.7.1 and 26.5.27.
-
-    Args:
-        freedom: degrees of freedom, above 0; need not be whole.
-    """
-    return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
-
-
-def t_quantile(tails: float, freedom: float) -> float:
-    """The inverse of `t_tails`, by bisection.
-
-    Args:
-        tails: a probability above 0 and below 1.
-    """
-    low, high = 0.0, 1.0
-    while t_tails(high, freedom) > tails:
-        high *= 2
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_tails(middle, freedom) > tails else (low, middle)
-    return high
-
-
-def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularized incomplete beta function I_x(a, b), by its continued fraction.
-
-    NIST Digital Library of Mathematical Functions, 8.17.22, evaluated from the front by Lentz's method (3.10(iii)).
-    """
-    if x in (0.0, 1.0):
-        return x
-    if x > (a + 1) / (a + b + 2):  # where it would converge slowly; 8.17.4
-        return 1 - _incomplete_beta(b, a, 1 - x)
-    front = math.exp(a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)) / a
-    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
-    fraction = d
-    for m in range(1, 10_000):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even, odd):
-            c, d = 1 + term / c, 1 / (1 + term * d)
-            fraction *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return front * fraction
+    half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * error
+    p = 2 * float(stdtr(freedom, -abs(difference) / error))
+    return Difference(difference, difference - half, difference + half, p)

@@ -1,0 +1,632 @@
+"""`lm ladder`: trainings of several sizes and seeds, one after another, and what their losses predict for a larger one.
+
+The configs are those of `lm scale`, and every training is an ordinary run in the ladder's folder, so the same command
+goes on where it was killed. `cli/ladder_report` has what is measured and predicted.
+"""
+
+import ctypes
+import itertools
+import logging
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from lm.cli.branch import tokens_of_a_step
+from lm.cli.config import config_parser, quiet_lightning, resolved_text
+from lm.cli.ladder_report import Trained, print_report, report, write_report
+from lm.cli.options import split_overrides
+from lm.cli.plan import PlanOptions, examine
+from lm.cli.runs import to_json
+from lm.cli.runs_compare import PLAIN
+from lm.cli.scale import (
+    ASPECT,
+    DATA,
+    HEAD_DIM,
+    PATTERN,
+    SEQ_LEN,
+    TOKENS_PER_PARAMETER,
+    VOCAB_SIZE,
+    OptimizerName,
+    Recipe,
+    scaled_config,
+    warmup_steps,
+)
+from lm.data.tokenizer import Tokenizer
+from lm.errors import Interrupted, RequestError, RunError, require_at_least
+from lm.runs import scaling_laws
+from lm.runs.history import differences
+from lm.runs.run import ROOT, Run
+from lm.system import process
+from lm.system.arguments import call
+from lm.system.files import flatten, write_atomically
+from lm.system.stop_signals import STOP
+from lm.system.units import Count, format_bytes, format_count, format_duration, format_figure, plural
+from lm.training.trainer import device_count
+
+log = logging.getLogger(__name__)
+
+VALIDATED = 2**20  # tokens, the same for all sizes
+QUANTITIES = {"flops": "operations", "parameters": "parameters"}
+POLL = 0.2  # seconds between looks at the trainings
+PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
+DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+# What may be another when a ladder is resumed, since it changes no loss, or no more than the order of additions.
+FREE = ("run", "trainer.default_root_dir", "trainer.devices", "trainer.log_interval", "trainer.checkpoint_interval",
+        "trainer.keep_checkpoints", "trainer.keep_every", "trainer.stop_within", "trainer.mirror",
+        "data.micro_batch_size", "guards", "notify", "tags", "note", "on_event", "expect")  # fmt: skip
+
+
+class Length(NamedTuple):
+    """How long the sizes of a ladder are trained."""
+
+    short: str  # in the names of runs
+    label: str
+    horizon: dict[str, Any]  # as `lm scale` takes it
+
+
+@dataclass
+class LadderOptions:
+    """The sizes, lengths and seeds of a ladder.
+
+    Args:
+        depths: Numbers of blocks, such as 2,4,6,8; width, heads, batch and learning rate follow as in `lm scale`.
+        predict: Depths whose loss to predict. They are not trained, or, if --depths has them too, trained and compared
+            with the prediction.
+        ratio: Tokens for each parameter outside the embedding, one number or several; 20 if no length is given.
+        flops: In place of it: floating-point operations of a run, such as 1e15 or, to compare sizes at equal
+            operations, 1e15,3e15,1e16.
+        max_steps: In place of it: optimizer steps, the same for all sizes.
+        seeds: Trainings of each size, with seeds 1, 2 and so on; three or more show the noise.
+        grid: An option with the values to try at each size, such as model.optimizer.lr=0.01,0.02, or, with factors of
+            each size's own, model.optimizer.lr=x0.5,x1,x2.
+        name: Of the ladder: its folder, and how the names of its runs begin.
+        plan_only: Print what would be trained, and train nothing.
+        json: Print one JSON object instead of tables.
+        vocab_size: Rows of the embedding; those of the data's tokenizer if not given.
+        seq_len: Context, in tokens.
+        data: Folder that `lm data prepare` made.
+        optimizer: Muon for the matrices in the blocks, or AdamW for all.
+        aspect_ratio: Width / depth, before the width is rounded up to whole heads.
+        head_dim: Width of a head, even.
+        window_pattern: Layers with a window (S) and with full attention (L), repeated; the last is always L.
+        device: Plan for this device, as in `lm plan`.
+        memory: The device's memory, such as 16GiB.
+        peak_tflops: The device's peak in this precision.
+        mfu: Share of the device's peak to reckon with.
+        rate_usd_per_hr: Price of the machine.
+        root: Folder of the runs, in which the ladder has one of its own.
+    """
+
+    depths: list[str] = field(default_factory=list)
+    predict: list[str] = field(default_factory=list)
+    ratio: list[str] = field(default_factory=list)
+    flops: list[str] = field(default_factory=list)
+    max_steps: Count | None = None
+    seeds: int = 1
+    grid: list[str] = field(default_factory=list)
+    name: str = "ladder"
+    plan_only: bool = False
+    json: bool = False
+    vocab_size: Count | None = None
+    seq_len: Count = SEQ_LEN
+    data: str = DATA
+    optimizer: OptimizerName = "muon"
+    aspect_ratio: float = ASPECT
+    head_dim: Count = Count(HEAD_DIM)
+    window_pattern: str = PATTERN
+    device: str = "auto"
+    memory: str | None = None
+    peak_tflops: float | None = None
+    mfu: float | None = None
+    rate_usd_per_hr: float | None = None
+    root: str = str(ROOT)
+
+    def __post_init__(self) -> None:
+        self.sizes = _numbers("--depths", self.depths, int)
+        self.held_out = _numbers("--predict", self.predict, int)
+        if not self.sizes:
+            raise RequestError("give the depths, such as --depths 2,4,6,8")
+        if min(self.sizes + self.held_out) < 2:
+            raise RequestError("--depths and --predict: a model has 2 blocks or more")
+        require_at_least(1, "--", seeds=self.seeds, max_steps=self.max_steps)
+        if not re.fullmatch(r"\w[\w.+=-]*", self.name):
+            raise RequestError(f"--name {self.name}: use letters, digits, '.', '_', '-', '+' and '=' only")
+        given = {"--ratio": self.ratio, "--flops": self.flops, "--max_steps": self.max_steps}
+        given = [name for name, value in given.items() if value]
+        if len(given) > 1:
+            raise RequestError(f"{' and '.join(given)} each give the length of the runs: give one of them")
+        if self.held_out and 0 < len(_numbers("--flops", self.flops)) < scaling_laws.FEWEST_LENGTHS:
+            raise RequestError(f"a prediction at equal operations takes {scaling_laws.FEWEST_LENGTHS} of --flops or "
+                               "more: add some, or give --ratio")  # fmt: skip
+        if self.flops:
+            self.lengths = [Length(f"f{_spelled(flops)}", f"{_spelled(flops)} operations", {"target_flops": flops})
+                            for flops in _numbers("--flops", self.flops)]  # fmt: skip
+        elif self.max_steps:
+            steps = int(self.max_steps)
+            self.lengths = [Length(f"n{steps}", plural(steps, "step"), {"max_steps": self.max_steps})]
+        else:
+            self.lengths = [
+                Length(
+                    f"r{_spelled(ratio)}", f"{_spelled(ratio)} tokens a parameter", {"target_param_data_ratio": ratio}
+                )
+                for ratio in _numbers("--ratio", self.ratio) or [TOKENS_PER_PARAMETER]
+            ]
+        self.points = [dict(point) for point in itertools.product(*map(_grid_values, self.grid))]
+        if len({key for point in self.points for key in point}) < len(self.grid):
+            raise RequestError("--grid names an option twice: give all of its values together, as in lr=0.01,0.02")
+
+    @property
+    def folder(self) -> Path:
+        """Of the ladder."""
+        return Path(self.root) / self.name
+
+
+def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
+    """The different numbers of an option, ascending; with commas or spaces between them.
+
+    Raises:
+        RequestError: one is no number above 0.
+    """
+    found = set()
+    for word in ",".join(given).split(","):
+        try:
+            number = kind(word) if word.strip() or given else None
+        except ValueError:
+            number = -1
+        if number is not None and not 0 < number < math.inf:
+            raise RequestError(f"{option} {','.join(given)}: {word!r} is no {'whole ' * (kind is int)}number above 0")
+        found |= {number} - {None}
+    return sorted(found)
+
+
+def _grid_values(given: str) -> list[tuple[str, str]]:
+    """The values of a `--grid`, each with its key.
+
+    Raises:
+        RequestError: it has no key or no value.
+    """
+    key, equals, values = given.partition("=")
+    words = list(dict.fromkeys(filter(None, map(str.strip, values.split(",")))))
+    if not (key and equals and words):
+        raise RequestError(f"--grid {given}: give an option and its values, as in --grid model.optimizer.lr=0.01,0.02")
+    return [(key, word) for word in words]
+
+
+def _spelled(number: float) -> str:
+    return re.sub(r"e\+0*", "e", f"{number:g}")
+
+
+def main(arguments: list[str]) -> None:
+    """`lm ladder --depths 2,4,6,8 [options] [options of a training]`."""
+    own, overrides = split_overrides(arguments)
+    ladder(call(read_options, own, "lm ladder", "--depths {value}"), overrides)
+
+
+def read_options(**options: Any) -> LadderOptions:
+    """Train small models of several depths with the configs of `lm scale`, fit laws to their losses, and predict larger
+    ones. The same command resumes it. Options of a training, such as `--trainer.precision 32-true`, are for all runs.
+    """
+    return LadderOptions(**options)
+
+
+def ladder(options: LadderOptions, overrides: list[str]) -> None:
+    """Plan all trainings, train those that are not finished, and write the report.
+
+    Args:
+        overrides: options of a training, as they are typed.
+
+    Raises:
+        RequestError: an option is wrong, a training does not fit, or a prediction would be from too little.
+        RunError: a training has failed.
+        Interrupted: a signal ended it.
+    """
+    quiet_lightning()
+    if process.under_torchrun() or process.under_srun():
+        raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, by itself")
+    trainings = make_trainings(options, overrides)
+    wanted = [one for one in trainings if not one.held_out or one.size.depth in options.sizes]
+    refuse_far_predictions(options, trainings)
+    refuse_other_settings(options, trainings)
+    console = Console(highlight=False, stderr=options.json)
+    print_plan(console, options, trainings)
+    if options.plan_only:
+        return
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with only_one(options.folder):
+        failed = train(options, wanted, trainings)
+        found = save_report(options, trainings)
+        to_train = write_predicted(options, trainings, found)
+    if options.json:
+        print(to_json(found))
+    else:
+        print_report(console, found)
+        for one in to_train:
+            command = f"{process.program()} fit --config {shlex.quote(str(one.file))}"
+            console.print(f"to compare the prediction: {command}; then the same ladder again", soft_wrap=True)
+        console.print(f"\n{options.folder / 'ladder.html'}", soft_wrap=True)
+    if failed:
+        names = ", ".join(f"{one.run.name} ({one.log})" for one in failed)
+        raise RunError(f"{plural(len(failed), 'training')} failed, and the report is without them: {names}")
+
+
+# ---- the trainings ---------------------------------------------------------------------------------------------------
+
+
+class ModelSize(NamedTuple):
+    """A depth trained for a length, as it is planned."""
+
+    depth: int
+    length: str
+    parameters: int  # outside the embedding
+    tokens: int
+    flops: float  # floating-point operations of the run
+    facts: dict[str, Any]  # of `lm plan`
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run of a ladder."""
+
+    size: ModelSize
+    point: dict[str, str]  # of the grid
+    seed: int
+    config: str  # YAML with all options
+    run: Run
+    held_out: bool  # no law is fitted to it
+
+    @property
+    def file(self) -> Path:
+        """Of its config."""
+        return self.run.path.with_name(f"{self.run.name}.yaml")
+
+    @property
+    def log(self) -> Path:
+        """What it printed."""
+        return self.run.path.with_name(f"{self.run.name}.log")
+
+    @property
+    def finished(self) -> bool:
+        return self.run.status() == "finished"
+
+    @property
+    def command(self) -> list[str]:
+        """The arguments of this program that train it."""
+        return ["fit", "--config", str(self.file), "--run", self.run.name, "--ckpt_path", "auto"]
+
+
+def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Training]:
+    """All trainings of a ladder, planned: the first seed at all sizes, then the next one.
+
+    Raises:
+        RequestError: an option is wrong, or a training does not fit; names the depth.
+    """
+    if any(one.partition("=")[0] in ("--seed_everything", "--trainer.default_root_dir") for one in overrides):
+        raise RequestError("--seed_everything and --trainer.default_root_dir differ or follow: give --seeds and --root")
+    vocab_size = options.vocab_size or tokenizer_size(options.data)
+    parts = []
+    for depth, length in itertools.product(sorted({*options.sizes, *options.held_out}), options.lengths):
+        try:
+            recipe, text = scaled_config(
+                depth, **length.horizon, vocab_size=vocab_size, seq_len=options.seq_len, data=options.data,
+                optimizer=options.optimizer, aspect_ratio=options.aspect_ratio, head_dim=options.head_dim,
+                window_pattern=options.window_pattern,
+            )  # fmt: skip
+        except RequestError as error:
+            raise RequestError(f"depth {depth}, {length.label}: {error}") from error
+        settings = yaml.safe_load(text)
+        settings["trainer"] |= {"devices": 1, "default_root_dir": str(options.folder), "keep_checkpoints": 1}
+        settings["data"]["val_tokens"] = VALIDATED
+        settings = yaml.safe_load(resolved_text(settings, overrides))
+        keep_length(settings, recipe, length, overrides)
+        for point in options.points:
+            config = at_point(settings, point)
+            facts = plan_facts(options, config, depth, refuse=depth in options.sizes)
+            model, tokens = facts["model"], facts["steps"]["tokens"]
+            outside = model["parameters"]["total"] - model["parameters"]["embedding"]
+            size = ModelSize(depth, length.label, outside, tokens, tokens * model["flops_per_token"], facts)
+            values = "".join(f"-{key.rpartition('.')[2]}={value}" for key, value in point.items())
+            parts.append((size, point, config, f"{options.name}-d{depth}-{length.short}{values}"))
+    made = []
+    for seed in range(1, options.seeds + 1):
+        for size, point, config, name in parts:
+            name = re.sub(r"[^\w.+=-]", "_", f"{name}-s{seed}")
+            text = yaml.safe_dump({"run": name, **config, "seed_everything": seed}, sort_keys=False)
+            run = Run(options.folder / name)
+            if any(run.name == other.run.name for other in made):
+                raise RequestError(f"--grid: two values are called {name} as the name of a run; change one of them")
+            made.append(Training(size, point, seed, text, run, size.depth in options.held_out))
+    return made
+
+
+def keep_length(settings: dict[str, Any], recipe: Recipe, length: Length, overrides: list[str]) -> None:
+    """Set, in place, as many steps as the length takes where another batch than the recipe's was typed."""
+    typed = [one.partition("=")[0] for one in overrides]
+    if "max_steps" not in length.horizon and not {"--trainer.max_steps", "--trainer.max_tokens"} & set(typed):
+        steps = max(1, round(recipe.tokens / tokens_of_a_step(settings["data"])))
+        settings["trainer"]["max_steps"] = steps
+        if "--model.schedule.warmup_steps" not in typed:
+            settings["model"]["schedule"]["warmup_steps"] = warmup_steps(
+                recipe.optimizer, steps, tokens_of_a_step(settings["data"])
+            )
+
+
+def tokenizer_size(data: str) -> int:
+    """Tokens of the tokenizer in a data folder; those of `lm scale` where there is none yet."""
+    return Tokenizer.load(data).vocab_size if (Path(data) / "tokenizer.json").exists() else VOCAB_SIZE
+
+
+def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
+    """A resolved config with the values of a point of the grid in place of its own.
+
+    Raises:
+        RequestError: there is no such option, or a factor stands for something that is no number.
+    """
+    overrides = []
+    for key, value in point.items():
+        if factor := re.fullmatch(r"x([\d.]+(?:e-?\d+)?)", value):
+            own = flatten(settings).get(key)
+            if isinstance(own, bool) or not isinstance(own, int | float):
+                raise RequestError(f"--grid {key}={value} is a factor, and the config has {own!r} there: give values")
+            product = own * float(factor[1])
+            value = str(round(product) if isinstance(own, int) else float(f"{product:.6g}"))
+        overrides.append(f"--{key}={value}")
+    return yaml.safe_load(resolved_text(settings, overrides)) if overrides else settings
+
+
+def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refuse: bool) -> dict[str, Any]:
+    """The facts of `lm plan` on a training.
+
+    Args:
+        refuse: a config with an error, such as too little memory; one that is only predicted may have some.
+
+    Raises:
+        RequestError: the config has an error; names the depth.
+    """
+    names = ("device", "memory", "peak_tflops", "mfu", "rate_usd_per_hr")
+    wanted = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    parser = config_parser("lm ladder", PlanOptions)
+    found, noted = examine(parser.instantiate_classes(parser.parse_object({**config, **wanted})))
+    errors = [finding for finding in noted if finding.level == "error"]
+    if errors and (refuse or "time" not in found):
+        raise RequestError(f"depth {depth}: {errors[0]}")
+    return found
+
+
+def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) -> None:
+    """Refuse to predict from too few sizes, or too far from them, before anything is trained.
+
+    Raises:
+        RequestError: says what would be enough.
+    """
+    for length in options.lengths if options.held_out else ():
+        sizes = {one.size.depth: one.size for one in trainings if one.size.length == length.label}
+        # With as many operations for all, how far a size is follows from its parameters.
+        quantity = "parameters" if options.flops else "flops"
+        x = {depth: float(getattr(size, quantity)) for depth, size in sizes.items()}
+        fitted = [value for depth, value in x.items() if depth not in options.held_out]
+        if len(fitted) < scaling_laws.FEWEST:
+            raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
+                               f"{len(fitted)}: add some, such as --depths 2,4,6,8")  # fmt: skip
+        for depth in options.held_out:
+            if scaling_laws.distance(fitted, x[depth]) > scaling_laws.FARTHEST:
+                raise RequestError(
+                    f"depth {depth} has {x[depth] / max(fitted):.3g} times the {QUANTITIES[quantity]} of the largest, "
+                    f"and the sizes differ by a factor of {max(fitted) / min(fitted):.3g}: that is too far to predict; "
+                    "add a size between, or predict a smaller one"
+                )
+
+
+def refuse_other_settings(options: LadderOptions, trainings: list[Training]) -> None:
+    """Refuse a ladder one of whose runs is there and was trained with other settings.
+
+    Raises:
+        RequestError: names the run and the first difference.
+    """
+    for one in trainings:
+        if not (one.run.path / "run.json").exists():
+            continue
+        settings = {key: value for key, value in one.run.settings().items() if key != "run"}
+        config = {key: value for key, value in yaml.safe_load(one.config).items() if key != "run"}
+        for key, (before, now) in differences([settings, config]).items():
+            if not any(key == free or key.startswith(f"{free}.") for free in FREE) and (before or now):
+                raise RequestError(f"run {one.run.path} has {key} {before}, and this ladder {now}: give the options "
+                                   "that it was made with, or another --name")  # fmt: skip
+
+
+def print_plan(console: Console, options: LadderOptions, trainings: list[Training]) -> None:
+    """Print a table of the sizes, and what is left to do."""
+    by_size = {(one.size.depth, one.size.length): one.size for one in trainings}
+    priced = any(size.facts["time"].get("usd") is not None for size in by_size.values())
+    table = Table(**PLAIN)
+    for name in ("depth", "length", "parameters", "steps", "tokens", "operations", "memory", "time", "runs"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if priced:
+        table.add_column("USD", justify="right", no_wrap=True)
+    seconds, usd = 0.0, 0.0
+    for (depth, length), size in by_size.items():
+        trained = depth in options.sizes
+        runs = options.seeds * len(options.points) * trained
+        time, memory = size.facts["time"], size.facts["memory"]
+        each = time["seconds"]
+        seconds += runs * each if each is not None else math.nan * bool(runs)
+        usd += runs * (time.get("usd") or 0.0)
+        cells = [str(depth), length, format_count(size.facts["model"]["parameters"]["total"]),
+                 f"{size.facts['steps']['max_steps']:,}", format_count(float(size.tokens)), f"{size.flops:.2e}",
+                 format_bytes(memory["total"]), "" if each is None else format_duration(each),
+                 str(runs) if trained else "predicted"]  # fmt: skip
+        table.add_row(
+            *cells, *([format_figure(runs * time["usd"]) if time["usd"] is not None else ""] if priced else [])
+        )
+    console.print(table)
+    basis = next(iter(by_size.values())).facts["time"]["basis"]
+    total = (
+        "how long they take is known when the first one has ended"
+        if math.isnan(seconds)
+        else (f"{format_duration(seconds)} on one device{f', {format_figure(usd)} USD' * priced} ({basis})")
+    )
+    wanted = [one for one in trainings if one.size.depth in options.sizes]
+    done = sum(one.finished for one in wanted)
+    console.print(f"{plural(len(wanted), 'training')}, {done} of them finished", end="")
+    console.print(f": {total}" if done < len(wanted) else "", soft_wrap=True)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Inside the `with`, no other process trains this ladder.
+
+    Raises:
+        RequestError: one does.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(folder / "ladder.lock", timeout=0):
+            yield
+    except Timeout:
+        raise RequestError(
+            f"another process trains the ladder {folder}: wait for its end, or give another --name"
+        ) from None
+
+
+def train(options: LadderOptions, wanted: list[Training], trainings: list[Training]) -> list[Training]:
+    """Train what is not finished, each in a process of its own, one at a time on each device.
+
+    The report is written after each.
+
+    Returns:
+        Those that failed.
+
+    Raises:
+        Interrupted: a signal ended this process, or one of the trainings.
+    """
+    waiting = [one for one in wanted if not one.finished]
+    places, failed = free_devices(waiting), []
+    running: dict[subprocess.Popen, tuple[Training, str | None, float]] = {}
+    done_flops = done_seconds = 0.0
+    if waiting:
+        log.info("watch them: %s", f"{process.program()} monitor --root {shlex.quote(str(options.folder))}")
+    STOP.arm()
+    while (waiting or running) and not STOP.received:
+        while waiting and places:
+            one, place = waiting.pop(0), places.pop(0)
+            running[start(one, place)] = one, place, time.monotonic()
+        time.sleep(POLL)
+        for child in [child for child in running if child.poll() is not None]:
+            one, place, began = running.pop(child)
+            places.append(place)
+            if child.returncode == Interrupted.exit_code:
+                stop(running)
+                raise Interrupted(f"{one.run.name} was interrupted; the same command goes on with the ladder")
+            if not one.finished:
+                failed.append(one)
+                log.error("%s: %s", one.run.name, last_line(one.log))
+                continue
+            done_flops, done_seconds = done_flops + one.size.flops, done_seconds + time.monotonic() - began
+            left = [*waiting, *(each[0] for each in running.values())]
+            eta = sum(other.size.flops for other in left) * done_seconds / done_flops / (len(places) + len(running))
+            found = save_report(options, trainings)
+            usd = f", {format_figure(eta / 3600 * options.rate_usd_per_hr)} USD" if options.rate_usd_per_hr else ""
+            about = f"; {plural(len(left), 'training')} left, about {format_duration(eta)}{usd}" if left else ""
+            loss = next(each["loss"] for each in found["runs"] if each["run"] == one.run.name)
+            log.info("%s: %.4f %s%s", one.run.name, loss, found["unit"], about)
+    if STOP.received:
+        stop(running)
+        raise Interrupted(f"{STOP.received.name}: {sum(one.finished for one in wanted)} of {len(wanted)} trainings are "
+                          "finished; the same command goes on with the ladder")  # fmt: skip
+    return failed
+
+
+def free_devices(trainings: Iterable[Training]) -> list[str | None]:
+    """What `CUDA_VISIBLE_DEVICES` is for the trainings that run at the same time; one None without GPUs."""
+    config = next((yaml.safe_load(one.config)["trainer"] for one in trainings), {})
+    count = torch.cuda.device_count() if config.get("accelerator") in ("auto", "gpu", "cuda") else 0
+    if not count:
+        return [None]
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name][:count]
+    named = named or list(map(str, range(count)))
+    each = device_count(config["devices"]) or count
+    return [",".join(named[begin : begin + each]) for begin in range(0, max(1, count - each + 1), each)]
+
+
+def start(one: Training, place: str | None) -> subprocess.Popen:
+    """Start a training, as soon as no process of a killed ladder trains it any more; it ends with this process."""
+    began = time.monotonic()
+    while one.run.is_locked() and time.monotonic() < began + PATIENCE and not STOP.received:
+        time.sleep(POLL)
+    write_atomically(one.file, one.config)
+    command = [sys.executable, *([str(process.script)] if process.script else ["-m", "lm"]), *one.command]
+    environment = os.environ | ({} if place is None else {"CUDA_VISIBLE_DEVICES": place})
+    log.info("%s begins%s", one.run.name, f" on GPU {place}" if place else "")
+    with open(one.log, "ab") as file:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
+            start_new_session=True,  # Ctrl-C is for this process, which passes it on
+            preexec_fn=end_with_parent,
+        )  # fmt: skip
+
+
+def end_with_parent() -> None:
+    """Ask the system for a SIGTERM when the parent process dies, where it can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
+
+
+def stop(running: dict[subprocess.Popen, Any]) -> None:
+    """End trainings with a checkpoint, and wait for them."""
+    for child in running:
+        child.terminate()
+    for child in running:
+        child.wait()
+
+
+def last_line(file: Path) -> str:
+    """The last line of a log that is not empty."""
+    lines = [line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "it printed nothing")
+
+
+def write_predicted(options: LadderOptions, trainings: list[Training], found: dict[str, Any]) -> list[Training]:
+    """Write the configs of sizes that are predicted and not trained, at the best point of the largest size.
+
+    Returns:
+        Those that are not trained yet.
+    """
+    measured = [size for size in found["sizes"] if size["losses"] and not size["held_out"]]
+    best = max(measured, key=lambda size: size["flops"], default={"point": {}})["point"]
+    left = [one for one in trainings if one.held_out and one.size.depth not in options.sizes and one.seed == 1
+            and one.point == best and not one.finished]  # fmt: skip
+    for one in left:
+        settings = yaml.safe_load(one.config)
+        settings["trainer"]["devices"] = "auto"
+        write_atomically(one.file, yaml.safe_dump(settings, sort_keys=False))
+    return left
+
+
+def save_report(options: LadderOptions, trainings: Sequence[Training]) -> dict[str, Any]:
+    """Write what has been measured so far into the ladder's folder: `ladder.json` and `ladder.html`."""
+    command = [process.program(), *map(shlex.quote, sys.argv[1:])]
+    found = report(
+        options.name, " ".join(command),
+        [Trained(one.size.depth, one.size.length, one.size.parameters, one.size.tokens, one.size.flops, one.point,
+                 one.seed, one.held_out, one.run) for one in trainings],
+    )  # fmt: skip
+    write_report(options.folder, found)
+    return found

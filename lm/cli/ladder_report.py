@@ -1,0 +1,469 @@
+"""What a ladder has measured: losses by size, the laws that were fitted to them, predictions, and the best of a grid.
+
+As one dictionary, `ladder.json`; as tables in the terminal; and as a page, `ladder.html`. Nothing here imports torch.
+"""
+
+import base64
+import io
+import math
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lm.cli.runs import to_json
+from lm.cli.runs_compare import PLAIN
+from lm.cli.runs_html import PARTS, escaped, source_digest, table, utc
+from lm.runs import scaling_laws
+from lm.runs.run import Run
+from lm.runs.seeds import spread
+from lm.system.files import write_atomically
+from lm.system.units import format_count, plural
+
+QUANTITIES = {"operations": "flops", "parameters": "parameters", "tokens": "tokens"}  # that the loss is a law of
+LAW_POINTS = 60  # of a curve in a picture
+
+
+class Trained(NamedTuple):
+    """A training of a ladder, which may not have begun."""
+
+    depth: int
+    length: str
+    parameters: int  # outside the embedding
+    tokens: int
+    flops: float
+    point: dict[str, str]  # of the grid
+    seed: int
+    held_out: bool
+    run: Run
+
+
+class Measured(NamedTuple):
+    """A depth trained for a length: the losses of its seeds, at the best point of the grid."""
+
+    depth: int
+    length: str
+    parameters: int
+    tokens: int
+    flops: float
+    held_out: bool
+    point: dict[str, str]
+    losses: list[float]  # by seed; empty where no training has finished
+    by_point: list[tuple[dict[str, str], list[float]]]
+
+
+def report(name: str, command: str, trainings: Sequence[Trained]) -> dict[str, Any]:
+    """All that the finished trainings of a ladder say, as it is written to `ladder.json`.
+
+    Args:
+        name: of the ladder.
+        command: that makes it.
+        trainings: all of them.
+    """
+    ends = [last_losses(one.run) if one.run.status() == "finished" else {} for one in trainings]
+    known = [end for end in ends if end]
+    bits = all("val/bpb" in end for end in known)
+    metric, unit = ("val/bpb", "bits per byte") if bits else ("val/loss", "nats a token")
+    losses = [end.get(metric) for end in ends]
+    sizes = list(measured_sizes(trainings, losses))
+    lengths = list(dict.fromkeys(size.length for size in sizes))
+    found: dict[str, Any] = {
+        "name": name, "command": command, "written": time.time(), "unit": unit,
+        "runs": [
+            {"run": one.run.name, **{key: getattr(one, key) for key in Trained._fields[:-1]},
+             "status": one.run.status() if (one.run.path / "run.json").exists() else "to do", "loss": loss}
+            for one, loss in zip(trainings, losses, strict=True)
+        ],
+        "sizes": [
+            {**{key: value for key, value in size._asdict().items() if key != "by_point"},
+             **(spread(size.losses)._asdict() if size.losses else {})}
+            for size in sizes
+        ],
+        "laws": [], "predictions": [], "joint": None, "equal_operations": [], "best_size": [], "notes": [],
+        "grid": grid_optima(sizes),
+    }  # fmt: skip
+    for length in lengths:
+        add_laws(found, [size for size in sizes if size.length == length])
+    add_joint_law(found, [size for size in sizes if size.losses and not size.held_out], sizes)
+    add_best_sizes(found, [[size for size in sizes if size.length == length and size.losses] for length in lengths])
+    if known and not any(len(size.losses) > 1 for size in sizes):
+        found["notes"].append("One seed: the noise between trainings is not known, and the intervals are without it; "
+                              "--seeds 3 trains the others too.")  # fmt: skip
+    return found
+
+
+def last_losses(run: Run) -> dict[str, float]:
+    """The last `val/loss` of a run in nats a token, and `val/bpb` in bits per byte where the texts are known."""
+    lines = [line for line in run.metrics("val/loss") if math.isfinite(line["val/loss"])]
+    return {name: value for name, value in (lines[-1] if lines else {}).items() if name in ("val/loss", "val/bpb")}
+
+
+def measured_sizes(trainings: Sequence[Trained], losses: Sequence[float | None]) -> Iterable[Measured]:
+    """The sizes of a ladder, each with the losses at the point of the grid where their mean is lowest."""
+    groups: dict[tuple[int, str], dict[tuple, list[float]]] = {}
+    first: dict[tuple[int, str], Trained] = {}
+    for one, loss in zip(trainings, losses, strict=True):
+        key = one.depth, one.length
+        first.setdefault(key, one)
+        at = groups.setdefault(key, {}).setdefault(tuple(one.point.items()), [])
+        at += [] if loss is None else [loss]
+    for key, points in groups.items():
+        by_point = [(dict(point), values) for point, values in points.items() if values]
+        point, values = min(by_point, key=lambda pair: fmean(pair[1]), default=({}, []))
+        one = first[key]
+        yield Measured(
+            one.depth, one.length, one.parameters, one.tokens, one.flops, one.held_out, point, values, by_point
+        )
+
+
+# ---- laws and predictions --------------------------------------------------------------------------------------------
+
+
+def add_laws(found: dict[str, Any], sizes: Sequence[Measured]) -> None:
+    """Fit the laws of the sizes of one length, and predict those that are held out; adds to a report."""
+    fitted = [size for size in sizes if size.losses and not size.held_out]
+    length = sizes[0].length
+    targets = [size for size in sizes if size.held_out]
+    if len(fitted) < scaling_laws.FEWEST:
+        found["notes"].append(f"{length}: {plural(len(fitted), 'size')} finished, and a law takes "
+                              f"{scaling_laws.FEWEST}: nothing is fitted.")  # fmt: skip
+        return
+    if equal_operations(fitted):  # where no law holds: too small a model is as bad as too large a one
+        return
+    losses = [size.losses for size in fitted]
+    for quantity, attribute in QUANTITIES.items():
+        x = [float(getattr(size, attribute)) for size in fitted]
+        if max(x) < 1.01 * min(x):  # such as the tokens of runs with as many steps
+            continue
+        fit = scaling_laws.fit_sizes(x, losses)
+        predicted, measured = scaling_laws.backtest(x, losses)
+        found["laws"].append({
+            "length": length, "of": quantity, "laws": [law.formula(quantity) for law in fit.laws],
+            "parameters": [list(map(float, vars(law).values())) for law in fit.laws],
+            "backtest": {"depth": max(fitted, key=lambda size: getattr(size, attribute)).depth, "predicted": predicted,
+                         "measured": measured},
+            "curve": [[at, *fit.predict(at)[:3]] for at in spaced(x, [float(getattr(t, attribute)) for t in targets])],
+        })  # fmt: skip
+        for size in targets:
+            at = float(getattr(size, attribute))
+            reach = {"times_largest": at / max(x), "range": max(x) / min(x)}
+            add_prediction(found, size, quantity, fit.predict(at)._asdict() | reach)
+
+
+def equal_operations(sizes: Sequence[Measured]) -> bool:
+    """Whether all sizes were trained with as many operations, to a rounded number of steps."""
+    flops = [size.flops for size in sizes]
+    return max(flops) < 1.1 * min(flops)
+
+
+def add_best_sizes(found: dict[str, Any], lengths: Sequence[Sequence[Measured]]) -> None:
+    """The best size at equal operations, and from three budgets on how it and its loss follow them; adds to a report.
+
+    Hoffmann et al., 2022, arXiv:2203.15556, approach 2.
+    """
+    budgets = [sizes for sizes in lengths if len(sizes) >= scaling_laws.FEWEST and equal_operations(sizes)]
+    best = [scaling_laws.optimum([one.parameters for one in sizes], [fmean(one.losses) for one in sizes])
+            for sizes in budgets]  # fmt: skip
+    found["equal_operations"] = [
+        {"length": sizes[0].length, "flops": fmean(one.flops for one in sizes), **one._asdict()}
+        for sizes, one in zip(budgets, best, strict=True)
+    ]
+    inside = [one for one in found["equal_operations"] if one["inside"]]
+    if len(inside) >= scaling_laws.FEWEST:
+        flops = [one["flops"] for one in inside]
+        size, loss = (scaling_laws.fit_straight(flops, [one[name] for one in inside]) for name in ("x", "loss"))
+        found["best_size"] = [
+            f"parameters of the best size: {size.formula('operations')}", f"its loss: {loss.formula('operations')}"
+        ]  # fmt: skip
+
+
+def spaced(x: Sequence[float], targets: Sequence[float]) -> list[float]:
+    """Points from the lowest of all to the highest, evenly in logarithms."""
+    every = [*x, *targets]
+    return list(map(float, np.geomspace(min(every), max(every), LAW_POINTS)))
+
+
+def add_prediction(found: dict[str, Any], size: Measured, quantity: str, prediction: dict[str, float]) -> None:
+    """Add a prediction to a report, with what was measured if the size was trained."""
+    measured = fmean(size.losses) if size.losses else None
+    found["predictions"].append({
+        "depth": size.depth, "length": size.length, "of": quantity, **prediction, "measured": measured,
+        "error": None if measured is None else prediction["loss"] / measured - 1,
+        "within": None if measured is None else prediction["low"] <= measured <= prediction["high"],
+    })  # fmt: skip
+
+
+def add_joint_law(found: dict[str, Any], fitted: Sequence[Measured], sizes: Sequence[Measured]) -> None:
+    """Fit the law of parameters and tokens together, where there are enough of both; adds to a report."""
+    lengths, depths = {size.length for size in fitted}, {size.depth for size in fitted}
+    enough = len(lengths) >= scaling_laws.FEWEST_LENGTHS and len(depths) >= scaling_laws.FEWEST
+    if not enough or len(fitted) < len(lengths) * len(depths):
+        return
+    points = [scaling_laws.Size(size.parameters, size.tokens, size.flops, tuple(size.losses)) for size in fitted]
+    law = scaling_laws.fit_joint_law(points)
+    found["joint"] = {
+        "law": str(law), "offset": law.offset, "a": law.a, "alpha": law.alpha, "b": law.b, "beta": law.beta,
+        "predictions": [{"depth": size.depth, "length": size.length, "loss": law(size.parameters, size.tokens)}
+                        for size in sizes if size.held_out],
+    }  # fmt: skip
+
+
+def number_of(value: str) -> float | None:
+    """The number that a value of a grid is, or multiplies by; None: neither."""
+    try:
+        number = float(value.removeprefix("x"))
+    except ValueError:
+        return None
+    return number if number > 0 else None
+
+
+def grid_optima(sizes: Sequence[Measured]) -> list[dict[str, Any]]:
+    """The best value of each option of the grid by size, and the power law of operations that numbers follow."""
+    found = []
+    for key in dict.fromkeys(key for size in sizes for key in size.point):
+        rows = []
+        for size in sizes:
+            tried: dict[str, float] = {}  # value -> the lowest mean over the other options of the grid
+            for point, losses in size.by_point:
+                tried[point[key]] = min(fmean(losses), tried.get(point[key], math.inf))
+            numbers = [number_of(value) for value in tried]
+            best = None
+            if len(tried) > 2 and None not in numbers:
+                best = scaling_laws.optimum(numbers, list(tried.values()))._asdict()
+            if tried:
+                rows.append({"depth": size.depth, "length": size.length, "flops": size.flops, "held_out": size.held_out,
+                             "tried": tried, "lowest": min(tried, key=tried.get), "optimum": best})  # fmt: skip
+        inside = [row for row in rows if row["optimum"] and row["optimum"]["inside"] and not row["held_out"]]
+        law = None
+        if len({row["flops"] for row in inside}) >= scaling_laws.FEWEST:
+            law = scaling_laws.fit_straight([row["flops"] for row in inside], [row["optimum"]["x"] for row in inside])
+        found.append({
+            "key": key, "factors": any(value.startswith("x") for row in rows for value in row["tried"]), "sizes": rows,
+            "law": None if law is None else law.formula("operations"),
+            "predictions": [{"depth": size.depth, "length": size.length, "value": float(law(size.flops))}
+                            for size in sizes if size.held_out and law],
+        })  # fmt: skip
+    return found
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of the table of sizes."""
+    several = any(size.get("seeds", 0) > 1 for size in found["sizes"])
+    gridded = bool(found["grid"])
+    heads = ["depth", "length", "parameters", "tokens", "operations", found["unit"], "seeds"]
+    heads += ["std. error"] * several + ["best of the grid"] * gridded
+    rows = []
+    for size in found["sizes"]:
+        if not size["losses"]:
+            continue
+        row = [f"{size['depth']}{' (not fitted)' * size['held_out']}", size["length"]]
+        row += [format_count(float(size["parameters"])), format_count(float(size["tokens"])), f"{size['flops']:.2e}"]
+        row += [f"{size['mean']:.4f}", str(size["seeds"])]
+        row += [f"{size['stderr']:.2g}" if size["stderr"] is not None else ""] if several else []
+        row += [", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in size["point"].items())] * gridded
+        rows.append(row)
+    return heads, rows
+
+
+def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of the table of predictions."""
+    heads = ["depth", "length", "by", "predicted", "95 % interval", "measured", "error"]
+    rows = []
+    for one in found["predictions"]:
+        known = one["measured"] is not None
+        outside = "" if one["within"] in (True, None) else ", outside the interval"
+        row = [
+            str(one["depth"]),
+            one["length"],
+            one["of"],
+            f"{one['loss']:.4f}",
+            f"{one['low']:.4f} to {one['high']:.4f}",
+        ]
+        rows.append(row + [f"{one['measured']:.4f}" if known else "", f"{one['error']:+.2%}{outside}" if known else ""])
+    joint = found["joint"]
+    rows += [[str(one["depth"]), one["length"], "parameters and tokens", f"{one['loss']:.4f}", "", "", ""]
+             for one in (joint["predictions"] if joint else ())]  # fmt: skip
+    return heads, rows
+
+
+def remarks(found: dict[str, Any]) -> list[str]:
+    """How far the predictions may be trusted, what is best of a grid, and what is missing, in sentences."""
+    missing = [run["run"] for run in found["runs"] if run["loss"] is None and not run["held_out"]]
+    return [
+        *trust(found),
+        *(line for grid in found["grid"] for line in best_of_grid(grid)),
+        *(
+            f"{one['length']}: {format_count(one['x'])} parameters are best."
+            if one["inside"] else f"{one['length']}: the best depth is the smallest or the largest; add others."
+            for one in found["equal_operations"]
+        ),
+        *found["best_size"],
+        *([f"Not finished: {', '.join(missing)}."] if missing else []),
+        *found["notes"],
+    ]  # fmt: skip
+
+
+def trust(found: dict[str, Any]) -> Iterable[str]:
+    """Of each length what the smaller sizes predict for the largest one, and how far its predictions are."""
+    for law in found["laws"]:
+        if law["of"] != "operations":
+            continue
+        back = law["backtest"]
+        error = back["predicted"] / back["measured"] - 1
+        yield (f"{law['length']}: the smaller sizes alone predict {back['predicted']:.4f} for depth {back['depth']}; "
+               f"measured is {back['measured']:.4f} ({error:+.2%}).")  # fmt: skip
+        for one in found["predictions"]:
+            if (one["length"], one["of"]) == (law["length"], law["of"]):
+                far = one["distance"] > scaling_laws.FAR
+                yield (
+                    f"{one['length']}: depth {one['depth']} takes {one['times_largest']:.3g} times the operations of "
+                    f"the largest size, and the sizes differ by a factor of {one['range']:.3g}: "
+                    + ("far; the form of the law decides more than the measurements." if far else "near.")
+                )  # fmt: skip
+
+
+def best_of_grid(grid: dict[str, Any]) -> Iterable[str]:
+    """The best value at each size, and that of sizes which are predicted."""
+    what = "factor of " * grid["factors"] + grid["key"]
+    for row in grid["sizes"]:
+        best = row["optimum"]
+        if best:
+            edge = "" if best["inside"] else ", at the edge of the grid: try values beyond"
+            yield f"{what}: {best['x']:.3g} is best at depth {row['depth']}, {row['length']}{edge}."
+    for one in grid["predictions"]:
+        yield f"{what}: {one['value']:.3g} at depth {one['depth']}, {one['length']}, by {grid['law']}."
+
+
+def print_report(console: Console, found: dict[str, Any]) -> None:
+    """Print the sizes, the predictions and the remarks."""
+    for heads, rows in (size_rows(found), prediction_rows(found)):
+        if rows:
+            drawn = Table(**PLAIN)
+            for head in heads:
+                drawn.add_column(head, justify="right", no_wrap=True)
+            for row in rows:
+                drawn.add_row(*row)
+            console.print()
+            console.print(drawn)
+    console.print()
+    for remark in remarks(found):
+        console.print(remark, soft_wrap=True)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_report(folder: Path, found: dict[str, Any]) -> None:
+    """Write `ladder.json` and `ladder.html` into the ladder's folder."""
+    write_atomically(folder / "ladder.json", to_json(found) + "\n", durable=False)
+    write_atomically(folder / "ladder.html", page(found), durable=False)
+
+
+def page(found: dict[str, Any]) -> str:
+    """The report as one HTML page that needs no network."""
+    laws = [[law["length"], law["of"], text] for law in found["laws"] for text in law["laws"]]
+    laws += [["all", "parameters and tokens", found["joint"]["law"]]] if found["joint"] else []
+    heads, rows = size_rows(found)
+    runs = [[run["run"], str(run["seed"]), run["status"], "" if run["loss"] is None else f"{run['loss']:.4f}"]
+            for run in found["runs"]]  # fmt: skip
+    sections = {
+        "Predictions": table(*prediction_rows(found)),
+        "Trust": "".join(f"<p>{escaped(remark)}</p>\n" for remark in remarks(found)),
+        "Charts": "".join(f"<figure><img alt=\"{escaped(title)}\" src=\"data:image/svg+xml;base64,{image}\"></figure>\n"
+                          for title, image in pictures(found)),
+        "Sizes": table(heads, rows),
+        "Laws": table(["length", "of", "law"], laws, numbers=0),
+        "Runs": table(["run", "seed", "status", found["unit"]], runs),
+    }  # fmt: skip
+    style = (PARTS / "page.css").read_text(encoding="utf-8") + "img { max-width: 100%; background: #fff; }"
+    policy = (
+        f"default-src 'none'; style-src '{source_digest(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    body = "".join(f"<section>\n<h2>{title}</h2>\n{text}</section>\n" for title, text in sections.items() if text)
+    return (
+        '<!doctype html>\n<!-- A ladder of lm -->\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escaped(found['name'])}</title>\n<style>{style}</style>\n</head>\n<body>\n<header>\n"
+        f'<h1>{escaped(found["name"])}</h1>\n<p class="written">Written {utc(found["written"])}. Losses of the last '
+        f"validation, in {found['unit']}.</p>\n<pre>{escaped(found['command'])}</pre>\n</header>\n"
+        f"<main>\n{body}</main>\n</body>\n</html>\n"
+    )
+
+
+def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    """Charts of a report, as a title and an SVG in base64: the laws, sizes at equal operations, the grid."""
+    from lm.inspection.drawing import COLORS, figure, label_axes  # matplotlib takes half a second
+
+    def image(drawn: Any) -> str:
+        file = io.BytesIO()
+        drawn.savefig(file, format="svg")
+        return base64.b64encode(file.getvalue()).decode()
+
+    colors = {length: COLORS[place % len(COLORS)]
+              for place, length in enumerate(dict.fromkeys(size["length"] for size in found["sizes"]))}  # fmt: skip
+    measured = [size for size in found["sizes"] if size["losses"]]
+    for quantity, attribute in QUANTITIES.items():
+        laws = [law for law in found["laws"] if law["of"] == quantity]
+        if not laws:
+            continue
+        drawn, axes = figure()
+        for law in laws:
+            at, middle, low, high = zip(*law["curve"], strict=True)
+            axes.plot(at, middle, color=colors[law["length"]], linewidth=1.4, label=f"law, {law['length']}")
+            axes.fill_between(at, low, high, color=colors[law["length"]], alpha=0.2, linewidth=0)
+        for size in measured:
+            axes.plot([size[attribute]] * len(size["losses"]), size["losses"], "D" if size["held_out"] else "o",
+                      color=colors[size["length"]], markersize=5,
+                      fillstyle="none" if size["held_out"] else "full")  # fmt: skip
+            place = size[attribute], max(size["losses"])
+            axes.annotate(str(size["depth"]), place, (0, 6), textcoords="offset points", ha="center", fontsize=8)
+        for one in (one for one in found["predictions"] if one["of"] == quantity):
+            size = next(s for s in found["sizes"] if (s["depth"], s["length"]) == (one["depth"], one["length"]))
+            axes.errorbar([size[attribute]], [one["loss"]], [[one["loss"] - one["low"]], [one["high"] - one["loss"]]],
+                          fmt="x", color=colors[one["length"]], capsize=3)  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:.3g}")
+        axes.yaxis.set_minor_formatter("{x:.3g}")
+        axes.legend(fontsize=8)
+        label_axes(axes, f"loss by {quantity}; numbers are depths, x is predicted, open marks are not fitted",
+                   quantity, found["unit"])  # fmt: skip
+        yield f"loss by {quantity}", image(drawn)
+    if found["equal_operations"]:
+        drawn, axes = figure()
+        for length, color in colors.items():
+            group = sorted((size["parameters"], size["mean"]) for size in measured if size["length"] == length)
+            axes.plot(*zip(*group, strict=True), "o-", color=color, linewidth=1.2, markersize=4, label=length)
+        for one in found["equal_operations"]:
+            if one["inside"]:
+                axes.plot([one["x"]], [one["loss"]], "*", color=colors[one["length"]], markersize=11)
+        axes.set_xscale("log")
+        axes.legend(fontsize=8)
+        label_axes(axes, "loss at equal operations; a star is the best size", "parameters", found["unit"])
+        yield "loss at equal operations", image(drawn)
+    for grid in found["grid"]:
+        if any(number_of(value) is None for row in grid["sizes"] for value in row["tried"]):
+            continue
+        drawn, axes = figure()
+        for place, row in enumerate(grid["sizes"]):
+            points = sorted((number_of(value), loss) for value, loss in row["tried"].items())
+            color = COLORS[place % len(COLORS)]
+            axes.plot(*zip(*points, strict=True), "o-", color=color, linewidth=1.2, markersize=4,
+                      label=f"depth {row['depth']}, {row['length']}")  # fmt: skip
+            if row["optimum"] and row["optimum"]["inside"]:
+                axes.plot([row["optimum"]["x"]], [row["optimum"]["loss"]], "*", color=color, markersize=11)
+        axes.set_xscale("log")
+        axes.legend(fontsize=8)
+        title = f"{grid['key']} by size; a star is the best value"
+        label_axes(axes, title, "factor" if grid["factors"] else grid["key"], found["unit"])
+        yield title, image(drawn)

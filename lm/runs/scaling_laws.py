@@ -1,0 +1,253 @@
+"""Scaling laws: the loss of small models as a function of parameters, tokens or operations, and what it predicts.
+
+A law is fitted to the losses of several sizes, each trained with one seed or with several. Nothing here imports torch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FEWEST = 3  # sizes for a law: two always lie on one
+FEWEST_WITH_OFFSET = 5  # sizes for a law with three parameters, so that two are left to show how well it fits
+FEWEST_LENGTHS = 3  # lengths of training, each at `FEWEST` sizes, for the law of parameters and tokens together
+FAR = 1.0  # times the range of the sizes, in logarithms, up to which a prediction is taken to be near
+FARTHEST = 2.0  # and beyond which none is made
+DRAWS = 1000  # of the bootstrap
+INTERVAL = (2.5, 97.5)  # percent
+EXPONENTS = np.geomspace(0.005, 1, 200)  # that are tried; what is published lies between 0.05 and 0.5
+DELTA = 1e-3  # of the Huber loss
+
+
+class Size(NamedTuple):
+    """One size of model and length of training, with its loss under each seed."""
+
+    parameters: float  # outside the embedding
+    tokens: float  # of the run
+    flops: float  # floating-point operations of the run
+    losses: tuple[float, ...]  # one for each seed, in nats a token or bits per byte
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """`loss = offset + factor / x ^ exponent`, or as many laws as the three are arrays long."""
+
+    offset: Any  # the loss that no size goes below; 0 where the law has none
+    factor: Any
+    exponent: Any
+
+    def __call__(self, x: float) -> Any:
+        return self.offset + self.factor * x**-self.exponent
+
+    def formula(self, x: str) -> str:
+        """One law as people write it, of a quantity `x`."""
+        offset = f"{self.offset:.4g} + " if self.offset > 1e-4 else ""
+        return f"{offset}{self.factor:.4g} / {x}^{self.exponent:.3g}"
+
+
+class Prediction(NamedTuple):
+    """The loss of a training of some size with one seed."""
+
+    loss: float
+    low: float  # of the 95 % interval
+    high: float
+    distance: float  # how far the size lies from those that were fitted, over their range, in logarithms
+
+
+def fit_straight(x: Sequence[float], losses: np.ndarray) -> PowerLaw:
+    """The law without an offset: a straight line in logarithms, by least squares there.
+
+    Kaplan et al., 2020, arXiv:2001.08361, section 3.
+
+    Args:
+        x: parameters, tokens or operations of each size, at least two different ones.
+        losses: above 0, of each size, or (draws, sizes) for as many laws.
+    """
+    slope, height = np.polyfit(np.log(x), np.log(losses).T, 1)
+    return PowerLaw(0.0 * height, np.exp(height), -slope)
+
+
+def fit_bending(x: Sequence[float], losses: np.ndarray) -> PowerLaw:
+    """The law with an offset, by least squares of the relative error; the offset is 0 where none fits better.
+
+    Henighan et al., 2020, arXiv:2010.14701, equation 1.1. For a given exponent the best offset and factor are linear
+    least squares, so the exponents of a fine grid are all tried. Arguments are those of `fit_straight`.
+    """
+    weights = 1 / np.atleast_2d(losses)[:, None, :]  # [draws, 1, sizes]
+    middle = np.exp(np.log(x).mean())  # where the factor is fitted, so that it does not depend on the exponent
+    powers = (np.array(x) / middle) ** -EXPONENTS[:, None]  # [exponents, sizes]
+    one, two = weights + 0 * powers, weights * powers  # what an offset and a factor of 1 give, over the loss
+    of_one, of_two, both = ((a * b).sum(-1) for a, b in ((one, one), (two, two), (one, two)))
+    offset = (one.sum(-1) * of_two - two.sum(-1) * both) / (of_one * of_two - both**2)  # [draws, exponents]
+    offset = np.maximum(offset, 0)
+    factor = (two.sum(-1) - offset * both) / of_two
+    errors = ((offset[..., None] * one + factor[..., None] * two - 1) ** 2).sum(-1)
+    best = errors.argmin(-1)
+    draws = np.arange(len(best))
+    exponent = EXPONENTS[best]
+    law = PowerLaw(offset[draws, best], factor[draws, best] * middle**exponent, exponent)
+    return law if np.ndim(losses) > 1 else PowerLaw(*(float(part[0]) for part in vars(law).values()))
+
+
+def fit_laws(x: Sequence[float], losses: np.ndarray) -> list[PowerLaw]:
+    """The laws that so many sizes allow; their mean is the prediction.
+
+    From five sizes on it is the one with an offset. Three or four do not tell it from the one without: this predicts
+    too little where the loss bends, and that one too much where noise makes it seem to bend, so it is both. Two sizes
+    allow the one without. Arguments are those of `fit_straight`.
+    """
+    kinds = [fit_straight] * (len(x) < FEWEST_WITH_OFFSET) + [fit_bending] * (len(x) >= FEWEST)
+    return [kind(x, losses) for kind in kinds]
+
+
+def distance(x: Sequence[float], target: float) -> float:
+    """How far a size lies outside of others, over their range, all in logarithms; 0 within.
+
+    Args:
+        x: of at least two different sizes.
+    """
+    low, high, at = math.log(min(x)), math.log(max(x)), math.log(target)
+    return max(at - high, low - at, 0.0) / (high - low)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The laws of some sizes, and draws of them from which intervals are; `fit_sizes` makes it."""
+
+    x: Sequence[float]  # parameters, tokens or operations of each size
+    laws: Sequence[PowerLaw]
+    drawn: Sequence[PowerLaw]
+    noise: np.ndarray  # [draws], the factor by which a training deviates from its law
+
+    def predict(self, target: float) -> Prediction:
+        """The loss of a size by its parameters, tokens or operations, as the mean of the laws."""
+        loss = fmean(float(law(target)) for law in self.laws)
+        drawn = np.concatenate([law(target) * self.noise for law in self.drawn])
+        low, high = map(float, np.percentile(drawn, INTERVAL))
+        return Prediction(loss, min(low, loss), max(high, loss), distance(self.x, target))
+
+
+def fit_sizes(x: Sequence[float], losses: Sequence[Sequence[float]]) -> Fit:
+    """Fit laws to sizes, as `fit_laws` does, and draw from them.
+
+    A draw adds to each loss the deviation of some training, and one to what it predicts: a bootstrap of residuals
+    (Davison and Hinkley, 1997, "Bootstrap methods and their application", section 6.2.3). A deviation is that from the
+    mean of the size and that of the mean from the law, each made larger by what the mean and the law have taken from it
+    as they were fitted. With one seed the first is not known.
+
+    Args:
+        x: parameters, tokens or operations of each size, at least three.
+        losses: of each size, one for each seed.
+    """
+    means = [fmean(each) for each in losses]
+    laws = fit_laws(x, np.array(means))
+    misfit = [math.sqrt(len(x) / max(1, len(x) - 3)) * math.log(mean / laws[-1](at)) for at, mean in zip(x, means)]
+    deviations = [
+        of_size + math.sqrt(len(each) / max(1, len(each) - 1)) * math.log(loss / mean)
+        for of_size, mean, each in zip(misfit, means, losses) for loss in each
+    ]  # fmt: skip
+    random = np.random.default_rng(0)
+    moves = [random.choice(deviations, (DRAWS, len(each))).mean(1) for each in losses]
+    drawn = fit_laws(x, np.array(means) * np.exp(np.stack(moves, 1)))
+    return Fit(x, laws, drawn, np.exp(random.choice(deviations, DRAWS)))
+
+
+def backtest(x: Sequence[float], losses: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The loss of the largest size as the others predict it, and as it was measured.
+
+    Args:
+        x, losses: of at least three sizes, as for `fit_sizes`.
+    """
+    order = np.argsort(x)
+    at, means = [x[place] for place in order], [fmean(losses[place]) for place in order]
+    return fmean(float(law(at[-1])) for law in fit_laws(at[:-1], np.array(means[:-1]))), means[-1]
+
+
+# ---- parameters and tokens together ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JointLaw:
+    """`loss = offset + a / parameters ^ alpha + b / tokens ^ beta`, the form of Hoffmann et al., 2022."""
+
+    offset: float
+    a: float
+    alpha: float
+    b: float
+    beta: float
+
+    def __call__(self, parameters: float, tokens: float) -> float:
+        return self.offset + self.a * parameters**-self.alpha + self.b * tokens**-self.beta
+
+    def __str__(self) -> str:
+        return (f"{self.offset:.4g} + {self.a:.4g} / parameters^{self.alpha:.3g} + "
+                f"{self.b:.4g} / tokens^{self.beta:.3g}")  # fmt: skip
+
+
+def fit_joint_law(sizes: Sequence[Size]) -> JointLaw:
+    """The law of parameters and tokens, as Hoffmann et al., 2022, arXiv:2203.15556, appendix D.3 fit it.
+
+    The Huber loss of the logarithm, minimized by L-BFGS from a grid of starts. Parameters and tokens are
+    counted in their geometric means meanwhile.
+    """
+    from scipy.optimize import minimize
+    from scipy.special import huber, logsumexp
+
+    n, d = (np.log([getattr(size, name) for size in sizes]) for name in ("parameters", "tokens"))
+    middle_n, middle_d = n.mean(), d.mean()
+    wanted = np.log([fmean(size.losses) for size in sizes])
+
+    def error(point: np.ndarray) -> tuple[float, np.ndarray]:
+        """And its gradient; a million times as large, or L-BFGS would take it for 0."""
+        offset, a, alpha, b, beta = point
+        terms = np.stack([np.full_like(n, offset), a - alpha * (n - middle_n), b - beta * (d - middle_d)])
+        whole = logsumexp(terms, axis=0)
+        of_offset, of_n, of_d = np.clip(whole - wanted, -DELTA, DELTA) * np.exp(terms - whole)
+        gradient = of_offset, of_n, of_n * (middle_n - n), of_d, of_d * (middle_d - d)
+        return 1e6 * huber(DELTA, whole - wanted).sum(), 1e6 * np.array([part.sum() for part in gradient])
+
+    level = wanted.min()
+    starts = [
+        (level + math.log(share), level + math.log((1 - share) / 2), slope, level + math.log((1 - share) / 2), slope)
+        for share in (0.1, 0.4, 0.7, 0.9) for slope in (0.1, 0.3, 0.6)
+    ]  # fmt: skip
+    bounds = [(None, None), (None, None), (0.0, 2.0), (None, None), (0.0, 2.0)]
+    tried = (minimize(error, start, jac=True, method="L-BFGS-B", bounds=bounds) for start in starts)
+    found = min(tried, key=lambda one: one.fun)
+    offset, a, alpha, b, beta = found.x
+    return JointLaw(*map(float, (math.exp(offset), math.exp(a + alpha * middle_n), alpha,
+                                 math.exp(b + beta * middle_d), beta)))  # fmt: skip
+
+
+# ---- optima ----------------------------------------------------------------------------------------------------------
+
+
+class Optimum(NamedTuple):
+    """Where a loss is lowest."""
+
+    x: float
+    loss: float
+    inside: bool  # otherwise the lowest is at the edge of what was tried, and the optimum may lie beyond
+
+
+def optimum(x: Sequence[float], losses: Sequence[float]) -> Optimum:
+    """The lowest point of the parabola through the lowest loss and its neighbours, over the logarithm of x.
+
+    Hoffmann et al., 2022, approach 2, for the size at equal operations; as usual for learning rates.
+
+    Args:
+        x: above 0, in any order.
+    """
+    order = np.argsort(x)
+    at, values = np.array(x, dtype=float)[order], np.array(losses, dtype=float)[order]
+    lowest = int(values.argmin())
+    if lowest in (0, len(at) - 1):
+        return Optimum(float(at[lowest]), float(values[lowest]), False)
+    near = slice(lowest - 1, lowest + 2)
+    middle = math.log(at[lowest])
+    curve = np.polyfit(np.log(at[near]) - middle, values[near], 2)
+    shift = -curve[1] / (2 * curve[0]) if curve[0] else 0.0
+    return Optimum(math.exp(middle + shift), float(np.polyval(curve, shift)), True)

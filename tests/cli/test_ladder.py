@@ -1,0 +1,172 @@
+"""`lm ladder`: real trainings of several sizes, their laws and predictions, kills in the middle, and bad input."""
+
+import json
+import math
+import os
+import signal
+import time
+
+import pytest
+from trainings import lm, make_workplace, processes_of, start
+
+from lm.cli import ladder_report
+from lm.cli.ladder import main
+from lm.cli.ladder_report import Trained
+from lm.errors import RequestError
+from lm.runs.run import Run
+
+SIZES = ["--data", "data/small", "--seq_len", "32", "--aspect_ratio", "8", "--head_dim", "8", "--window_pattern", "L",
+         "--data.global_batch_tokens", "256", "--data.micro_batch_size", "4",
+         "--trainer.accelerator", "cpu"]  # fmt: skip
+LADDER = ["ladder", "--depths", "2,3,4", "--predict", "5", "--max_steps", "6", *SIZES]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A workplace with data, and a finished ladder of three depths."""
+    place = make_workplace(tmp_path_factory.mktemp("ladder"))
+    lm(place, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
+       "--val_fraction", "0.2")  # fmt: skip
+    lm(place, *LADDER)
+    return place
+
+
+def report(place, name="ladder"):
+    return json.loads((place / f"checkpoints/{name}/ladder.json").read_text())
+
+
+def test_the_sizes_are_ordinary_runs_and_the_next_one_is_predicted(place):
+    found = report(place)
+    for one in found["runs"][:3]:
+        run = Run(place / "checkpoints/ladder" / one["run"])
+        assert run.status() == "finished" and run.metrics("val/bpb")[-1]["val/bpb"] == one["loss"]
+        assert run.settings()["seed_everything"] == 1 and run.settings()["model"]["decoder"]["vocab_size"] < 100
+    by_operations, by_parameters = found["predictions"]
+    assert (by_operations["depth"], by_operations["of"], by_parameters["of"]) == (5, "operations", "parameters")
+    assert by_operations["low"] <= by_operations["loss"] <= by_operations["high"] and not by_operations["measured"]
+    page = (place / "checkpoints/ladder/ladder.html").read_text()
+    assert page.count("data:image/svg+xml") == 2 and "ladder-d4-n6-s1" in page
+
+
+def test_the_same_command_trains_nothing_again_and_compares_the_prediction(place):
+    """The ladder prints the command that trains the predicted size; then its loss stands beside the prediction."""
+    again = lm(place, *LADDER)
+    assert "begins" not in again.stderr and "3 trainings, 3 of them finished" in again.stdout
+    command = next(line for line in again.stdout.splitlines() if line.startswith("to compare the prediction: "))
+    lm(place, *command.split("-m lm ")[1].split(";")[0].split())
+    lm(place, *LADDER)
+    predicted, run = report(place)["predictions"][0], Run(place / "checkpoints/ladder/ladder-d5-n6-s1")
+    assert predicted["measured"] == run.metrics("val/bpb")[-1]["val/bpb"]
+    assert predicted["error"] == pytest.approx(predicted["loss"] / predicted["measured"] - 1)
+
+
+def test_settings_that_change_the_loss_are_refused_and_others_are_not(place):
+    refused = lm(place, *LADDER, "--model.optimizer.lr", "0.3", expect=2).stderr
+    assert "ladder-d2-n6-s1 has model.optimizer.lr 0." in refused and "another --name" in refused
+    assert "finished" in lm(place, *LADDER, "--data.micro_batch_size", "8", "--trainer.log_interval", "2").stdout
+
+
+@pytest.mark.slow
+def test_a_grid_of_factors(place):
+    """They are of each size's own learning rate; the plan alone makes no folder, and another batch no longer run."""
+    options = ["--depths", "2", "--flops", "1e9", "--grid", "model.optimizer.lr=x0.25,x1,x4", "--name", "grid"]
+    plan = lm(place, "ladder", *options, *SIZES, "--plan_only", "--json").stderr
+    assert "3 trainings, 0 of them finished" in plan and not (place / "checkpoints/grid").exists()
+    lm(place, "ladder", *options, *SIZES)
+    found = report(place, "grid")
+    runs = [Run(place / "checkpoints/grid" / one["run"]) for one in found["runs"]]
+    rates = [run.settings()["model"]["optimizer"]["lr"] for run in runs]
+    assert rates[1] / rates[0] == pytest.approx(4, rel=1e-3) and "lr=x0.25" in runs[0].name
+    assert found["sizes"][0]["losses"] == [min(one["loss"] for one in found["runs"])]
+    assert found["sizes"][0]["flops"] == pytest.approx(1e9, rel=0.05)
+
+
+def test_the_report_of_several_lengths_and_a_grid(tmp_path):
+    """Losses by a known law, of which the report finds the law, the best size and the best value of the grid."""
+
+    def trained(depth, flops, factor, seed, held_out):
+        parameters = 1e5 * depth**3
+        tokens = flops / 6 / parameters
+        best = 2 * (flops / 1e15) ** -0.1
+        loss = 1 + 100 / parameters**0.34 + 90 / tokens**0.28 + 0.02 * math.log(factor / best) ** 2 + 1e-4 * seed
+        name = f"{depth}-{flops}-{factor}-{seed}"
+        run = Run(tmp_path / name)
+        run.path.mkdir()
+        run.describe(id=name, name=name, status="to do" if held_out else "finished")
+        line = {"step": 1, "tokens": tokens, "time": 1.0, "val/loss": 3 * loss, "val/bpb": loss}
+        (run.path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        length = f"{flops:.0e} operations"
+        return Trained(depth, length, parameters, tokens, flops, {"a.lr": f"x{factor}"}, seed, held_out, run)
+
+    found = ladder_report.report("law", "lm ladder", [
+        trained(depth, flops, factor, seed, depth == 16)
+        for depth in (2, 3, 4, 6, 8, 16) for flops in (1e15, 4e15, 1.6e16) for factor in (0.5, 1, 2, 4)
+        for seed in (1, 2)
+    ])  # fmt: skip
+    assert len(found["sizes"]) == 18 and found["unit"] == "bits per byte"
+    assert found["joint"]["alpha"] == pytest.approx(0.34, rel=0.2) and len(found["joint"]["predictions"]) == 3
+    best = [one["x"] for one in found["equal_operations"]]
+    assert all(one["inside"] for one in found["equal_operations"]) and best == sorted(best)
+    [grid] = found["grid"]
+    optima = {row["flops"]: row["optimum"]["x"] for row in grid["sizes"] if not row["held_out"]}
+    assert [optima[flops] for flops in sorted(optima)] == pytest.approx([2, 2 * 4**-0.1, 2 * 16**-0.1], rel=0.05)
+    assert grid["law"].endswith("operations^0.1")
+    page = ladder_report.page(found)
+    assert page.count("data:image/svg+xml") == 2 and "factor of a.lr: 2 is best at depth 2" in page
+    assert not found["predictions"] and "best_size" in found and "its loss: " in page
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "give the depths, such as --depths 2,4,6,8"),
+        (["--depths"], "--depths"),
+        (["--depths", "two"], "'two' is no whole number above 0"),
+        (["--depths", "1,2"], "a model has 2 blocks or more"),
+        (["--depths", "2,3", "--predict", "4", "--max_steps", "6"], "takes 3 other sizes or more"),
+        (["--depths", "2,3,4", "--predict", "40", "--max_steps", "6"], "too far to predict"),
+        (["--depths", "2", "--flops", "1e6"], "depth 2, 1e6 operations: "),
+        (["--depths", "2,3,4", "--predict", "5", "--flops", "1e8"], "at equal operations takes 3 of --flops or more"),
+        (["--depths", "2", "--ratio", "3", "--flops", "1e9"], "--ratio and --flops each give the length"),
+        (["--depths", "2", "--seeds", "0"], "--seeds 0 must be at least 1"),
+        (["--depths", "2", "--name", "a/b"], "--name a/b: use letters"),
+        (["--depths", "2", "--grid", "model.optimizer.lrr=1"], "there is no option 'model.optimizer.lrr'"),
+        (["--depths", "2", "--grid", "model.optimizer.lr"], "give an option and its values"),
+        (["--depths", "2", "--grid", "model.optimizer.name=x2"], "is a factor, and the config has 'muon' there"),
+        (["--depths", "2", "--data", "data/none"], "depth 2: data.path data/none holds no manifest.json"),
+        (["--depths", "2,300", "--max_steps", "6", "--aspect_ratio", "64"], "depth 300: "),
+        (["--depths", "2", "--modl.x", "3"], "there is no option 'modl.x'"),
+    ],
+)
+def test_bad_input_is_one_line_and_trains_nothing(place, monkeypatch, arguments, message):
+    monkeypatch.chdir(place)
+    with pytest.raises(RequestError) as refused:
+        main([*SIZES, *arguments])
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert not list((place / "checkpoints").glob("ladder/*d300*"))
+
+
+@pytest.mark.slow
+def test_a_ladder_is_killed_and_goes_on(place):
+    """By SIGKILL in its first training, and by SIGTERM in the second; no training outlives it, and losses are equal."""
+    options = ["ladder", "--depths", "2,3", "--max_steps", "60", *SIZES, "--trainer.checkpoint_interval", "10",
+               "--trainer.val_interval", "60", "--trainer.stop_within", "0"]  # fmt: skip
+    lm(place, *options, "--name", "whole")
+    for signal_number, depth, code in ((signal.SIGKILL, 2, -9), (signal.SIGTERM, 3, 75)):
+        process = start(place, *options, "--name", "killed", fresh=True)
+        wait_for(lambda: len(Run(place / f"checkpoints/killed/killed-d{depth}-n60-s1").steps()) > 0)
+        os.kill(process.pid, signal_number)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == code, err
+        wait_for(lambda: not processes_of(place))
+    assert "1 of 2 trainings are finished; the same command goes on" in err
+    lm(place, *options, "--name", "killed")
+    killed, whole = ([one["loss"] for one in report(place, name)["runs"]] for name in ("killed", "whole"))
+    assert killed == whole
+
+
+def wait_for(done, seconds=120):
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,76 @@
+"""Scaling laws: fits find the laws that made the losses, and intervals hold what they promise."""
+
+import math
+
+import numpy as np
+import pytest
+
+from lm.runs.scaling_laws import Size, backtest, distance, fit_bending, fit_joint_law, fit_sizes, fit_straight, optimum
+
+SIZES = [1e15, 4e15, 2e16, 7e16, 3e17]
+
+
+def law(x: float, offset: float = 1.0, factor: float = 4.0, exponent: float = 0.1) -> float:
+    return offset + factor * x**-exponent
+
+
+def test_a_law_is_found_with_and_without_an_offset():
+    found = fit_straight(SIZES, [law(x, offset=0.0) for x in SIZES])
+    assert (found.factor, found.exponent, found.offset) == pytest.approx((4.0, 0.1, 0.0))
+    for offset, factor, exponent in ((1.0, 4.0, 0.1), (1.7, 900.0, 0.25), (0.3, 8.0, 0.08)):
+        losses = [law(x, offset, factor, exponent) for x in SIZES]
+        found = fit_bending(SIZES, losses)
+        assert found(1e19) == pytest.approx(law(1e19, offset, factor, exponent), rel=1e-3)
+        assert found.exponent == pytest.approx(exponent, rel=0.03)
+
+
+def test_losses_that_do_not_fall_are_not_expected_to_fall():
+    rising = fit_bending([1.0, 2.0, 4.0], [2.0, 2.1, 2.2])
+    assert 2.0 < rising(8.0) < 2.3
+
+
+@pytest.mark.parametrize("count, seeds", [(3, 3), (5, 2)])
+def test_intervals_cover_what_they_predict(count, seeds):
+    """Of ladders with a bending law and noise of 0.3 %, extrapolated by half of their range, nine of ten or more."""
+    random, inside, trials = np.random.default_rng(1), 0, 30
+    x = list(np.geomspace(1e15, 1e16, count))
+    for _ in range(trials):
+        losses = [[law(at) * math.exp(random.normal(0, 0.003)) for _ in range(seeds)] for at in x]
+        prediction = fit_sizes(x, losses).predict(10**16.5)
+        inside += prediction.low <= law(10**16.5) * math.exp(random.normal(0, 0.003)) <= prediction.high
+        assert prediction.loss == pytest.approx(law(10**16.5), rel=0.03) and prediction.distance == pytest.approx(0.5)
+    assert inside >= 0.9 * trials
+
+
+def test_sizes_that_lie_on_no_law_have_a_wide_interval():
+    """Also with one seed, where nothing else tells that the law is wrong."""
+    scattered = fit_sizes([1.0, 2.0, 4.0], [[3.04], [3.04], [2.85]]).predict(8.0)
+    smooth = fit_sizes([1.0, 2.0, 4.0], [[3.04], [2.94], [2.85]]).predict(8.0)
+    assert scattered.high - scattered.low > 0.1 > 4 * (smooth.high - smooth.low)
+
+
+def test_the_largest_size_is_predicted_from_the_others():
+    losses = [[law(x, offset=0.0)] for x in SIZES[:4]]
+    assert backtest(SIZES[:4], losses) == pytest.approx((losses[3][0], losses[3][0]), rel=1e-3)
+
+
+def test_distance_is_counted_in_the_range_of_the_sizes():
+    assert distance([1.0, 10.0], 100.0) == pytest.approx(1) and distance([1.0, 10.0], 0.1) == pytest.approx(1)
+    assert distance([1.0, 10.0], 5.0) == 0
+
+
+def test_the_law_of_parameters_and_tokens_is_that_of_hoffmann_et_al():
+    def loss(n: float, d: float) -> float:
+        return 1.69 + 406.4 / n**0.34 + 410.7 / d**0.28
+
+    sizes = [Size(n, d, 6 * n * d, (loss(n, d),)) for n in (1e6, 4e6, 2e7, 1e8) for d in (2e7, 2e8, 2e9)]
+    found = fit_joint_law(sizes)
+    assert (found.alpha, found.beta, found.offset) == pytest.approx((0.34, 0.28, 1.69), rel=0.02)
+    assert found(7e10, 1.4e12) == pytest.approx(loss(7e10, 1.4e12), rel=2e-3)
+
+
+def test_an_optimum_is_interpolated_or_said_to_be_at_the_edge():
+    values = [2 + math.log(x / 3e-3) ** 2 for x in (1e-3, 2e-3, 4e-3, 8e-3)]
+    found = optimum([1e-3, 2e-3, 4e-3, 8e-3], values)
+    assert found.inside and (found.x, found.loss) == (pytest.approx(3e-3), pytest.approx(2))
+    assert not optimum([4e-3, 8e-3], values[2:]).inside
