@@ -163,6 +163,9 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
         raise RequestError(f"--output {target} is in the folder of a run, which it would be taken for a checkpoint of")
     with new_folder(target) as folder:
         model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
+        if not is_stock(model.decoder):
+            raise RequestError(f"--input {source} holds a model of {type(model.decoder).__name__}, and an import writes "
+                               "a decoder of this project: resume or branch its run")
         weights = to_huggingface(model.decoder.state_dict(), model.config)
         write_files(folder, checkpoint_content(weights, describing_files(model, "float32")))
         # Without a digest in the checkpoint, so that a person may change it: another dropout or context is no damage.

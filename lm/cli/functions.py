@@ -199,6 +199,8 @@ class Trainer(BareTrainer):
             RequestError, GuardStop, RunError, Interrupted: as for `lm.fit`.
         """
         refuse_notebook(self)
+        if self.run is not None and ckpt_path is None:
+            raise RequestError(f"this Trainer has trained run {self.run.path}: make another lm.Trainer for another run")
         auto = str(ckpt_path) == "auto"
         reference = None if ckpt_path is None else str(ckpt_path)
         checkpoint, resumed = find_checkpoint(

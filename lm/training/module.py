@@ -4,6 +4,7 @@ Fifth stop of a batch: it comes from `data/datamodule`, and `model/decoder` comp
 that sees both the model and the data.
 """
 
+import json
 import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -429,7 +430,8 @@ class LanguageModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.plain:
-            checkpoint["lm"] = {"consumed": self.cursor.end if self.cursor else 0, "decoder": asdict(self.config)}
+            decoder = json.loads(json.dumps(asdict(self.config)))  # plain values, which torch.load takes without pickle
+            checkpoint["lm"] = {"consumed": self.cursor.end if self.cursor else 0, "decoder": decoder}
         else:
             checkpoint_state.to_checkpoint(self, checkpoint)
 

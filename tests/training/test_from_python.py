@@ -8,6 +8,8 @@ import time
 import pytest
 from trainings import HERE, lm, make_workplace, start
 
+import lm as package
+from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
 
@@ -86,6 +88,13 @@ def test_the_trainer_makes_a_run_and_resumes_it(workplace):
     assert lm(workplace, "generate", "--run", "objects", "--prompt", "Chapter", "--max_new_tokens", "4").stdout
 
 
+def test_a_trainer_trains_one_run():
+    trainer = package.Trainer()
+    trainer.run = Run("checkpoints/first")  # as after a fit
+    with pytest.raises(RequestError, match="has trained run checkpoints/first: make another lm.Trainer"):
+        trainer.fit(None, None)
+
+
 def test_a_signal_ends_it_with_a_checkpoint(workplace):
     script = TRAINER.replace('"objects"', '"signalled"')
     process = start(workplace, write(workplace, script, **SMALL | {"max_steps": 100_000}))
@@ -160,5 +169,7 @@ def test_a_command_line_of_one_s_own(workplace):
     (workplace / "cli.yaml").write_text(text.replace("max_steps: 100", "max_steps: 4, accelerator: cpu"))
     lm(workplace, "cli.py", "fit", "--config", "cli.yaml", "--trainer.val_check_interval", "2", "--data.val_tokens",
        "512")  # fmt: skip
-    assert list((workplace / "lightning_logs").rglob("*.ckpt"))
-    assert "val/bpb" in lm(workplace, "cli.py", "validate", "--config", "cli.yaml").stdout
+    [taken] = (workplace / "lightning_logs").rglob("*.ckpt")
+    said = lm(workplace, "cli.py", "validate", "--config", "cli.yaml", "--ckpt_path", str(taken))
+    assert "val/bpb" in said.stdout
+    lm(workplace, "cli.py", "fit", "--config", "cli.yaml", "--ckpt_path", str(taken), "--trainer.max_steps", "6")
