@@ -164,7 +164,7 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
     with new_folder(target) as folder:
         model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
         if not is_stock(model.decoder):
-            raise RequestError(f"--input {source} holds a model of {type(model.decoder).__name__}, and an import writes "
+            raise RequestError(f"--input {source} holds a model of {type(model.decoder).__name__}, and an import makes "
                                "a decoder of this project: resume or branch its run")
         weights = to_huggingface(model.decoder.state_dict(), model.config)
         write_files(folder, checkpoint_content(weights, describing_files(model, "float32")))

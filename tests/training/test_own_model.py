@@ -122,7 +122,7 @@ def test_what_is_said_without_the_class(place):
     refused = run(place, "my_gru.py", "export", "--run", "said", "--output", "published", expect=2)
     assert "a model of GRU, which Hugging Face's libraries do not have" in refused
     refused = run(place, "my_gru.py", "import", "--input", "checkpoints/said/best", "--output", "imported", expect=2)
-    assert "holds a model of GRU, and an import writes a decoder" in refused and not (place / "imported").exists()
+    assert "holds a model of GRU, and an import makes a decoder" in refused and not (place / "imported").exists()
     refused = run(place, "my_gru.py", "fit", "--config", config, "--model.document_mask", "true", expect=2)
     assert "GRU.forward takes no document_ids, and model.document_mask needs it" in refused
     refused = run(place, "my_gru.py", "fit", "--config", config, "--model.kernels", "on", expect=2)
