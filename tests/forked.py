@@ -6,6 +6,7 @@ the other forks, and what libraries read from the environment while they are imp
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -138,7 +139,11 @@ def serve(requests: socket.socket) -> list[str]:
 if __name__ == "__main__":
     import torch.utils.tensorboard  # noqa: F401  which `lm fit` imports late
 
-    import lm.cli.config  # noqa: F401
+    import lm.cli.config
+    from lm.cli.options import training_options
+
+    training_options("fit")  # which reads the source of twenty modules
+    gc.freeze()  # a collection would touch, and so copy, all that the forks share
 
     sys.argv[1:] = serve(socket.socket(fileno=int(sys.argv[1])))
     if sys.argv[1:2] and sys.argv[1].endswith(".py"):  # a file that calls `lm.run`
