@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -146,8 +147,20 @@ if __name__ == "__main__":
     gc.freeze()  # a collection would touch, and so copy, all that the forks share
 
     sys.argv[1:] = serve(socket.socket(fileno=int(sys.argv[1])))
-    if sys.argv[1:2] and sys.argv[1].endswith(".py"):  # a file that calls `lm.run`
-        sys.argv[:2] = sys.argv[1:2]
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    else:
-        runpy.run_module("lm", run_name="__main__", alter_sys=True)
+    try:
+        if sys.argv[1:2] and sys.argv[1].endswith(".py"):  # a file that calls `lm.run`
+            sys.argv[:2] = sys.argv[1:2]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            runpy.run_module("lm", run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code
+    if isinstance(code, str):
+        sys.exit(code)
+    # As Python ends, but for taking apart every module that the forks share.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
