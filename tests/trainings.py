@@ -71,10 +71,10 @@ def start(folder: Path, *arguments: str, fresh: bool = False, **environment: str
     """`python -m lm ...`, or `python FILE.py ...`, in a folder, with the test equipment importable and one thread.
 
     Args:
-        fresh: in a process that has imported nothing before, as it is where `environment` is given.
+        fresh: in a process that has imported nothing before, as it is where `environment` has what imports may read.
     """
     env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1", **environment}
-    if CAN_FORK and not fresh and not environment:
+    if CAN_FORK and not fresh and environment.keys() <= {"LM_REGISTRY"}:
         return Fork(arguments, folder, env)
     return subprocess.Popen(
         [sys.executable, *([] if arguments[0].endswith(".py") else ["-m", "lm"]), *arguments], cwd=folder, env=env, text=True,
