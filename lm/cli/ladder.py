@@ -243,6 +243,7 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
     refuse_far_predictions(options, trainings)
     refuse_other_settings(options, trainings)
     console = Console(highlight=False, stderr=options.json)
+    console.width = max(console.width, 110)  # a narrower terminal breaks the lines, and no figure is cut
     print_plan(console, options, trainings)
     if options.plan_only:
         return

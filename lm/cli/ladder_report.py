@@ -258,7 +258,7 @@ def size_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of the table of sizes."""
     several = any(size.get("seeds", 0) > 1 for size in found["sizes"])
     gridded = bool(found["grid"])
-    heads = ["depth", "length", "parameters", "tokens", "operations", found["unit"], "seeds"]
+    heads = ["depth", "length", "non-embedding", "tokens", "operations", found["unit"], "seeds"]
     heads += ["std. error"] * several + ["best of the grid"] * gridded
     rows = []
     for size in found["sizes"]:
