@@ -395,7 +395,7 @@ def page(found: dict[str, Any]) -> str:
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<title>{escaped(found['name'])}</title>\n<style>{style}</style>\n</head>\n<body>\n<header>\n"
         f'<h1>{escaped(found["name"])}</h1>\n<p class="written">Written {utc(found["written"])}. Losses of the last '
-        f"validation, in {found['unit']}.</p>\n<pre>{escaped(found['command'])}</pre>\n</header>\n"
+        f"validation, in {found['unit']}; parameters without the embedding's.</p>\n<pre>{escaped(found['command'])}</pre>\n</header>\n"
         f"<main>\n{body}</main>\n</body>\n</html>\n"
     )
 
