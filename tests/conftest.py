@@ -6,7 +6,10 @@ import tempfile
 
 pytest_plugins = ["fault_report"]
 
-os.environ["LM_REGISTRY"] = os.path.join(tempfile.mkdtemp(prefix="lm-registry-"), "runs.db")
+registry = tempfile.TemporaryDirectory(prefix="lm-registry-", ignore_cleanup_errors=True)  # removed at the end
+os.environ["LM_REGISTRY"] = os.path.join(registry.name, "runs.db")
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores, whose threads would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # In the background of a shell SIGINT is ignored, and SIGHUP under nohup, and so they would be by every process that a
 # test interrupts.

@@ -9,6 +9,7 @@ from trainings import lm, write_config
 SMALL = ("--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")
 
 
+@pytest.mark.slow
 def test_modes_are_measured_side_by_side(tmp_path, monkeypatch, capsys):
     """What cannot run here is said, with the reason, and the others are measured."""
     write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})

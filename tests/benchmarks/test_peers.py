@@ -72,6 +72,7 @@ class GPT(torch.nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_the_command_measures_some_and_names_the_others(tmp_path, monkeypatch, capsys):
     """One breaks between its turns: it is out, and the others take theirs."""
     write_config(tmp_path, **{"trainer.callbacks": None})

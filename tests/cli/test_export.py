@@ -299,12 +299,14 @@ def test_texts_begin_for_transformers_as_they_did_in_the_training(kind, tmp_path
     changes = {"data.path": "data/given", "data.prepare.tokenizer": "given", "trainer.max_steps": 3}
     lm(folder, "fit", "--config", str(write_config(folder, **changes)))
     lm(folder, "export", "--output", "out")
-    code = "import sys, transformers as t; print(t.AutoTokenizer.from_pretrained(sys.argv[1])(sys.argv[2]).input_ids)"
+    code = ("import sys, transformers as t\nfor model in sys.argv[2:]:\n    "
+            "print(t.AutoTokenizer.from_pretrained(model)(sys.argv[1]).input_ids)")  # fmt: skip
     text, shards = CORPUS.split("\n")[7] + "\n", sorted((folder / "data/given").rglob("*.parquet"))
     rows = [row for shard in shards for row in pq.read_table(shard)["input_ids"].to_pylist()]
-    for model in ("checkpoints/small/best", "out"):
-        done = subprocess.run([sys.executable, "-c", code, folder / model, text], capture_output=True, text=True)
-        assert [*json.loads(done.stdout), Tokenizer.load(folder / "given").eos_id] in rows
+    models = [folder / model for model in ("checkpoints/small/best", "out")]
+    done = subprocess.run([sys.executable, "-c", code, text, *models], capture_output=True, text=True)
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert [*first, Tokenizer.load(folder / "given").eos_id] in rows and second == first
 
 
 @pytest.mark.parametrize("begun", [True, False])

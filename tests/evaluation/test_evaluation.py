@@ -377,6 +377,7 @@ def _one_of_two(rank: int, folder: str, file: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks_divide_the_items_or_share_the_model_and_find_the_same(tokenizer, tmp_path):
     """Two processes; where one of them fails the other learns of it and does not wait."""
     for name, text in tokenizer.files().items():
@@ -517,6 +518,7 @@ def test_the_shipped_tasks_are_of_validation_documents_only():
                 assert f"{item['context']} {item['continuation']}" not in trained
 
 
+@pytest.mark.slow
 def test_a_model_that_learned_a_little_beats_chance():
     """Seconds of training are enough for the easiest of the shipped tasks."""
     torch.manual_seed(0)
