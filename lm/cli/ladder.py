@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import yaml
 from rich.console import Console
@@ -62,6 +63,7 @@ log = logging.getLogger(__name__)
 
 VALIDATED = 2**20  # tokens, the same for all sizes
 QUANTITIES = {"flops": "operations", "parameters": "parameters"}
+FACTOR = re.compile(r"x(\d+\.?\d*(?:e[+-]?\d+)?)")  # of a size's own value
 POLL = 0.2  # seconds between looks at the trainings
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -77,6 +79,17 @@ class Length(NamedTuple):
     short: str  # in the names of runs
     label: str
     horizon: dict[str, Any]  # as `lm scale` takes it
+
+
+# What follows from a size and a length, and what asks for another one.
+FOLLOWS = {
+    "seed_everything": "--seeds", "run": "--name", "trainer.default_root_dir": "--root",
+    "trainer.max_steps": "--max_steps",
+    "trainer.max_tokens": "--ratio", "data.seq_len": "--seq_len", "model.decoder.num_hidden_layers": "--depths",
+    "model.decoder.hidden_size": "--aspect_ratio", "model.decoder.intermediate_size": "--aspect_ratio",
+    "model.decoder.num_attention_heads": "--head_dim", "model.decoder.max_position_embeddings": "--seq_len",
+    "model.decoder.vocab_size": "--vocab_size",
+}  # fmt: skip
 
 
 @dataclass
@@ -204,6 +217,8 @@ def _grid_values(given: str) -> list[tuple[str, str]]:
     words = list(dict.fromkeys(filter(None, map(str.strip, values.split(",")))))
     if not (key and equals and words):
         raise RequestError(f"--grid {given}: give an option and its values, as in --grid model.optimizer.lr=0.01,0.02")
+    if len({bool(FACTOR.fullmatch(word)) for word in words}) > 1:
+        raise RequestError(f"--grid {given}: give values or factors, and not both")
     return [(key, word) for word in words]
 
 
@@ -247,7 +262,10 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
     print_plan(console, options, trainings)
     if options.plan_only:
         return
-    options.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"cannot make the folder {options.folder}: {error.strerror}") from error
     with only_one(options.folder):
         failed = train(options, wanted, trainings)
         found = save_report(options, trainings)
@@ -316,8 +334,10 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
     Raises:
         RequestError: an option is wrong, or a training does not fit; names the depth.
     """
-    if any(one.partition("=")[0] in ("--seed_everything", "--trainer.default_root_dir") for one in overrides):
-        raise RequestError("--seed_everything and --trainer.default_root_dir differ or follow: give --seeds and --root")
+    typed = [one.removeprefix("--").partition("=")[0] for one in overrides if one.startswith("--")]
+    for key in (*typed, *options.points[0]):
+        if key in FOLLOWS:
+            raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
     vocab_size = options.vocab_size or tokenizer_size(options.data)
     parts = []
     for depth, length in itertools.product(sorted({*options.sizes, *options.held_out}), options.lengths):
@@ -333,9 +353,9 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
         settings["trainer"] |= {"devices": 1, "default_root_dir": str(options.folder), "keep_checkpoints": 1}
         settings["data"]["val_tokens"] = VALIDATED
         settings = yaml.safe_load(resolved_text(settings, overrides))
-        keep_length(settings, recipe, length, overrides)
         for point in options.points:
             config = at_point(settings, point)
+            keep_length(config, recipe, length, [*typed, *point])
             facts = plan_facts(options, config, depth, refuse=depth in options.sizes)
             model, tokens = facts["model"], facts["steps"]["tokens"]
             outside = model["parameters"]["total"] - model["parameters"]["embedding"]
@@ -354,16 +374,14 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
     return made
 
 
-def keep_length(settings: dict[str, Any], recipe: Recipe, length: Length, overrides: list[str]) -> None:
+def keep_length(config: dict[str, Any], recipe: Recipe, length: Length, typed: Sequence[str]) -> None:
     """Set, in place, as many steps as the length takes where another batch than the recipe's was typed."""
-    typed = [one.partition("=")[0] for one in overrides]
-    if "max_steps" not in length.horizon and not {"--trainer.max_steps", "--trainer.max_tokens"} & set(typed):
-        steps = max(1, round(recipe.tokens / tokens_of_a_step(settings["data"])))
-        settings["trainer"]["max_steps"] = steps
-        if "--model.schedule.warmup_steps" not in typed:
-            settings["model"]["schedule"]["warmup_steps"] = warmup_steps(
-                recipe.optimizer, steps, tokens_of_a_step(settings["data"])
-            )
+    tokens = tokens_of_a_step(config["data"])
+    if "max_steps" not in length.horizon and tokens != recipe.batch_tokens:
+        steps = max(1, round(recipe.tokens / tokens))
+        config["trainer"]["max_steps"] = steps
+        if "model.schedule.warmup_steps" not in typed:
+            config["model"]["schedule"]["warmup_steps"] = warmup_steps(recipe.optimizer, steps, tokens)
 
 
 def tokenizer_size(data: str) -> int:
@@ -379,7 +397,7 @@ def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
     """
     overrides = []
     for key, value in point.items():
-        if factor := re.fullmatch(r"x([\d.]+(?:e-?\d+)?)", value):
+        if factor := FACTOR.fullmatch(value):
             own = flatten(settings).get(key)
             if isinstance(own, bool) or not isinstance(own, int | float):
                 raise RequestError(f"--grid {key}={value} is a factor, and the config has {own!r} there: give values")
@@ -475,15 +493,12 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
         )
     console.print(table)
     basis = next(iter(by_size.values())).facts["time"]["basis"]
-    total = (
-        "how long they take is known when the first one has ended"
-        if math.isnan(seconds)
-        else (f"{format_duration(seconds)} on one device{f', {format_figure(usd)} USD' * priced} ({basis})")
-    )
     wanted = [one for one in trainings if one.size.depth in options.sizes]
-    done = sum(one.finished for one in wanted)
-    console.print(f"{plural(len(wanted), 'training')}, {done} of them finished", end="")
-    console.print(f": {total}" if done < len(wanted) else "", soft_wrap=True)
+    finished = sum(one.finished for one in wanted)
+    total = "" if finished else ": how long they take is known when the first one has ended"
+    if not math.isnan(seconds):
+        total = f"; all take {format_duration(seconds)} on one device{f', {format_figure(usd)} USD' * priced} ({basis})"
+    console.print(f"{plural(len(wanted), 'training')}, {finished} of them finished{total}", soft_wrap=True)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -521,7 +536,7 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
     waiting = [one for one in wanted if not one.finished]
     places, failed = free_devices(waiting), []
     running: dict[subprocess.Popen, tuple[Training, str | None, float]] = {}
-    done_flops = done_seconds = 0.0
+    done: list[tuple[float, float]] = []  # operations and seconds of each
     if waiting:
         log.info("watch them: %s", f"{process.program()} monitor --root {shlex.quote(str(options.folder))}")
     STOP.arm()
@@ -540,19 +555,36 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
                 failed.append(one)
                 log.error("%s: %s", one.run.name, last_line(one.log))
                 continue
-            done_flops, done_seconds = done_flops + one.size.flops, done_seconds + time.monotonic() - began
+            done.append((one.size.flops, time.monotonic() - began))
             left = [*waiting, *(each[0] for each in running.values())]
-            eta = sum(other.size.flops for other in left) * done_seconds / done_flops / (len(places) + len(running))
+            eta = sum(expected_seconds(done, other.size.flops) for other in left) / (len(places) + len(running))
             found = save_report(options, trainings)
             usd = f", {format_figure(eta / 3600 * options.rate_usd_per_hr)} USD" if options.rate_usd_per_hr else ""
             about = f"; {plural(len(left), 'training')} left, about {format_duration(eta)}{usd}" if left else ""
             loss = next(each["loss"] for each in found["runs"] if each["run"] == one.run.name)
+            if loss is None:
+                failed.append(one)
+                log.error("%s ended without a finite loss%s", one.run.name, about)
+                continue
             log.info("%s: %.4f %s%s", one.run.name, loss, found["unit"], about)
     if STOP.received:
         stop(running)
         raise Interrupted(f"{STOP.received.name}: {sum(one.finished for one in wanted)} of {len(wanted)} trainings are "
                           "finished; the same command goes on with the ladder")  # fmt: skip
     return failed
+
+
+def expected_seconds(done: Sequence[tuple[float, float]], flops: float) -> float:
+    """How long a training of so many operations takes: a straight line through those that are done.
+
+    Args:
+        done: operations and seconds of each, at least one.
+    """
+    x, seconds = zip(*done, strict=True)
+    if max(x) < 1.5 * min(x):
+        return sum(seconds) / sum(x) * flops
+    slope, start = np.polyfit(x, seconds, 1)
+    return max(0.0, float(slope)) * flops + max(0.0, float(start))
 
 
 def free_devices(trainings: Iterable[Training]) -> list[str | None]:

@@ -92,15 +92,16 @@ def report(name: str, command: str, trainings: Sequence[Trained]) -> dict[str, A
     add_joint_law(found, [size for size in sizes if size.losses and not size.held_out], sizes)
     add_best_sizes(found, [[size for size in sizes if size.length == length and size.losses] for length in lengths])
     if known and not any(len(size.losses) > 1 for size in sizes):
-        found["notes"].append("One seed: the noise between trainings is not known, and the intervals are without it; "
-                              "--seeds 3 trains the others too.")  # fmt: skip
+        found["notes"].append("One seed: the noise between trainings is not known, and fewer than five sizes have no "
+                              "interval; --seeds 3 trains the others too.")  # fmt: skip
     return found
 
 
 def last_losses(run: Run) -> dict[str, float]:
     """The last `val/loss` of a run in nats a token, and `val/bpb` in bits per byte where the texts are known."""
-    lines = [line for line in run.metrics("val/loss") if math.isfinite(line["val/loss"])]
-    return {name: value for name, value in (lines[-1] if lines else {}).items() if name in ("val/loss", "val/bpb")}
+    last = ([{}] + run.metrics("val/loss"))[-1]
+    finite = math.isfinite(last.get("val/loss", math.nan))
+    return {name: last[name] for name in ("val/loss", "val/bpb") if finite and name in last}
 
 
 def measured_sizes(trainings: Sequence[Trained], losses: Sequence[float | None]) -> Iterable[Measured]:
@@ -114,7 +115,9 @@ def measured_sizes(trainings: Sequence[Trained], losses: Sequence[float | None])
         at += [] if loss is None else [loss]
     for key, points in groups.items():
         by_point = [(dict(point), values) for point, values in points.items() if values]
-        point, values = min(by_point, key=lambda pair: fmean(pair[1]), default=({}, []))
+        most = max((len(values) for _, values in by_point), default=0)  # seeds, the same for all that are compared
+        whole = [pair for pair in by_point if len(pair[1]) == most]
+        point, values = min(whole, key=lambda pair: fmean(pair[1]), default=({}, []))
         one = first[key]
         yield Measured(
             one.depth, one.length, one.parameters, one.tokens, one.flops, one.held_out, point, values, by_point
@@ -133,7 +136,7 @@ def add_laws(found: dict[str, Any], sizes: Sequence[Measured]) -> None:
         found["notes"].append(f"{length}: {plural(len(fitted), 'size')} finished, and a law takes "
                               f"{scaling_laws.FEWEST}: nothing is fitted.")  # fmt: skip
         return
-    if equal_operations(fitted):  # where no law holds: too small a model is as bad as too large a one
+    if equal_operations(length):  # where no law holds: too small a model is as bad as too large a one
         return
     losses = [size.losses for size in fitted]
     for quantity, attribute in QUANTITIES.items():
@@ -141,6 +144,9 @@ def add_laws(found: dict[str, Any], sizes: Sequence[Measured]) -> None:
         if max(x) < 1.01 * min(x):  # such as the tokens of runs with as many steps
             continue
         fit = scaling_laws.fit_sizes(x, losses)
+        if fit.laws[0].exponent <= 0:
+            found["notes"].append(f"{length}: the loss does not fall with {quantity}: no law is fitted.")
+            continue
         predicted, measured = scaling_laws.backtest(x, losses)
         found["laws"].append({
             "length": length, "of": quantity, "laws": [law.formula(quantity) for law in fit.laws],
@@ -155,10 +161,9 @@ def add_laws(found: dict[str, Any], sizes: Sequence[Measured]) -> None:
             add_prediction(found, size, quantity, fit.predict(at)._asdict() | reach)
 
 
-def equal_operations(sizes: Sequence[Measured]) -> bool:
-    """Whether all sizes were trained with as many operations, to a rounded number of steps."""
-    flops = [size.flops for size in sizes]
-    return max(flops) < 1.1 * min(flops)
+def equal_operations(length: str) -> bool:
+    """Whether all sizes of a length are trained with as many operations."""
+    return length.endswith("operations")
 
 
 def add_best_sizes(found: dict[str, Any], lengths: Sequence[Sequence[Measured]]) -> None:
@@ -166,7 +171,7 @@ def add_best_sizes(found: dict[str, Any], lengths: Sequence[Sequence[Measured]])
 
     Hoffmann et al., 2022, arXiv:2203.15556, approach 2.
     """
-    budgets = [sizes for sizes in lengths if len(sizes) >= scaling_laws.FEWEST and equal_operations(sizes)]
+    budgets = [sizes for sizes in lengths if len(sizes) >= scaling_laws.FEWEST and equal_operations(sizes[0].length)]
     best = [scaling_laws.optimum([one.parameters for one in sizes], [fmean(one.losses) for one in sizes])
             for sizes in budgets]  # fmt: skip
     found["equal_operations"] = [
@@ -194,7 +199,8 @@ def add_prediction(found: dict[str, Any], size: Measured, quantity: str, predict
     found["predictions"].append({
         "depth": size.depth, "length": size.length, "of": quantity, **prediction, "measured": measured,
         "error": None if measured is None else prediction["loss"] / measured - 1,
-        "within": None if measured is None else prediction["low"] <= measured <= prediction["high"],
+        "within": None if None in (measured, prediction["low"])
+        else prediction["low"] <= measured <= prediction["high"],
     })  # fmt: skip
 
 
@@ -206,7 +212,9 @@ def add_joint_law(found: dict[str, Any], fitted: Sequence[Measured], sizes: Sequ
         return
     points = [scaling_laws.Size(size.parameters, size.tokens, size.flops, tuple(size.losses)) for size in fitted]
     law = scaling_laws.fit_joint_law(points)
+    errors = [math.log(fmean(size.losses) / law(size.parameters, size.tokens)) for size in fitted]
     found["joint"] = {
+        "misfit": math.sqrt(fmean(error**2 for error in errors)),
         "law": str(law), "offset": law.offset, "a": law.a, "alpha": law.alpha, "b": law.b, "beta": law.beta,
         "predictions": [{"depth": size.depth, "length": size.length, "loss": law(size.parameters, size.tokens)}
                         for size in sizes if size.held_out],
@@ -285,7 +293,7 @@ def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             one["length"],
             one["of"],
             f"{one['loss']:.4f}",
-            f"{one['low']:.4f} to {one['high']:.4f}",
+            "not known" if one["low"] is None else f"{one['low']:.4f} to {one['high']:.4f}",
         ]
         rows.append(row + [f"{one['measured']:.4f}" if known else "", f"{one['error']:+.2%}{outside}" if known else ""])
     joint = found["joint"]
@@ -296,7 +304,9 @@ def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def remarks(found: dict[str, Any]) -> list[str]:
     """How far the predictions may be trusted, what is best of a grid, and what is missing, in sentences."""
-    missing = [run["run"] for run in found["runs"] if run["loss"] is None and not run["held_out"]]
+    without = [run for run in found["runs"] if run["loss"] is None and not run["held_out"]]
+    diverged = [run["run"] for run in without if run["status"] == "finished"]
+    missing = [run["run"] for run in without if run["status"] != "finished"]
     return [
         *trust(found),
         *(line for grid in found["grid"] for line in best_of_grid(grid)),
@@ -307,6 +317,11 @@ def remarks(found: dict[str, Any]) -> list[str]:
         ),
         *found["best_size"],
         *([f"Not finished: {', '.join(missing)}."] if missing else []),
+        *([f"Without a finite loss at the end: {', '.join(diverged)}."] if diverged else []),
+        *(["The prediction is that by operations; the others show how much the choice matters."]
+          if len({one["of"] for one in found["predictions"]}) > 1 else []),
+        *([f"The law of parameters and tokens misses the sizes by {found['joint']['misfit']:.2%} (root mean square)."]
+          if found["joint"] else []),
         *found["notes"],
     ]  # fmt: skip
 
@@ -321,12 +336,12 @@ def trust(found: dict[str, Any]) -> Iterable[str]:
         yield (f"{law['length']}: the smaller sizes alone predict {back['predicted']:.4f} for depth {back['depth']}; "
                f"measured is {back['measured']:.4f} ({error:+.2%}).")  # fmt: skip
         for one in found["predictions"]:
-            if (one["length"], one["of"]) == (law["length"], law["of"]):
+            if (one["length"], one["of"]) == (law["length"], law["of"]) and one["times_largest"] > 1:
                 far = one["distance"] > scaling_laws.FAR
                 yield (
                     f"{one['length']}: depth {one['depth']} takes {one['times_largest']:.3g} times the operations of "
                     f"the largest size, and the sizes differ by a factor of {one['range']:.3g}: "
-                    + ("far; the form of the law decides more than the measurements." if far else "near.")
+                    + ("far; the form of the law decides more than the measurements." if far else "not far.")
                 )  # fmt: skip
 
 
@@ -338,6 +353,9 @@ def best_of_grid(grid: dict[str, Any]) -> Iterable[str]:
         if best:
             edge = "" if best["inside"] else ", at the edge of the grid: try values beyond"
             yield f"{what}: {best['x']:.3g} is best at depth {row['depth']}, {row['length']}{edge}."
+        else:
+            tried = ", ".join(f"{value} {loss:.4f}" for value, loss in row["tried"].items())
+            yield f"{grid['key']} at depth {row['depth']}, {row['length']}: {tried}."
     for one in grid["predictions"]:
         yield f"{what}: {one['value']:.3g} at depth {one['depth']}, {one['length']}, by {grid['law']}."
 
@@ -395,7 +413,8 @@ def page(found: dict[str, Any]) -> str:
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<title>{escaped(found['name'])}</title>\n<style>{style}</style>\n</head>\n<body>\n<header>\n"
         f'<h1>{escaped(found["name"])}</h1>\n<p class="written">Written {utc(found["written"])}. Losses of the last '
-        f"validation, in {found['unit']}; parameters without the embedding's.</p>\n<pre>{escaped(found['command'])}</pre>\n</header>\n"
+        f"validation, in {found['unit']}; parameters without the embedding's.</p>\n"
+        f"<pre>{escaped(found['command'])}</pre>\n</header>\n"
         f"<main>\n{body}</main>\n</body>\n</html>\n"
     )
 
@@ -420,7 +439,8 @@ def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
         for law in laws:
             at, middle, low, high = zip(*law["curve"], strict=True)
             axes.plot(at, middle, color=colors[law["length"]], linewidth=1.4, label=f"law, {law['length']}")
-            axes.fill_between(at, low, high, color=colors[law["length"]], alpha=0.2, linewidth=0)
+            if low[0] is not None:
+                axes.fill_between(at, low, high, color=colors[law["length"]], alpha=0.2, linewidth=0)
         for size in measured:
             axes.plot([size[attribute]] * len(size["losses"]), size["losses"], "D" if size["held_out"] else "o",
                       color=colors[size["length"]], markersize=5,
@@ -429,8 +449,8 @@ def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.annotate(str(size["depth"]), place, (0, 6), textcoords="offset points", ha="center", fontsize=8)
         for one in (one for one in found["predictions"] if one["of"] == quantity):
             size = next(s for s in found["sizes"] if (s["depth"], s["length"]) == (one["depth"], one["length"]))
-            axes.errorbar([size[attribute]], [one["loss"]], [[one["loss"] - one["low"]], [one["high"] - one["loss"]]],
-                          fmt="x", color=colors[one["length"]], capsize=3)  # fmt: skip
+            ends = None if one["low"] is None else [[one["loss"] - one["low"]], [one["high"] - one["loss"]]]
+            axes.errorbar([size[attribute]], [one["loss"]], ends, fmt="x", color=colors[one["length"]], capsize=3)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:.3g}")

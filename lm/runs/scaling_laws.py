@@ -52,8 +52,8 @@ class Prediction(NamedTuple):
     """The loss of a training of some size with one seed."""
 
     loss: float
-    low: float  # of the 95 % interval
-    high: float
+    low: float | None  # of the 95 % interval; None: not known, see `fit_sizes`
+    high: float | None
     distance: float  # how far the size lies from those that were fitted, over their range, in logarithms
 
 
@@ -125,6 +125,8 @@ class Fit:
     def predict(self, target: float) -> Prediction:
         """The loss of a size by its parameters, tokens or operations, as the mean of the laws."""
         loss = fmean(float(law(target)) for law in self.laws)
+        if not self.drawn:
+            return Prediction(loss, None, None, distance(self.x, target))
         drawn = np.concatenate([law(target) * self.noise for law in self.drawn])
         low, high = map(float, np.percentile(drawn, INTERVAL))
         return Prediction(loss, min(low, loss), max(high, loss), distance(self.x, target))
@@ -134,9 +136,10 @@ def fit_sizes(x: Sequence[float], losses: Sequence[Sequence[float]]) -> Fit:
     """Fit laws to sizes, as `fit_laws` does, and draw from them.
 
     A draw adds to each loss the deviation of some training, and one to what it predicts: a bootstrap of residuals
-    (Davison and Hinkley, 1997, "Bootstrap methods and their application", section 6.2.3). A deviation is that from the
-    mean of the size and that of the mean from the law, each made larger by what the mean and the law have taken from it
-    as they were fitted. With one seed the first is not known.
+    (Davison and Hinkley, 1997, "Bootstrap methods and their application", section 6.2.3). A deviation is that of a mean
+    from the law and that of a training from its mean, each made larger by what the law and the mean have taken from it
+    as they were fitted. With one seed the second is not known, and with fewer than five sizes neither, since a law with
+    an offset misses three by nothing: there is no interval then.
 
     Args:
         x: parameters, tokens or operations of each size, at least three.
@@ -145,14 +148,15 @@ def fit_sizes(x: Sequence[float], losses: Sequence[Sequence[float]]) -> Fit:
     means = [fmean(each) for each in losses]
     laws = fit_laws(x, np.array(means))
     misfit = [math.sqrt(len(x) / max(1, len(x) - 3)) * math.log(mean / laws[-1](at)) for at, mean in zip(x, means)]
-    deviations = [
-        of_size + math.sqrt(len(each) / max(1, len(each) - 1)) * math.log(loss / mean)
-        for of_size, mean, each in zip(misfit, means, losses) for loss in each
-    ]  # fmt: skip
-    random = np.random.default_rng(0)
-    moves = [random.choice(deviations, (DRAWS, len(each))).mean(1) for each in losses]
-    drawn = fit_laws(x, np.array(means) * np.exp(np.stack(moves, 1)))
-    return Fit(x, laws, drawn, np.exp(random.choice(deviations, DRAWS)))
+    noise = [math.sqrt(len(each) / (len(each) - 1)) * math.log(loss / mean)
+             for mean, each in zip(means, losses) if len(each) > 1 for loss in each]  # fmt: skip
+    if not noise and len(x) < FEWEST_WITH_OFFSET:
+        return Fit(x, laws, (), np.ones(0))
+    random, noise = np.random.default_rng(0), noise or [0.0]
+    moves = random.choice(misfit, (DRAWS, len(x)))
+    moves += np.stack([random.choice(noise, (DRAWS, len(each))).mean(1) for each in losses], 1)
+    drawn = fit_laws(x, np.array(means) * np.exp(moves))
+    return Fit(x, laws, drawn, np.exp(random.choice(misfit, DRAWS) + random.choice(noise, DRAWS)))
 
 
 def backtest(x: Sequence[float], losses: Sequence[Sequence[float]]) -> tuple[float, float]:

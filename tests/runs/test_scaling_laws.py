@@ -43,10 +43,12 @@ def test_intervals_cover_what_they_predict(count, seeds):
 
 
 def test_sizes_that_lie_on_no_law_have_a_wide_interval():
-    """Also with one seed, where nothing else tells that the law is wrong."""
-    scattered = fit_sizes([1.0, 2.0, 4.0], [[3.04], [3.04], [2.85]]).predict(8.0)
-    smooth = fit_sizes([1.0, 2.0, 4.0], [[3.04], [2.94], [2.85]]).predict(8.0)
+    """Also with one seed, from five sizes on; of fewer nothing tells how wrong the law is."""
+    x = [1.0, 2.0, 4.0, 8.0, 16.0]
+    scattered = fit_sizes(x, [[3.04], [3.04], [2.85], [2.84], [2.7]]).predict(32.0)
+    smooth = fit_sizes(x, [[3.04], [2.94], [2.85], [2.77], [2.7]]).predict(32.0)
     assert scattered.high - scattered.low > 0.1 > 4 * (smooth.high - smooth.low)
+    assert fit_sizes(x[:4], [[3.04], [2.94], [2.85], [2.77]]).predict(32.0).low is None
 
 
 def test_the_largest_size_is_predicted_from_the_others():
