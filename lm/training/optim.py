@@ -5,7 +5,7 @@ the steps is in `training/schedule`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -56,7 +56,7 @@ class OptimizerConfig:
         name: `adamw`; or `muon`: Muon for the matrices inside the blocks and AdamW for the rest, with updates of one
             size, so that they share learning rate and decay.
         class_path: In place of `name`, an optimizer of torch's or one's own, such as `torch.optim.SGD`.
-        init_args: Its arguments, but for lr and weight_decay, which are given here.
+        init_args: Arguments of that class, all but lr and weight_decay.
         lr: Peak learning rate.
         betas: AdamW: decay rates of the running means of the gradient and of its square.
         eps: AdamW: added to the denominator.
@@ -65,7 +65,7 @@ class OptimizerConfig:
         groups: A learning rate and a decay for a group of parameters: matrices, embedding, output, norms.
 
     Raises:
-        RequestError: a number outside its range.
+        RequestError: a number outside its range, or an option of AdamW or Muon for another class.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -89,6 +89,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.init_args and self.class_path is None:
             raise RequestError("model.optimizer.init_args are for a class: give model.optimizer.class_path")
+        if self.class_path is not None:
+            self._refuse_misplaced()
         for name in OURS:
             if name in self.init_args:
                 raise RequestError(f"model.optimizer.init_args.{name}: give model.optimizer.{name}, which schedule and "
@@ -103,6 +105,19 @@ class OptimizerConfig:
                 raise RequestError(f"model.optimizer.{place}lr {settings.lr} must be above 0")
             if settings.weight_decay is not None and not settings.weight_decay >= 0:
                 raise RequestError(f"model.optimizer.{place}weight_decay {settings.weight_decay} must not be below 0")
+
+    def _refuse_misplaced(self) -> None:
+        """Refuse options of AdamW and Muon that the class would not get."""
+        if self.name != "adamw":
+            raise RequestError(f"model.optimizer.name {self.name} and class_path {self.class_path} are two optimizers: "
+                               "leave one of them out")  # fmt: skip
+        passed = ("name", "class_path", "init_args", "groups", *OURS)
+        misplaced = [option.name for option in fields(self)
+                     if option.name not in passed and getattr(self, option.name) != option.default]  # fmt: skip
+        if misplaced:
+            names = ", ".join(misplaced)
+            raise RequestError(f"model.optimizer.{names}: this is for AdamW and Muon, and class_path {self.class_path} "
+                               f"does not get it: put {names} under model.optimizer.init_args")  # fmt: skip
 
 
 def group_of(name: str, parameter: Tensor, embeddings: Collection[str] = ("embed_tokens.weight",)) -> str:
@@ -163,9 +178,15 @@ def parameter_groups(
 def build_optimizer(
     module: nn.Module, config: OptimizerConfig, matrix_rows: Mapping[str, int]
 ) -> torch.optim.Optimizer:
-    """The optimizer of a decoder's parameters by `parameter_groups`, AdamW's part fused where the device has that."""
+    """The optimizer of a decoder's parameters by `parameter_groups`, AdamW's part fused where the device has that.
+
+    Raises:
+        RequestError: there is nothing to train; and as for `parameter_groups` and `build_by_class`.
+    """
     embeddings = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
     groups = parameter_groups(module.named_parameters(), config, matrix_rows, embeddings)
+    if not groups:
+        raise RequestError("there is nothing to train: all of the model's weights are frozen (requires_grad is False)")
     if config.class_path is not None:
         return build_by_class(config.class_path, config.init_args, groups)
     common = dict(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
