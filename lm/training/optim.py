@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lm.errors import RequestError
 from lm.model.estimates import OptimizerState
 from lm.training.muon import ADAMW_SLOTS, MUON_SLOTS, Muon
-from lm.training.optimizer_class import OURS, build_by_class, try_optimizer
+from lm.training.optimizer_class import OURS, build_by_class, same_class, try_optimizer
 
 
 @dataclass
@@ -233,17 +233,17 @@ def parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def name_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """An optimizer's `state_dict` as flat values `<parameter>/<slot>`, so that a file of them reads by itself.
+    """State of parameters as flat values `<parameter>/<slot>`, so that a file of them reads by itself.
 
     Args:
-        state: `{"state": {index or name: {slot: tensor}}, "param_groups": ...}`.
+        state: an optimizer's `state_dict`, `{"state": {index: {slot: value}}, "param_groups": ...}`.
         names: of `parameter_names`; index `i` belongs to `names[i]`.
     """
     return {
-        f"{names[key] if isinstance(key, int) else key.removeprefix('decoder.')}/{slot}": value
-        for key, slots in state["state"].items()
+        f"{names[key]}/{slot}": value
+        for key, slots in state["state"].items() if isinstance(key, int)
         for slot, value in slots.items()
-    }
+    }  # fmt: skip
 
 
 def index_state(
@@ -252,23 +252,53 @@ def index_state(
     """The inverse of `name_state` for the parameters of `optimizer`, which are `module`'s: `{index: {slot: value}}`.
 
     Raises:
-        RequestError: the values are of another optimizer.
+        RequestError: AdamW or Muon, and the values are of another optimizer.
     """
     names = parameter_names(module, optimizer)
-    groups = optimizer.param_groups
-    own = getattr(optimizer, "slots", {1: ADAMW_SLOTS, 2: ADAMW_SLOTS})  # as for a vector and for a matrix
-    wanted = [MUON_SLOTS if group.get("rows") else own[1 if p.ndim < 2 else 2]
-              for group in groups for p in group["params"]]  # fmt: skip
-    option = "class_path" if hasattr(optimizer, "slots") else "name"
     states: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, value in values.items():
-        name, _, slot = key.rpartition("/")
+        name, _, slot = key.partition("/")
         states[name][slot] = value
-    for name, slots in zip(names, wanted, strict=True):
-        if states[name] and set(states[name]) != set(slots):
-            raise RequestError(
-                f"this is a checkpoint of another optimizer: it has {', '.join(sorted(states[name]))} of {name}, and "
-                f"{type(optimizer).__name__} needs {', '.join(sorted(slots)) or 'nothing'}; "
-                f"set model.optimizer.{option} back"
-            )
+    if isinstance(optimizer, AdamW | Muon):
+        rows = [group.get("rows") for group in optimizer.param_groups for _ in group["params"]]
+        for name, slots in zip(names, [MUON_SLOTS if count else ADAMW_SLOTS for count in rows], strict=True):
+            if states[name] and set(states[name]) != set(slots):
+                raise RequestError(
+                    f"this is a checkpoint of another optimizer: it has {', '.join(sorted(states[name]))} of {name}, "
+                    f"and {type(optimizer).__name__} needs {', '.join(sorted(slots))}; set model.optimizer.name back"
+                )
     return {index: states[name] for index, name in enumerate(names) if states[name]}
+
+
+def chosen_optimizer(config: OptimizerConfig) -> dict[str, str]:
+    """The option that chooses the optimizer, `name` or `class_path`, and its value."""
+    return {"name": config.name} if config.class_path is None else {"class_path": config.class_path}
+
+
+def refuse_other_optimizer(written: dict[str, str] | None, values: Collection[str], config: OptimizerConfig) -> None:
+    """Refuse the state of another optimizer than the config's.
+
+    Args:
+        written: `chosen_optimizer` of the checkpoint; None where an earlier version of lm wrote it.
+        values: names of its state, of `name_state`.
+        config: the settings now.
+
+    Raises:
+        RequestError: it is another class.
+    """
+    now = chosen_optimizer(config)
+    if written is None:  # the names of its state must do, and `index_state` compares those of AdamW and Muon
+        found = {key.partition("/")[2] for key in values}
+        if config.class_path is None or not found:
+            return
+        own = try_optimizer(config.class_path, config.init_args).slots
+        if not found & own:
+            raise RequestError(f"this is a checkpoint of another optimizer: it has {', '.join(sorted(found))}, and "
+                               f"{config.class_path} needs {', '.join(sorted(own)) or 'nothing'}: "
+                               "give the optimizer that wrote it")  # fmt: skip
+    elif written != now and not ("class_path" in written and "class_path" in now
+                                 and same_class(written["class_path"], now["class_path"])):  # fmt: skip
+        [[before, then], [option, value]] = [*written.items(), *now.items()]
+        raise RequestError(f"this is a checkpoint of another optimizer, of model.optimizer.{before} {then}, and the "
+                           f"config has {option} {value}: give {before} {then}"
+                           + (" and no class_path" if option == "class_path" != before else ""))  # fmt: skip
