@@ -190,6 +190,8 @@ def shorten(message: str, known: list[str]) -> str:
         if not names:
             return f"{shown(unrecognized[1])} belongs to no option"
         return unknown_options({name: nearest_option(name, known) for name in names})
+    text = re.sub(r"Group '(\S+)' does not accept option '([^']+)'", r"Option '\1.\2' is not accepted", text)
+    text = re.sub(r"Subcommand '\S+' does not accept option '([^']+)'", r"Option '\1' is not accepted", text)
     if unknown := re.search(r"Option '([^']+)' is not accepted|[Kk]ey '([^']+)' is not", text):
         name = unknown[1] or unknown[2]
         return unknown_options({name: nearest_option(name, known)})

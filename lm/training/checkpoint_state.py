@@ -28,8 +28,8 @@ from lm.runs.checkpoint import TENSORS, read_folder, write_folder
 from lm.runs.run import Run
 from lm.system.files import remove_folder
 from lm.training.distributed import gather_from_ranks
-from lm.training.optim import index_state, name_state, parameter_names
-from lm.training.optimizer_class import changed_settings
+from lm.training.optim import chosen_optimizer, index_state, name_state, parameter_names, refuse_other_optimizer
+from lm.training.optimizer_class import changed_settings, other_entries, refuse_unkept
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,11 @@ class FolderCheckpointIO(CheckpointIO):
 
 
 def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Turn Lightning's checkpoint, in place, into a Hugging Face model, named optimizer state and the rest."""
+    """Turn Lightning's checkpoint, in place, into a Hugging Face model, named optimizer state and the rest.
+
+    Raises:
+        RequestError: the optimizer keeps what a checkpoint cannot hold.
+    """
     checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_KEY, None)  # config.json has them
     checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_NAME, None)
     weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
@@ -144,11 +148,18 @@ def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     checkpoint["optimizer"] = {}
     if states and states[0]:
         optimizer = module.optimizers(use_pl_optimizer=False)
-        state = name_state(states[0], parameter_names(module.decoder, optimizer))
+        [whole] = states
+        config = module.optimizer_config
+        if config.class_path is not None:  # before the first step it was tried, and it may keep more since
+            refuse_unkept(config.class_path, optimizer, whole)
+        state = name_state(whole, parameter_names(module.decoder, optimizer))
         checkpoint["optimizer"] = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         checkpoint["optimizer_values"] = {
+            "written_by": chosen_optimizer(config),
             "state": {name: value for name, value in state.items() if not isinstance(value, Tensor)},
-            "groups": changed_settings(optimizer),
+            "groups": changed_settings(optimizer, whole["param_groups"]),
+            "of_no_parameter": {key: value for key, value in whole["state"].items() if not isinstance(key, int)},
+            "entries": other_entries(whole),
         }
     checkpoint["lr_schedulers"] = []
     checkpoint["cursor"] = {"consumed": module.cursor.end if module.cursor else 0}
@@ -219,11 +230,15 @@ def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None
     if "optimizer" in checkpoint:
         optimizer = module.configure_optimizers()
         state = optimizer.state_dict()
-        values = checkpoint.pop("optimizer_values", {"state": {}, "groups": []})
-        state["state"] = index_state(checkpoint.pop("optimizer") | values["state"], module.decoder, optimizer)
+        nothing = {"written_by": None, "state": {}, "groups": [], "of_no_parameter": {}, "entries": {}}
+        values = nothing | checkpoint.pop("optimizer_values", {})  # an earlier version of lm wrote fewer
+        slots = checkpoint.pop("optimizer") | values["state"]
+        refuse_other_optimizer(values["written_by"], slots, module.optimizer_config)
+        # An imported model has no state, and a class may need what it made when it was built.
+        state["state"] |= index_state(slots, module.decoder, optimizer) | values["of_no_parameter"]
         for group, changed in zip(state["param_groups"], values["groups"]):
             group |= changed
-        checkpoint["optimizer_states"] = [state]
+        checkpoint["optimizer_states"] = [state | values["entries"]]
 
 
 def _refuse_other_class(files: dict[str, str], module: LightningModule) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
@@ -34,12 +35,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
@@ -47,7 +47,6 @@ from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.system.process import PARENT, code_for_launcher, under_torchrun
 from lm.system.units import plural
 from lm.training.muon import Muon
-from lm.training.optim import parameter_names
 
 log = logging.getLogger(__name__)
 EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
@@ -388,6 +387,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self.rank_timeout = rank_timeout
         self.options = options
         self.replicas = replicas
+        self._example: dict[Any, Any] | None = None  # an optimizer's state, while another is loaded
 
     def on_train_start(self) -> None:
         _set_rank_timeout(self.rank_timeout)
@@ -455,10 +455,17 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return get_model_state_dict(self.model, options=options)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Full optimizer state by parameter name on rank zero, nothing on the others."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        return get_optimizer_state_dict(self.model, optimizer, options=options)
+        """Full optimizer state on rank zero, nothing on the others.
+
+        torch's `get_optimizer_state_dict` knows state of parameters alone, and takes a step where there is none yet.
+        """
+
+        def gathered(value: Tensor) -> Tensor | None:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value  # on every rank
+            return whole.cpu() if self.is_global_zero else None
+
+        state = apply_to_collection(getattr(optimizer, "optimizer", optimizer).state_dict(), Tensor, gathered)
+        return state if self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.is_global_zero:
@@ -474,18 +481,43 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Each rank takes its shard of the full optimizer state that it read."""
-        options = StateDictOptions(full_state_dict=True)
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if not saved["state"]:  # an imported model has none, and torch would begin at step 1
-                continue
-            names = parameter_names(self.lightning_module, optimizer)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             state = {
-                "state": {names[index]: slots for index, slots in saved["state"].items()},
-                "param_groups": [
-                    {**group, "params": [names[index] for index in group["params"]]} for group in saved["param_groups"]
-                ],
-            }
-            set_optimizer_state_dict(self.model, optimizer, state, options=options)
+                key: {
+                    slot: apply_to_collection(value, Tensor, self._sharded, optimizer, parameters[key], slot)
+                    for slot, value in kept.items()
+                } if isinstance(key, int) else apply_to_collection(kept, Tensor, Tensor.to, self.root_device)
+                for key, kept in saved["state"].items()
+            }  # fmt: skip
+            optimizer.load_state_dict({**saved, "state": state})
+            self._example = None
+
+    def _sharded(self, value: Tensor, optimizer: Optimizer, parameter: nn.Parameter, slot: str) -> Tensor:
+        """State of a parameter, sharded as the parameter; of another shape, as a step of the optimizer makes it."""
+        if isinstance(value, DTensor) or value.ndim == 0:
+            return value
+        like = parameter
+        if value.shape != parameter.shape:
+            self._example = self._example or optimizer.state or self._state_after_step()
+            like = self._example.get(parameter, {}).get(slot)
+        if not isinstance(like, DTensor):
+            return value
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+    def _state_after_step(self) -> dict[Any, Any]:
+        """State of a new optimizer after a step, which leaves the weights as they were."""
+        optimizer = self.lightning_module.configure_optimizers()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        before = [parameter.detach().clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, weights in zip(parameters, before, strict=True):
+                parameter.copy_(weights)
+                parameter.grad = None
+        return optimizer.state
 
 
 def _set_rank_timeout(seconds: float) -> None:

@@ -5,7 +5,7 @@ the steps is in `training/schedule`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lm.errors import RequestError
 from lm.model.estimates import OptimizerState
 from lm.training.muon import ADAMW_SLOTS, MUON_SLOTS, Muon
-from lm.training.optimizer_class import OURS, build_by_class, try_optimizer
+from lm.training.optimizer_class import OURS, build_by_class, same_class, try_optimizer
 
 
 @dataclass
@@ -56,7 +56,7 @@ class OptimizerConfig:
         name: `adamw`; or `muon`: Muon for the matrices inside the blocks and AdamW for the rest, with updates of one
             size, so that they share learning rate and decay.
         class_path: In place of `name`, an optimizer of torch's or one's own, such as `torch.optim.SGD`.
-        init_args: Its arguments, but for lr and weight_decay, which are given here.
+        init_args: Arguments of that class, all but lr and weight_decay.
         lr: Peak learning rate.
         betas: AdamW: decay rates of the running means of the gradient and of its square.
         eps: AdamW: added to the denominator.
@@ -65,7 +65,7 @@ class OptimizerConfig:
         groups: A learning rate and a decay for a group of parameters: matrices, embedding, output, norms.
 
     Raises:
-        RequestError: a number outside its range.
+        RequestError: a number outside its range, or an option of AdamW or Muon for another class.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -89,6 +89,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.init_args and self.class_path is None:
             raise RequestError("model.optimizer.init_args are for a class: give model.optimizer.class_path")
+        if self.class_path is not None:
+            self._refuse_misplaced()
         for name in OURS:
             if name in self.init_args:
                 raise RequestError(f"model.optimizer.init_args.{name}: give model.optimizer.{name}, which schedule and "
@@ -103,6 +105,19 @@ class OptimizerConfig:
                 raise RequestError(f"model.optimizer.{place}lr {settings.lr} must be above 0")
             if settings.weight_decay is not None and not settings.weight_decay >= 0:
                 raise RequestError(f"model.optimizer.{place}weight_decay {settings.weight_decay} must not be below 0")
+
+    def _refuse_misplaced(self) -> None:
+        """Refuse options of AdamW and Muon that the class would not get."""
+        if self.name != "adamw":
+            raise RequestError(f"model.optimizer.name {self.name} and class_path {self.class_path} are two optimizers: "
+                               "leave one of them out")  # fmt: skip
+        passed = ("name", "class_path", "init_args", "groups", *OURS)
+        misplaced = [option.name for option in fields(self)
+                     if option.name not in passed and getattr(self, option.name) != option.default]  # fmt: skip
+        if misplaced:
+            names = ", ".join(misplaced)
+            raise RequestError(f"model.optimizer.{names}: this is for AdamW and Muon, and class_path {self.class_path} "
+                               f"does not get it: put {names} under model.optimizer.init_args")  # fmt: skip
 
 
 def group_of(name: str, parameter: Tensor, embeddings: Collection[str] = ("embed_tokens.weight",)) -> str:
@@ -163,9 +178,15 @@ def parameter_groups(
 def build_optimizer(
     module: nn.Module, config: OptimizerConfig, matrix_rows: Mapping[str, int]
 ) -> torch.optim.Optimizer:
-    """The optimizer of a decoder's parameters by `parameter_groups`, AdamW's part fused where the device has that."""
+    """The optimizer of a decoder's parameters by `parameter_groups`, AdamW's part fused where the device has that.
+
+    Raises:
+        RequestError: there is nothing to train; and as for `parameter_groups` and `build_by_class`.
+    """
     embeddings = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
     groups = parameter_groups(module.named_parameters(), config, matrix_rows, embeddings)
+    if not groups:
+        raise RequestError("there is nothing to train: all of the model's weights are frozen (requires_grad is False)")
     if config.class_path is not None:
         return build_by_class(config.class_path, config.init_args, groups)
     common = dict(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
@@ -212,17 +233,17 @@ def parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def name_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """An optimizer's `state_dict` as flat values `<parameter>/<slot>`, so that a file of them reads by itself.
+    """State of parameters as flat values `<parameter>/<slot>`, so that a file of them reads by itself.
 
     Args:
-        state: `{"state": {index or name: {slot: tensor}}, "param_groups": ...}`.
+        state: an optimizer's `state_dict`, `{"state": {index: {slot: value}}, "param_groups": ...}`.
         names: of `parameter_names`; index `i` belongs to `names[i]`.
     """
     return {
-        f"{names[key] if isinstance(key, int) else key.removeprefix('decoder.')}/{slot}": value
-        for key, slots in state["state"].items()
+        f"{names[key]}/{slot}": value
+        for key, slots in state["state"].items() if isinstance(key, int)
         for slot, value in slots.items()
-    }
+    }  # fmt: skip
 
 
 def index_state(
@@ -231,23 +252,53 @@ def index_state(
     """The inverse of `name_state` for the parameters of `optimizer`, which are `module`'s: `{index: {slot: value}}`.
 
     Raises:
-        RequestError: the values are of another optimizer.
+        RequestError: AdamW or Muon, and the values are of another optimizer.
     """
     names = parameter_names(module, optimizer)
-    groups = optimizer.param_groups
-    own = getattr(optimizer, "slots", {1: ADAMW_SLOTS, 2: ADAMW_SLOTS})  # as for a vector and for a matrix
-    wanted = [MUON_SLOTS if group.get("rows") else own[1 if p.ndim < 2 else 2]
-              for group in groups for p in group["params"]]  # fmt: skip
-    option = "class_path" if hasattr(optimizer, "slots") else "name"
     states: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, value in values.items():
-        name, _, slot = key.rpartition("/")
+        name, _, slot = key.partition("/")
         states[name][slot] = value
-    for name, slots in zip(names, wanted, strict=True):
-        if states[name] and set(states[name]) != set(slots):
-            raise RequestError(
-                f"this is a checkpoint of another optimizer: it has {', '.join(sorted(states[name]))} of {name}, and "
-                f"{type(optimizer).__name__} needs {', '.join(sorted(slots)) or 'nothing'}; "
-                f"set model.optimizer.{option} back"
-            )
+    if isinstance(optimizer, AdamW | Muon):
+        rows = [group.get("rows") for group in optimizer.param_groups for _ in group["params"]]
+        for name, slots in zip(names, [MUON_SLOTS if count else ADAMW_SLOTS for count in rows], strict=True):
+            if states[name] and set(states[name]) != set(slots):
+                raise RequestError(
+                    f"this is a checkpoint of another optimizer: it has {', '.join(sorted(states[name]))} of {name}, "
+                    f"and {type(optimizer).__name__} needs {', '.join(sorted(slots))}; set model.optimizer.name back"
+                )
     return {index: states[name] for index, name in enumerate(names) if states[name]}
+
+
+def chosen_optimizer(config: OptimizerConfig) -> dict[str, str]:
+    """The option that chooses the optimizer, `name` or `class_path`, and its value."""
+    return {"name": config.name} if config.class_path is None else {"class_path": config.class_path}
+
+
+def refuse_other_optimizer(written: dict[str, str] | None, values: Collection[str], config: OptimizerConfig) -> None:
+    """Refuse the state of another optimizer than the config's.
+
+    Args:
+        written: `chosen_optimizer` of the checkpoint; None where an earlier version of lm wrote it.
+        values: names of its state, of `name_state`.
+        config: the settings now.
+
+    Raises:
+        RequestError: it is another class.
+    """
+    now = chosen_optimizer(config)
+    if written is None:  # the names of its state must do, and `index_state` compares those of AdamW and Muon
+        found = {key.partition("/")[2] for key in values}
+        if config.class_path is None or not found:
+            return
+        own = try_optimizer(config.class_path, config.init_args).slots
+        if not found & own:
+            raise RequestError(f"this is a checkpoint of another optimizer: it has {', '.join(sorted(found))}, and "
+                               f"{config.class_path} needs {', '.join(sorted(own)) or 'nothing'}: "
+                               "give the optimizer that wrote it")  # fmt: skip
+    elif written != now and not ("class_path" in written and "class_path" in now
+                                 and same_class(written["class_path"], now["class_path"])):  # fmt: skip
+        [[before, then], [option, value]] = [*written.items(), *now.items()]
+        raise RequestError(f"this is a checkpoint of another optimizer, of model.optimizer.{before} {then}, and the "
+                           f"config has {option} {value}: give {before} {then}"
+                           + (" and no class_path" if option == "class_path" != before else ""))  # fmt: skip

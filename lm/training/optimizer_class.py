@@ -1,15 +1,16 @@
 """Optimizers by their class path: any of torch's, or one's own, in place of AdamW and Muon (`training/optim`).
 
-They get our parameter groups, learning rates and clipping; a step that is not finite is skipped, and their state goes
-into checkpoints as tensors and plain values.
+They get our parameter groups, learning rates and clipping; a step that is not finite is skipped. What is in their
+`state_dict` goes into checkpoints as tensors and plain values, and comes back exactly.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,7 +25,7 @@ class Trial(NamedTuple):
     """What an optimizer keeps, as one step on a small matrix and a vector shows."""
 
     values: float  # for each value of a matrix
-    slots: dict[int, tuple[str, ...]]  # their names, by the dimensions of a parameter: 1 for vectors, 2 for matrices
+    slots: set[str]  # their names; with other parameters, or later, there may be others
 
 
 def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
@@ -36,15 +37,15 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
         groups: of parameters, each with `lr` and `weight_decay`.
 
     Returns:
-        With the attributes `skip`, a bool scalar on the device or None: `step` does nothing where it is true; `slots`,
-        the names of its state as in `Trial`; and `initial`, the settings of each group, as it was made.
+        With the attributes `skip`, a bool scalar on the device or None: `step` does nothing where it is true; and
+        `initial`, the settings of each group as it was made, as `encode` writes them.
 
     Raises:
-        RequestError: there is no such class, it does not take these arguments, or it does not work on dense parameters
-            with one gradient a step.
+        RequestError: there is no such class, it does not take these arguments, it does not work on dense parameters
+            with one gradient a step, or its `state_dict` has what a checkpoint cannot hold.
     """
     made = _make(class_path, init_args, groups)
-    made.slots = try_optimizer(class_path, init_args).slots
+    try_optimizer(class_path, init_args)
     return made
 
 
@@ -52,7 +53,7 @@ def try_optimizer(class_path: str, init_args: dict[str, Any], weight_decay: floa
     """Take one step on a small matrix and a vector, on the CPU.
 
     Raises:
-        RequestError: as for `build_by_class`; or its state holds what a checkpoint cannot.
+        RequestError: as for `build_by_class`.
     """
     parameters = [nn.Parameter(torch.ones(TRIAL, TRIAL)), nn.Parameter(torch.ones(TRIAL))]
     with torch.random.fork_rng(devices=[]):
@@ -62,41 +63,131 @@ def try_optimizer(class_path: str, init_args: dict[str, Any], weight_decay: floa
         try:
             optimizer.step()
         except Exception as error:
-            message = f"model.optimizer.class_path {class_path}: its step fails: {first_line(error)}"
+            message = f"{_called(class_path, init_args)}: its step fails: {first_line(error)}"
             raise RequestError(message) from error
-    states = {parameter.ndim: dict(optimizer.state[parameter]) for parameter in parameters}
-    for slot, value in (item for state in states.values() for item in state.items()):
+    refuse_unkept(class_path, optimizer, optimizer.state_dict())
+    matrix, vector = (dict(optimizer.state[parameter]) for parameter in parameters)
+    kept = sum(value.numel() for value in matrix.values() if isinstance(value, Tensor) and value.ndim)
+    return Trial(kept / parameters[0].numel(), {*matrix, *vector})
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_unkept(class_path: str, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Refuse an optimizer that keeps what a checkpoint cannot hold.
+
+    Args:
+        state: its `state_dict`.
+
+    Raises:
+        RequestError: names the class and what it keeps.
+    """
+    place = f"model.optimizer.class_path {class_path}: it keeps"
+    for what, key, value in _kept(optimizer, state):
         try:
-            encode(None if isinstance(value, Tensor) else value)
+            encode([key, apply_to_collection(value, Tensor, lambda tensor: None)])
         except TypeError as error:
-            raise RequestError(
-                f"model.optimizer.class_path {class_path}: it keeps {slot!r} of a parameter, a {type(value).__name__}, "
-                "and a checkpoint can hold tensors and plain values"
-            ) from error
-    kept = sum(value.numel() for value in states[2].values() if isinstance(value, Tensor) and value.ndim)
-    return Trial(kept / parameters[0].numel(), {ndim: tuple(state) for ndim, state in states.items()})
+            raise RequestError(f"{place} {what}, and {error}, only tensors and plain values") from error
+    slots = {slot for key, slots in state["state"].items() if isinstance(key, int) for slot in slots}
+    if not all(isinstance(slot, str) for slot in slots):
+        raise RequestError(f"{place} state of a parameter under names that are no texts")
+    if any(isinstance(key, int) for key in optimizer.state):
+        raise RequestError(f"{place} state under a number, which in a state_dict is a parameter's: use a text")
 
 
-def changed_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What an optimizer changed by itself in the settings of its groups, such as a count of steps; by group."""
-    initial = getattr(optimizer, "initial", [])
+def _kept(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """All that a `state_dict` has: words for it, its key and its value."""
+    for key, slots in state["state"].items():
+        if isinstance(key, int):
+            yield from ((f"{slot!r} of a parameter", slot, value) for slot, value in slots.items())
+        else:
+            yield f"{key!r} in its state", key, slots
+    for changed in changed_settings(optimizer, state["param_groups"]):
+        yield from ((f"{name!r} in a group", name, value) for name, value in changed.items())
+    yield from ((f"{key!r} in its state_dict", key, value) for key, value in other_entries(state).items())
+
+
+def changed_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What an optimizer changed by itself in the settings of its groups, such as a count of steps; by group.
+
+    Args:
+        groups: `param_groups` of its `state_dict`.
+    """
+    initial = getattr(optimizer, "initial", [])  # AdamW and Muon change none
     return [
-        {name: value for name, value in _settings(group).items() if name not in before or value != before[name]}
-        for group, before in zip(optimizer.param_groups, initial)
-    ]
+        {name: value for name, value in _settings(group).items()
+         if name not in before or _comparable(value) != before[name]}
+        for group, before in zip(groups, initial)
+    ]  # fmt: skip
+
+
+def other_entries(state: dict[str, Any]) -> dict[str, Any]:
+    """What a class puts into its `state_dict` beside the state and the groups."""
+    return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+
+
+def same_class(one: str, other: str) -> bool:
+    """Whether two class paths name one class, as `torch.optim.SGD` and `torch.optim.sgd.SGD` do."""
+    try:
+        return one == other or _find(one) is _find(other)
+    except RequestError:
+        return False
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "peak_lr", *OURS)}
 
 
+def _comparable(value: Any) -> Any:
+    """A value that `!=` compares, as tensors of many values are not, and that later changes in place do not reach."""
+    try:
+        return encode(value)
+    except TypeError:
+        return value
+
+
+def _load_exactly(optimizer: Optimizer) -> None:
+    """Keep torch's `load_state_dict` from casting floating and integer state to its parameter's dtype."""
+    given: dict[str, Any] = {}
+
+    def before(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        given.update(state)
+
+    def after(optimizer: Optimizer) -> None:
+        indices = [index for group in given["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            if index in given["state"]:
+                optimizer.state[parameter] = _uncast(given["state"][index], optimizer.state[parameter])
+        given.clear()
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
+
+
+def _uncast(saved: Any, loaded: Any) -> Any:
+    """The saved value, its tensors on the devices where torch has put them."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: _uncast(saved[key], value) if key in saved else value for key, value in loaded.items()}
+    if isinstance(saved, list | tuple) and type(saved) is type(loaded):
+        return type(saved)(_uncast(*pair) for pair in zip(saved, loaded, strict=True))
+    return saved if isinstance(saved, str) else loaded  # torch takes a text for a list of its letters
+
+
+# ---- the class -------------------------------------------------------------------------------------------------------
+
+
 def _make(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
-    kind, place = _find(class_path), f"model.optimizer.class_path {class_path}"
+    kind, place = _find(class_path), _called(class_path, init_args)
     taken = signature(kind).parameters
     anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
     if "weight_decay" not in taken and not anything:
         if any(group["weight_decay"] for group in groups):
-            raise RequestError(f"{place} has no weight_decay: give --model.optimizer.weight_decay 0")
+            raise RequestError(f"model.optimizer.class_path {class_path} has no weight_decay: give "
+                               "--model.optimizer.weight_decay 0")  # fmt: skip
         groups = [{name: value for name, value in group.items() if name != "weight_decay"} for group in groups]
     rate = {"lr": groups[0]["lr"]} if "lr" in taken else {}
     skippable = type(kind.__name__, (_SkippedSteps, kind), {"__module__": kind.__module__})
@@ -104,8 +195,17 @@ def _make(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any
         made = skippable(groups, **rate, **init_args)
     except Exception as error:
         raise RequestError(f"{place}: {first_line(error)}") from error
-    made.initial = [dict(_settings(group)) for group in made.param_groups]
+    made.initial = [
+        {name: _comparable(value) for name, value in _settings(group).items()} for group in made.param_groups
+    ]
+    _load_exactly(made)
     return made
+
+
+def _called(class_path: str, init_args: dict[str, Any]) -> str:
+    """A class and its arguments, to begin a message."""
+    arguments = ", ".join(f"{name}: {value!r}" for name, value in init_args.items())
+    return f"model.optimizer.class_path {class_path}" + (f" with init_args {{{arguments}}}" if arguments else "")
 
 
 def _find(class_path: str) -> type[Optimizer]:

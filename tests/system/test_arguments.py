@@ -3,7 +3,7 @@
 import pytest
 
 from lm.errors import RequestError
-from lm.system.arguments import call, spell_out
+from lm.system.arguments import call, shorten, spell_out
 
 TEXTS = ["🎉", "\u2028", "null", "1", "[Applause]", "[a, b]", "", "a\nb\tc", "日本", "x: y", '"quoted"', "\x7f"]
 
@@ -48,3 +48,12 @@ def test_what_cannot_be_read_is_one_line(arguments, message):
     with pytest.raises(RequestError, match=message) as caught:
         typed(*arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("message", [
+    "Subcommand 'fit' does not accept option 'model.groups.embeding.lr'",
+    "Group 'model' does not accept option 'groups.embeding.lr'",
+])  # fmt: skip
+def test_a_name_inside_a_group_has_a_nearest_one(message):
+    """jsonargparse has words of its own for a group that was given as one dictionary."""
+    assert "did you mean 'model.groups.embedding.lr'?" in shorten(message, ["model.groups.embedding.lr"])

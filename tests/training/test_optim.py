@@ -179,11 +179,19 @@ def test_settings_for_an_output_matrix_that_is_the_embedding_are_refused(name):
         (dict(momentum=1.0), "momentum 1.0"),
         (dict(groups=GroupsConfig(norms=GroupConfig(lr=-1.0))), "model.optimizer.groups.norms.lr -1.0"),
         (dict(groups=GroupsConfig(norms=GroupConfig(weight_decay=-1.0))), "model.optimizer.groups.norms.weight_decay"),
+        (dict(class_path="torch.optim.SGD", momentum=0.9, eps=1.0), "eps, momentum: this is for AdamW and Muon"),
+        (dict(class_path="torch.optim.SGD", name="muon"), "name muon and class_path torch.optim.SGD are two"),
     ],
 )
 def test_nonsense_in_an_optimizer_is_refused(given, message):
     with pytest.raises(RequestError, match=message):
         OptimizerConfig(**given)
+
+
+@pytest.mark.parametrize("given", [dict(), dict(name="muon"), dict(class_path="torch.optim.SGD")])
+def test_nothing_to_train_is_refused(given):
+    with pytest.raises(RequestError, match="all of the model's weights are frozen"):
+        build_optimizer(nn.Linear(4, 4).requires_grad_(False), OptimizerConfig(**given), {})
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
