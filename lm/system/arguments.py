@@ -34,6 +34,9 @@ class OneLineErrors:
         missing = re.search(r"the following arguments are required: (\S+)", message)
         if missing and not self.prog.startswith("lm"):  # of a class that the config names
             raise RequestError(f"give {missing[1]} under init_args") from ex
+        if missing and "." in missing[1]:  # of the model's class; LightningCLI puts its subcommand before the name
+            name = missing[1].partition(".")[2] if self.prog == "lm" else missing[1]
+            raise RequestError(f"give --{name}, or {name} in the config: it has no default") from ex
         if missing:
             hint = "`lm runs ls` lists them" if missing[1] == "run" else f"`{self.prog} --help` shows what to give"
             raise RequestError(f"give a {missing[1]}, as in `{self.prog} {missing[1].upper()}`; {hint}") from ex

@@ -38,6 +38,7 @@ from lm.model.custom import (
     named,
     plain_arguments,
     refuse_contract,
+    refuse_losses,
 )
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
@@ -207,7 +208,8 @@ class LanguageModule(LightningModule):
         """
         name, whole = type(self.decoder).__name__, isinstance(self.decoder, Decoder)
         plain_arguments(type(self), self.hparams)
-        refuse_contract(self.decoder, {"document_ids": self.document_mask, "z_loss": bool(self.z_loss)})
+        given = {"document_ids": self.document_mask, "z_loss": bool(self.z_loss)}
+        refuse_contract(self.decoder, given)
         for option, asked, possible in (
             ("kernels", self.kernels == "on", False),
             ("attention", self.attention != "auto", whole),
@@ -217,6 +219,11 @@ class LanguageModule(LightningModule):
             if asked and not possible:
                 raise RequestError(f"model.{option} is for the decoder of this project, and build_decoder returned "
                                    f"{name}: leave it out")  # fmt: skip
+        if self.fitting and not whole:
+            self.decoder.to(self.trainer.strategy.root_device)
+            data = self.trainer.datamodule
+            with self.trainer.precision_plugin.forward_context():
+                refuse_losses(self.decoder, (min(2, data.micro_batch_size), data.seq_len), given)
 
     def _choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
         """All ranks take the kernels that are the fastest on the first one."""
