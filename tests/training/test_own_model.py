@@ -29,6 +29,7 @@ from lm.model.decoder import Decoder, DecoderConfig, Losses, losses_of
 from lm.model.estimates import flops_per_token
 from lm.runs.run import Run
 from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Samples, SamplesConfig
+from lm.training.distributed import DistributedConfig, ReplicatedStrategy
 from lm.training.optim import GroupConfig, GroupsConfig, OptimizerConfig, build_optimizer
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
@@ -107,6 +108,20 @@ def test_any_module(place, monkeypatch):
     assert all(torch.equal(mean[name], ((two[name].double() + four[name].double()) / 2).float()) for name in four)
     page = run(place, "my_gru.py", "diff", "through", "killed", "--texts", "texts/000.txt")
     assert "gru.weight_ih_l0" in page and "likeliest in 100.0%" in page
+
+
+def test_weights_that_no_loss_uses_are_named_under_ddp():
+    """Once gradients are exchanged, and in a later step without their names; a frozen one needs no gradient."""
+    strategy, module = ReplicatedStrategy(1.0, DistributedConfig()), nn.Module()
+    module.decoder = Small()
+    module.decoder.table.requires_grad_(False)
+    strategy.model, strategy._lightning_module = SimpleNamespace(require_backward_grad_sync=False), module
+    strategy.post_backward(torch.zeros(()))
+    strategy.model.require_backward_grad_sync = True
+    with pytest.raises(RequestError, match=r"not use the weights mix\.weight, mix\.bias and 1 other: ddp needs"):
+        strategy.post_backward(torch.zeros(()))
+    strategy.on_exception(error := RuntimeError("Expected to have finished reduction in the prior iteration ..."))
+    assert str(error).startswith("the loss of a step does not use all weights: ddp needs")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
