@@ -43,6 +43,7 @@ from lm.model.custom import (
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.model.fused import WeightCopies, fuse
+from lm.system.arguments import shown
 from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
 from lm.training.callback import call_hook
@@ -94,6 +95,8 @@ class LanguageModule(LightningModule):
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
+        _refuse_other_kinds(decoder=(decoder, DecoderConfig), optimizer=(optimizer, OptimizerConfig),
+                            schedule=(schedule, ScheduleConfig))  # fmt: skip
         # What a subclass adds is in `hparams`: checkpoints name it, to build the model again.
         self.save_hyperparameters(ignore=[*signature(LanguageModule.__init__).parameters], logger=False)
         self.automatic_optimization = False  # Lightning's batch is an optimizer step, and `training_step` takes it
@@ -477,6 +480,16 @@ class LanguageModule(LightningModule):
 
     def on_train_end(self) -> None:
         self.graphed, self.weight_copies = None, nullcontext()
+
+
+def _refuse_other_kinds(**arguments: tuple[Any, type]) -> None:
+    """Raise RequestError for an argument that is no object of its class."""
+    for name, (value, kind) in arguments.items():
+        if not isinstance(value, kind):
+            such = {"decoder": "hidden_size=64, num_hidden_layers=2", "schedule": "name='cosine'",
+                    "optimizer": "class_path='torch.optim.SGD', lr=0.1"}[name]  # fmt: skip
+            raise RequestError(f"LanguageModule: {name} is {shown(value)}, and has to be such as "
+                               f"lm.{kind.__name__}({such})")  # fmt: skip
 
 
 def training_class() -> type[LanguageModule]:
