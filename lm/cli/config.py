@@ -462,7 +462,7 @@ def refuse_unknown_class(run: Run) -> None:
     if file is not None and file.exists():
         document = read_object(file)
         if document.get("model_type") == MODEL_TYPE:
-            known_class(document, module_class(), str(run.path))
+            known_class(document, module_class(), str(run.path), run.script)
 
 
 def main(arguments: list[str]) -> None:

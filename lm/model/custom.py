@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
@@ -193,13 +194,14 @@ def custom_config_json(
     }  # fmt: skip
 
 
-def known_class(document: Mapping[str, Any], kind: type | None, where: str) -> type:
+def known_class(document: Mapping[str, Any], kind: type | None, where: str, script: Path | None = None) -> type:
     """The class that a `config.json` names.
 
     Args:
         document: of `custom_config_json`.
         kind: the class that is there.
         where: the folder, for the message.
+        script: the file that trained the model, where that is known.
 
     Raises:
         RequestError: it is another one, or there is none.
@@ -207,16 +209,17 @@ def known_class(document: Mapping[str, Any], kind: type | None, where: str) -> t
     name = document["architectures"][0]
     if kind is None or kind.__name__ != name:
         there = "" if kind is None else f", and this is {kind.__name__}"
+        such = f"`python {script or 'my_model.py'} generate`"
         raise RequestError(
             f"{where} holds a model that the class {name} builds{there}: give the command to the file that has "
-            f"`lm.run({name})`, such as `python my_model.py generate`; in Python, lm.load_model(path, module={name})"
+            f"`lm.run({name})`, such as {such}; in Python, lm.load_model(path, module={name})"
         )
     return kind
 
 
-def build_custom(document: Mapping[str, Any], kind: type | None, where: str) -> nn.Module:
+def build_custom(document: Mapping[str, Any], kind: type | None, where: str, script: Path | None = None) -> nn.Module:
     """The model that a `config.json` describes. Arguments and errors are those of `known_class`."""
-    kind, config = known_class(document, kind, where), DecoderConfig(**document["decoder"])
+    kind, config = known_class(document, kind, where, script), DecoderConfig(**document["decoder"])
     hints = get_type_hints(kind.__init__)
     arguments = {
         argument: hints[argument](**value) if is_dataclass(hints.get(argument)) else value

@@ -141,7 +141,11 @@ def test_what_is_said_without_the_class(place):
     run(place, "my_gru.py", "fit", "--config", config, "--trainer.max_steps", "2", "--run", "said")
     for command in (["validate", "--run", "said"], ["generate", "--run", "said", "--prompt", "a"]):
         refused = run(place, *command, expect=2)
-        assert "a model that the class MyGRU builds" in refused and "lm.run(MyGRU)" in refused
+        assert "a model that the class MyGRU builds" in refused
+        assert "has `lm.run(MyGRU)`, such as `python my_gru.py generate`" in refused
+    trained = Run(place / "checkpoints/said")
+    assert " my_gru.py validate --ckpt_path " in trained.validate_command()
+    assert " my_gru.py fit --config " in trained.resume_command()
     refused = run(place, "fit", "--config", config, "--run", "said", "--ckpt_path", "auto", "--force",
                   expect=2)  # fmt: skip
     assert "a model that the class MyGRU builds" in refused
