@@ -113,6 +113,7 @@ def evaluate(
     model: str | Path | Pretrained, *, tasks: str | Sequence[str] = (), texts: str | Sequence[str] = (),
     shards: str | Sequence[str] = (), max_items: int | None = None, num_fewshot: int | None = None,
     batch_tokens: int = benchmark.BATCH_TOKENS, device: str | torch.device | None = None,
+    module: type[LightningModule] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure a model on tasks, texts or shards, as `lm evaluate` does, and keep the result with its run.
 
@@ -120,6 +121,7 @@ def evaluate(
         model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
         tasks, texts, shards, max_items, num_fewshot, batch_tokens: the options of `lm evaluate`.
         device: where to compute, if `model` is not loaded; the GPU if there is one.
+        module: for a model of one's own that is not loaded, its subclass of `LanguageModule`.
 
     Returns:
         What `lm evaluate --json` prints: `tasks`, each with accuracy and confidence interval, `texts` with bits per
@@ -130,19 +132,22 @@ def evaluate(
     """
     tasks, texts, shards = ([each] if isinstance(each, str) else list(each) for each in (tasks, texts, shards))
     return measure(
-        lambda: model if isinstance(model, Pretrained) else load_pretrained(model, device), tasks=tasks, texts=texts,
-        shards=shards, max_items=max_items, num_fewshot=num_fewshot, batch_tokens=batch_tokens,
+        lambda: model if isinstance(model, Pretrained) else load_pretrained(model, device, module=module),
+        tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
+        batch_tokens=batch_tokens,
     )  # fmt: skip
 
 
 def generate(
-    model: str | Path | Pretrained, prompts: str | Sequence[str], **options: Any
-) -> list[Written]:
+    model: str | Path | Pretrained, prompts: str | Sequence[str], *, module: type[LightningModule] | None = None,
+    **options: Any,
+) -> list[Written]:  # fmt: skip
     """Continue prompts, as `lm generate` does.
 
     Args:
         model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
         prompts: one text or several.
+        module: for a model of one's own that is not loaded, its subclass of `LanguageModule`.
         options: those of `Pretrained.generate`: `max_new_tokens`, `sampling`, `stop`, `seed` and so on.
 
     Returns:
@@ -151,7 +156,7 @@ def generate(
     Raises:
         RequestError: there is no such model, or a prompt leaves no room for a token.
     """
-    loaded = model if isinstance(model, Pretrained) else load_pretrained(model)
+    loaded = model if isinstance(model, Pretrained) else load_pretrained(model, module=module)
     return loaded.generate(prompts, **options)
 
 

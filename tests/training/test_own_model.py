@@ -81,7 +81,10 @@ def test_a_decoder_with_another_activation(place, monkeypatch):
     kind = load_class(place, monkeypatch, "my_model", "MyModule")
     model = package.load_model(place / "checkpoints/whole", module=kind)
     assert isinstance(model.decoder, Decoder) and not is_stock(model.decoder)
-    assert model.generate("Chapter", max_new_tokens=4)[0].text
+    greedy = {"max_new_tokens": 4, "sampling": package.Sampling(temperature=0)}
+    [written] = package.generate(place / "checkpoints/whole", "Chapter", module=kind, **greedy)
+    assert written.text and written.text == model.generate("Chapter", **greedy)[0].text
+    assert package.evaluate(place / "checkpoints/whole", texts=str(place / "texts/000.txt"), module=kind)["texts"]
 
 
 def test_any_module(place, monkeypatch):
