@@ -347,7 +347,11 @@ class TrainingCLI(LightningCLI):
             named = re.search(r"class_path='(\S+?)'", str(error))  # in the config, such as a callback
             if named is None or not str(error).startswith("Does not validate against any of the Union subtypes"):
                 raise
-            raise RequestError(shorten(f"trainer, {named[1]}: {error}", [])) from error
+            given = self.config[self.subcommand].trainer
+            where = [f"trainer.{name}" for name in ("logger", "callbacks") if f"'{named[1]}'" in str(given[name])]
+            text = shorten(f"{named[1]}: {error}", [])
+            text = re.sub(r"(, or expected list)?, got (a |Namespace).*", "", text)
+            raise RequestError(f"{', '.join(where) or 'trainer'}: {text}") from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}

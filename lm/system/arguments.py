@@ -176,6 +176,9 @@ def shorten(message: str, known: list[str]) -> str:
         near = get_close_matches(misspelt[2], dir(sys.modules.get(misspelt[1])), 1)
         text = f"{text.split('; ')[0]}; did you mean {misspelt[1]}.{near[0]}?" if near else text
     text = re.sub(r", got \[Namespace\(class_path='(\S+?)'.*", r", got a \1", text)
+    text = re.sub(r"(give \S+ under init_args), got a (\S+)$", r"\1 of \2", text)
+    text = re.sub(r"Multiple subclasses with name (\w+)\. Give the full class path .*?: (.*?)\.?, got .*",
+                  r"several classes have the name \1: give the whole path, one of \2", text)  # fmt: skip
     text = re.sub(r"Expected a dot import path string: .*?(?=, got )", "expected a class_path or options", text)
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
     text = re.sub(
