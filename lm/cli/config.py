@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
@@ -41,7 +42,7 @@ from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
 from lm.training.callbacks.run_folder import RunFolder, RunOptions
 from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.module import training_class
+from lm.training.module import LanguageModule, training_class
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -69,10 +70,22 @@ class ConfigFile(ActionConfigFile):
 
 
 class TrainingOptions:
-    """For parsers: `model.optimizer.class_path` is an option like the others."""
+    """For parsers: `model.optimizer.class_path` is an option like the others.
 
-    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
-        added = super().add_class_arguments(*args, **kwargs)
+    Raises:
+        RequestError: the class that was given to `lm.run` does not take the options of a model.
+    """
+
+    def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
+        added = super().add_class_arguments(theclass, *args, **kwargs)
+        if issubclass(theclass, LanguageModule):
+            taken = {name.split(".")[1] for name in added}
+            left_out = [name for name in list(signature(LanguageModule.__init__).parameters)[1:] if name not in taken]
+            if left_out:
+                raise RequestError(
+                    f"{theclass.__name__}.__init__ does not take {left_out[0]} and other options of LanguageModule: "
+                    "let it end with **options, and begin with `super().__init__(**options)`"
+                )
         for action in self._actions:
             if action.dest == "model.optimizer":  # jsonargparse takes a class_path for one of `OptimizerConfig` itself
                 action.basetype = None
@@ -338,7 +351,11 @@ class TrainingCLI(LightningCLI):
             named = re.search(r"class_path='(\S+?)'", str(error))  # in the config, such as a callback
             if named is None or not str(error).startswith("Does not validate against any of the Union subtypes"):
                 raise
-            raise RequestError(shorten(f"trainer, {named[1]}: {error}", [])) from error
+            given = self.config[self.subcommand].trainer
+            where = [f"trainer.{name}" for name in ("logger", "callbacks") if f"'{named[1]}'" in str(given[name])]
+            text = shorten(f"{named[1]}: {error}", [])
+            text = re.sub(r"(, or expected list)?, got (a |Namespace).*", "", text)
+            raise RequestError(f"{', '.join(where) or 'trainer'}: {text}") from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
@@ -374,7 +391,7 @@ class TrainingCLI(LightningCLI):
         """The run of a fit that is over."""
         return self.trainer.run or self.resumed_run
 
-    def _build(self, kind: type, **options: Any) -> Any:
+    def _build(self, kind: type, /, **options: Any) -> Any:
         """Build the module or the data, and keep its options."""
         self.options[kind] = options
         return kind(**options)
@@ -453,7 +470,7 @@ def refuse_unknown_class(run: Run) -> None:
     if file is not None and file.exists():
         document = read_object(file)
         if document.get("model_type") == MODEL_TYPE:
-            known_class(document, module_class(), str(run.path))
+            known_class(document, module_class(), str(run.path), run.script)
 
 
 def main(arguments: list[str]) -> None:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 import yaml
@@ -29,11 +29,14 @@ from lm.runs.registry import find_run
 from lm.runs.resume import find_checkpoint
 from lm.runs.run import Run
 from lm.system.stop_signals import STOP
+from lm.system.units import Count, parse_count
 from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
 from lm.training.callbacks.run_folder import RunFolder, RunOptions
 from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
 from lm.training.callbacks.summary import Summary
+from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer as BareTrainer
+from lm.training.trainer import kind_of, refuse_parts
 
 
 def prepare(
@@ -110,6 +113,7 @@ def evaluate(
     model: str | Path | Pretrained, *, tasks: str | Sequence[str] = (), texts: str | Sequence[str] = (),
     shards: str | Sequence[str] = (), max_items: int | None = None, num_fewshot: int | None = None,
     batch_tokens: int = benchmark.BATCH_TOKENS, device: str | torch.device | None = None,
+    module: type[LightningModule] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure a model on tasks, texts or shards, as `lm evaluate` does, and keep the result with its run.
 
@@ -117,6 +121,7 @@ def evaluate(
         model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
         tasks, texts, shards, max_items, num_fewshot, batch_tokens: the options of `lm evaluate`.
         device: where to compute, if `model` is not loaded; the GPU if there is one.
+        module: for a model of one's own that is not loaded, its subclass of `LanguageModule`.
 
     Returns:
         What `lm evaluate --json` prints: `tasks`, each with accuracy and confidence interval, `texts` with bits per
@@ -127,19 +132,22 @@ def evaluate(
     """
     tasks, texts, shards = ([each] if isinstance(each, str) else list(each) for each in (tasks, texts, shards))
     return measure(
-        lambda: model if isinstance(model, Pretrained) else load_pretrained(model, device), tasks=tasks, texts=texts,
-        shards=shards, max_items=max_items, num_fewshot=num_fewshot, batch_tokens=batch_tokens,
+        lambda: model if isinstance(model, Pretrained) else load_pretrained(model, device, module=module),
+        tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
+        batch_tokens=batch_tokens,
     )  # fmt: skip
 
 
 def generate(
-    model: str | Path | Pretrained, prompts: str | Sequence[str], **options: Any
-) -> list[Written]:
+    model: str | Path | Pretrained, prompts: str | Sequence[str], *, module: type[LightningModule] | None = None,
+    **options: Any,
+) -> list[Written]:  # fmt: skip
     """Continue prompts, as `lm generate` does.
 
     Args:
         model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
         prompts: one text or several.
+        module: for a model of one's own that is not loaded, its subclass of `LanguageModule`.
         options: those of `Pretrained.generate`: `max_new_tokens`, `sampling`, `stop`, `seed` and so on.
 
     Returns:
@@ -148,7 +156,7 @@ def generate(
     Raises:
         RequestError: there is no such model, or a prompt leaves no room for a token.
     """
-    loaded = model if isinstance(model, Pretrained) else load_pretrained(model)
+    loaded = model if isinstance(model, Pretrained) else load_pretrained(model, module=module)
     return loaded.generate(prompts, **options)
 
 
@@ -175,6 +183,7 @@ class Trainer(BareTrainer):
         callbacks: Sequence[Callback] = (), **options: Any,
     ) -> None:  # fmt: skip
         options.setdefault("stop_within", 0.0)  # a program of somebody else's does not end with the training
+        options |= _counts(options)
         self._name = run
         quiet_lightning()
         about = about or RunOptions()
@@ -236,10 +245,27 @@ class Trainer(BareTrainer):
         if ckpt_path in ("best", "last"):
             owner = self.run or find_run(self._name, self.default_root_dir)
             ckpt_path = owner.checkpoint(str(ckpt_path))
+        refuse_parts(model, datamodule)
         datamodule.seq_len = datamodule.seq_len or model.config.max_position_embeddings
         self.checkpoint_io.load_optimizer = False
         stage(model, datamodule=datamodule, ckpt_path=ckpt_path and str(ckpt_path), verbose=False)
         return {name: value.item() for name, value in self.callback_metrics.items()}
+
+
+def _counts(options: Mapping[str, Any]) -> dict[str, Count]:
+    """Those options of a Trainer that are counts in a config's spelling, such as `"2K"`, as numbers.
+
+    Raises:
+        RequestError: a text is none.
+    """
+    hints = get_type_hints(BareTrainer.__init__)
+    texts = {name: value for name, value in options.items()
+             if isinstance(value, str) and Count in (hints.get(name), *get_args(hints.get(name)))}  # fmt: skip
+    try:
+        return {name: parse_count(value) for name, value in texts.items()}
+    except ValueError as error:
+        raise RequestError(f"lm.Trainer({', '.join(f'{name}={value!r}' for name, value in texts.items())}): {error}"
+                           ) from error  # fmt: skip
 
 
 def refuse_notebook(trainer: BareTrainer) -> None:
@@ -261,7 +287,13 @@ def _typed(value: Any) -> str:
 
 @contextmanager
 def _class_of_models(kind: type | None) -> Iterator[None]:
-    """Inside the `with`, models are built by this class, if one is given."""
+    """Inside the `with`, models are built by this class, if one is given.
+
+    Raises:
+        RequestError: it is no subclass of `LanguageModule`.
+    """
+    if kind is not None and not (isinstance(kind, type) and issubclass(kind, LanguageModule)):
+        raise RequestError(f"module is {kind_of(kind)}, and has to be a subclass of lm.LanguageModule")
     before = module_class()
     use_module_class(kind or before)
     try:

@@ -25,7 +25,7 @@ from lm.data.prepare import LEARNED
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line, require_at_least
 from lm.model.config import DecoderConfig
-from lm.model.custom import custom_flops_per_token, is_stock
+from lm.model.custom import custom_flops_per_token, is_stock, named
 from lm.model.estimates import (
     ASSUMED_MFU,
     Step,
@@ -571,7 +571,7 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
     """The facts of a model of one's own that are counted by building it on the meta device; None: there is none.
 
     Raises:
-        RequestError: `build_decoder` fails.
+        RequestError: `build_decoder` fails, or returns no module.
     """
     if not builds_own_model():
         return None
@@ -582,7 +582,7 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
     except Exception as error:
         what = f"{type(module).__name__}.build_decoder fails, as tried on the meta device"
         raise RequestError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
-    seq_len = config.data.seq_len
+    made, seq_len = named(made, decoder), config.data.seq_len
     total = sum(weight.numel() for weight in made.parameters())
     return None if is_stock(made) else {
         "parameters": parameters(decoder) | {"total": total},

@@ -148,7 +148,8 @@ def load_pretrained(
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     document = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
     if document.get("model_type") == MODEL_TYPE:
-        decoder, weights = build_custom(document, module or module_class(), str(folder)), read_weights(folder)
+        script = Run(folder.resolve().parent).script
+        decoder, weights = build_custom(document, module or module_class(), str(folder), script), read_weights(folder)
         config = decoder.config
     else:
         config = read_config(folder)

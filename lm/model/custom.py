@@ -5,20 +5,24 @@ that a decoder can do but our kernels and Hugging Face's names; or any module wi
 
     forward(input_ids, labels=None)
 
-that returns logits `(B, T, V)`, and with labels `Losses`, for which `model/decoder.losses_of` is there. The logits of a
-token depend on it and on those before it alone. `document_ids` and `z_loss` are given, as `Decoder.forward` explains
+that returns logits `(B, T, V)`, and with labels `Losses`, for which `model/decoder.losses_of` is there: the sum over
+the targets, which has a gradient, and each target's part, which needs none. The logits of a token depend on it and on
+those before it alone. `document_ids` and `z_loss` are given, as `Decoder.forward` explains
 them, where the config has `model.document_mask` or `model.z_loss`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any, get_type_hints
 
+import torch
 from torch import Tensor, nn
 
-from lm.errors import RequestError
+from lm.errors import RequestError, first_line
 from lm.model.config import DecoderConfig
 from lm.model.decoder import MLP, Block, Decoder, Linear, Losses, RMSNorm, SelfAttention
 from lm.model.estimates import flops_per_token, parameters
@@ -56,27 +60,32 @@ def call_for_losses(decoder: nn.Module, input_ids: Tensor, labels: Tensor, **opt
         RequestError: it returns something else.
     """
     found = decoder(input_ids, labels=labels, **{name: value for name, value in options.items() if value is not None})
-    if isinstance(found, tuple) and len(found) == 2 and found[1].shape == labels.shape:
-        return Losses(*found)
-    shape = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    two = isinstance(found, tuple) and len(found) == 2 and all(isinstance(each, Tensor) for each in found)
+    if two and found[0].numel() == 1 and found[1].shape == labels.shape:
+        return Losses(found[0], found[1].detach())
     raise RequestError(
-        f"{type(decoder).__name__}.forward(input_ids, labels=labels) returned {shape}: it returns "
-        f"Losses(total, per_token) with per_token {tuple(labels.shape)}, as lm.model.decoder.losses_of makes them"
+        f"{type(decoder).__name__}.forward(input_ids, labels=labels) returned {_kind_of(found)}: it returns "
+        f"Losses(total, per_token), total one number and per_token {tuple(labels.shape)}, as "
+        "lm.model.decoder.losses_of makes them"
     )
 
 
-def refuse_contract(decoder: Any, options: Mapping[str, bool]) -> None:
+def _kind_of(value: Any) -> str:
+    if isinstance(value, tuple) and value:
+        return f"a tuple of {' and '.join(map(_kind_of, value))}"
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
     """Refuse a model that does not take what its forward pass would be given.
 
     Args:
         options: for each option of the forward pass, whether the config asks for it.
 
     Raises:
-        RequestError: it is no module, or takes no such argument.
+        RequestError: it takes no such argument.
     """
     name = type(decoder).__name__
-    if not isinstance(decoder, nn.Module):
-        raise RequestError(f"build_decoder returned {name}: it returns a torch.nn.Module")
     parameters = signature(decoder.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option, asked in ({"labels": True} | dict(options)).items():
@@ -84,6 +93,84 @@ def refuse_contract(decoder: Any, options: Mapping[str, bool]) -> None:
             wanted = {"document_ids": "model.document_mask", "z_loss": "model.z_loss"}.get(option)
             because = f"{wanted} needs it: leave {wanted} out, or take it" if wanted else "every batch has them"
             raise RequestError(f"{name}.forward takes no {option}, and {because}")
+
+
+MEAN_OR_SUM = 0.01  # how far a total may be from one of them and still count as it; they differ by the targets
+
+
+def refuse_losses(decoder: nn.Module, shape: tuple[int, int], options: Mapping[str, bool]) -> None:
+    """Refuse a model whose losses train nothing, or too little. The forward pass is tried once.
+
+    Args:
+        shape: `(B, T)` of the batch to try.
+        options: as for `refuse_contract`.
+
+    Raises:
+        RequestError: it returns something else than `Losses`, or their total has no gradient or is a mean.
+    """
+    device = next((weight.device for weight in decoder.parameters()), None)
+    ids = torch.arange(shape[0] * shape[1], device=device).view(shape) % decoder.config.vocab_size  # (B, T)
+    documents = torch.zeros_like(ids) if options.get("document_ids") else None
+    with _tried(decoder), torch.enable_grad():
+        total, per_token = call_for_losses(decoder, ids, ids, document_ids=documents)
+    name = f"{type(decoder).__name__}.forward(input_ids, labels=labels) returned Losses"
+    if any(weight.requires_grad for weight in decoder.parameters()) and not total.requires_grad:
+        raise RequestError(
+            f"{name} whose total has no gradient: add up the losses of the targets before they are detached; only "
+            "per_token is, as lm.model.decoder.losses_of does it"
+        )
+    found, total_sum = total.item(), per_token.sum().item()
+    mean, near = total_sum / ids.numel(), MEAN_OR_SUM * abs(found)
+    if abs(found - mean) <= near < abs(found - total_sum):
+        raise RequestError(
+            f"{name} whose total is the mean of per_token: make it the sum, which is divided by all targets of the "
+            f"step later; the gradients would be {ids.numel():,} times too small here"
+        )
+
+
+def refuse_logits(decoder: nn.Module, wish: str) -> None:
+    """Refuse a model that computes no logits without labels. The forward pass is tried once.
+
+    Args:
+        wish: what needs logits, for the message.
+
+    Raises:
+        RequestError: it fails, or returns something else.
+    """
+    if isinstance(decoder, Decoder):
+        return
+    device = next((weight.device for weight in decoder.parameters()), None)
+    ids = torch.zeros(2, min(3, decoder.config.max_position_embeddings), dtype=torch.long, device=device)  # (B, T)
+    try:
+        with _tried(decoder), torch.no_grad():
+            found = decoder(ids)
+        wrong = f"returned {_kind_of(found)}"
+        if isinstance(found, Tensor) and found.ndim == 3 and found.shape[:2] == ids.shape:
+            return
+    except Exception as error:
+        wrong = f"fails with {type(error).__name__}: {first_line(error)}"
+    raise RequestError(
+        f"{type(decoder).__name__}.forward(input_ids), without labels, {wrong}, and {wish} needs logits (B, T, V), "
+        f"here {(*ids.shape, decoder.config.vocab_size)}"
+    )
+
+
+@contextmanager
+def _tried(decoder: nn.Module) -> Iterator[None]:
+    """Inside the `with`, a forward pass leaves no trace: not in buffers, not in the random numbers, no dropout."""
+    modes = {part: part.training for part in decoder.modules()}
+    buffers = {part: dict(part._buffers) for part in modes}
+    devices = {weight.device for weight in decoder.parameters() if weight.device.type == "cuda"}
+    decoder.eval()
+    for part, kept in buffers.items():
+        part._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in kept.items()})
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+            part._buffers.update(buffers[part])
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -107,13 +194,14 @@ def custom_config_json(
     }  # fmt: skip
 
 
-def known_class(document: Mapping[str, Any], kind: type | None, where: str) -> type:
+def known_class(document: Mapping[str, Any], kind: type | None, where: str, script: Path | None = None) -> type:
     """The class that a `config.json` names.
 
     Args:
         document: of `custom_config_json`.
         kind: the class that is there.
         where: the folder, for the message.
+        script: the file that trained the model, where that is known.
 
     Raises:
         RequestError: it is another one, or there is none.
@@ -121,16 +209,17 @@ def known_class(document: Mapping[str, Any], kind: type | None, where: str) -> t
     name = document["architectures"][0]
     if kind is None or kind.__name__ != name:
         there = "" if kind is None else f", and this is {kind.__name__}"
+        such = f"`python {script or 'my_model.py'} generate`"
         raise RequestError(
             f"{where} holds a model that the class {name} builds{there}: give the command to the file that has "
-            f"`lm.run({name})`, such as `python my_model.py generate`; in Python, lm.load_model(path, module={name})"
+            f"`lm.run({name})`, such as {such}; in Python, lm.load_model(path, module={name})"
         )
     return kind
 
 
-def build_custom(document: Mapping[str, Any], kind: type | None, where: str) -> nn.Module:
+def build_custom(document: Mapping[str, Any], kind: type | None, where: str, script: Path | None = None) -> nn.Module:
     """The model that a `config.json` describes. Arguments and errors are those of `known_class`."""
-    kind, config = known_class(document, kind, where), DecoderConfig(**document["decoder"])
+    kind, config = known_class(document, kind, where, script), DecoderConfig(**document["decoder"])
     hints = get_type_hints(kind.__init__)
     arguments = {
         argument: hints[argument](**value) if is_dataclass(hints.get(argument)) else value
@@ -177,7 +266,13 @@ def custom_flops_per_token(
 
 
 def named(decoder: nn.Module, config: DecoderConfig) -> nn.Module:
-    """The same model, with what others read of a decoder: its `config`, and that it is not `fused`."""
+    """The same model, with what others read of a decoder: its `config`, and that it is not `fused`.
+
+    Raises:
+        RequestError: it is no module.
+    """
+    if not isinstance(decoder, nn.Module):
+        raise RequestError(f"build_decoder returned {type(decoder).__name__}: it returns a torch.nn.Module")
     if not isinstance(decoder, Decoder):
         decoder.config, decoder.fused = config, None
     return decoder

@@ -34,8 +34,11 @@ NO_SPACE, NO_QUOTA = os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)
 # ---- a tree of plain values as JSON ----------------------------------------------------------------------------------
 
 
-def encode(value: Any) -> Any:
+def encode(value: Any, place: str = "") -> Any:
     """Turn a tree of dicts, lists, tuples, numbers, strings and small tensors into what JSON can hold.
+
+    Args:
+        place: where the value is in a larger tree, for the message.
 
     Raises:
         TypeError: the tree has a value of another kind.
@@ -47,17 +50,17 @@ def encode(value: Any) -> Any:
         return {"__tensor__": [dtype, list(data.shape), base64.b64encode(raw).decode()]}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("__") for key in value):
-            return {key: encode(item) for key, item in value.items()}
-        return {"__items__": [[encode(key), encode(item)] for key, item in value.items()]}
+            return {key: encode(item, f"{place}[{key!r}]") for key, item in value.items()}
+        return {"__items__": [[encode(key, place), encode(item, f"{place}[{key!r}]")] for key, item in value.items()]}
     if isinstance(value, tuple):
-        return {"__tuple__": [encode(item) for item in value]}
+        return {"__tuple__": [encode(item, place) for item in value]}
     if isinstance(value, list):
-        return [encode(item) for item in value]
+        return [encode(item, place) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}")
+    raise TypeError(f"a checkpoint cannot hold {place or 'a value'} of the type {type(value).__name__}")
 
 
 def decode(value: Any) -> Any:
@@ -108,7 +111,11 @@ def write_files(folder: Path, content: dict[str, Any]) -> None:
     for name, text in content.get("files", {}).items():
         (folder / name).write_text(text, encoding="utf-8")
     digests = {path.name: digest(path) for path in sorted(folder.iterdir())}
-    rest = {key: encode(value) for key, value in content.items() if key not in (*TENSORS, "files")}
+    try:
+        rest = {key: encode(value, key) for key, value in content.items() if key not in (*TENSORS, "files")}
+    except TypeError as error:  # such as callbacks['MyCallback']['cache']
+        cure = "let its `state_dict` return numbers, texts, lists, dictionaries or tensors"
+        raise RunError(f"{error}: {cure}") from error
     (folder / "trainer.json").write_bytes(dump_checksummed({"format": FORMAT, "digests": digests, **rest}))
     mode = (folder / "trainer.json").stat().st_mode
     for path in folder.iterdir():

@@ -159,11 +159,19 @@ class Run:
             return Path(*runs.parts[: -len(root.parts)])
         return Path.cwd()
 
+    @property
+    def script(self) -> Path | None:
+        """The file with `lm.run` that trained the run, which knows its model; None where none did."""
+        started, *rest = self.read("run.json").get("command") or [""]
+        is_script = started.endswith(".py") and Path(started).name != "__main__.py"
+        return Path(started) if is_script and rest[:1] in (["fit"], ["branch"]) else None
+
     def resume_command(self) -> str:
         """The command that resumes the run, with the config that it has stored."""
         force = " --force" * ("--force" in self.read("run.json").get("command", []))
         there, path = self._from_its_folder()
-        return there + launch_command(f"fit --config {shlex.quote(str(path / 'config.yaml'))} --ckpt_path auto{force}")
+        return there + launch_command(f"fit --config {shlex.quote(str(path / 'config.yaml'))} --ckpt_path auto{force}",
+                                      self.script)  # fmt: skip
 
     def validate_command(self, checkpoint: str | Path = "best") -> str:
         """The command that validates a checkpoint on the run's data.
@@ -173,7 +181,7 @@ class Run:
         """
         there, path = self._from_its_folder()
         config = f"--config {shlex.quote(str(path / 'config.yaml'))} " if Path(checkpoint).is_absolute() else ""
-        return f"{there}{program()} validate {config}--ckpt_path {shlex.quote(str(path / checkpoint))}"
+        return f"{there}{program(self.script)} validate {config}--ckpt_path {shlex.quote(str(path / checkpoint))}"
 
     def _from_its_folder(self) -> tuple[str, Path]:
         """How to get to the folder that the run was started in, in a shell, and the run's path from there."""

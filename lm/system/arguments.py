@@ -34,6 +34,9 @@ class OneLineErrors:
         missing = re.search(r"the following arguments are required: (\S+)", message)
         if missing and not self.prog.startswith("lm"):  # of a class that the config names
             raise RequestError(f"give {missing[1]} under init_args") from ex
+        if missing and "." in missing[1]:  # of the model's class; LightningCLI puts its subcommand before the name
+            name = missing[1].partition(".")[2] if self.prog == "lm" else missing[1]
+            raise RequestError(f"give --{name}, or {name} in the config: it has no default") from ex
         if missing:
             hint = "`lm runs ls` lists them" if missing[1] == "run" else f"`{self.prog} --help` shows what to give"
             raise RequestError(f"give a {missing[1]}, as in `{self.prog} {missing[1].upper()}`; {hint}") from ex
@@ -173,6 +176,9 @@ def shorten(message: str, known: list[str]) -> str:
         near = get_close_matches(misspelt[2], dir(sys.modules.get(misspelt[1])), 1)
         text = f"{text.split('; ')[0]}; did you mean {misspelt[1]}.{near[0]}?" if near else text
     text = re.sub(r", got \[Namespace\(class_path='(\S+?)'.*", r", got a \1", text)
+    text = re.sub(r"(give \S+ under init_args), got a (\S+)$", r"\1 of \2", text)
+    text = re.sub(r"Multiple subclasses with name (\w+)\. Give the full class path .*?: (.*?)\.?, got .*",
+                  r"several classes have the name \1: give the whole path, one of \2", text)  # fmt: skip
     text = re.sub(r"Expected a dot import path string: .*?(?=, got )", "expected a class_path or options", text)
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
     text = re.sub(

@@ -40,24 +40,29 @@ def under_torchrun() -> bool:
 script: Path | None = None  # the file that `lm.run` was called in, in place of this program
 
 
-def program() -> str:
-    """How this program is started, as it is typed: `lm`, `python -m lm` or `python my_model.py`."""
-    if script is not None:
-        return shlex.join([Path(sys.executable).name, str(script)])
+def program(other: Path | None = None) -> str:
+    """How this program is started, as it is typed: `lm`, `python -m lm` or `python my_model.py`.
+
+    Args:
+        other: the script to start where this program is none, since it alone knows a model's class.
+    """
+    if (script or other) is not None:
+        return shlex.join([Path(sys.executable).name, str(script or other)])
     if Path(sys.argv[0]).name == "lm":
         return "lm" if shutil.which("lm") == sys.argv[0] else shlex.quote(sys.argv[0])
     typed = sys.orig_argv[: sys.orig_argv.index("-m")] if "-m" in sys.orig_argv else [Path(sys.executable).name]
     return f"{shlex.join(typed)} -m lm"
 
 
-def launch_command(arguments: str) -> str:
+def launch_command(arguments: str, other: Path | None = None) -> str:
     """A command of this program as it is typed to start all ranks of this run; a comment says what is not known of it.
 
     Args:
         arguments: those of this program, such as `fit --config a.yaml`, quoted for a shell.
+        other: as for `program`.
     """
-    start, unknown = program(), []
-    target = "-m lm" if script is None else shlex.quote(str(script))
+    start, unknown = program(other), []
+    target = shlex.quote(str(script or other)) if script or other else "-m lm"
     srun = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
     if under_torchrun():
         options, several = _torchrun_options(), os.environ.get("GROUP_WORLD_SIZE") != "1" and not srun
@@ -166,7 +171,7 @@ def run_facts() -> dict[str, Any]:
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "entered": time.time(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [str(script or Path(sys.argv[0]).name), *sys.argv[1:]],
         "host": socket.gethostname(),
         "python": sys.version.split()[0],
         "versions": {"lm": __version__, **{name: version(name) for name in packages}},

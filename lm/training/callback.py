@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import Callback as LightningCallback
 
 from lm.errors import RequestError
+from lm.system.arguments import shown
 
 
 class Callback(LightningCallback):
@@ -69,12 +70,17 @@ REFUSED: dict[type[LightningCallback], str] = {
 
 
 def refuse_callbacks(given: list[LightningCallback]) -> None:
-    """Refuse callbacks of Lightning that cannot work where a batch is an optimizer step and an epoch has no end.
+    """Refuse what is no callback, and those of Lightning that cannot work where a batch is an optimizer step and an
+    epoch has no end.
 
     Raises:
         RequestError: names the callback, and what does its work.
     """
     for callback in given:
+        if isinstance(callback, type):
+            raise RequestError(f"callbacks: {callback.__name__} is a class: give an object, {callback.__name__}()")
+        if not isinstance(callback, LightningCallback):
+            raise RequestError(f"callbacks: {shown(callback)} is no callback: derive its class from lm.Callback")
         name, monitor = type(callback).__name__, getattr(callback, "monitor", None)
         for kind, instead in REFUSED.items():
             if isinstance(callback, kind):

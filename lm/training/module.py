@@ -39,10 +39,12 @@ from lm.model.custom import (
     named,
     plain_arguments,
     refuse_contract,
+    refuse_losses,
 )
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.model.fused import WeightCopies, fuse
+from lm.system.arguments import shown
 from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
 from lm.training.callback import call_hook
@@ -94,6 +96,8 @@ class LanguageModule(LightningModule):
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
+        _refuse_other_kinds(decoder=(decoder, DecoderConfig), optimizer=(optimizer, OptimizerConfig),
+                            schedule=(schedule, ScheduleConfig))  # fmt: skip
         # What a subclass adds is in `hparams`: checkpoints name it, to build the model again.
         self.save_hyperparameters(ignore=[*signature(LanguageModule.__init__).parameters], logger=False)
         self.automatic_optimization = False  # Lightning's batch is an optimizer step, and `training_step` takes it
@@ -208,7 +212,8 @@ class LanguageModule(LightningModule):
         """
         name, whole = type(self.decoder).__name__, isinstance(self.decoder, Decoder)
         plain_arguments(type(self), self.hparams)
-        refuse_contract(self.decoder, {"document_ids": self.document_mask, "z_loss": bool(self.z_loss)})
+        given = {"document_ids": self.document_mask, "z_loss": bool(self.z_loss)}
+        refuse_contract(self.decoder, given)
         for option, asked, possible in (
             ("kernels", self.kernels == "on", False),
             ("attention", self.attention != "auto", whole),
@@ -218,6 +223,11 @@ class LanguageModule(LightningModule):
             if asked and not possible:
                 raise RequestError(f"model.{option} is for the decoder of this project, and build_decoder returned "
                                    f"{name}: leave it out")  # fmt: skip
+        if self.fitting and not whole:
+            self.decoder.to(self.trainer.strategy.root_device)
+            data = self.trainer.datamodule
+            with self.trainer.precision_plugin.forward_context():
+                refuse_losses(self.decoder, (min(2, data.micro_batch_size), data.seq_len), given)
 
     def _choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
         """All ranks take the kernels that are the fastest on the first one."""
@@ -472,6 +482,16 @@ class LanguageModule(LightningModule):
 
     def on_train_end(self) -> None:
         self.graphed, self.weight_copies = None, nullcontext()
+
+
+def _refuse_other_kinds(**arguments: tuple[Any, type]) -> None:
+    """Raise RequestError for an argument that is no object of its class."""
+    for name, (value, kind) in arguments.items():
+        if not isinstance(value, kind):
+            such = {"decoder": "hidden_size=64, num_hidden_layers=2", "schedule": "name='cosine'",
+                    "optimizer": "class_path='torch.optim.SGD', lr=0.1"}[name]  # fmt: skip
+            raise RequestError(f"LanguageModule: {name} is {shown(value)}, and has to be such as "
+                               f"lm.{kind.__name__}({such})")  # fmt: skip
 
 
 def training_class() -> type[LanguageModule]:

@@ -19,6 +19,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
 
+from lm.data.datamodule import DataModule
 from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError, require_at_least
 from lm.runs.checkpoint import Progress, read_progress
 from lm.runs.mirror import Mirror, Uploads, refuse_remote_root
@@ -259,9 +260,10 @@ class Trainer(lightning.Trainer):
                 `last` or `auto` means.
 
         Raises:
-            RequestError: the batch does not come out even, and the arithmetic is in the message; or an option changes
-                nothing.
+            RequestError: the batch does not come out even, and the arithmetic is in the message; an option changes
+                nothing; or the model or the data is not ours.
         """
+        refuse_parts(model, datamodule)
         datamodule.seq_len = datamodule.seq_len or model.config.max_position_embeddings
         refuse_matmul_precision(self.matmul_precision, str(self.precision))
         self.distributed.refuse(self.sharding, self.world_size, self.num_nodes, str(self.precision))
@@ -386,6 +388,21 @@ class Trainer(lightning.Trainer):
         """Tokens that were trained on, over all ranks and since the beginning of the run."""
         cursor = self.lightning_module.cursor
         return cursor.end * self.datamodule.seq_len if cursor else 0
+
+
+def refuse_parts(model: Any, datamodule: Any) -> None:
+    """Raise RequestError for a model or data of another kind than this Trainer trains."""
+    if isinstance(model, type) or not hasattr(model, "build_decoder"):  # its class imports this module
+        raise RequestError(f"lm.Trainer trains an lm.LanguageModule, and this is {kind_of(model)}: build your model "
+                           "in `build_decoder` of a subclass, or take lightning.Trainer")  # fmt: skip
+    if not isinstance(datamodule, DataModule):
+        raise RequestError(f"lm.Trainer takes its data from an lm.DataModule, and this is {kind_of(datamodule)}: give "
+                           "lm.DataModule(path), with a folder of `lm.prepare`")  # fmt: skip
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for a message."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def refuse_accelerator(accelerator: str) -> None:

@@ -174,8 +174,9 @@ def test_a_failed_write_leaves_nothing_and_says_so(tmp_path):
     write_folder(tmp_path / "a", content())
     with pytest.raises(RunError, match="could not write the checkpoint"):
         write_folder(tmp_path / "missing" / "c", content())
-    with pytest.raises(TypeError, match="cannot hold"):
-        write_folder(tmp_path / "b", content() | {"callbacks": object()})
+    state = {"Own": {"seen": [1, {2: object()}]}}
+    with pytest.raises(RunError, match=r"hold callbacks\['Own'\]\['seen'\]\[2\] of the type object: let its `state_d"):
+        write_folder(tmp_path / "b", content() | {"callbacks": state})
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

@@ -6,6 +6,9 @@ import re
 import time
 
 import pytest
+from lightning.pytorch import LightningModule
+from torch.optim import SGD
+from torch.utils.data import DataLoader
 from trainings import HERE, lm, make_workplace, start
 
 import lm as package
@@ -73,6 +76,44 @@ print("steps", list(lm.fit("tiny.yaml", options, run="stopped", ckpt_path="auto"
     assert re.search(r"Interrupted SIGINT: stopped after step 1 with a checkpoint", said.stdout)
     assert out[-2:] == ["True", "steps [1, 6]"]
     assert "step 2/2  validation loss" in said.stderr
+
+
+class Own(package.Callback):
+    pass
+
+
+DECODER = package.DecoderConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=8)
+ON_CPU = {"max_steps": 1, "accelerator": "cpu"}
+LOADER = "data from an lm.DataModule, and this is a DataLoader"
+MISTAKES = {
+    "a class as a callback": (lambda: package.Trainer(callbacks=[Own], **ON_CPU), r"Own is a class: .* Own\(\)"),
+    "no callback": (lambda: package.Trainer(callbacks=[3], **ON_CPU), "3 is no callback"),
+    "no count": (lambda: package.Trainer(max_tokens="2Q"), r"^lm\.Trainer\(max_tokens='2Q'\): expected a count"),
+    "a loader": (lambda: package.Trainer(**ON_CPU).fit(package.LanguageModule(DECODER), DataLoader([1])), LOADER),
+    "a loader to validate": (
+        lambda: package.Trainer(**ON_CPU).validate(package.LanguageModule(DECODER), DataLoader([1])), LOADER),
+    "another module": (lambda: package.Trainer(**ON_CPU).fit(LightningModule(), package.DataModule("data")),
+                       "trains an lm.LanguageModule, and this is a LightningModule"),
+    "a class as a module": (lambda: package.Trainer(**ON_CPU).fit(package.LanguageModule, package.DataModule("data")),
+                            "and this is the class LanguageModule"),
+    "another class": (lambda: package.fit("tiny.yaml", module=LightningModule), "module is the class LightningModule"),
+    "a dictionary": (lambda: package.LanguageModule({"hidden_size": 8}), r"decoder is .* such as lm\.DecoderConfig\("),
+    "an optimizer": (lambda: package.LanguageModule(DECODER, SGD), r"optimizer is .*SGD.* lm\.OptimizerConfig\("),
+    "a schedule": (lambda: package.LanguageModule(DECODER, schedule="wsd"), r"schedule is 'wsd'.* lm\.Sched"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake, said", MISTAKES.values(), ids=MISTAKES)
+def test_an_object_of_another_kind_is_refused_in_one_line(tmp_path, monkeypatch, mistake, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match=said) as refused:
+        mistake()
+    assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
+
+
+def test_the_trainer_takes_counts_as_a_config_does():
+    trainer = package.Trainer(max_tokens="2K", val_interval="1K", accelerator="cpu")
+    assert trainer._wanted["max_tokens"] == 2000 and trainer.val_interval == 1000
 
 
 def test_the_trainer_makes_a_run_and_resumes_it(workplace):

@@ -59,11 +59,13 @@ def test_a_refusal_is_one_line_and_leaves_no_run(workplace, name):
 
 def test_a_wrong_argument_is_one_line_too(workplace):
     refused, _ = fit(workplace, "refused", ("EarlyStopping", {"monitor": "val/loss", "mode": "lowest"}), expect=2)
-    assert refused.stderr == f"lm fit: trainer, {PLACE}EarlyStopping: `mode` can be min, max, got lowest\n"
+    assert refused.stderr == f"lm fit: trainer.callbacks: {PLACE}EarlyStopping: `mode` can be min, max, got lowest\n"
 
 
 @pytest.mark.parametrize("given, message", [
-    ([{"class_path": PLACE + "EarlyStopping"}], f"give monitor under init_args, got a {PLACE}EarlyStopping"),
+    ([{"class_path": PLACE + "EarlyStopping"}], f"give monitor under init_args of {PLACE}EarlyStopping"),
+    ([{"class_path": "EarlyStopping"}], "give the whole path, one of lightning.pytorch.callbacks.EarlyStopping, "
+                                        "lm.training.callbacks.stopping.EarlyStopping"),
     ({"class_path": PLACE + "EarlyStopping"}, "expected a list: begin with a dash, `- class_path: ...`"),
     ([{"class_path": PLACE + "EarlyStoping"}], f"did you mean {PLACE}EarlyStopping?"),
 ])  # fmt: skip

@@ -3,10 +3,14 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from trainings import HERE, lm, make_workplace, write_config
+
+from lm.errors import RunError
+from lm.training.callbacks.logging import metrics_of_callback
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
 CALLBACKS = re.search(r"```python\n(# my_callbacks.py\n.*?)```", README, re.DOTALL)[1]
@@ -60,6 +64,18 @@ def test_a_run_stops_at_a_loss(place):
     *before, last = [line["train/loss"] for line in lines]
     assert last < 3.0 <= min(before) and lines[-1]["step"] < 12
     assert (place / f"checkpoints/stopped/step-{lines[-1]['step']:08d}").is_dir()
+
+
+@pytest.mark.parametrize("returned, said", [
+    (["a"], "a list: it returns a dictionary of numbers by name"), (None, "a NoneType: it"),
+    ({"mine": "text"}, "'text' for 'mine': a metric is a number"), ({"mine": torch.ones(2)}, r"tensor.* for 'mine'"),
+])
+def test_what_is_no_metric_is_named_with_its_callback(returned, said):
+    class Own: pass
+    with pytest.raises(RunError, match=rf"^Own\.logged_metrics returned {said}"):
+        metrics_of_callback(Own(), returned)
+    numbers = {"a": torch.tensor(3), "b": np.float32(0.5), "c": 2}
+    assert json.dumps(metrics_of_callback(Own(), numbers)) == '{"a": 3, "b": 0.5, "c": 2}'
 
 
 def test_what_lightning_s_log_is_given_is_logged_like_the_rest(place):

@@ -5,6 +5,8 @@ The files are those of the page, as they stand there.
 
 import json
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +15,21 @@ from torch import nn
 from trainings import HERE, lm, make_workplace, write_config
 
 import lm as package
+from lm.cli.config import TrainingParser, config_parser
 from lm.errors import RequestError
-from lm.model.custom import call_for_losses, custom_flops_per_token, is_stock, refuse_contract
-from lm.model.decoder import Decoder, DecoderConfig, losses_of
+from lm.model.custom import (
+    call_for_losses,
+    custom_flops_per_token,
+    is_stock,
+    named,
+    refuse_contract,
+    refuse_losses,
+)
+from lm.model.decoder import Decoder, DecoderConfig, Losses, losses_of
 from lm.model.estimates import flops_per_token
 from lm.runs.run import Run
+from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Samples, SamplesConfig
+from lm.training.distributed import DistributedConfig, ReplicatedStrategy
 from lm.training.optim import GroupConfig, GroupsConfig, OptimizerConfig, build_optimizer
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
@@ -69,7 +81,10 @@ def test_a_decoder_with_another_activation(place, monkeypatch):
     kind = load_class(place, monkeypatch, "my_model", "MyModule")
     model = package.load_model(place / "checkpoints/whole", module=kind)
     assert isinstance(model.decoder, Decoder) and not is_stock(model.decoder)
-    assert model.generate("Chapter", max_new_tokens=4)[0].text
+    greedy = {"max_new_tokens": 4, "sampling": package.Sampling(temperature=0)}
+    [written] = package.generate(place / "checkpoints/whole", "Chapter", module=kind, **greedy)
+    assert written.text and written.text == model.generate("Chapter", **greedy)[0].text
+    assert package.evaluate(place / "checkpoints/whole", texts=str(place / "texts/000.txt"), module=kind)["texts"]
 
 
 def test_any_module(place, monkeypatch):
@@ -98,6 +113,20 @@ def test_any_module(place, monkeypatch):
     assert "gru.weight_ih_l0" in page and "likeliest in 100.0%" in page
 
 
+def test_weights_that_no_loss_uses_are_named_under_ddp():
+    """Once gradients are exchanged, and in a later step without their names; a frozen one needs no gradient."""
+    strategy, module = ReplicatedStrategy(1.0, DistributedConfig()), nn.Module()
+    module.decoder = Small()
+    module.decoder.table.requires_grad_(False)
+    strategy.model, strategy._lightning_module = SimpleNamespace(require_backward_grad_sync=False), module
+    strategy.post_backward(torch.zeros(()))
+    strategy.model.require_backward_grad_sync = True
+    with pytest.raises(RequestError, match=r"not use the weights mix\.weight, mix\.bias and 1 other: ddp needs"):
+        strategy.post_backward(torch.zeros(()))
+    strategy.on_exception(error := RuntimeError("Expected to have finished reduction in the prior iteration ..."))
+    assert str(error).startswith("the loss of a step does not use all weights: ddp needs")
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @pytest.mark.slow
 def test_over_two_ranks(place, strategy):
@@ -115,7 +144,11 @@ def test_what_is_said_without_the_class(place):
     run(place, "my_gru.py", "fit", "--config", config, "--trainer.max_steps", "2", "--run", "said")
     for command in (["validate", "--run", "said"], ["generate", "--run", "said", "--prompt", "a"]):
         refused = run(place, *command, expect=2)
-        assert "a model that the class MyGRU builds" in refused and "lm.run(MyGRU)" in refused
+        assert "a model that the class MyGRU builds" in refused
+        assert "has `lm.run(MyGRU)`, such as `python my_gru.py generate`" in refused
+    trained = Run(place / "checkpoints/said")
+    assert " my_gru.py validate --ckpt_path " in trained.validate_command()
+    assert " my_gru.py fit --config " in trained.resume_command()
     refused = run(place, "fit", "--config", config, "--run", "said", "--ckpt_path", "auto", "--force",
                   expect=2)  # fmt: skip
     assert "a model that the class MyGRU builds" in refused
@@ -170,8 +203,130 @@ def test_the_contract_is_checked():
     with pytest.raises(RequestError, match=r"Linear\.forward takes no labels"):
         refuse_contract(nn.Linear(2, 2), {})
     with pytest.raises(RequestError, match="build_decoder returned int"):
-        refuse_contract(3, {})
-    wrong = Small()
-    wrong.forward = lambda input_ids, labels=None: torch.zeros(2, 3, 11)
-    with pytest.raises(RequestError, match=r"returned a tensor \(2, 3, 11\): it returns Losses\(total, per_token\)"):
-        call_for_losses(wrong, ids, ids)
+        named(3, DecoderConfig())
+
+
+def mean_of(module, input_ids, labels):
+    per_token = nn.functional.cross_entropy(module(input_ids).transpose(1, 2), labels, reduction="none")
+    return Losses(per_token.mean(), per_token)
+
+
+WRONG = {
+    "a tensor": (lambda module, ids, labels: torch.zeros(2, 3, 11),
+                 r"a tensor \(2, 3, 11\): it returns Losses\(total, per_token\)"),
+    "no tensor": (lambda module, ids, labels: (torch.zeros(()), 0), r"a tuple of a tensor \(\) and int: it returns"),
+    "one target less": (lambda module, ids, labels: losses_of(module(ids)[:, 1:], labels[:, 1:]),
+                        r"a tensor \(\) and a tensor \(2, 2\): it .* per_token \(2, 3\)"),
+    "no sum": (lambda module, ids, labels: Losses(torch.zeros(2, 3), torch.zeros(2, 3)), "total one number"),
+    "no gradient": (lambda module, ids, labels: Losses(losses_of(module(ids), labels).per_token.sum(),
+                                                       torch.zeros(2, 3)), "total has no gradient: add up"),
+    "a mean": (mean_of, "total is the mean of per_token: make it the sum.* 6 times too small"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forward, said", WRONG.values(), ids=WRONG)
+def test_losses_that_would_train_wrongly_are_refused(forward, said):
+    module = named(Small(), DecoderConfig(vocab_size=11))
+    logits = module.forward
+    module.forward = lambda ids, labels=None: logits(ids) if labels is None else forward(module, ids, labels)
+    with pytest.raises(RequestError, match=rf"^Small\.forward\(input_ids, labels=labels\) returned .*{said}"):
+        refuse_losses(module, (2, 3), {})
+
+
+def test_a_trial_leaves_no_trace():
+    """A further loss in the total is none of a mean, and losses without gradients are none where nothing is trained."""
+    class Counts(Small):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, input_ids, labels=None):
+            self.calls += 1
+            assert torch.rand(()) < 1 and not self.training and self.mix.training is False
+            logits = super().forward(input_ids)
+            total, per_token = losses_of(logits, labels)
+            return Losses(total + 3 * logits.square().mean(), per_token)
+
+    module, drawn = named(Counts(), DecoderConfig(vocab_size=11)), torch.get_rng_state()
+    refuse_losses(module, (2, 3), {})
+    refuse_losses(module.requires_grad_(False), (2, 3), {})
+    assert module.calls == 0 and module.training and module.mix.training
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+OPTIONS = """
+import lm
+from my_gru import GRU, MyGRU
+
+class Cut(GRU):
+    def forward(self, input_ids, labels=None):
+        found = super().forward(input_ids, labels)
+        return found[:, -1] if labels is None else found
+
+class Last(MyGRU):
+    def __init__(self, layers: int, kind: str = "gru", **options):
+        super().__init__(**options)
+
+    def build_decoder(self, config):
+        return Cut(config.vocab_size, config.hidden_size, self.hparams.layers)
+
+if __name__ == "__main__":
+    lm.run(Last)
+"""
+
+
+def test_a_model_without_logits_is_trained(place):
+    """Only a sample at the end is left out. `kind` is an option like any other, though ours has that name, too."""
+    (place / "my_last.py").write_text(OPTIONS)
+    changes = SHORT | {"samples.prompts": None, "trainer.max_steps": 2, "model.layers": 1}
+    config = str(write_config(place, "last", **changes))
+    said = run(place, "my_last.py", "fit", "--config", config, "--run", "last", "--model.kind", "lstm")
+    assert "Cut.forward(input_ids), without labels, returned a tensor (2, " in said
+    document = json.loads((place / "checkpoints/last/best/config.json").read_text())
+    assert document["init_args"] == {"layers": 1, "kind": "lstm"}
+
+
+@pytest.mark.parametrize("callback, option", [
+    (Samples(SamplesConfig(prompts=["a"])), "samples.prompts"),
+    (Evaluations(EvaluationConfig(tasks=["a"])), "evaluation.tasks"),
+])
+@pytest.mark.parametrize("forward, said", [
+    (lambda ids, labels: None, "fails with TypeError: .*missing 1 required positional argument: 'labels'"),
+    (lambda ids: torch.zeros(2, 11), r"returned a tensor \(2, 11\)"),
+    (lambda ids: torch.zeros(2, 3), r"returned a tensor \(2, 3\)"),
+    (lambda ids: torch.zeros(2, 3, 11), None),
+])
+def test_logits_are_needed_where_they_are_asked_for(callback, option, forward, said):
+    module = named(Small(), DecoderConfig(vocab_size=11, max_position_embeddings=8))
+    module.forward = forward
+    trainer = SimpleNamespace(precision_plugin=SimpleNamespace(forward_context=nullcontext))
+    callback.prompts = callback.tasks = []
+    callback.on_model_built(trainer, SimpleNamespace(decoder=module))
+    callback.prompts = callback.tasks = ["a"]
+    refused = pytest.raises(RequestError, match=rf"^Small\..* {said}, and {option} needs logits .*\(2, 3, 11\)$")
+    with refused if said else nullcontext():
+        callback.on_model_built(trainer, SimpleNamespace(decoder=module))
+
+
+class Takes(package.LanguageModule):
+    def __init__(self, width: int = 3):
+        super().__init__(DecoderConfig())
+
+
+class Passes(package.LanguageModule):
+    def __init__(self, width: int = 3, **options):
+        pass
+
+
+@pytest.mark.parametrize("kind", [Takes, Passes])
+def test_a_class_without_the_options_of_a_model_is_refused(monkeypatch, kind):
+    monkeypatch.setattr("lm.model.custom._module_class", kind)
+    with pytest.raises(RequestError, match=rf"^{kind.__name__}\.__init__ does not take decoder .* with \*\*options"):
+        config_parser("lm fit")
+
+
+@pytest.mark.parametrize("parser, name", [(config_parser("lm plan"), "model.layers"),
+                                          (TrainingParser(prog="lm"), "fit.model.layers")])
+def test_an_option_without_a_default_has_to_be_given(parser, name):
+    with pytest.raises(RequestError, match="^give --model.layers, or model.layers in the config"):
+        parser.error(f"the following arguments are required: {name}")

@@ -18,6 +18,7 @@ from lm.errors import LmError, RequestError, require_at_least
 from lm.evaluation.benchmark import check_items, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
 from lm.inference.generation import Sampling, generate
+from lm.model.custom import refuse_logits
 from lm.runs.evaluations import evaluation_metrics, evaluation_record
 from lm.system.files import append_line
 from lm.system.units import Count
@@ -38,6 +39,7 @@ class BetweenSteps(Callback, ABC):
     """
 
     name: str  # of what it does, for messages
+    option: str  # that asks for it
     interval: int | None  # None: after every validation
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -50,6 +52,16 @@ class BetweenSteps(Callback, ABC):
 
     def is_due(self, step: int, max_steps: int) -> bool:
         return step % self.interval == 0
+
+    @property
+    @abstractmethod
+    def asked(self) -> bool:
+        """Whether the config asks for it, once the fit is set up."""
+
+    def on_model_built(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.asked:
+            with trainer.precision_plugin.forward_context():
+                refuse_logits(pl_module.decoder, self.option)
 
     @abstractmethod
     def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
@@ -107,7 +119,7 @@ class SamplesConfig:
 class Samples(BetweenSteps):
     """Writes texts to TensorBoard (`sample/0`, `sample/1`, ...) and to the run's `samples.jsonl`."""
 
-    name = "samples"
+    name, option = "samples", "samples.prompts"
 
     def __init__(self, config: SamplesConfig) -> None:
         self.config, self.interval = config, config.interval
@@ -130,6 +142,10 @@ class Samples(BetweenSteps):
                     f"samples.prompts: {textwrap.shorten(text, 40)!r} has {len(prompt)} tokens, which leaves no room "
                     f"in the context of {context}: shorten it by {len(prompt) - context + 1} or more"
                 )
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.prompts)
 
     def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
         if self.prompts and (trainer.is_global_zero or sharded):
@@ -213,7 +229,7 @@ class Evaluations(BetweenSteps):
     Ranks with a whole model each divide the items; those that share one do all of them together.
     """
 
-    name = "evaluation"
+    name, option = "evaluation", "evaluation.tasks"
 
     def __init__(self, config: EvaluationConfig) -> None:
         self.config, self.interval = config, config.interval
@@ -233,6 +249,10 @@ class Evaluations(BetweenSteps):
                 "evaluation.interval, in optimizer steps"
             )
         self.tasks = self.config.read()
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.tasks)
 
     def is_due(self, step: int, max_steps: int) -> bool:
         return step % self.interval == 0 or step == max_steps

@@ -7,21 +7,26 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
+from numbers import Real
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import Callback as LightningCallback
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from lm.errors import RunError
 from lm.model.huggingface import to_huggingface
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
+from lm.system.arguments import shown
 from lm.system.files import append_bytes
 from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
@@ -91,8 +96,9 @@ class RunLog(Callback):
         if step % self.interval and step != trainer.max_steps:
             return
         metrics = pl_module.logged_metrics()
-        for more in call_hook(trainer, "logged_metrics", pl_module):
-            metrics |= more
+        for callback in trainer.callbacks:
+            if hasattr(callback, "logged_metrics"):
+                metrics |= metrics_of_callback(callback, callback.logged_metrics(trainer, pl_module))
         own = {name: value for name, value in trainer.logged_metrics.items() if name not in self._of_validations}
         self.log_metrics(trainer, pl_module, _numbers(own) | metrics)
 
@@ -169,6 +175,23 @@ class RunLog(Callback):
 
 def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
     return {name: value.item() for name, value in metrics.items()}
+
+
+def metrics_of_callback(callback: LightningCallback, metrics: Any) -> dict[str, float]:
+    """What `logged_metrics` of a callback returned, as plain numbers.
+
+    Raises:
+        RunError: it is something else; names the callback and the metric.
+    """
+    returned = f"{type(callback).__name__}.logged_metrics returned"
+    if not isinstance(metrics, Mapping):
+        raise RunError(f"{returned} a {type(metrics).__name__}: it returns a dictionary of numbers by name")
+    numbers = {name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+               for name, value in metrics.items()}  # fmt: skip
+    for name, value in numbers.items():
+        if not isinstance(name, str) or not isinstance(value, Real):
+            raise RunError(f"{returned} {shown(value)} for {name!r}: a metric is a number")
+    return {name: value if isinstance(value, int) else float(value) for name, value in numbers.items()}
 
 
 def _kind(name: str) -> str:

@@ -68,8 +68,8 @@ class Interrupt(Callback, Checkpoint):
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         asked = self._any_rank_asked()
-        if trainer.global_step >= trainer.max_steps:
-            STOP.disarm()
+        if trainer.stop is None and trainer.global_step >= trainer.max_steps:
+            STOP.disarm()  # nothing is left to interrupt
         elif asked or trainer.stop is not None:
             trainer.end_run()
 

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lm.errors import RunError
+from lm.errors import RequestError, RunError
+from lm.model.custom import refuse_logits
 from lm.model.estimates import ASSUMED_MFU, recomputed_flops_per_token
 from lm.runs.checkpoint import read_progress
 from lm.runs.history import read_samples
@@ -140,7 +141,11 @@ def _sample(trainer: Trainer, module: LightningModule) -> str | None:
         samples = Samples(SamplesConfig(prompts=[""]))
         samples.setup(trainer, module, "fit")
         try:
+            refuse_logits(module.decoder, "a sample of its texts")
             text = samples.written(trainer, module)[0]
+        except RequestError as error:
+            log.warning("%s", error)
+            return None
         except (RunError, torch.OutOfMemoryError):
             return None
     else:

@@ -175,7 +175,8 @@ class ThroughputFloor(Callback):
         line = self._diagnosis(trainer, pl_module, metrics) if trainer.is_global_zero else None
         line = from_rank_zero(trainer, line)
         if line is not None:
-            act(trainer, pl_module, "throughput", self.config.action, line, save=self.config.action == "stop")
+            action = self.config.action if trainer.global_step < trainer.max_steps else "warn"
+            act(trainer, pl_module, "throughput", action, line, save=action == "stop")
 
     def _diagnosis(self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> str | None:
         """The diagnosis of this log line, if one is due."""
