@@ -527,6 +527,7 @@ def examine(
             f"`{program()} bench step --config FILE` measures it",
         ))  # fmt: skip
     noted += findings.of_model(found["model"], found["steps"])
+    noted += findings.of_optimizer(config.model.optimizer)
     noted += findings.of_rules(decoder, found["steps"], config)
     if resumed is None:
         noted += findings.of_alerts(decoder, found["steps"], config)

@@ -26,7 +26,7 @@ from lm.system.units import format_bytes, format_count, format_duration, format_
 from lm.training.alerts import true_of_untrained
 from lm.training.callbacks.evaluation import EvaluationConfig
 from lm.training.module import builds_own_model
-from lm.training.optim import GroupConfig
+from lm.training.optim import GroupConfig, OptimizerConfig
 from lm.training.precision import choose_matrices
 from lm.training.schedule import lr_fraction, warmup_problem
 
@@ -336,6 +336,14 @@ def of_schedule(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
         yield Finding("warning", f"model.optimizer.lr {rate:g} without clipping: one bad batch can undo the run; runs "
                       f"with a peak of at most {UNCLIPPED_RATE:g} are clipped at 1.0 too",
                       "--trainer.gradient_clip_val 1.0")  # fmt: skip
+
+
+def of_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
+    """Options that the class of `model.optimizer.class_path` does not get."""
+    if names := optimizer.left_out():
+        values = ", ".join(f"{name} {getattr(optimizer, name)}" for name in names)
+        yield Finding("warning", f"model.optimizer: {values}: this is for AdamW and Muon, and {optimizer.class_path} gets "
+                      "none of it", "put what it should get under model.optimizer.init_args")  # fmt: skip
 
 
 def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:

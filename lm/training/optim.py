@@ -89,8 +89,6 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.init_args and self.class_path is None:
             raise RequestError("model.optimizer.init_args are for a class: give model.optimizer.class_path")
-        if self.class_path is not None:
-            self._refuse_misplaced()
         for name in OURS:
             if name in self.init_args:
                 raise RequestError(f"model.optimizer.init_args.{name}: give model.optimizer.{name}, which schedule and "
@@ -106,18 +104,11 @@ class OptimizerConfig:
             if settings.weight_decay is not None and not settings.weight_decay >= 0:
                 raise RequestError(f"model.optimizer.{place}weight_decay {settings.weight_decay} must not be below 0")
 
-    def _refuse_misplaced(self) -> None:
-        """Refuse options of AdamW and Muon that the class would not get."""
-        if self.name != "adamw":
-            raise RequestError(f"model.optimizer.name {self.name} and class_path {self.class_path} are two optimizers: "
-                               "leave one of them out")  # fmt: skip
-        passed = ("name", "class_path", "init_args", "groups", *OURS)
-        misplaced = [option.name for option in fields(self)
-                     if option.name not in passed and getattr(self, option.name) != option.default]  # fmt: skip
-        if misplaced:
-            names = ", ".join(misplaced)
-            raise RequestError(f"model.optimizer.{names}: this is for AdamW and Muon, and class_path {self.class_path} "
-                               f"does not get it: put {names} under model.optimizer.init_args")  # fmt: skip
+    def left_out(self) -> list[str]:
+        """Options of AdamW and Muon that are set, and that the class of `class_path` does not get."""
+        given = ("class_path", "init_args", "groups", *OURS)
+        return [option.name for option in fields(self)
+                if self.class_path and option.name not in given and getattr(self, option.name) != option.default]  # fmt: skip
 
 
 def group_of(name: str, parameter: Tensor, embeddings: Collection[str] = ("embed_tokens.weight",)) -> str:
