@@ -107,8 +107,8 @@ class OptimizerConfig:
     def left_out(self) -> list[str]:
         """Options of AdamW and Muon that are set, and that the class of `class_path` does not get."""
         given = ("class_path", "init_args", "groups", *OURS)
-        return [option.name for option in fields(self)
-                if self.class_path and option.name not in given and getattr(self, option.name) != option.default]  # fmt: skip
+        options = fields(self) if self.class_path else ()
+        return [one.name for one in options if one.name not in given and getattr(self, one.name) != one.default]
 
 
 def group_of(name: str, parameter: Tensor, embeddings: Collection[str] = ("embed_tokens.weight",)) -> str:
