@@ -70,7 +70,8 @@ DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 # What may be another when a ladder is resumed, since it changes no loss, or no more than the order of additions.
 FREE = ("run", "trainer.default_root_dir", "trainer.devices", "trainer.log_interval", "trainer.val_interval",
         "trainer.checkpoint_interval", "trainer.keep_checkpoints", "trainer.keep_every", "trainer.stop_within",
-        "trainer.mirror", "data.micro_batch_size", "guards", "notify", "tags", "note", "on_event", "expect")  # fmt: skip
+        "trainer.mirror", "data.micro_batch_size", "guards", "notify", "tags", "note", "on_event",
+        "expect")  # fmt: skip
 
 
 class Length(NamedTuple):
