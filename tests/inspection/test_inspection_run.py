@@ -77,7 +77,7 @@ def test_time_is_that_of_training_of_waiting_and_of_pauses():
 
 def test_the_time_of_a_real_run_is_accounted_for(run):
     spent = time_spent(run.metrics())
-    assert spent["computing"] > 0 and spent["pauses"] > 1  # the second session began after step 3
+    assert spent["computing"] > 0 and spent["pauses"] > 0.1  # the second session began after step 3
 
 
 # ---- settings and samples --------------------------------------------------------------------------------------------
