@@ -7,10 +7,11 @@ import signal
 import time
 
 import pytest
+import yaml
 from trainings import lm, make_workplace, processes_of, start
 
 from lm.cli import ladder_report
-from lm.cli.ladder import main
+from lm.cli.ladder import Training, expected_seconds, free_devices, main
 from lm.cli.ladder_report import Trained
 from lm.errors import RequestError
 from lm.runs.run import Run
@@ -150,11 +151,34 @@ def test_bad_input_is_one_line_and_trains_nothing(place, monkeypatch, arguments,
     assert not list((place / "checkpoints").glob("ladder/*d300*"))
 
 
+def test_the_time_left_counts_the_start_of_a_training_and_its_operations():
+    assert expected_seconds([(1e9, 10.0)], 3e9) == pytest.approx(30)
+    assert expected_seconds([(1e9, 9.0), (3e9, 11.0)], 9e9) == pytest.approx(17)
+
+
 def test_a_training_without_a_finite_loss_is_named_and_left_out(place):
     said = lm(place, "ladder", "--depths", "2", "--max_steps", "3", *SIZES, "--optimizer", "adamw", "--name", "wild",
               "--model.optimizer.lr", "1e38", expect=1)  # fmt: skip
     assert "wild-d2-n3-s1 ended without a finite loss" in said.stderr and "Without a finite loss" in said.stdout
     assert report(place, "wild")["runs"][0]["loss"] is None
+
+
+@pytest.mark.parametrize(
+    "count, visible, devices, places",
+    [
+        (0, "", 1, [None]),
+        (3, "", 1, ["0", "1", "2"]),
+        (2, "5,7", 1, ["5", "7"]),
+        (5, "", 2, ["0,1", "2,3"]),
+        (2, "", "auto", ["0,1"]),
+    ],
+)
+def test_each_device_takes_a_training(monkeypatch, count, visible, devices, places):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = yaml.safe_dump({"trainer": {"accelerator": "auto", "devices": devices}})
+    one = Training(None, {}, 1, config, Run("checkpoints/ladder/a"), False)
+    assert free_devices([one]) == places
 
 
 @pytest.mark.slow
