@@ -1,7 +1,7 @@
 """`lm ladder`: trainings of several sizes and seeds, one after another, and what their losses predict for a larger one.
 
 The configs are those of `lm scale`, and every training is an ordinary run in the ladder's folder, so the same command
-goes on where it was killed. `cli/ladder_report` has what is measured and predicted.
+resumes it. `cli/ladder_report` has what is measured and predicted.
 """
 
 import ctypes
@@ -197,14 +197,14 @@ def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
         RequestError: one is no number above 0.
     """
     found = set()
-    for word in ",".join(given).split(","):
+    for word in ",".join(given).split(",") if given else ():
         try:
-            number = kind(word) if word.strip() or given else None
+            number = kind(word)
         except ValueError:
             number = -1
-        if number is not None and not 0 < number < math.inf:
+        if not 0 < number < math.inf:
             raise RequestError(f"{option} {','.join(given)}: {word!r} is no {'whole ' * (kind is int)}number above 0")
-        found |= {number} - {None}
+        found.add(number)
     return sorted(found)
 
 
@@ -551,7 +551,7 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
             places.append(place)
             if child.returncode == Interrupted.exit_code:
                 stop(running)
-                raise Interrupted(f"{one.run.name} was interrupted; the same command goes on with the ladder")
+                raise Interrupted(f"{one.run.name} was interrupted; the same command resumes the ladder")
             if not one.finished:
                 failed.append(one)
                 log.error("%s: %s", one.run.name, last_line(one.log))
@@ -571,7 +571,7 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
     if STOP.received:
         stop(running)
         raise Interrupted(f"{STOP.received.name}: {sum(one.finished for one in wanted)} of {len(wanted)} trainings are "
-                          "finished; the same command goes on with the ladder")  # fmt: skip
+                          "finished; the same command resumes the ladder")  # fmt: skip
     return failed
 
 

@@ -182,7 +182,7 @@ def test_each_device_takes_a_training(monkeypatch, count, visible, devices, plac
 
 
 @pytest.mark.slow
-def test_a_ladder_is_killed_and_goes_on(place):
+def test_a_ladder_is_killed_and_resumed(place):
     """By SIGKILL in its first training, and by SIGTERM in the second; no training outlives it, and losses are equal."""
     options = ["ladder", "--depths", "2,3", "--max_steps", "60", *SIZES, "--trainer.checkpoint_interval", "10",
                "--trainer.val_interval", "60", "--trainer.stop_within", "0"]  # fmt: skip
@@ -194,7 +194,7 @@ def test_a_ladder_is_killed_and_goes_on(place):
         out, err = process.communicate(timeout=120)
         assert process.returncode == code, err
         wait_for(lambda: not processes_of(place))
-    assert "1 of 2 trainings are finished; the same command goes on" in err
+    assert "1 of 2 trainings are finished; the same command resumes" in err
     lm(place, *options, "--name", "killed")
     killed, whole = ([one["loss"] for one in report(place, name)["runs"]] for name in ("killed", "whole"))
     assert killed == whole
