@@ -85,7 +85,7 @@ def test_what_may_change_is_shown_and_used(copied):
 
 def test_another_optimizer_is_refused_before_it_meets_a_state_that_is_not_its_own(copied):
     refused = resume(copied, "--model.optimizer.name=muon", expect=2)
-    assert refused.stderr.splitlines()[-1].endswith("set model.optimizer.name back")
+    assert refused.stderr.splitlines()[-1].endswith("give name adamw")
     resume(copied)
     assert losses(copied) == expected(copied)
 

@@ -350,6 +350,11 @@ class EventFile(TensorBoardLogger):
     def experiment(self) -> "SummaryWriter":
         """torch's SummaryWriter, which writes nothing where the disk is full instead of failing from then on."""
         if self._experiment is None:
+            # Files are read in the order of their names, which begin with the second: not that of an earlier session.
+            names = (path.name.split(".")[3:4] for path in self._run.path.glob("events.out.tfevents.*"))
+            taken = {int(second) for [second] in names if second.isdigit()}
+            while int(time.time()) in taken:
+                time.sleep(0.05)
             writer = super().experiment.file_writer.event_writer
             writer._async_writer._writer._writer = _TolerantFile(Path(writer._file_name), self._run)
         return self._experiment
