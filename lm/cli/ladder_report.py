@@ -144,7 +144,7 @@ def add_laws(found: dict[str, Any], sizes: Sequence[Measured]) -> None:
         if max(x) < 1.01 * min(x):  # such as the tokens of runs with as many steps
             continue
         fit = scaling_laws.fit_sizes(x, losses)
-        if fit.laws[0].exponent <= 0:
+        if fit.laws[0](max(x)) >= fit.laws[0](min(x)):
             found["notes"].append(f"{length}: the loss does not fall with {quantity}: no law is fitted.")
             continue
         predicted, measured = scaling_laws.backtest(x, losses)
@@ -210,7 +210,7 @@ def add_joint_law(found: dict[str, Any], fitted: Sequence[Measured], sizes: Sequ
     enough = len(lengths) >= scaling_laws.FEWEST_LENGTHS and len(depths) >= scaling_laws.FEWEST
     if not enough or len(fitted) < len(lengths) * len(depths):
         return
-    points = [scaling_laws.Size(size.parameters, size.tokens, size.flops, tuple(size.losses)) for size in fitted]
+    points = [scaling_laws.Size(size.parameters, size.tokens, tuple(size.losses)) for size in fitted]
     law = scaling_laws.fit_joint_law(points)
     errors = [math.log(fmean(size.losses) / law(size.parameters, size.tokens)) for size in fitted]
     found["joint"] = {

@@ -27,7 +27,6 @@ class Size(NamedTuple):
 
     parameters: float  # outside the embedding
     tokens: float  # of the run
-    flops: float  # floating-point operations of the run
     losses: tuple[float, ...]  # one for each seed, in nats a token or bits per byte
 
 

@@ -82,6 +82,19 @@ def test_a_grid_of_factors(place):
     assert found["sizes"][0]["flops"] == pytest.approx(1e9, rel=0.05)
 
 
+@pytest.mark.parametrize("depths", [(2, 3, 4), (2, 3, 4, 5, 6)])
+def test_a_loss_that_rises_with_size_has_no_law(tmp_path, depths):
+    trainings = []
+    for depth in depths:
+        run = Run(tmp_path / str(depth))
+        run.path.mkdir()
+        run.describe(id=run.name, name=run.name, status="finished")
+        (run.path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "val/loss": 2 + depth / 10}) + "\n")
+        trainings.append(Trained(depth, "5 steps", depth**3, 100, 600 * depth**3, {}, 1, False, run))
+    found = ladder_report.report("rises", "lm ladder", trainings)
+    assert not found["laws"] and "5 steps: the loss does not fall with operations: no law is fitted." in found["notes"]
+
+
 def test_the_report_of_several_lengths_and_a_grid(tmp_path):
     """Losses by a known law, of which the report finds the law, the best size and the best value of the grid."""
 
