@@ -159,7 +159,7 @@ def fit_briefly(
             data_options["path"] = str(Path(folder) / "data")
             data_options["shuffle_buffer"] = max(config.data.shuffle_buffer, ROW_GROUP_TOKENS)  # one row group fits
         data = DataModule(**data_options)
-        data.seed = config.seed_everything
+        data.set_position(seed=config.seed_everything)
         constant = replace(config.model.schedule, name="constant")
         module = training_class()(**vars(config.model) | {"schedule": constant})
         request = vars(config.trainer) | {

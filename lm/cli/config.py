@@ -418,7 +418,7 @@ class TrainingCLI(LightningCLI):
             return
         repair_links(run, self.checkpoint)
         if run.status() not in ("finished", "stopped"):
-            run.describe(status="finished", reason="all steps done", step=self.trainer.start.step)
+            run.describe(status="finished", reason="all steps done", step=self.trainer.run_state.start.step)
             record_run(run)
 
     def after_validate(self) -> None:
@@ -429,12 +429,11 @@ class TrainingCLI(LightningCLI):
     after_test = after_validate
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        self.datamodule.seed = self.config[subcommand].seed_everything
-        self.trainer.checkpoint_io.load_optimizer = subcommand == "fit"
+        self.datamodule.set_position(seed=self.config[subcommand].seed_everything)
         verified = subcommand == "fit" or self.config[subcommand].ckpt_path not in (None, "best", "last")
-        self.trainer.checkpoint_io.verified = self.checkpoint if verified else None
+        self.trainer.load_with(optimizer=subcommand == "fit", verified=self.checkpoint if verified else None)
         if subcommand != "fit":
-            self.trainer.run = self.resumed_run
+            self.trainer.run_state.run = self.resumed_run
         path = str(self.checkpoint) if self.checkpoint else None
         return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": path}
 

@@ -215,7 +215,7 @@ class Trainer(BareTrainer):
         checkpoint, resumed = find_checkpoint(
             reference, self._name, self.default_root_dir, named=auto, command="fit")  # fmt: skip
         self._folder.resume(resumed, auto)
-        self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = True, checkpoint
+        self.load_with(optimizer=True, verified=checkpoint)
         with _logging_to_console(), STOP.borrowed():
             try:
                 super().fit(model, datamodule, ckpt_path=checkpoint and str(checkpoint))
@@ -246,8 +246,8 @@ class Trainer(BareTrainer):
             owner = self.run or find_run(self._name, self.default_root_dir)
             ckpt_path = owner.checkpoint(str(ckpt_path))
         refuse_parts(model, datamodule)
-        datamodule.seq_len = datamodule.seq_len or model.config.max_position_embeddings
-        self.checkpoint_io.load_optimizer = False
+        datamodule.set_position(seq_len=datamodule.seq_len or model.config.max_position_embeddings)
+        self.load_with(optimizer=False)
         stage(model, datamodule=datamodule, ckpt_path=ckpt_path and str(ckpt_path), verbose=False)
         return {name: value.item() for name, value in self.callback_metrics.items()}
 

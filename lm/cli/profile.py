@@ -41,8 +41,8 @@ SPANS = {
     "train_dataloader_next": "data",
     "batch_to_device": "data",
     "training_step": "optimizer",
-    "forward_backward": "forward",
-    "manual_backward": "backward",
+    "forward": "forward",
+    "backward": "backward",
 }
 TITLES = {
     "data": "waiting for data", "forward": "forward pass", "backward": "backward pass",
@@ -163,17 +163,8 @@ class Parts(Profiler):
         self._seconds: dict[str, float] = defaultdict(float)
 
     def watch(self, trainer: Trainer, module: LanguageModule) -> None:
-        """Follow this fit; the forward and the backward pass become spans too, as Lightning knows the step only."""
+        """Follow this fit."""
         self._trainer = trainer
-        for name in ("forward_backward", "manual_backward"):
-            setattr(module, name, self._as_span(name, getattr(module, name)))
-
-    def _as_span(self, name: str, method: Callable) -> Callable:
-        def call(*args: Any) -> Any:
-            with self.profile(name):
-                return method(*args)
-
-        return call
 
     def start(self, action_name: str) -> None:
         """A span begins."""

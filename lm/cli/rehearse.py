@@ -30,6 +30,7 @@ from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.budget import Budget, BudgetConfig, Cost, Meter
 from lm.training.callbacks.guards import Action, Alert, Alerts, NotFinite, Rollback
 from lm.training.callbacks.throughput import ThroughputFloor
+from lm.training.run_state import RunState
 from lm.training.schedule import lr_fraction
 from lm.training.step_stats import StepRecord
 
@@ -85,12 +86,13 @@ class Stage(logging.Handler):
         self.run.path.mkdir()
         decoder = replace(config.model.decoder, vocab_size=found.get("model", {}).get("vocab_size") or 2**15)
         self.module = SimpleNamespace(
-            config=decoder, recent_steps=[], schedule_config=config.model.schedule, device=SimpleNamespace(type="cpu"),
+            config=decoder, schedule_config=config.model.schedule, device=SimpleNamespace(type="cpu"),
             attention_kernels="not chosen yet", kernels_taken="not chosen yet", decoder=SimpleNamespace(fused=True),
         )  # fmt: skip
         rate = found.get("time", {}).get("tokens_per_second") or self.steps.tokens_per_step / seconds
         self.tokens_per_second = max(rate, 2 * (config.guards.throughput.floor or 0))
-        self.global_step, self.stop, self.requested = 0, None, False
+        self.run_state = RunState(run=self.run)
+        self.global_step, self.requested = 0, False
         self.events: list[dict[str, Any]] = []
 
     @property
@@ -124,8 +126,8 @@ class Stage(logging.Handler):
             logger.propagate = propagate
         if self.events and self.requested:
             self.events[-1]["checkpoint"] = True
-        if self.events and self.stop is not None:
-            self.events[-1].update(exit_code=self.stop.exit_code, reason=str(self.stop))
+        if self.events and self.run_state.stop is not None:
+            self.events[-1].update(exit_code=self.run_state.stop.exit_code, reason=str(self.run_state.stop))
         self.requested = False
 
     def healthy(self, step: int) -> Line:
@@ -148,7 +150,7 @@ class Stage(logging.Handler):
 
     @property
     def ended(self) -> bool:
-        return self.stop is not None or self.global_step >= self.max_steps
+        return self.run_state.stop is not None or self.global_step >= self.max_steps
 
 
 # ---- scenarios -------------------------------------------------------------------------------------------------------
@@ -236,8 +238,8 @@ def _alert(stage_of: Callable[..., Stage], text: str, action: Action | Alert, ma
 def _not_finite(stage: Stage, count: int) -> Stage:
     while count > 0 and not stage.ended:
         steps = range(stage.global_step + 1, stage.global_step + stage.log_interval + 1)
-        stage.module.recent_steps = [StepRecord(step, math.nan, math.nan, False) for step in steps][:count]
-        count -= len(stage.module.recent_steps)
+        stage.run_state.stats.recent = [StepRecord(step, math.nan, math.nan, False) for step in steps][:count]
+        count -= len(stage.run_state.stats.recent)
         stage.line()
     return stage
 

@@ -169,15 +169,30 @@ class DataModule(LightningDataModule):
         self.on_bad_shard = on_bad_shard
         self.cache = BlockCache(Path(cache_dir), cache_bytes)
         self.texts = [texts] if isinstance(texts, str) else texts
-        self.seed = 0  # of the order of samples; the CLI sets it to seed_everything
-        self.global_batch = micro_batch_size  # samples of an optimizer step; the trainer sets it
-        self.consumed = 0  # samples trained on so far; a resumed checkpoint sets it
+        self.seed = 0  # of the order of samples
+        self.global_batch = micro_batch_size  # samples of an optimizer step
+        self.consumed = 0  # samples trained on so far
         self.tokenizer: Tokenizer | None = None
         # Bytes of text of each token in what is evaluated: (V,) fp64; of a mixture (sources, V).
         self.token_bytes: torch.Tensor | None = None
         self.shards: dict[str, Shards] = {}  # of each split, those of all sources
         self.by_source: dict[str, dict[str, Shards]] = {}  # of each split, by name of the source
         self.predicted: deque[tuple[str, int]] = deque()  # document and first token of rows that were predicted
+
+    def set_position(
+        self, *, seed: int | None = None, seq_len: int | None = None, global_batch: int | None = None,
+        consumed: int | None = None,
+    ) -> None:  # fmt: skip
+        """Set what decides which samples the next step has; what is not given stays as it is.
+
+        Args:
+            seed: of the order of samples.
+            seq_len: predicted tokens of a sample.
+            global_batch: samples of an optimizer step, over all ranks.
+            consumed: samples trained on so far.
+        """
+        given = {"seed": seed, "seq_len": seq_len, "global_batch": global_batch, "consumed": consumed}
+        vars(self).update({name: value for name, value in given.items() if value is not None})
 
     def prepare_data(self) -> None:
         """Make `path` when it is not there; on one rank of a node, before `setup`."""
@@ -416,8 +431,7 @@ class DataModule(LightningDataModule):
             buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].largest.tokens)
         return Stream(
             self.shards["train"], self.order(), seq_len=self.seq_len, start=self.consumed,
-            global_batch=self.global_batch, rank=self.trainer.global_rank, world=self.trainer.world_size,
-            shuffle_buffer=buffer, reading=self._reading(),
+            global_batch=self.global_batch, shuffle_buffer=buffer, **self._share(),
         )
 
     def val_dataloader(self) -> Any:
@@ -452,13 +466,18 @@ class DataModule(LightningDataModule):
         parts = [
             Windows(
                 self.by_source[split][source.name], seq_len=self.seq_len, micro_batch=self.micro_batch_size,
-                limit=self._limit(split), rank=self.trainer.global_rank, world=self.trainer.world_size,
-                reading=self._reading(), source=index if self.mixed else None,
+                limit=self._limit(split), source=index if self.mixed else None, **self._share(),
             )
             for index, source in enumerate(self.sources) if source.name in self.by_source[split]
         ]  # fmt: skip
         return ChainDataset(parts) if self.mixed else parts[0]
 
-    def _reading(self) -> Reading:
-        """Damaged blocks are skipped in a fit alone, whose metrics, log and alerts show them."""
-        return Reading(self.timeout, self.on_bad_shard if self.trainer.state.fn == "fit" else "raise")
+    def _share(self) -> dict[str, Any]:
+        """This rank's part of the rows, and how they are read; without a Trainer all of them.
+
+        Damaged blocks are skipped in a fit alone, whose metrics, log and alerts show them.
+        """
+        trainer = self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        fits = trainer is None or trainer.state.fn == "fit"
+        return {"rank": rank, "world": world, "reading": Reading(self.timeout, self.on_bad_shard if fits else "raise")}

@@ -1,7 +1,7 @@
 """What a validation and a benchmark report: loss, perplexity, bits per byte, standard errors and 95 % intervals."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,3 +156,28 @@ class TokenLoss(Metric):
             "bits_per_byte": self.text_nats / self.text_bytes / math.log(2),
             "tokens": self.tokens,
         }
+
+
+def loss_metrics(
+    result: Mapping[str, Tensor], prefix: str, sources: Sequence[str] = (), shares: Tensor | None = None
+) -> dict[str, Tensor]:
+    """What `TokenLoss.compute` found, by the names of metrics: `val/loss`, `val/bpb` and `val/perplexity`.
+
+    Of a mixture they are means over the sources, and each source has its own beside them, such as `val/loss/books`.
+
+    Args:
+        prefix: `val` or `test`.
+        sources: names of a mixture's.
+        shares: `(sources,)` which part of the training is of each.
+    """
+    metrics = {f"{prefix}/{short}": result[name] for name, short in {"loss": "loss", "bits_per_byte": "bpb"}.items()}
+    if shares is not None:
+        each, measured = metrics, result["tokens"] > 0  # (sources,)
+        shares = torch.where(measured, shares, 0)
+        shares = shares if shares.any() else measured.double()  # none that is trained on now has a validation
+        metrics = {name: (values.nan_to_num() * shares).sum() / shares.sum() for name, values in each.items()}
+        metrics |= {
+            f"{name}/{source}": value
+            for name, values in each.items() for source, value in zip(sources, values) if not value.isnan()
+        }  # fmt: skip
+    return metrics | {f"{prefix}/perplexity": metrics[f"{prefix}/loss"].exp()}

@@ -200,7 +200,7 @@ def open_data(run: Run) -> DataModule:
     parser = Parser(exit_on_error=False)
     parser.add_class_arguments(DataModule, "data")
     data = parser.instantiate_classes(parser.parse_object({"data": described})).data
-    data.seed = config["seed_everything"]
+    data.set_position(seed=config["seed_everything"])
     data.setup("fit")
     return data
 

@@ -17,7 +17,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
-from lm.data.loader import Cursor
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
 from lm.model.config import DecoderConfig
@@ -162,10 +161,7 @@ def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
             "entries": other_entries(whole),
         }
     checkpoint["lr_schedulers"] = []
-    checkpoint["cursor"] = {"consumed": module.cursor.end if module.cursor else 0}
     checkpoint["ranks"] = gather_from_ranks({"rng": rng_state()})
-    checkpoint["pending_validation"] = module.trainer.pending_validation
-    checkpoint["step_stats"] = module.stats.state_dict()
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
     tokenizer = module.trainer.datamodule.tokenizer
     custom = None
@@ -195,31 +191,11 @@ def model_files(
     }
 
 
-def from_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `to_checkpoint`. Hyper-parameters are the config's, so a changed learning rate is what is used.
-
-    Returns:
-        This rank's state: `step_stats`, which were not logged yet; and `rng`, its generators, where the checkpoint has
-        this rank.
-
-    Raises:
-        RequestError: the weights are of another architecture, the state is of another optimizer, or the token ids are
-            of another tokenizer.
-    """
-    _refuse_other_tokenizer(checkpoint["files"], module.trainer.datamodule.tokenizer)
-    restore_weights(module, checkpoint)
-    trainer, ranks, rank = module.trainer, checkpoint["ranks"], module.global_rank
-    trainer.pending_validation = checkpoint.get("pending_validation", False) and trainer.datamodule.has_validation
-    module.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"])
-    trainer.datamodule.consumed = module.cursor.end
-    return {"step_stats": checkpoint["step_stats"], **(ranks[rank] if rank < len(ranks) else {})}
-
-
 def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Turn weights and optimizer into what Lightning's strategies load, in place: a part of `from_checkpoint`.
+    """Turn weights and optimizer into what Lightning's strategies load, in place: the inverse of `to_checkpoint`.
 
     Raises:
-        RequestError: as for `from_checkpoint`.
+        RequestError: the weights are of another architecture, or the state is of another optimizer.
     """
     weights = checkpoint["state_dict"]
     _refuse_other_class(checkpoint["files"], module)
@@ -267,7 +243,8 @@ def _refuse_other_shapes(weights: dict[str, Tensor], module: LightningModule) ->
             )
 
 
-def _refuse_other_tokenizer(files: dict[str, str], tokenizer: Tokenizer) -> None:
+def refuse_other_tokenizer(files: dict[str, str], tokenizer: Tokenizer) -> None:
+    """Raise RequestError where a checkpoint's token ids mean other texts than those of the data."""
     if files["tokenizer.json"] == tokenizer.text:
         return
     own = Tokenizer(files["tokenizer.json"], json.loads(files["tokenizer_config.json"]), name="the checkpoint's")

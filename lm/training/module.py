@@ -1,25 +1,23 @@
-"""The LightningModule around the decoder: `training_step` is one optimizer step, from a batch to changed weights.
+"""The LightningModule around the decoder: it gives batches of `data/datamodule` to `training/step`.
 
-Fifth stop of a batch: it comes from `data/datamodule`, and `model/decoder` computes its losses. This is the one place
-that sees both the model and the data.
+This is the one place that sees both the model and the data.
 """
 
-import json
 import logging
-import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from inspect import signature
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lm.data.loader import Batch, Cursor
+from lm.data.loader import Batch
 from lm.errors import RequestError
-from lm.evaluation.statistics import TokenLoss, perplexity
+from lm.evaluation.statistics import TokenLoss, loss_metrics
 from lm.kernels.operations import choose_kernels
 from lm.model.attention import describe_attention
 from lm.model.attention_choice import Attention, Shape, choose_attention
@@ -50,9 +48,10 @@ from lm.training import checkpoint_state
 from lm.training.callback import call_hook
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
 from lm.training.optim import OptimizerConfig, build_optimizer
-from lm.training.plain_trainer import adopt
+from lm.training.plain_trainer import PlainRunState
+from lm.training.run_state import RunState
 from lm.training.schedule import ScheduleConfig, lr_fraction
-from lm.training.step_stats import StepRecord, StepStats, sum_by_source, sum_over_ranks, total_norm
+from lm.training.step import OptimizerStep, total_norm
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -113,24 +112,20 @@ class LanguageModule(LightningModule):
         self.keep_normed_rows = keep_normed_rows
         self.attention = attention
         self.cuda_graphs = cuda_graphs
-        self.graphed: GraphedMicroBatch | None = None  # while training with CUDA graphs
+        self.run_state: RunState = PlainRunState()
+        self.step: OptimizerStep | None = None  # while training
         self.weight_copies: AbstractContextManager = nullcontext()  # in half precision, while training
         self.decoder: nn.Module | None = None
-        self.plain = False  # whether the Trainer is Lightning's own
         self.stock = True  # whether the decoder is ours in all its parts
         self.attention_kernels = "not chosen yet"  # of the libraries, in words
         self.kernels_taken = "not chosen yet"
         self.validation = TokenLoss()
-        self.cursor: Cursor | None = None  # of the newest step
-        self.stats = StepStats()  # no buffers: DDP would overwrite them with those of rank zero
-        self.recent_steps: list[StepRecord] = []  # since the log line before the newest one
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
-        self._rank_state: dict[str, Any] = {}  # of the checkpoint that is resumed: what belongs to this rank alone
 
-    def setup(self, stage: str) -> None:
-        self.plain = not isinstance(self.trainer, Trainer)
-        if self.plain:
-            adopt(self.trainer, self, stage)
+    def configure_callbacks(self) -> Sequence[Callback]:
+        """Lightning's first hook: whose state is the run's, the Trainer's or, under a plain one, our own."""
+        self.run_state = self.trainer.run_state if isinstance(self.trainer, Trainer) else PlainRunState()
+        return self.run_state.callbacks
 
     @property
     def fitting(self) -> bool:
@@ -279,92 +274,69 @@ class LanguageModule(LightningModule):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """One optimizer step on this rank's rows `(B, T + 1)` of the global batch.
-
-        The gradient is that of the mean loss over all targets that count, of all micro-batches and all ranks. A step
-        whose loss or gradient is not finite changes no weight, on any rank. The host does not wait for the device
-        here, but for optimizers that are not fused (on a Mac).
+        """One optimizer step, `training/step`, on this rank's rows `(B, T + 1)` of the global batch.
 
         Returns:
-            The mean loss of this rank's targets in nats, a scalar.
+            The mean loss over all targets that count, of all ranks, in nats: a scalar.
         """
-        trainer, optimizer = self.trainer, self.optimizers()
         generators = checkpoint_state.rng_state()  # for a step that is dropped: dropout has drawn from them
-        micro_batches = batch.split(trainer.steps.micro_batch_size)
-        loss_sum, by_source = torch.zeros((), device=self.device), None
-        if batch.sources is not None:
-            by_source = torch.zeros_like(self.stats.by_source)  # (sources, 2)
+        number = self.global_step
+        try:
+            with self.weight_copies:
+                result = self.step(batch, number)
+        except StepDropped:
+            self.step.zero_grad()
+            checkpoint_state.restore_generators(generators)
+            self.trainer.end_run(f"; the next one was not done within {self.trainer.stop_within / 2:g} s")
+        self.run_state.count(number + 1, batch, result)
+        return result.loss
 
-        with self.weight_copies:
-            for number, micro_batch in enumerate(micro_batches, start=1):
-                if STOP.half_time_over:  # a signal came, and the time to finish this step is over
-                    self._zero_grad()
-                    checkpoint_state.restore_generators(generators)
-                    trainer.end_run(f"; the next one was not done within {trainer.stop_within / 2:g} s")
-                # Ranks exchange gradients once, in the backward pass of the last micro-batch.
-                with optimizer.toggle_model(sync_grad=number == len(micro_batches)):
-                    per_token = self.forward_backward(micro_batch)  # (b, T)
-                loss_sum += per_token.sum()
-                if by_source is not None:
-                    sum_by_source(per_token, micro_batch.mask, micro_batch.sources, by_source)
+    def on_train_start(self) -> None:
+        """Make the step of what Lightning's strategy and precision do with gradients."""
+        trainer, state, optimizer = self.trainer, self.run_state, self.optimizers()
+        # A training step is more than a forward pass: `losses` enters the precision's context by itself.
+        trainer.precision_plugin.train_step_context = nullcontext
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        state.begin(self.device, len(trainer.datamodule.source_names), scaler is not None, self.global_rank)
+        forward = lambda batch: self.losses(batch)  # noqa: E731  # a callback may replace it
+        if not self.cuda_graphs:
+            forward = self._measured("forward", forward)
+        self.step = OptimizerStep(
+            forward, optimizer.optimizer, state.steps, self.schedule_config, state.clip,
+            backward=self.manual_backward if self.cuda_graphs else self._measured("backward", self.manual_backward),
+            update=optimizer.step,
+            hold_gradients=getattr(trainer.strategy, "block_backward_sync", nullcontext),
+            loss_scale=None if scaler is None else lambda: scaler._scale,  # `get_scale` would wait for the device
+            before_micro_batch=_drop_step_in_time,
+            record=self._record if self.cuda_graphs else None,
+        )
+        precision = trainer.precision
+        mixed = precision not in ("32-true", "bf16-true")
+        if mixed and self.decoder.fused and not isinstance(trainer.strategy, FullyShardedStrategy):
+            self.weight_copies = WeightCopies(
+                self.decoder, torch.float16 if precision == "16-mixed" else torch.bfloat16)  # fmt: skip
 
-        # The backward passes averaged over all positions; the mean is over the targets that count.
-        global_loss, num_targets, by_source = sum_over_ranks(
-            loss_sum, batch.num_tokens, trainer.world_size, by_source)  # fmt: skip
-        to_mean = trainer.steps.tokens_per_step / num_targets.clamp(min=1)  # exactly 1 where all targets count
+    def on_train_end(self) -> None:
+        self.step, self.weight_copies = None, nullcontext()
 
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grad_norm = total_norm(gradients) * to_mean / self._loss_scale
-        finite = self.stats.add(
-            self.global_step + 1, global_loss, num_targets, grad_norm, self._scaler is not None, by_source)  # fmt: skip
-        clip = (trainer.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1) if trainer.max_grad_norm else 1
-        self._scale_or_skip(gradients, to_mean * clip, finite)
+    def _record(self, forward_backward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        """The same forward and backward pass as CUDA graphs, one for each number of documents; few numbers occur."""
+        graphed = GraphedMicroBatch(
+            self.decoder.parameters(),
+            lambda tokens, row_documents: forward_backward(Batch(tokens, row_documents=row_documents)),
+            capture=self.device.type == "cuda",
+        )
+        return self._measured("forward", lambda batch: graphed(
+            batch.tokens, batch.max_documents and (batch.max_documents,)))  # fmt: skip
 
-        fraction = lr_fraction(self.global_step, trainer.max_steps, self.schedule_config)
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * fraction
-        optimizer.step()
-        self._zero_grad()
-        self.cursor = batch.cursor
-        if self.plain and self.global_step % trainer.log_every_n_steps == 0:
-            self.log_dict(self.logged_metrics())
-        return loss_sum / max(1, batch.num_tokens)
+    def _measured(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as a part of the step that Lightning's profilers know, and `lm profile`."""
 
-    def forward_backward(self, micro_batch: Batch) -> Tensor:
-        """Add the gradient of a micro-batch's mean loss, divided by the micro-batches of a step, to those before it.
+        def call(*args: Any) -> Any:
+            with self.trainer.profiler.profile(part):
+                return function(*args)
 
-        Returns:
-            The loss of every token in nats, `(b, T)`.
-        """
-        if self.graphed is not None:
-            documents = micro_batch.max_documents  # few values occur, and each has its graph
-            return self.graphed(micro_batch.tokens, documents and (documents,))
-        return self._accumulate_gradient(micro_batch)
-
-    def _accumulate_gradient(self, micro_batch: Batch) -> Tensor:
-        total, per_token = self.losses(micro_batch)  # (), (b, T)
-        self.manual_backward(total / per_token.numel() / self.trainer.steps.accumulate)
-        return per_token
-
-    def _scale_or_skip(self, gradients: list[Tensor], factor: Tensor, finite: Tensor) -> None:
-        """Multiply the gradients; where `finite`, a bool on the device, is false, the next step changes no weight."""
-        if self._scaler is None:
-            self.optimizers().optimizer.skip = ~finite  # torch's optimizer, inside Lightning's
-        else:  # a GradScaler skips a step by itself where a gradient is not finite
-            factor = torch.where(finite, factor, torch.nan)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-
-    def _zero_grad(self) -> None:
-        (self.graphed or self.optimizers()).zero_grad()
-
-    @property
-    def _scaler(self) -> torch.amp.GradScaler | None:
-        return getattr(self.trainer.precision_plugin, "scaler", None)
-
-    @property
-    def _loss_scale(self) -> Tensor | float:
-        """What gradients were multiplied with, so that fp16 can hold them; `get_scale` would wait for the device."""
-        return 1.0 if self._scaler is None else self._scaler._scale
+        return call
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""
@@ -372,22 +344,14 @@ class LanguageModule(LightningModule):
         return build_optimizer(self.decoder, self.optimizer_config, stacked)
 
     def logged_metrics(self) -> dict[str, float]:
-        """What a log line says of the steps since the last one, which are then in `recent_steps`.
-
-        Called on every rank; waits for the device.
-        """
-        loss, by_source, self.recent_steps = self.stats.read()
-        data = self.trainer.datamodule
-        epochs = data.order().epochs(self.cursor.end).tolist() if data.source_names else []
-        fraction = lr_fraction(self.global_step - 1, self.trainer.max_steps, self.schedule_config)
-        return {
-            "train/loss": loss,
-            "train/max_loss": max((s.loss for s in self.recent_steps if math.isfinite(s.loss)), default=math.nan),
-            "train/perplexity": perplexity(loss),
+        """What a log line says of the steps since the last one. Called on every rank; waits for the device."""
+        data, state = self.trainer.datamodule, self.run_state
+        metrics = state.stats.metrics(data.source_names)
+        fraction = lr_fraction(self.global_step - 1, state.steps.max_steps, self.schedule_config)
+        epochs = data.order().epochs(state.cursor.end).tolist() if data.source_names else []
+        return metrics | {
             "optim/lr": self.optimizer_config.lr * fraction,
-            "optim/grad_norm": self.recent_steps[-1].grad_norm,
             "optim/param_norm": total_norm([p.detach() for p in self.decoder.parameters()]).item(),
-            **{f"train/loss/{name}": loss for name, loss in zip(data.source_names, by_source) if loss == loss},
             **{f"data/epochs/{name}": count for name, count in zip(data.source_names, epochs)},
         }
 
@@ -416,21 +380,11 @@ class LanguageModule(LightningModule):
     def _log_evaluation(self, prefix: str) -> None:
         result = self.validation.compute()  # sums over ranks
         self.validation.reset()
-        names = {"loss": "loss", "bits_per_byte": "bpb"}
-        metrics = {f"{prefix}/{short}": result[name] for name, short in names.items()}
         data = self.trainer.datamodule
+        shares = None
         if data.source_names:
-            each, shares = metrics, data.shares(self.trainer.samples_of_run)  # (sources,)
-            measured = result["tokens"] > 0
-            shares = torch.where(measured, torch.from_numpy(shares).to(self.device), 0)
-            shares = shares if shares.any() else measured.double()  # none that is trained on now has a validation
-            metrics = {name: (values.nan_to_num() * shares).sum() / shares.sum() for name, values in each.items()}
-            metrics |= {
-                f"{name}/{source}": value
-                for name, values in each.items() for source, value in zip(data.source_names, values)
-                if not value.isnan()
-            }  # fmt: skip
-        self.log_dict(metrics | {f"{prefix}/perplexity": metrics[f"{prefix}/loss"].exp()}, logger=self.plain)
+            shares = torch.from_numpy(data.shares(self.run_state.samples_of_run(self.trainer))).to(self.device)
+        self.log_dict(loss_metrics(result, prefix, data.source_names, shares))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log-probability of every label of a batch given what is before it: (B, T) fp32, 0 where it is ignored."""
@@ -439,49 +393,24 @@ class LanguageModule(LightningModule):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.plain:
-            decoder = json.loads(json.dumps(asdict(self.config)))  # plain values, which torch.load takes without pickle
-            checkpoint["lm"] = {"consumed": self.cursor.end if self.cursor else 0, "decoder": decoder}
-        else:
-            checkpoint_state.to_checkpoint(self, checkpoint)
+        self.run_state.save(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if "lm" not in checkpoint and isinstance(self._trainer, Trainer):
-            self._rank_state = checkpoint_state.from_checkpoint(self, checkpoint)
-        elif "lm" not in checkpoint or isinstance(self._trainer, Trainer):
-            raise RequestError("a checkpoint is resumed by the Trainer that took it, lightning.Trainer or lm.Trainer")
-        elif self._trainer is None:  # load_from_checkpoint
-            self.config = DecoderConfig(**checkpoint["lm"]["decoder"])
-            self.decoder = named(self.build_decoder(self.config), self.config)
-        else:
-            self.cursor = Cursor(start=0, end=checkpoint["lm"]["consumed"])
-            self.trainer.datamodule.consumed = self.cursor.end
+        self.run_state.restore(self, checkpoint)
 
-    def on_train_start(self) -> None:
-        """Put the sums on the device and this rank's generators where the checkpoint left them."""
-        # A training step is more than a forward pass: `losses` enters the precision's context by itself.
-        self.trainer.precision_plugin.train_step_context = nullcontext
-        sources = len(self.trainer.datamodule.source_names)
-        self.stats = StepStats(self.device, self._rank_state.get("step_stats"), sources)
-        if "rng" in self._rank_state:
-            checkpoint_state.restore_generators(self._rank_state["rng"])
-        elif self.global_rank:  # all ranks drew the same initial weights; from here on each drops out its own
-            torch.manual_seed(torch.initial_seed() + self.global_rank)
-        self._rank_state = {}
-        precision = self.trainer.precision
-        mixed = precision not in ("32-true", "bf16-true")
-        if mixed and self.decoder.fused and not isinstance(self.trainer.strategy, FullyShardedStrategy):
-            self.weight_copies = WeightCopies(
-                self.decoder, torch.float16 if precision == "16-mixed" else torch.bfloat16)  # fmt: skip
-        if self.cuda_graphs:
-            self.graphed = GraphedMicroBatch(
-                self.decoder.parameters(),
-                lambda tokens, row_documents: self._accumulate_gradient(Batch(tokens, row_documents=row_documents)),
-                capture=self.device.type == "cuda",
-            )  # fmt: skip
+    def build_for_checkpoint(self, config: DecoderConfig) -> None:
+        """Build the decoder of a checkpoint of a plain Trainer, for `load_from_checkpoint`."""
+        self.config = config
+        self.decoder = named(self.build_decoder(config), config)
 
-    def on_train_end(self) -> None:
-        self.graphed, self.weight_copies = None, nullcontext()
+
+class StepDropped(Exception):
+    """A signal came, and the time to finish the step under way is over."""
+
+
+def _drop_step_in_time() -> None:
+    if STOP.half_time_over:
+        raise StepDropped
 
 
 def _refuse_other_kinds(**arguments: tuple[Any, type]) -> None:

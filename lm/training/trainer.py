@@ -20,9 +20,9 @@ from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
 
 from lm.data.datamodule import DataModule
-from lm.errors import DataError, GuardStop, Interrupted, LmError, RequestError, require_at_least
-from lm.runs.checkpoint import Progress, read_progress
-from lm.runs.mirror import Mirror, Uploads, refuse_remote_root
+from lm.errors import DataError, Interrupted, LmError, RequestError, require_at_least
+from lm.runs.checkpoint import read_progress
+from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.run import Run
 from lm.system.hardware import device_name, keep_freed_memory, peak_flops, process_bytes
 from lm.system.stop_signals import STOP
@@ -46,6 +46,7 @@ from lm.training.precision import (
     multiplication_precision,
     refuse_matmul_precision,
 )
+from lm.training.run_state import RunState
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class FitLoop(_FitLoop):
 
     @property
     def done(self) -> bool:
-        return super().done and not self.trainer.pending_validation
+        return super().done and not self.trainer.run_state.pending_validation
 
 
 class EpochLoop(_TrainingEpochLoop):
@@ -67,7 +68,7 @@ class EpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
         self.restarting = False  # a checkpoint is never in the middle of a step or of a validation
-        if self.trainer.pending_validation:
+        if self.trainer.run_state.pending_validation:
             self.trainer.validating = True
             self.val_loop.run()
             self.trainer.training = True
@@ -194,14 +195,8 @@ class Trainer(lightning.Trainer):
         self.histogram_interval = histogram_interval
         self.early_stopping = early_stopping
         self.own_loggers = [logger] if isinstance(logger, Logger) else logger or []
-        self.max_grad_norm = gradient_clip_val  # Lightning knows none: `training_step` clips
-        self.steps: Steps | None = None  # known when a fit starts
-        self.run: Run | None = None  # the run folder, once it is claimed
         self.mirror = Mirror(mirror) if mirror else None
-        self.uploads: Uploads | None = None  # those of the run to the mirror, on rank zero
-        self.stop: GuardStop | None = None  # why the run is to end after this optimizer step; the same on every rank
-        self.start = Progress()  # where the training of this process began
-        self.pending_validation = False  # that of the newest step was interrupted when the run stopped; it comes first
+        self.run_state = RunState(clip=gradient_clip_val)  # Lightning clips nothing here: `training/step` does
         self._memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
@@ -264,21 +259,22 @@ class Trainer(lightning.Trainer):
                 nothing; or the model or the data is not ours.
         """
         refuse_parts(model, datamodule)
-        datamodule.seq_len = datamodule.seq_len or model.config.max_position_embeddings
+        state = self.run_state
+        datamodule.set_position(seq_len=datamodule.seq_len or model.config.max_position_embeddings)
         refuse_matmul_precision(self.matmul_precision, str(self.precision))
         self.distributed.refuse(self.sharding, self.world_size, self.num_nodes, str(self.precision))
-        self.steps = plan_steps(
+        state.steps = plan_steps(
             seq_len=datamodule.seq_len,
             micro_batch_size=datamodule.micro_batch_size,
             global_batch_tokens=datamodule.global_batch_tokens,
             world_size=self.world_size,
             **self._wanted,
         )
-        warmup_and_decay_steps(self.steps.max_steps, model.schedule_config)  # refuses a schedule that does not fit
-        log.info(str(self.steps))
-        self.start = read_progress(ckpt_path)
-        if self.start.step >= self.steps.max_steps and not self.start.pending_validation:
-            log.info("the run has finished: all %d steps are done", self.steps.max_steps)
+        warmup_and_decay_steps(state.steps.max_steps, model.schedule_config)  # refuses a schedule that does not fit
+        log.info(str(state.steps))
+        state.start = read_progress(ckpt_path)
+        if state.start.step >= state.steps.max_steps and not state.start.pending_validation:
+            log.info("the run has finished: all %d steps are done", state.steps.max_steps)
             return
         if self.checkpoint_callback is None:
             log.warning(
@@ -287,8 +283,8 @@ class Trainer(lightning.Trainer):
             )
         if self.strategy.root_device.type == "cpu":
             keep_freed_memory()
-        datamodule.global_batch = self.steps.global_batch
-        self.fit_loop.epoch_loop.max_steps = self.steps.max_steps
+        datamodule.set_position(global_batch=state.steps.global_batch)
+        self.fit_loop.epoch_loop.max_steps = state.steps.max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
     def _fit_impl(self, *args: Any, **kwargs: Any) -> None:
@@ -322,6 +318,29 @@ class Trainer(lightning.Trainer):
             ) from error
 
     @property
+    def run(self) -> Run | None:
+        """The run's folder, once it is claimed."""
+        return self.run_state.run
+
+    @property
+    def steps(self) -> Steps | None:
+        """The counts of the run, once a fit starts."""
+        return self.run_state.steps
+
+    def log_to(self, *loggers: Logger) -> None:
+        """Log to these from now on, and to those of the config."""
+        self.loggers = [*loggers, *self.own_loggers]
+
+    def load_with(self, optimizer: bool, verified: Path | None = None) -> None:
+        """How the next checkpoint is read.
+
+        Args:
+            optimizer: also the optimizer's state, which a fit needs.
+            verified: a folder whose files have been compared with their digests.
+        """
+        self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = optimizer, verified
+
+    @property
     def samples_of_run(self) -> int:
         """About how many samples the config asks for, the same in a fit and in an evaluation."""
         data = self.datamodule
@@ -352,27 +371,28 @@ class Trainer(lightning.Trainer):
         """End the run after its last whole step, with a checkpoint unless a guard wants none; call it on every rank.
 
         Raises:
-            GuardStop: `stop` is why.
+            GuardStop: the state's `stop` is why.
             Interrupted: a signal is; `why` the message says more.
         """
         STOP.disarm()
-        if (self.checkpoint_callback.requested or self.stop is None) and self.global_step:
+        state = self.run_state
+        if (self.checkpoint_callback.requested or state.stop is None) and self.global_step:
             self.checkpoint_callback.save(self)
             self.checkpoint_io.drain()
-        if self.uploads is not None:
-            self.uploads.wait(self.stop_within)
+        if state.uploads is not None:
+            state.uploads.wait(self.stop_within)
         self.strategy.barrier()  # torchrun kills all processes when the first one ends
-        if self.stop is not None:
-            raise self.stop
+        if state.stop is not None:
+            raise state.stop
         signal = STOP.received.name if STOP.received is not None else "a signal on another rank"
         where = f"after step {self.global_step} with a checkpoint" if self.global_step else "in the first step"
-        if self.pending_validation:
+        if state.pending_validation:
             where += ", before its validation was done"
         raise Interrupted(f"{signal}: stopped {where}{why}; {how_to_resume(self)}")
 
     def _save_last_step(self) -> None:
         """Take a checkpoint though the run fails, because the data of the next step cannot be read."""
-        self.pending_validation |= self.validating
+        self.run_state.pending_validation |= self.validating
         if self.world_size == 1 and self.global_step and self.checkpoint_callback is not None:
             self.checkpoint_callback.save(self)
             self.checkpoint_io.drain()
@@ -386,7 +406,7 @@ class Trainer(lightning.Trainer):
     @property
     def tokens_seen(self) -> int:
         """Tokens that were trained on, over all ranks and since the beginning of the run."""
-        cursor = self.lightning_module.cursor
+        cursor = self.run_state.cursor
         return cursor.end * self.datamodule.seq_len if cursor else 0
 
 

@@ -88,20 +88,21 @@ class PlainLoop:
 
     def __init__(self, trainer: Trainer, module: LanguageModule) -> None:
         self.module = module
-        self.graphed = module.graphed
+        self.step = module.step
+        self.graphed = module.step.forward_backward if module.cuda_graphs else None
         self.device = module.device
         self.optimizer = trainer.optimizers[0]
         self.parameters = list(module.parameters())
         self.batches = iter(trainer.datamodule.train_dataloader())
         self.steps = trainer.steps
-        self.largest_norm = trainer.max_grad_norm
+        self.largest_norm = trainer.run_state.clip
         # A CUDA graph has Lightning's in it.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.scaler = scaler or torch.amp.GradScaler(self.device.type, enabled=False)
 
     def run(self, steps: int) -> Stretch:
         """Take optimizer steps and time them."""
-        self._zero_grad()  # what Lightning's last step has left
+        self.step.zero_grad()  # what Lightning's last step has left
         clock = Clock(self.device)
         for _ in range(steps):
             self._step()
@@ -116,21 +117,18 @@ class PlainLoop:
             if self.graphed is None:
                 self._forward_backward(micro_batch)
             else:
-                self.graphed(micro_batch.tokens)
+                self.graphed(micro_batch)
         if self.largest_norm:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.parameters, self.largest_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self._zero_grad()
+        self.step.zero_grad()
 
     def _forward_backward(self, batch: Batch) -> None:
         total, per_token = self.module.losses(batch)  # (), (b, T)
         loss = total / per_token.numel() / self.steps.accumulate
         self.scaler.scale(loss).backward()
-
-    def _zero_grad(self) -> None:
-        (self.graphed or self.optimizer).zero_grad()
 
 
 if __name__ == "__main__":

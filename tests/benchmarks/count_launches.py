@@ -37,7 +37,7 @@ from lm.model import fused
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder, Linear
 from lm.training.optim import OptimizerConfig, build_optimizer
-from lm.training.step_stats import total_norm
+from lm.training.step import total_norm
 
 DTYPE = torch.bfloat16
 # Kernels of our ops, but for `linear_cross_entropy`, see `Launches._cross_entropy`. The backward passes of norms with

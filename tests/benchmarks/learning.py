@@ -248,7 +248,7 @@ def train_nanochat(task: dict[str, Any]) -> list[dict[str, float]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = DataModule(path=task["data"], seq_len=seq_len, micro_batch_size=micro_batch, val_tokens=data.val_tokens)
     module.trainer = SimpleNamespace(global_rank=0, world_size=1, state=SimpleNamespace(fn="fit"))
-    module.seed, module.global_batch = task["seed"], batch
+    module.set_position(seed=task["seed"], global_batch=batch)
     module.setup("fit")
     torch.manual_seed(task["seed"])
 

@@ -131,7 +131,7 @@ def test_the_trainer_makes_a_run_and_resumes_it(workplace):
 
 def test_a_trainer_trains_one_run():
     trainer = package.Trainer()
-    trainer.run = Run("checkpoints/first")  # as after a fit
+    trainer.run_state.run = Run("checkpoints/first")  # as after a fit
     with pytest.raises(RequestError, match="has trained run checkpoints/first: make another lm.Trainer"):
         trainer.fit(None, None)
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from trainings import lm, make_workplace, write_config
 
+from lm.data.loader import Batch
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.training.callbacks.guards import Rollback, ValidationTrend
@@ -19,7 +20,8 @@ from lm.training.callbacks.standard import GuardsConfig
 from lm.training.muon import Muon
 from lm.training.optim import AdamW
 from lm.training.schedule import ScheduleConfig
-from lm.training.step_stats import StepStats, sum_over_ranks
+from lm.training.step import StepResult
+from lm.training.step_stats import StepStats
 
 pytestmark = pytest.mark.slow
 KEEP_ALL = {"trainer.checkpoint_interval": 1, "trainer.keep_checkpoints": 99}
@@ -256,15 +258,15 @@ def test_an_optimizer_that_skips_leaves_everything_as_it_is(name):
 
 
 def test_the_sums_leave_out_steps_that_were_not_applied_but_for_overflows_of_the_scaler():
-    stats = StepStats()
-    for nats, norm, scaled, applied in ((8.0, 1.0, False, True), (math.nan, 1.0, True, False),
-                                       (12.0, math.inf, False, False), (16.0, math.inf, True, False)):
-        sums = sum_over_ranks(torch.tensor(nats), 4, world_size=1)
-        assert bool(stats.add(1, *sums[:2], torch.tensor(norm), scaled)) == applied
-    loss, _, steps = stats.read()
-    assert loss == (8 + 16) / 8
-    assert [(step.loss, step.applied) for step in steps][::2] == [(2.0, True), (3.0, False)]
-    assert steps[3].applied is False and math.isnan(stats.read()[0])
+    stats, batch = StepStats(), Batch(torch.zeros(1, 5, dtype=torch.uint16))
+    for nats, norm, scaled in ((8.0, 1.0, False), (math.nan, 1.0, True), (12.0, math.inf, False), (16.0, math.inf, True)):
+        nats, norm, targets = torch.tensor(nats), torch.tensor(norm), torch.tensor(4)
+        finite = nats.isfinite() & norm.isfinite()
+        stats.scaled = scaled
+        stats.add(1, batch, StepResult(nats / targets, nats, targets, norm, finite, []))
+    assert stats.metrics()["train/loss"] == (8 + 16) / 8
+    assert [(step.loss, step.applied) for step in stats.recent][::2] == [(2.0, True), (3.0, False)]
+    assert stats.recent[3].applied is False and math.isnan(stats.metrics()["train/loss"])
 
 
 @pytest.mark.parametrize("wrong", [

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from test_guards import poison_loss
 from trainings import lm, losses, make_workplace, write_config
 
+from lm.data.loader import Cursor
 from lm.kernels.operations import FUSED
 from lm.model.fused import fuse
 from lm.runs import postmortem
@@ -22,6 +23,7 @@ from lm.runs.postmortem import Evidence, Incident, Sample
 from lm.runs.run import Run
 from lm.training import probe
 from lm.training.callbacks.postmortem import PostMortem
+from lm.training.run_state import RunState
 from lm.training.step_stats import StepRecord
 
 ALWAYS = {"guards.spike": "loss > 0.1"}  # true at the first log line
@@ -247,9 +249,10 @@ def test_a_stop_for_another_reason_than_the_loss(tmp_path, guard, written):
     for step in (2, 4):
         run.append_metrics({"step": step, "train/loss": 3.0})
     trainer = SimpleNamespace(run=run, world_size=1, is_global_zero=True, callbacks=[], global_step=4, tokens_seen=0,
-                              steps=SimpleNamespace(global_batch=8, tokens_per_step=256))  # fmt: skip
+                              steps=SimpleNamespace(global_batch=8, tokens_per_step=256),
+                              run_state=RunState(cursor=Cursor(0, 48)))  # fmt: skip
     steps = [StepRecord(5, 2.4, 1.0, True), StepRecord(6, 2.6, 1.0, True)]
-    module = SimpleNamespace(recent_steps=steps, cursor=SimpleNamespace(end=48))
+    trainer.run_state.stats.recent, module = steps, SimpleNamespace()
     callback = PostMortem()
     callback.on_train_start(trainer, module)
     trainer.global_step = 6

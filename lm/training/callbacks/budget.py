@@ -246,7 +246,7 @@ class Budget(Callback):
         verdict = from_rank_zero(trainer, self._look(trainer))
         if verdict and verdict.kind == "spent" and not self.config.dry_run:  # resumed after its end
             self._act(trainer, pl_module, verdict)
-            raise trainer.stop
+            raise trainer.run_state.stop
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
         self._pace.add_pause(trainer.global_step, seconds, kind)

@@ -112,8 +112,8 @@ class Checkpoints(ModelCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fitting:
             return
-        if trainer.pending_validation:  # the checkpoint of this step lacks it
-            trainer.pending_validation, self.saved_step = False, -1
+        if trainer.run_state.pending_validation:  # the checkpoint of this step lacks it
+            trainer.run_state.pending_validation, self.saved_step = False, -1
         loss = trainer.callback_metrics["val/loss"].item()
         if loss < self.best_loss - self.min_delta:
             self.best_loss, self.best_name = loss, self._name(trainer)
@@ -155,8 +155,8 @@ class Checkpoints(ModelCheckpoint):
     def _after_write(self, trainer: Trainer, step: int, last: str, best: str | None) -> None:
         """Have links, older checkpoints and the mirror follow a checkpoint that is whole."""
         self._move_links(trainer.run, step, last, best)
-        if trainer.uploads is not None:
-            trainer.uploads.update()
+        if trainer.run_state.uploads is not None:
+            trainer.run_state.uploads.update()
 
     def _move_links(self, run: Run, step: int, last: str, best: str | None) -> None:
         """Move `last` and `best`, and remove checkpoints that are neither kept nor linked."""

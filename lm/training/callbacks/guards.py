@@ -63,7 +63,7 @@ def act(
     if action == "checkpoint" or save:
         trainer.checkpoint_callback.request()
     if action == "stop":
-        trainer.stop = GuardStop(f"{guard}: {message}")
+        trainer.run_state.stop = GuardStop(f"{guard}: {message}")
 
 
 @contextmanager
@@ -174,7 +174,7 @@ class NotFinite(Callback):
     def _report_steps(self, trainer: Trainer, pl_module: LightningModule) -> None:
         overflows = getattr(trainer.precision_plugin, "scaler", None) is not None  # then they are the scaler's
         skipped: list[StepRecord] = []
-        for step in pl_module.recent_steps:
+        for step in trainer.run_state.stats.recent:
             if math.isfinite(step.loss) and (overflows or math.isfinite(step.grad_norm)):
                 self._in_a_row = 0
             else:
@@ -297,11 +297,13 @@ class Rollback(Callback):
             return
         self._asked = True
         if self.done >= self.max_rollbacks:
-            trainer.stop = GuardStop(f"{guard}: {message}; guards.max_rollbacks {self.max_rollbacks} are used up")
+            trainer.run_state.stop = GuardStop(
+                f"{guard}: {message}; guards.max_rollbacks {self.max_rollbacks} are used up"
+            )
             return
         folder = from_rank_zero(trainer, self._last_good(trainer) if trainer.is_global_zero else None)
         if folder is None:
-            trainer.stop = GuardStop(
+            trainer.run_state.stop = GuardStop(
                 f"{guard}: {message}; there is no checkpoint of step {self._good} or before to return to"
             )
             return

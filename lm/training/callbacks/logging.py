@@ -70,7 +70,7 @@ class RunLog(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            trainer.loggers = [EventFile(trainer.run, resumed_at=trainer.start.step), *trainer.own_loggers]
+            trainer.log_to(EventFile(trainer.run, resumed_at=trainer.run_state.start.step))
             trainer.logger.experiment.add_custom_scalars(LAYOUT)
             for logger in trainer.own_loggers:
                 LoggerThread(logger)

@@ -237,7 +237,7 @@ class Notifications(Callback):
         self._send(trainer, "info", event, [f"{plural(left, 'step')} to go, {tokens} tokens"])
 
     def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
-        ends = trainer.stop is not None or action == "stop" and trainer.global_step < trainer.max_steps
+        ends = trainer.run_state.stop is not None or action == "stop" and trainer.global_step < trainer.max_steps
         if ends or not self._recipients:
             return
         self._findings.append(f"{guard}: {message}{'' if action == 'warn' else f': {action}'}")

@@ -53,7 +53,7 @@ class PostMortem(Callback):
         self._evaluator = AlertEvaluator([] if spike is None else [spike])
         self._spiking = False  # reported, and still true
         self._step_refs: deque[StepRef] = deque(maxlen=STEPS_KEPT)
-        self._noted: list[StepRecord] | None = None  # the newest `recent_steps` that are in `_step_refs`
+        self._noted: list[StepRecord] | None = None  # the newest `stats.recent` that are in `_step_refs`
         self._losses: deque[tuple[int, float]] = deque(maxlen=BASELINE_LINES + 1)  # step and loss of log lines
         self._open: Incident | None = None
         self._lines = 0  # log lines since it was opened
@@ -86,7 +86,7 @@ class PostMortem(Callback):
 
     def _write_drill(self, trainer: Trainer, module: LightningModule) -> None:
         """Write up the drill if its steps were logged just now and are no spike."""
-        drilled = any(step.step in self._drill for step in module.recent_steps)
+        drilled = any(step.step in self._drill for step in trainer.run_state.stats.recent)
         if drilled and not any(step >= self._drill.start for step in self._known):
             if self._open is not None:
                 text = f"The loss was not as low as before when the drill began, in step {self._drill.start}."
@@ -99,11 +99,11 @@ class PostMortem(Callback):
         new_steps = self._note_steps(trainer, pl_module)
         if self._open is not None:
             if new_steps:
-                self._open.update_highest(pl_module.recent_steps)
+                self._open.update_highest(trainer.run_state.stats.recent)
             with _failure_logged("continued"):
                 if trainer.is_global_zero:
                     postmortem.add_action(trainer.run, self._open, trainer.global_step, guard, action, message)
-        elif guard not in ("budget", "throughput") and pl_module.recent_steps and (
+        elif guard not in ("budget", "throughput") and trainer.run_state.stats.recent and (
             len(self._known) < MAX_POSTMORTEMS or trainer.global_step in self._known or guard == "drill"
         ):
             self._lines = 0
@@ -113,7 +113,7 @@ class PostMortem(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._drill:
-            *_, pl_module.recent_steps = pl_module.stats.read()  # since the last log line of a run that stops early
+            trainer.run_state.stats.metrics()  # of the steps since the last log line of a run that stops early
             self._write_drill(trainer, pl_module)
         self._end(trainer)
 
@@ -138,12 +138,12 @@ class PostMortem(Callback):
 
     def _note_steps(self, trainer: Trainer, module: LightningModule) -> bool:
         """Keep the steps since the last log line; returns whether they are new."""
-        if module.recent_steps is self._noted or not module.recent_steps:
+        if trainer.run_state.stats.recent is self._noted or not trainer.run_state.stats.recent:
             return False
-        self._noted = module.recent_steps
+        self._noted = trainer.run_state.stats.recent
         size = trainer.steps.global_batch
-        after = module.cursor.end  # of the step just taken
-        for step in module.recent_steps:
+        after = trainer.run_state.cursor.end  # of the step just taken
+        for step in trainer.run_state.stats.recent:
             self._step_refs.append(StepRef(step, after - (trainer.global_step - step.step + 1) * size))
         return True
 
@@ -189,7 +189,7 @@ class PostMortem(Callback):
                 log.info("post-mortem %s: %s", folder, text.partition("\n")[0])
 
     def _incident(self, trainer: Trainer, module: LightningModule, guard: str, action: str, message: str) -> Incident:
-        steps = module.recent_steps
+        steps = trainer.run_state.stats.recent
         broken = [  # a GradScaler leaves steps out, too, and that alone is no incident
             step for step in steps if not (math.isfinite(step.loss) and (step.applied or guard != "not-finite"))
         ]

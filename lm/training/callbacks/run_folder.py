@@ -118,14 +118,14 @@ class RunFolder(Callback):
                 f"rank {trainer.global_rank} found checkpoint {trainer.ckpt_path} and rank zero {resumed_from}: do all "
                 f"machines see the same {Path(path).parent}? If a network disk was late, give the same command again"
             )
-        trainer.run = Run(path)
+        trainer.run_state.run = Run(path)
         _make_checkpoint_folders(trainer, trainer.run)
         if trainer.is_global_zero:
             self._log = _open_log(trainer.run)
             _log_places(trainer.run)
             self._record(trainer.run)
             if trainer.mirror is not None:
-                trainer.uploads = Uploads(trainer.mirror, trainer.run)
+                trainer.run_state.uploads = Uploads(trainer.mirror, trainer.run)
 
     def _claim(self, trainer: Trainer) -> str:
         """Take the run's lock and describe the run in its folder; returns its path.
@@ -180,11 +180,11 @@ class RunFolder(Callback):
             before = run.read("run.json")
             facts["started"] = before.get("started", facts["started"])
             name = before.get("name") or name  # `small` also of `small-2`: what `auto` looks for
-            run.mark_resume(trainer.start.step)
+            run.mark_resume(trainer.run_state.start.step)
         elif trainer.ckpt_path:
             facts["began_from"] = str(trainer.ckpt_path)
         # Which samples a step saw: after `step`, every step took `global_batch` samples, the first of them `sample`.
-        start = trainer.start
+        start = trainer.run_state.start
         segments = [segment for segment in before.get("stretches", []) if segment["step"] < start.step]
         segments.append({"step": start.step, "sample": start.samples, "global_batch": trainer.steps.global_batch})
         device = device_name(trainer.strategy.root_device)
@@ -204,7 +204,7 @@ class RunFolder(Callback):
         before, now = run.read("run.json").get("mixture"), trainer.datamodule.describe_mixture()
         if before is None or now is None:  # one source: `refuse_changed_config` compares it
             return set()
-        reason, change = describe_change(before, now, trainer.start.samples)
+        reason, change = describe_change(before, now, trainer.run_state.start.samples)
         if reason and not self._force:
             raise RequestError(f"the mixture of {run.path} changed: {reason}; put it back, start a new run, or give "
                                "--force")  # fmt: skip
@@ -269,9 +269,9 @@ class RunFolder(Callback):
         self._log_end(f"{status}: {reason}", unforeseen)
         self._record(run)
         self._ended = run
-        if trainer.uploads is not None:
-            trainer.uploads.wait(trainer.stop_within)
-            trainer.uploads.stop()
+        if (uploads := trainer.run_state.uploads) is not None:
+            uploads.wait(trainer.stop_within)
+            uploads.stop()
 
     def announce_end(self, patience: float = PATIENCE) -> None:
         """Start the program of `on_event`, if the run's end was recorded; its lock is free by then."""

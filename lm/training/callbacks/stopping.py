@@ -48,17 +48,18 @@ class Interrupt(Callback, Checkpoint):
         STOP.catch()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        without_saving = trainer.stop is not None and not trainer.checkpoint_callback.requested
+        without_saving = trainer.run_state.stop is not None and not trainer.checkpoint_callback.requested
         if without_saving or not trainer.validates_after(trainer.global_step):
             self._stop_if_asked(trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.fitting and self._any_rank_asked():
-            trainer.pending_validation = True
+            trainer.run_state.pending_validation = True
             trainer.end_run()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.fitting and (trainer.stop is not None or not trainer.should_stop):  # else it ends here anyway
+        ends_anyway = trainer.should_stop and trainer.run_state.stop is None
+        if trainer.fitting and not ends_anyway:
             self._stop_if_asked(trainer)
 
     def on_train_end(self, *args: Any) -> None:
@@ -68,9 +69,9 @@ class Interrupt(Callback, Checkpoint):
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         asked = self._any_rank_asked()
-        if trainer.stop is None and trainer.global_step >= trainer.max_steps:
+        if trainer.run_state.stop is None and trainer.global_step >= trainer.max_steps:
             STOP.disarm()  # nothing is left to interrupt
-        elif asked or trainer.stop is not None:
+        elif asked or trainer.run_state.stop is not None:
             trainer.end_run()
 
     def _end_now(self, trainer: Trainer) -> None:

@@ -1,0 +1,95 @@
+"""`RunState`: what changes while a run trains, beside weights, optimizer and Lightning's count of steps.
+
+The Trainer makes one. Callbacks and the module change it, and no attribute of each other. A checkpoint holds it, by
+`save`, and brings it back, by `restore`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
+
+from lm.data.loader import Batch, Cursor
+from lm.errors import GuardStop, RequestError
+from lm.runs.checkpoint import Progress
+from lm.runs.mirror import Uploads
+from lm.runs.run import Run
+from lm.training import checkpoint_state
+from lm.training.schedule import Steps
+from lm.training.step import StepResult
+from lm.training.step_stats import StepStats
+
+OTHER_TRAINER = "a checkpoint is resumed by the Trainer that took it, lightning.Trainer or lm.Trainer"
+
+
+@dataclass(eq=False)
+class RunState:
+    """The state of a run, the same on every rank but for `uploads` and `restored`."""
+
+    steps: Steps | None = None  # counts of the run, once a fit starts
+    clip: float | None = None  # largest norm of the gradient
+    run: Run | None = None  # the run's folder, once it is claimed
+    start: Progress = Progress()  # where the training of this process began
+    cursor: Cursor | None = None  # the samples of the newest step
+    stats: StepStats = field(default_factory=StepStats)  # of the steps since the newest log line
+    stop: GuardStop | None = None  # why the run is to end after this optimizer step
+    pending_validation: bool = False  # that of the newest step was interrupted when the run stopped; it comes first
+    uploads: Uploads | None = None  # to the mirror, on rank zero
+    restored: dict[str, Any] = field(default_factory=dict)  # of the checkpoint, for `begin`
+
+    @property
+    def callbacks(self) -> Sequence[Callback]:
+        """Those that the module needs beside the Trainer's."""
+        return ()
+
+    def samples_of_run(self, trainer: Any) -> int:
+        """About how many samples the run takes, the same in a fit and in an evaluation."""
+        return trainer.samples_of_run
+
+    def begin(self, device: torch.device, sources: int, scaled: bool, rank: int) -> None:
+        """Training begins: the sums and this rank's random generators are where the checkpoint left them.
+
+        Args:
+            device: where the module is.
+            sources, scaled: as `StepStats` takes them.
+        """
+        restored, self.restored = self.restored, {}
+        self.stats = StepStats(device, restored.get("step_stats"), sources, scaled)
+        if "rng" in restored:
+            checkpoint_state.restore_generators(restored["rng"])
+        elif rank:  # all ranks drew the same initial weights; from here on each drops out its own
+            torch.manual_seed(torch.initial_seed() + rank)
+
+    def count(self, step: int, batch: Batch, result: StepResult) -> None:
+        """An optimizer step was taken; `step` is its number, 1 for the first."""
+        self.stats.add(step, batch, result)
+        self.cursor = batch.cursor
+
+    def save(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Turn Lightning's checkpoint, in place, into one of ours; on every rank."""
+        checkpoint_state.to_checkpoint(module, checkpoint)
+        checkpoint["cursor"] = {"consumed": self.cursor.end if self.cursor else 0}
+        checkpoint["pending_validation"] = self.pending_validation
+        checkpoint["step_stats"] = self.stats.state_dict()
+
+    def restore(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put the run where a checkpoint left it, and turn weights and optimizer into what Lightning loads, in place.
+
+        Hyper-parameters are the config's, so a changed learning rate is what is used.
+
+        Raises:
+            RequestError: the weights are of another architecture, the state is of another optimizer, the token ids are
+                of another tokenizer, or another Trainer took it.
+        """
+        if "lm" in checkpoint:
+            raise RequestError(OTHER_TRAINER)
+        data, ranks, rank = module.trainer.datamodule, checkpoint["ranks"], module.global_rank
+        checkpoint_state.refuse_other_tokenizer(checkpoint["files"], data.tokenizer)
+        checkpoint_state.restore_weights(module, checkpoint)
+        self.pending_validation = checkpoint.get("pending_validation", False) and data.has_validation
+        self.cursor = Cursor(start=0, end=checkpoint["cursor"]["consumed"])
+        data.set_position(consumed=self.cursor.end)
+        self.restored = {"step_stats": checkpoint["step_stats"], **(ranks[rank] if rank < len(ranks) else {})}
