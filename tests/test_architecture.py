@@ -90,6 +90,34 @@ def test_the_model_knows_nothing_of_lightning():
     assert [name for name, path in FILES.items() if room(name) == "model" and "lightning" in path.read_text()] == []
 
 
+OTHERS = {"trainer", "_trainer", "module", "pl_module", "lightning_module", "datamodule", "data"}
+
+
+def owner(target: ast.expr) -> list[str]:
+    """The names of the object whose attribute is set: `config.trainer.devices` has ["config", "trainer"]."""
+    names = []
+    while isinstance(target, ast.Attribute):
+        target = target.value
+        names.append(target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "?"))
+    return names[::-1]
+
+
+def test_nobody_sets_an_attribute_of_a_trainer_a_module_or_the_data():
+    """What changes in a run is `RunState`'s. `should_stop` is how Lightning's callbacks ask for the end of a fit."""
+    found = []
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+                targets = [ast.Attribute(node.args[0], "?")]
+            for target in [each for one in targets for each in (one.elts if isinstance(one, ast.Tuple) else [one])]:
+                names = owner(target) if isinstance(target, ast.Attribute) else []
+                of_options = "config" in names  # of the YAML: its groups have these names too
+                if names and names[-1] in OTHERS and not of_options and target.attr != "should_stop":
+                    found.append(f"{name}: {'.'.join(names)}.{target.attr}")
+    assert [one for one in found if not one.startswith("lm.training.lightning_patches")] == []
+
+
 def test_names_say_something():
     assert not [name for name in FILES if name.split(".")[-1] in ("utils", "util", "common", "helpers", "misc")]
 

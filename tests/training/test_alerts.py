@@ -18,6 +18,7 @@ from lm.runs.run import Run
 from lm.training.alerts import MAX_WINDOW, AlertEvaluator, Expression
 from lm.training.alerts import NAMES as METRICS
 from lm.training.callbacks.guards import Alerts
+from lm.training.run_state import RunState
 
 NAMES = ("loss", "grad_norm", "val_loss")
 
@@ -310,7 +311,7 @@ def played(alerts, losses, state=None):
     callback, acts = Alerts(alerts), []
     trainer = SimpleNamespace(
         log_interval=1, steps=SimpleNamespace(tokens_per_step=256), world_size=1, is_global_zero=False, callbacks=[],
-        global_step=0, tokens_seen=0, stop=None, checkpoint_callback=SimpleNamespace(request=lambda: None),
+        global_step=0, tokens_seen=0, run_state=RunState(), checkpoint_callback=SimpleNamespace(request=lambda: None),
     )  # fmt: skip
     callback.on_guard = lambda trainer, module, guard, action, message: acts.append((trainer.global_step, action))
     trainer.callbacks.append(callback)

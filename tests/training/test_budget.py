@@ -16,6 +16,7 @@ from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start
 from lm.training.callbacks.budget import STALE, Budget, BudgetConfig, Cost, Meter, Sidecar, judge
 from lm.training.callbacks.logging import Pace
+from lm.training.run_state import RunState
 
 
 class Clock:
@@ -142,7 +143,7 @@ class Simulation:
         self.acts = []
         self.trainer = SimpleNamespace(
             run=run, global_step=0, max_steps=1000, val_interval=val_interval, world_size=1, is_global_zero=True,
-            datamodule=SimpleNamespace(has_validation=True), stop=None,
+            datamodule=SimpleNamespace(has_validation=True), run_state=RunState(run=run),
         )  # fmt: skip
         self.clock = Clock()
         self.budget = Budget(config, self.clock)
@@ -153,12 +154,12 @@ class Simulation:
     def _act(self, trainer, pl_module, guard, action, message, save=False):
         self.acts.append((trainer.global_step, action, save, message))
         if action == "stop":
-            trainer.stop = RuntimeError(message)
+            trainer.run_state.stop = RuntimeError(message)
 
     def lines(self, count, seconds, validation=0.0):
         """Log lines of 10 steps, each step so long; stops where the guard does."""
         for _ in range(count):
-            if self.trainer.stop:
+            if self.trainer.run_state.stop:
                 return
             self.trainer.global_step += 10
             self.clock.now += 10 * (seconds() if callable(seconds) else seconds)
