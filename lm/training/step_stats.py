@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lm.kernels.torch_private import foreach_norm
+
 
 class StepRecord(NamedTuple):
     """One optimizer step, over all ranks."""
@@ -53,7 +55,7 @@ def sum_by_source(per_token: Tensor, mask: Tensor | None, sources: Tensor, sums:
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """The norm of all tensors as one vector, over all shards: an fp32 scalar on the device."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
+    norm = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors, 2, dtype=torch.float32)))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
