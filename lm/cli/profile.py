@@ -29,6 +29,7 @@ from lm.errors import RequestError, require_at_least
 from lm.system.files import refuse_url
 from lm.system.process import rank
 from lm.system.units import Count, format_count
+from lm.training.lightning_patches import wrap_methods
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -165,8 +166,7 @@ class Parts(Profiler):
     def watch(self, trainer: Trainer, module: LanguageModule) -> None:
         """Follow this fit; the forward and the backward pass become spans too, as Lightning knows the step only."""
         self._trainer = trainer
-        for name in ("forward_backward", "manual_backward"):
-            setattr(module, name, self._as_span(name, getattr(module, name)))
+        wrap_methods(module, ("forward_backward", "manual_backward"), self._as_span)
 
     def _as_span(self, name: str, method: Callable) -> Callable:
         def call(*args: Any) -> Any:

@@ -21,6 +21,7 @@ from lm.data.loader import Batch, Cursor
 from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, perplexity
 from lm.kernels.operations import choose_kernels
+from lm.kernels.torch_private import foreach_mul_
 from lm.model.attention import describe_attention
 from lm.model.attention_choice import Attention, Shape, choose_attention
 from lm.model.compile import (
@@ -49,6 +50,7 @@ from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
 from lm.training.callback import call_hook
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
+from lm.training.lightning_patches import attached_trainer, drop_step_context, loss_scale
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.plain_trainer import adopt
 from lm.training.schedule import ScheduleConfig, lr_fraction
@@ -141,7 +143,7 @@ class LanguageModule(LightningModule):
 
     def configure_model(self) -> None:
         """Build the decoder, once, when the tokenizer and so the vocabulary is known."""
-        if self.decoder is not None or self._trainer is None:  # `load_from_checkpoint` has no tokenizer
+        if self.decoder is not None or attached_trainer(self) is None:  # `load_from_checkpoint` has no tokenizer
             return
         tokenizer = self.trainer.datamodule.tokenizer
         vocab_size = self.config.vocab_size or tokenizer.vocab_size
@@ -352,7 +354,7 @@ class LanguageModule(LightningModule):
             self.optimizers().optimizer.skip = ~finite  # torch's optimizer, inside Lightning's
         else:  # a GradScaler skips a step by itself where a gradient is not finite
             factor = torch.where(finite, factor, torch.nan)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
     def _zero_grad(self) -> None:
         (self.graphed or self.optimizers()).zero_grad()
@@ -364,7 +366,7 @@ class LanguageModule(LightningModule):
     @property
     def _loss_scale(self) -> Tensor | float:
         """What gradients were multiplied with, so that fp16 can hold them; `get_scale` would wait for the device."""
-        return 1.0 if self._scaler is None else self._scaler._scale
+        return 1.0 if self._scaler is None else loss_scale(self._scaler)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""
@@ -446,11 +448,12 @@ class LanguageModule(LightningModule):
             checkpoint_state.to_checkpoint(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if "lm" not in checkpoint and isinstance(self._trainer, Trainer):
+        trainer = attached_trainer(self)
+        if "lm" not in checkpoint and isinstance(trainer, Trainer):
             self._rank_state = checkpoint_state.from_checkpoint(self, checkpoint)
-        elif "lm" not in checkpoint or isinstance(self._trainer, Trainer):
+        elif "lm" not in checkpoint or isinstance(trainer, Trainer):
             raise RequestError("a checkpoint is resumed by the Trainer that took it, lightning.Trainer or lm.Trainer")
-        elif self._trainer is None:  # load_from_checkpoint
+        elif trainer is None:  # load_from_checkpoint
             self.config = DecoderConfig(**checkpoint["lm"]["decoder"])
             self.decoder = named(self.build_decoder(self.config), self.config)
         else:
@@ -459,8 +462,7 @@ class LanguageModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Put the sums on the device and this rank's generators where the checkpoint left them."""
-        # A training step is more than a forward pass: `losses` enters the precision's context by itself.
-        self.trainer.precision_plugin.train_step_context = nullcontext
+        drop_step_context(self.trainer)  # `losses` enters it
         sources = len(self.trainer.datamodule.source_names)
         self.stats = StepStats(self.device, self._rank_state.get("step_stats"), sources)
         if "rng" in self._rank_state:
