@@ -1,6 +1,12 @@
-"""The rooms of `lm/` stay as they are: imports go down the floors only, there are no cycles, no pickles."""
+"""The rooms of `lm/` stay as they are: imports go down the floors only, there are no cycles, no pickles.
+
+What libraries keep private stands in two files.
+"""
 
 import ast
+import importlib
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,3 +156,140 @@ def test_the_command_line_answers_without_torch(arguments):
     """`lm --help` is there at once: under half a second, and torch is not even imported."""
     code = f"import sys; from lm.cli.main import main; main({arguments!r}); assert 'torch' not in sys.modules"
     assert run_python(code)[1] < 2  # usually less than a tenth of a second
+
+
+# ---- private names of other libraries --------------------------------------------------------------------------------
+
+# These two say why they use what a library does not promise; it stands nowhere else, except for:
+PRIVATE = ("lm.kernels.torch_private", "lm.training.lightning_patches")
+LIBRARIES = ("jsonargparse", "lightning", "tensorboard", "torch", "torchmetrics")
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace"}  # of named tuples and `os`, by the standard library
+ALLOWED = {
+    # LightningCLI has no hook between building and running; TrainingCLI is its only subclass, and nothing but one.
+    "lm.cli.config": {"_actions", "_get", "_instantiate_trainer", "_parse_ckpt_path", "_parser",
+                      "_prepare_subcommand_kwargs", "_run_subcommand"},
+    "lm.system.arguments": {"_actions", "_typehint"},  # argparse and jsonargparse list options under no other name
+    "lm.data.encode": {"_processes"},  # a pool ends its processes by a public name from Python 3.14 on
+    "lm.system.hub": {"_fetch_range", "_open"},  # what fsspec documents as the methods that a file system defines
+}  # fmt: skip
+ASSIGNED = {
+    "forward",  # which torch leaves to each class of modules
+    "done", "run", "start", "stop",  # attributes of RunState and Rollback; loops and spans have methods of these names
+}  # fmt: skip
+NAMED_WHILE_RUNNING = {"lm.model.compile"}  # `setattr` with `forward` or `fused_mlp` of a block
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_self(node: ast.AST) -> bool:
+    call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+    return call or isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def names_defined_in(node: ast.ClassDef) -> set[str]:
+    """The methods and attributes that a class gives itself."""
+    found = {inner.name for inner in ast.walk(node) if isinstance(inner, ast.FunctionDef)}
+    found |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
+    return found | {
+        inner.attr for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and is_self(inner.value)
+    }  # fmt: skip
+
+
+CLASSES = {
+    (name, node.name): node
+    for name, path in FILES.items() for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+}  # fmt: skip
+
+
+def foreign_bases(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("lm", "builtins")]
+
+
+def private_uses(name: str, tree: ast.Module) -> list[str]:
+    """The private names of others in a file of lm, with their lines."""
+    own, overridden = {}, []  # nodes of `self._x` with `_x` of a class of ours; `def _x` of a method that a base has
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        kind = getattr(importlib.import_module(name), node.name, None)
+        bases = [(base.__module__, base.__name__) for base in kind.__mro__[1:]] if kind else []
+        defined = names_defined_in(node).union(*(names_defined_in(CLASSES[base]) for base in bases if base in CLASSES))
+        own |= {inner: True for inner in ast.walk(node)
+                if isinstance(inner, ast.Attribute) and is_self(inner.value) and inner.attr in defined}  # fmt: skip
+        theirs = {attribute for base in foreign_bases(kind or object) for attribute in vars(base)}
+        overridden += [(inner.lineno, inner.name) for inner in node.body
+                       if isinstance(inner, ast.FunctionDef) and inner.name in theirs]  # fmt: skip
+    found = overridden
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Attribute) and node not in own:
+            names = [node.attr]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+            names = [text.value for text in node.args[1:2] if isinstance(text, ast.Constant)]
+        elif isinstance(node, ast.Constant) and re.fullmatch(rf"({'|'.join(LIBRARIES)})(\.\w+)+", str(node.value)):
+            names = node.value.split(".")  # of a module, for `sys.modules`
+        found += [(node.lineno, each) for each in names]
+    allowed = DOCUMENTED | ALLOWED.get(name, set())
+    return sorted({f"{name}:{line} {each}" for line, each in found if is_private(each) and each not in allowed})
+
+
+def library_methods() -> set[str]:
+    """The names of all methods of the libraries' classes that lm imports or inherits from."""
+    kinds = {
+        base
+        for name in FILES if name != "lm.__main__"
+        for value in vars(importlib.import_module(name)).values() if isinstance(value, type)
+        for base in value.__mro__ if base.__module__.partition(".")[0] in LIBRARIES
+    }  # fmt: skip
+    return {name for kind in kinds for name, value in vars(kind).items() if inspect.isroutine(value)}
+
+
+def replaced_methods(name: str, tree: ast.Module, methods: set[str]) -> list[str]:
+    """Where a file of lm assigns to an attribute of another object that is a method of a library's class."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not is_self(node.value):
+            found += [f"{name}:{node.lineno} {node.attr}"] if node.attr in methods - ASSIGNED else []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            if not is_self(node.args[0]) and name not in NAMED_WHILE_RUNNING:
+                found.append(f"{name}:{node.lineno} {node.func.id}")
+    return found
+
+
+def test_what_libraries_keep_private_stands_in_two_files():
+    for name, path in FILES.items():
+        if name not in PRIVATE and name != "lm.__main__":
+            assert private_uses(name, ast.parse(path.read_text())) == []
+
+
+def test_methods_of_libraries_are_replaced_in_one_file():
+    methods = library_methods()
+    for name, path in FILES.items():
+        if name not in PRIVATE:
+            assert replaced_methods(name, ast.parse(path.read_text()), methods) == []
+
+
+@pytest.mark.parametrize(("code", "found"), [
+    ("trainer._x = 1", ["lm.training.trainer:1 _x"]),
+    ("from lightning.pytorch.loops.fit_loop import _FitLoop", ["lm.training.trainer:1 _FitLoop"]),
+    ("import torch._dynamo", ["lm.training.trainer:1 _dynamo"]),
+    ("sys.modules['torch._dynamo.utils']", ["lm.training.trainer:1 _dynamo"]),
+    ("getattr(trainer, '_x')", ["lm.training.trainer:1 _x"]),
+    ("class Trainer:\n  def f(self): self._logger_connector", ["lm.training.trainer:2 _logger_connector"]),
+    ("class Trainer:\n  def _fit_impl(self): super()._fit_impl()", ["lm.training.trainer:2 _fit_impl"]),
+    ("class Trainer:\n  def f(self): self._y = 1; return self._y", []),
+])  # fmt: skip
+def test_private_names_are_found(code, found):
+    assert private_uses("lm.training.trainer", ast.parse(code)) == found
+
+
+@pytest.mark.parametrize("code", ["a.run = 1; logger.log_metrics = print", "setattr(a.logger, name, 1)"])
+def test_replaced_methods_are_found(code):
+    assert len(replaced_methods("lm.training.trainer", ast.parse(code), {"log_metrics"})) == 1

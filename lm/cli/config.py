@@ -219,8 +219,8 @@ def link_rate(config: Namespace) -> None:
 
 def take_what_is_here(config: Namespace) -> None:
     """Evaluate a run of another machine with what this one has in place of kernels and FP8 that it lacks; logs it."""
-    trainer, model = config.trainer, config.model
-    cuda = trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    model = config.model
+    cuda = config.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     instead = []
     if model.kernels in ("on", True) and (missing := kernels_missing(device)):
@@ -229,9 +229,9 @@ def take_what_is_here(config: Namespace) -> None:
     if model.attention != "auto" and not cuda:
         instead.append(f"model.attention {model.attention} -> auto")
         model.attention = "auto"
-    if trainer.precision.startswith("fp8") and (not has_fp8(device) or kernels_missing(device)):
-        instead.append(f"trainer.precision {trainer.precision} -> bf16-mixed")
-        trainer.precision, trainer.fp8_keep = "bf16-mixed", None
+    if config.trainer.precision.startswith("fp8") and (not has_fp8(device) or kernels_missing(device)):
+        instead.append(f"trainer.precision {config.trainer.precision} -> bf16-mixed")
+        config.trainer.precision, config.trainer.fp8_keep = "bf16-mixed", None
     if instead:
         log.info("evaluated with what this machine has: %s", ", ".join(instead))
 

@@ -313,6 +313,7 @@ class Shards:
     """All shards of a source; `Shards.open` makes one. Safe to use from several threads, and picklable.
 
     Attributes:
+        by_file: every Shard by its path or URL.
         blocks: every Block, in the order of the files.
         tokens: of all blocks.
         labels: whether some tokens may be no targets.
@@ -328,7 +329,7 @@ class Shards:
         self.tokens = sum(block.tokens for block in self.blocks)
         self.packed = _packed(shards, source) if shards else None
         self.labels = self.packed is not None or any(shard.labels for shard in shards)
-        self._shards = {shard.file: shard for shard in shards}
+        self.by_file = {shard.file: shard for shard in shards}
         self._footers: dict[str, pq.FileMetaData] = {}
 
     @classmethod
@@ -393,7 +394,7 @@ class Shards:
         joined = cls([], first.column, ", ".join(shards.source for shards in sources.values()), first.cache)
         holders: dict[Hashable, str] = {}  # by whatever path they name a file
         for name, shards in sources.items():
-            for file in shards._shards:
+            for file in shards.by_file:
                 other = holders.setdefault(file_identity(file), name)
                 if other != name:
                     raise RequestError(
@@ -401,10 +402,10 @@ class Shards:
                         "repeats it more often"
                     )
             joined.blocks += shards.blocks
-            joined._shards |= shards._shards
+            joined.by_file |= shards.by_file
         joined.tokens = sum(block.tokens for block in joined.blocks)
         joined.labels = any(shards.labels for shards in sources.values())
-        joined.packed = _packed(joined._shards.values(), joined.source)
+        joined.packed = _packed(joined.by_file.values(), joined.source)
         return joined
 
     def windows(self, seq_len: int) -> np.ndarray:
@@ -436,8 +437,8 @@ class Shards:
         the bytes of the text itself, and others to what some of them decode to.
         """
         sizes = tokenizer.token_bytes().astype(np.float64)
-        weights = [sum(shard.row_groups) for shard in self._shards.values()]
-        ratios = [shard.text_ratio for shard in self._shards.values()]
+        weights = [sum(shard.row_groups) for shard in self.by_file.values()]
+        ratios = [shard.text_ratio for shard in self.by_file.values()]
         if None not in ratios and any(weights):
             return sizes * np.average(ratios, weights=weights)
         if tokenizer.byte_level:
@@ -459,7 +460,7 @@ class Shards:
             RequestError: there is none; says how many tokens there are and how many it takes, or why the shards hold
                 none. Or no token is a target.
         """
-        if not any(shard.targets for shard in self._shards.values()):
+        if not any(shard.targets for shard in self.by_file.values()):
             raise RequestError(f"{self.source}: every label is {IGNORED}, so no token is a target; leave `labels` out")
         if not self.tokens:
             self._refuse_empty()
@@ -495,7 +496,7 @@ class Shards:
             )
 
     def _refuse_empty(self) -> NoReturn:
-        shards = list(self._shards.values())
+        shards = list(self.by_file.values())
         with _readable(shards[0]), shards[0].open() as (parquet, _):
             why = shards[0].column.why_empty(parquet)
         others = f", and no other of {self.source} has a token" * (len(shards) > 1)
@@ -511,13 +512,13 @@ class Shards:
         """`tokens`; of packed rows without the first of each, and without what fills them up, where that is known."""
         if self.packed is None:
             return self.tokens
-        filling = sum(shard.padding or 0 for shard in self._shards.values())
+        filling = sum(shard.padding or 0 for shard in self.by_file.values())
         return self.tokens - self.tokens // (self.packed.seq_len + 1) - filling
 
     @property
     def filled_up(self) -> float | None:
         """The fraction of the targets of packed rows that only fill them up; None where it is not known."""
-        counts = [shard.padding for shard in self._shards.values()]
+        counts = [shard.padding for shard in self.by_file.values()]
         if self.packed is None or None in counts or not self.tokens:
             return None
         return sum(counts) / (self.tokens / (self.packed.seq_len + 1) * self.packed.seq_len)
@@ -527,7 +528,7 @@ class Shards:
 
         The first row groups of a few shards are read, the first and the last shard among them.
         """
-        for shard, parquet in self._probe([shard for shard in self._shards.values() if shard.foreign]):
+        for shard, parquet in self._probe([shard for shard in self.by_file.values() if shard.foreign]):
             with suppress(RunError, *DAMAGE):  # training says what is damaged
                 if found := shard.column.padding(parquet, 0):
                     place = f"shard {shard.file}, row group 0"
@@ -536,7 +537,7 @@ class Shards:
 
     def is_padded(self) -> bool:
         """Whether a row begins or ends in the `pad_id`, among the first row groups of a few shards."""
-        for shard, parquet in self._probe(list(self._shards.values())):
+        for shard, parquet in self._probe(list(self.by_file.values())):
             with suppress(RunError, *DAMAGE):
                 if shard.column.is_padded(parquet, 0):
                     return True
@@ -589,17 +590,18 @@ class Shards:
         parts = self.blocks[index].parts
         if len(parts) > 1 and is_remote(parts[0].file):  # small files take as long to ask for as to read
             with reader_pool(FOOTER_THREADS) as pool:
-                tokens = _join(list(pool.map(self._read_part, parts)))
+                tokens = _join(list(pool.map(self.read_part, parts)))
         else:
-            tokens = _join([self._read_part(part) for part in parts])
+            tokens = _join([self.read_part(part) for part in parts])
         if self.packed is None:
             return tokens
         return tokens._replace(targets=self.packed.targets(tokens.ids))
 
-    def _read_part(self, part: Part) -> Tokens:
+    def read_part(self, part: Part) -> Tokens:
+        """Read a part of a block; a file of a store goes through the cache."""
         if not is_remote(part.file):
             return self._decode(part)
-        shard = self._shards[part.file]
+        shard = self.by_file[part.file]
         column = shard.column
         kept = np.dtype([("id", column.dtype), ("target", bool)]) if shard.labels else column.dtype
         if self.cache is None or not self.cache.fits(part.tokens * kept.itemsize):
@@ -629,7 +631,7 @@ class Shards:
         if entry is None or entry.shape != (part.tokens,):
             return None
         tokens = Tokens(entry["id"].copy(), entry["target"].copy()) if kept.names else Tokens(entry)
-        return tokens if self._shards[part.file].column.holds(tokens.ids) else None
+        return tokens if self.by_file[part.file].column.holds(tokens.ids) else None
 
     def _fetch(self, part: Part) -> Tokens:
         """Read a part of a remote shard."""
@@ -641,7 +643,7 @@ class Shards:
 
     def _decode(self, part: Part) -> Tokens:
         """Read a part, row group by row group, so that a bad one is named."""
-        shard, where, groups = self._shards[part.file], str(part), []
+        shard, where, groups = self.by_file[part.file], str(part), []
         try:
             with shard.open(self._footers.get(shard.file)) as (parquet, _):
                 self._keep_footer(shard.file, parquet.metadata)
@@ -672,7 +674,7 @@ class Shards:
                 before += part.tokens
         return [
             Fingerprint(shard.name, shard.size, sum(shard.row_groups), shard.digest, places.get(shard.file, 0))
-            for shard in self._shards.values()
+            for shard in self.by_file.values()
         ]
 
 
@@ -753,18 +755,18 @@ def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:
     Raises:
         RunError: files that seem to be copies cannot be read.
     """
-    by_identity = {file_identity(shard.file): shard for shard in train._shards.values()}
+    by_identity = {file_identity(shard.file): shard for shard in train.by_file.values()}
     by_content = defaultdict(list)
-    for shard in train._shards.values():
+    for shard in train.by_file.values():
         by_content[shard.digest, shard.size].append(shard)
-    for shard in val._shards.values():
+    for shard in val.by_file.values():
         if not sum(shard.row_groups):
             continue
         if same := by_identity.get(file_identity(shard.file)):
             return same.file, shard.file
         alike = by_content.get((shard.digest, shard.size), []) if shard.digest is not None else []
         for same in alike:  # a footer holds no more than the bounds of the ids; in shards of ours a digest of them all
-            if np.array_equal(train._read_part(next(_parts(same))).ids, val._read_part(next(_parts(shard))).ids):
+            if np.array_equal(train.read_part(next(_parts(same))).ids, val.read_part(next(_parts(shard))).ids):
                 return same.file, shard.file
     return None
 

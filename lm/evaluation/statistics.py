@@ -1,7 +1,7 @@
 """What a validation and a benchmark report: loss, perplexity, bits per byte, standard errors and 95 % intervals."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lm.kernels.torch_private import KeepsPrecision
 from lm.model.decoder import IGNORED
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
@@ -90,11 +91,13 @@ def perplexity(loss: float) -> float:
     return math.inf if loss >= 700 else math.exp(loss)
 
 
-class TokenLoss(Metric):
+class TokenLoss(KeepsPrecision, Metric):
     """Sums of token losses that do not depend on how the tokens were divided into batches and ranks.
 
     Bits per byte makes models with different tokenizers comparable: the nats of tokens that stand for text, over the
     bytes of that text, over ln 2. Tokens that stand for no bytes (end of document) are left out above and below.
+
+    The sums follow the device of the module around them but not its precision, which would ruin them.
     """
 
     full_state_update = False
@@ -110,10 +113,6 @@ class TokenLoss(Metric):
         for name in self.SUMS:
             zeros = torch.zeros(() if sources is None else sources, dtype=torch.float64)
             self.add_state(name, zeros, dist_reduce_fx="sum")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Metric:
-        # The sums follow the module's device but not its precision: `module.to(torch.bfloat16)` would ruin them.
-        return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), *args, **kwargs)
 
     def update(
         self, token_losses: Tensor, labels: Tensor, token_bytes: Tensor | None = None, sources: Tensor | None = None

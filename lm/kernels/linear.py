@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.kernels.fp8 import E4M3, Float8, Scaled, Scaling, quantize
+from lm.kernels.torch_private import scaled_mm
 
 MULTIPLE = 16  # tensor cores take multiples of it: both dimensions of a matrix, and the tokens of a gradient
 Matrix = Tensor | Float8  # as a product takes it
@@ -41,8 +42,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
         out = (values.float() @ b.values.float().t() * scales[0] * scales[1]).to(out_dtype)
     else:
         fast = a.values.dtype == E4M3
-        # Not by its public name, torch.nn.functional.scaled_mm, which torch 2.11 cannot compile.
-        out = torch._scaled_mm(values, b.values.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast)
+        out = scaled_mm(values, b.values.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast)
     # The view comes last: torch 2.11 loses the gradient of a traced function that ends with a `to` without effect.
     return out.to(dtype).view(*a.values.shape[:-1], -1)
 

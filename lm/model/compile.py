@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-import torch._functorch.config  # `import torch` alone does not always bring it
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from lm.errors import RequestError
+from lm.kernels.torch_private import foreach_zero_, set_compile_options, uncompiled_backend
 
 Compile = Literal["none", "inductor", "triton_free"]
 ActivationCheckpointing = Literal["none", "selective", "block"]
@@ -73,9 +73,7 @@ def compile_decoder(decoder: nn.Module, mode: Compile, whole: bool = False) -> N
         return
     # All blocks share one code object and so dynamo's limit of recompilations, beyond which compiling is an error.
     # There is a graph for each mix of: first block or not (fused), window, FP8, training or evaluation, documents.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    # A traced backward pass would run under autocast, and that of eager mode does not. Off, both compute the same.
-    torch._functorch.config.backward_pass_autocast = "off"
+    set_compile_options(recompile_limit=64)
     backend = triton_free if mode == "triton_free" else "inductor"
     if not hasattr(decoder, "cross_entropy"):  # a model of one's own, in which dynamo may break the graph
         decoder.forward = torch.compile(decoder.forward, backend=backend)
@@ -95,18 +93,7 @@ def triton_free(graph: GraphModule, inputs: list[Tensor], **options: Any) -> Cal
     with torch's own kernels and ours. It needs neither Triton nor a C++ compiler, and results equal those of eager mode
     to the bit.
     """
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    def run_uncompiled(graph: GraphModule, inputs: list[Tensor]) -> Callable:
-        return make_boxed_func(graph.forward)
-
-    compiler = aot_autograd(
-        fw_compiler=run_uncompiled, bw_compiler=run_uncompiled, inference_compiler=run_uncompiled,
-        partition_fn=min_cut_rematerialization_partition,
-    )  # fmt: skip
-    return compiler(graph, inputs)
+    return uncompiled_backend()(graph, inputs)
 
 
 WARMUP = 3  # micro-batches that run as usual first, so that every kernel is loaded and every buffer has its size
@@ -161,7 +148,7 @@ class GraphedMicroBatch:
 
     def zero_grad(self) -> None:
         """Clear the gradients, and keep their buffers."""
-        torch._foreach_zero_(self.gradients)
+        foreach_zero_(self.gradients)
 
     def _record(self, tokens: Tensor, constants: tuple) -> None:
         if not self.recorded:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lm.errors import RequestError, first_line
+from lm.kernels.torch_private import buffers_of
 from lm.model.config import DecoderConfig
 from lm.model.decoder import MLP, Block, Decoder, Linear, Losses, RMSNorm, SelfAttention
 from lm.model.estimates import flops_per_token, parameters
@@ -159,18 +160,18 @@ def refuse_logits(decoder: nn.Module, wish: str) -> None:
 def _tried(decoder: nn.Module) -> Iterator[None]:
     """Inside the `with`, a forward pass leaves no trace: not in buffers, not in the random numbers, no dropout."""
     modes = {part: part.training for part in decoder.modules()}
-    buffers = {part: dict(part._buffers) for part in modes}
+    buffers = {part: dict(buffers_of(part)) for part in modes}
     devices = {weight.device for weight in decoder.parameters() if weight.device.type == "cuda"}
     decoder.eval()
     for part, kept in buffers.items():
-        part._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in kept.items()})
+        buffers_of(part).update({name: None if buffer is None else buffer.clone() for name, buffer in kept.items()})
     try:
         with torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         for part, training in modes.items():
             part.training = training
-            part._buffers.update(buffers[part])
+            buffers_of(part).update(buffers[part])
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

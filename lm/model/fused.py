@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lm.kernels.fp8 import Float8, quantize
 from lm.kernels.operations import FusedOps
+from lm.kernels.torch_private import foreach_copy_
 from lm.model.attention import AttentionMask, attend
 from lm.model.decoder import IGNORED, MLP, Block, Decoder, Linear, RMSNorm, Rotary, SelfAttention
 
@@ -111,13 +112,13 @@ class WeightCopies:
         self.copies = [torch.empty_like(weight, dtype=dtype) for weight in self.weights]
 
     def __enter__(self) -> None:
-        torch._foreach_copy_(self.copies, self.weights)
+        foreach_copy_(self.copies, self.weights)
         *copies, self.decoder.output_copy = self.copies
         for matrix, copy in zip(self.half, copies, strict=True):
             matrix.copy = copy
         for matrix, copy in self.float8:
             for old, new in zip(copy, _float8(matrix), strict=True):
-                torch._foreach_copy_(old, new)
+                foreach_copy_(old, new)
             matrix.copy = copy
 
     def __exit__(self, *exception: object) -> None:

@@ -25,11 +25,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.checkpoint.state_dict import (
@@ -46,6 +44,7 @@ from torch.optim import Optimizer
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.system.process import PARENT, code_for_launcher, under_torchrun
 from lm.system.units import plural
+from lm.training.lightning_patches import OwnLauncher, ScriptLauncher, set_group_timeout
 from lm.training.muon import Muon
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ def gather_from_ranks(value: Any) -> list[Any]:
 # ---- launcher --------------------------------------------------------------------------------------------------------
 
 
-class Launcher(_SubprocessScriptLauncher):
+class Launcher(ScriptLauncher):
     """Starts the other processes of a node; all of them end together and report one error.
 
     Lightning's own kills the whole group, without a message, five seconds after any process ended with a code that is
@@ -86,7 +85,7 @@ class Launcher(_SubprocessScriptLauncher):
             RunError: another rank failed; it has printed why.
         """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        self.share_cores()
         if self.cluster_environment.creates_processes_externally:
             launcher = int(os.environ.get(LAUNCHER_PID, PARENT if torchrun_world() else 0))
             if launcher:
@@ -94,7 +93,7 @@ class Launcher(_SubprocessScriptLauncher):
             return self._follow(_with_restarts(function), *args, **kwargs)
         os.environ[LAUNCHER_PID] = str(os.getpid())
         self._trainer = trainer
-        self._call_children_scripts()
+        self.start_others()
         return self._lead(trainer, function, *args, **kwargs)
 
     def _follow(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -329,13 +328,15 @@ UNUSED_CURE = ("ddp needs a gradient of each on every rank: use them in every lo
                "requires_grad_(False), or train on one device")  # fmt: skip
 
 
-class ReplicatedStrategy(DDPStrategy):
+class ReplicatedStrategy(OwnLauncher, DDPStrategy):
     """DDP: every rank holds the whole model, and gradients are averaged with the last micro-batch of a step.
 
     Args:
         rank_timeout: seconds that ranks wait for one another, once they train.
         options: what they exchange.
     """
+
+    launcher_class = Launcher
 
     def __init__(self, rank_timeout: float, options: DistributedConfig) -> None:
         # Nothing in the model is a buffer that ranks could disagree on, and the gradients need no second copy.
@@ -376,9 +377,6 @@ class ReplicatedStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         _set_rank_timeout(self.rank_timeout)
 
-    def _configure_launcher(self) -> None:
-        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """All of the optimizer's state on rank zero."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -390,7 +388,7 @@ def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
     return bf16_compress_hook(None, bucket)
 
 
-class FullyShardedStrategy(ModelParallelStrategy):
+class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
     """FSDP2: every rank holds a shard of the parameters, gradients and optimizer state.
 
     It is Lightning's strategy with our checkpoint folders at both ends. With replicas it is HSDP: the ranks of a node
@@ -402,6 +400,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         options: what they exchange.
         replicas: whole models; each is held by `world_size / replicas` consecutive ranks.
     """
+
+    launcher_class = Launcher
 
     def __init__(
         self, world_size: int, rank_timeout: float, options: DistributedConfig = DistributedConfig(), replicas: int = 1
@@ -417,9 +417,6 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def on_train_start(self) -> None:
         _set_rank_timeout(self.rank_timeout)
-
-    def _configure_launcher(self) -> None:
-        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def shard(self, decoder: nn.Module) -> None:
         """Shard a decoder in place: a unit a layer, and one for the rest."""
@@ -547,11 +544,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def _set_rank_timeout(seconds: float) -> None:
-    """Set how long ranks wait for one another from now on; torch has no public name for changing it.
+    """Set how long ranks wait for one another from now on.
 
     NCCL ends its process without a message at its timeout. The ranks also exchange a flag on the CPU after every step
     (`callbacks/stopping`); a timeout there is reported and ends the run in order, so NCCL waits longer.
     """
     if dist.get_backend() == "nccl":
         seconds += NCCL_MARGIN
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    set_group_timeout(timedelta(seconds=seconds))

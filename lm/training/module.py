@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any, Literal
 
@@ -47,6 +48,7 @@ from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
 from lm.training.callback import call_hook
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
+from lm.training.lightning_patches import attached_trainer, drop_step_context, loss_scale
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.plain_trainer import PlainRunState
 from lm.training.run_state import RunState
@@ -136,7 +138,7 @@ class LanguageModule(LightningModule):
 
     def configure_model(self) -> None:
         """Build the decoder, once, when the tokenizer and so the vocabulary is known."""
-        if self.decoder is not None or self._trainer is None:  # `load_from_checkpoint` has no tokenizer
+        if self.decoder is not None or attached_trainer(self) is None:  # `load_from_checkpoint` has no tokenizer
             return
         tokenizer = self.trainer.datamodule.tokenizer
         vocab_size = self.config.vocab_size or tokenizer.vocab_size
@@ -294,8 +296,7 @@ class LanguageModule(LightningModule):
     def on_train_start(self) -> None:
         """Make the step of what Lightning's strategy and precision do with gradients."""
         trainer, state, optimizer = self.trainer, self.run_state, self.optimizers()
-        # A training step is more than a forward pass: `losses` enters the precision's context by itself.
-        trainer.precision_plugin.train_step_context = nullcontext
+        drop_step_context(trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         state.begin(self.device, len(trainer.datamodule.source_names), scaler is not None, self.global_rank)
         forward = lambda batch: self.losses(batch)  # noqa: E731  # a callback may replace it
@@ -306,7 +307,7 @@ class LanguageModule(LightningModule):
             backward=self.manual_backward if self.cuda_graphs else self._measured("backward", self.manual_backward),
             update=optimizer.step,
             hold_gradients=getattr(trainer.strategy, "block_backward_sync", nullcontext),
-            loss_scale=None if scaler is None else lambda: scaler._scale,  # `get_scale` would wait for the device
+            loss_scale=None if scaler is None else partial(loss_scale, scaler),
             before_micro_batch=_drop_step_in_time,
             record=self._record if self.cuda_graphs else None,
         )

@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from lm.kernels.torch_private import foreach_lerp_, foreach_mul_, foreach_sub_
+
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
 ADAMW_SLOTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps of each parameter
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steepest at 0, and bounded after any number of rounds
@@ -171,8 +173,8 @@ class Muon(Optimizer):
         # A gradient equal to the momentum leaves it as it is.
         updates = [torch.where(skip, momentum, _local(p.grad)) for momentum, p in zip(momenta, held, strict=True)]
         if held:
-            torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
-            torch._foreach_lerp_(updates, momenta, group["momentum"])
+            foreach_lerp_(momenta, updates, 1 - group["momentum"])
+            foreach_lerp_(updates, momenta, group["momentum"])
         # Half the bytes and twice the speed and more on a GPU since Ampere; the values need not be exact, only alike.
         fast = skip.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = torch.bfloat16 if fast else torch.float32
@@ -203,9 +205,9 @@ class Muon(Optimizer):
         lr, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
         weights = [_local(p) for p in parameters]
         updates = [update.to(p.dtype) for update, p in zip(computed(), parameters, strict=True)]
-        torch._foreach_mul_(weights, torch.where(skip, 1.0, decay))
-        torch._foreach_mul_(updates, torch.where(skip, 0.0, lr))
-        torch._foreach_sub_(weights, updates)
+        foreach_mul_(weights, torch.where(skip, 1.0, decay))
+        foreach_mul_(updates, torch.where(skip, 0.0, lr))
+        foreach_sub_(weights, updates)
 
     def _momentum(self, p: Tensor) -> Tensor:
         if not self.state[p]:

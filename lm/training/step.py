@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lm.data.loader import Batch
+from lm.kernels.torch_private import foreach_mul_, foreach_norm
 from lm.model.decoder import Losses
 from lm.training.schedule import ScheduleConfig, Steps, lr_fraction
 
@@ -31,7 +32,7 @@ class StepResult(NamedTuple):
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """The norm of all tensors as one vector, over all shards: an fp32 scalar on the device."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
+    norm = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors, 2, dtype=torch.float32)))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
@@ -137,7 +138,7 @@ class OptimizerStep:
             factor = torch.where(finite, factor, torch.nan)
         else:
             self.optimizer.skip = ~finite
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
     def zero_grad(self) -> None:
         """Forget the gradients, as after a step."""

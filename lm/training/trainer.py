@@ -4,6 +4,8 @@ import logging
 import math
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -14,8 +16,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
 
@@ -38,6 +38,7 @@ from lm.training.distributed import (
     srun_world,
     torchrun_world,
 )
+from lm.training.lightning_patches import PatchedTrainer, report_path
 from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
 from lm.training.precision import (
     Float8Precision,
@@ -54,29 +55,6 @@ YEAR = 365 * 24 * 3600  # seconds
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
 
 
-class FitLoop(_FitLoop):
-    """A run whose last validation is still to come is not done, though all steps are taken."""
-
-    @property
-    def done(self) -> bool:
-        return super().done and not self.trainer.run_state.pending_validation
-
-
-class EpochLoop(_TrainingEpochLoop):
-    """Validates after the steps that `Trainer.validates_after` names, and first of all where one is pending."""
-
-    def on_run_start(self, data_fetcher: Any) -> None:
-        super().on_run_start(data_fetcher)
-        self.restarting = False  # a checkpoint is never in the middle of a step or of a validation
-        if self.trainer.run_state.pending_validation:
-            self.trainer.validating = True
-            self.val_loop.run()
-            self.trainer.training = True
-
-    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        return self.trainer.validates_after(self.global_step)
-
-
 @dataclass
 class EarlyStoppingConfig:
     """When to stop before the steps are done.
@@ -90,7 +68,7 @@ class EarlyStoppingConfig:
     min_delta: float = 0.0
 
 
-class Trainer(lightning.Trainer):
+class Trainer(PatchedTrainer):
     """Trains for a number of optimizer steps on a stream that has no end.
 
     Args:
@@ -238,10 +216,6 @@ class Trainer(lightning.Trainer):
                 f"trainer.num_nodes {num_nodes}: the nodes do not find one another: start the command on each with "
                 f"`torchrun --nnodes {num_nodes}`, or with `srun --nodes {num_nodes}`, or give --trainer.num_nodes 1"
             )
-        # Lightning would write what `self.log` is given by itself, and count other steps: `RunLog` does.
-        self._logger_connector.log_metrics = lambda metrics, step=None: None
-        self.fit_loop = FitLoop(self, max_epochs=-1)
-        self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
         if isinstance(chosen, Float8Precision):
             chosen.refuse_device(self.strategy.root_device)
 
@@ -287,23 +261,26 @@ class Trainer(lightning.Trainer):
         self.fit_loop.epoch_loop.max_steps = state.steps.max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
-    def _fit_impl(self, *args: Any, **kwargs: Any) -> None:
+    @contextmanager
+    def around_fit(self) -> Iterator[None]:
+        """Says what needs how much memory where there is not enough."""
         try:
-            super()._fit_impl(*args, **kwargs)
+            yield
         except Exception as error:
             module = self.lightning_module
             if module is None or module.config.vocab_size is None or not is_out_of_memory(error):
                 raise
             raise out_of_memory_error(error, self, self._memory_before) from error
 
-    def _run_stage(self) -> Any:
+    @contextmanager
+    def around_stage(self) -> Iterator[None]:
+        """Says how to resume a run that ends by damaged data or a signal."""
         self._memory_before = process_bytes()
         try:
-            result = super()._run_stage()
+            yield
             if self.profiler.filename:  # Lightning writes its report in a moment
                 self.profiler.dirpath = self.run.path if self.run else self.default_root_dir
-                log.info("profile: %s", Path(self.profiler.dirpath) / self.profiler._prepare_filename())
-            return result
+                log.info("profile: %s", report_path(self.profiler))
         except Exception as error:
             STOP.disarm()  # the last checkpoint may take longer than stop_within
             if isinstance(error, DataError) and self.fitting:

@@ -14,6 +14,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from lm.errors import first_line
+from lm.training.lightning_patches import wrap_methods
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +83,9 @@ class LoggerThread:
         self.name = type(logger).__name__
         self._over = self._failed = self._said = False
         self._thread = CallThread(f"logger {self.name}", self._fail)
-        for name in CALLS:
-            setattr(logger, name, self._queued(getattr(logger, name), last=name == "finalize"))
+        wrap_methods(logger, CALLS, self._queued)
 
-    def _queued(self, call: Callable[..., Any], last: bool) -> Callable[..., None]:
+    def _queued(self, name: str, call: Callable[..., Any]) -> Callable[..., None]:
         def put(*args: Any, **kwargs: Any) -> None:
             if self._over:
                 return
@@ -94,7 +94,7 @@ class LoggerThread:
                 self._warn(f"has not answered for {LATE:g} s")
             if not self._thread.put(partial(self._make, call, *args, **kwargs)):
                 self._warn(f"is {WAITING:,} calls behind, and what follows is left out")
-            if last:
+            if name == "finalize":
                 self._over = True
                 if not self._thread.finish(LAST_WAIT):
                     self._warn(f"did not finish within {LAST_WAIT:g} s")

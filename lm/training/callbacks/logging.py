@@ -32,6 +32,7 @@ from lm.system.process import steady_time
 from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.loggers import LoggerThread
+from lm.training.lightning_patches import replace_event_file
 from lm.training.trainer import Trainer
 
 if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
@@ -345,19 +346,20 @@ class EventFile(TensorBoardLogger):
         purge = None if resumed_at is None else resumed_at + 1
         super().__init__(str(run.path.parent), run.path.name, version="", default_hp_metric=False, purge_step=purge)
         self._run = run
+        self._opened = False
 
     @property
     def experiment(self) -> "SummaryWriter":
         """torch's SummaryWriter, which writes nothing where the disk is full instead of failing from then on."""
-        if self._experiment is None:
+        if not self._opened:
             # Files are read in the order of their names, which begin with the second: not that of an earlier session.
             names = (path.name.split(".")[3:4] for path in self._run.path.glob("events.out.tfevents.*"))
             taken = {int(second) for [second] in names if second.isdigit()}
             while int(time.time()) in taken:
                 time.sleep(0.05)
-            writer = super().experiment.file_writer.event_writer
-            writer._async_writer._writer._writer = _TolerantFile(Path(writer._file_name), self._run)
-        return self._experiment
+            replace_event_file(super().experiment, lambda path: _TolerantFile(path, self._run))
+            self._opened = True
+        return super().experiment
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write the values of a step as one event."""

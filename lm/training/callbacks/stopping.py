@@ -18,6 +18,7 @@ from lm.training.callbacks.logging import ProgressBar
 from lm.training.callbacks.notifications import Notifications
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.distributed import how_to_resume
+from lm.training.lightning_patches import drop_sigterm_broadcast
 from lm.training.trainer import Trainer
 
 
@@ -38,9 +39,8 @@ class Interrupt(Callback, Checkpoint):
             STOP.catch()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning registers its own handlers just before this; they would exit 0 and save nothing. Under DDP it also
-        # broadcasts a flag for them every step.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        # Lightning registers its own handlers just before this; they would exit 0 and save nothing.
+        drop_sigterm_broadcast(trainer)
         waits = timedelta(seconds=trainer.rank_timeout)
         self._ranks = dist.new_group(backend="gloo", timeout=waits) if trainer.world_size > 1 else None
         alone = trainer.world_size == 1  # ranks may be waiting for one another: rank_timeout is their limit

@@ -1,6 +1,5 @@
 """Tokens a second, model FLOPs utilisation, time spent waiting for data, and why training is too slow."""
 
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,10 +8,12 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lm.errors import require_at_least
+from lm.kernels.torch_private import compiled_graphs
 from lm.system.units import Count, format_count
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
 from lm.training.callbacks.run_folder import Heartbeat
+from lm.training.lightning_patches import around_fetches
 from lm.training.trainer import Trainer
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -34,21 +35,15 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._peak = trainer.device_peak and trainer.device_peak * trainer.world_size
-        # Lightning's loop calls these two just before and just after it asks the loader, for its profilers.
-        loop = trainer.fit_loop.epoch_loop
-        before, after = loop._on_before_fetch, loop._on_after_fetch
-
-        def begin() -> None:
-            before()
-            self._fetch_began = self._now()
-
-        def end() -> None:
-            self._fetches.append((self._fetch_began, self._now()))
-            after()
-
-        loop._on_before_fetch, loop._on_after_fetch = begin, end
+        around_fetches(trainer, self._begin_fetch, self._end_fetch)
         self._on_gpu = pl_module.device.type == "cuda"
         self._since, self._paused, self._step = time.monotonic(), 0.0, trainer.global_step
+
+    def _begin_fetch(self) -> None:
+        self._fetch_began = self._now()
+
+    def _end_fetch(self) -> None:
+        self._fetches.append((self._fetch_began, self._now()))
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -195,16 +190,6 @@ class ThroughputFloor(Callback):
             full_precision=trainer.precision == "32-true", kernels=module.kernels_taken,
             plain=module.decoder.fused is None, limits=_clock_limits(trainer),
         ))  # fmt: skip
-
-
-def compiled_graphs() -> tuple[int, str]:
-    """How many graphs torch.compile has made in this process, and torch's reason for making the newest."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # there only where something is compiled
-    if dynamo is None:
-        return 0, ""
-    reasons = [str(reason) for failures in dynamo.guard_failures.values() for reason in failures[-1:]]
-    newest = (reasons or [""])[-1].partition("\n")[0]
-    return dynamo.counters["stats"]["unique_graphs"], newest.partition(": ")[2] or newest  # without graphs' numbers
 
 
 def _clock_limits(trainer: Trainer) -> list[str]:

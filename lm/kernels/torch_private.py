@@ -1,0 +1,82 @@
+"""Private names of torch, as torch 2.13 has them: each with the reason why no public one is used.
+
+`training/lightning_patches` has those that only a training needs. A test lets them stand nowhere else.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._functorch.config  # `import torch` alone does not always bring it
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+# One operation on a list of tensors takes one kernel, or a few; torch has no public names for these.
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub_ = torch._foreach_sub_
+foreach_zero_ = torch._foreach_zero_
+
+scaled_mm = torch._scaled_mm  # its public name, torch.nn.functional.scaled_mm, is one that torch 2.11 cannot compile
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers, to be read and replaced; `named_buffers` leaves out those that are None."""
+    return module._buffers
+
+
+class KeepsPrecision:
+    """A base of modules, named first, that `to(torch.bfloat16)` leaves in their precision; they still change device.
+
+    `_apply` is what `to`, `half` and the like of a module and of those around it call.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), *args, **kwargs)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def set_compile_options(recompile_limit: int) -> None:
+    """Let one function be compiled at least so often, and trace backward passes as eager mode runs them.
+
+    `torch.compile` has no argument for either.
+    """
+    torch._dynamo.config.recompile_limit = max(recompile_limit, torch._dynamo.config.recompile_limit)
+    # A traced backward pass would run under autocast, and that of eager mode does not. Off, both compute the same.
+    torch._functorch.config.backward_pass_autocast = "off"
+
+
+def uncompiled_backend() -> Callable:
+    """A backend for `torch.compile` that traces forward and backward pass and runs the graphs as they are.
+
+    Public backends either generate code or trace no backward pass; only these parts make one between them.
+    """
+    from torch._dynamo.backends.common import aot_autograd  # takes a second, where nothing is compiled for nothing
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def run_uncompiled(graph: GraphModule, inputs: list[Tensor]) -> Callable:
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(
+        fw_compiler=run_uncompiled, bw_compiler=run_uncompiled, inference_compiler=run_uncompiled,
+        partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
+
+
+def compiled_graphs() -> tuple[int, str]:
+    """How many graphs torch.compile has made in this process, and torch's reason for making the newest.
+
+    torch only logs both, and for people.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")  # there only where something is compiled
+    if dynamo is None:
+        return 0, ""
+    reasons = [str(reason) for failures in dynamo.guard_failures.values() for reason in failures[-1:]]
+    newest = (reasons or [""])[-1].partition("\n")[0]
+    return dynamo.counters["stats"]["unique_graphs"], newest.partition(": ")[2] or newest  # without graphs' numbers

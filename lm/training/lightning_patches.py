@@ -1,0 +1,172 @@
+"""Private names of Lightning, torch and TensorBoard that a training uses, and methods of theirs that it replaces.
+
+Each has the reason why no public name does; a new version of a library is tried here first. Seen in Lightning 2.6.6,
+torch 2.13 and TensorBoard 2.21. `kernels/torch_private` has the private names of torch that the model needs too; the
+private methods that `cli/config` overrides stay there. A test lets the others stand nowhere else.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as lightning
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from torch import Tensor
+
+if TYPE_CHECKING:  # it takes a quarter of a second, which `lm plan` need not wait for
+    from torch.utils.tensorboard import SummaryWriter
+
+# ---- the Trainer and its loops ---------------------------------------------------------------------------------------
+
+
+class FitLoop(_FitLoop):
+    """A run whose last validation is still to come is not done, though all steps are taken."""
+
+    @property
+    def done(self) -> bool:
+        return super().done and not self.trainer.run_state.pending_validation
+
+
+class EpochLoop(_TrainingEpochLoop):
+    """Validates after the steps that `Trainer.validates_after` names, and first of all where one is pending."""
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        super().on_run_start(data_fetcher)
+        self.restarting = False  # a checkpoint is never in the middle of a step or of a validation
+        if self.trainer.run_state.pending_validation:
+            self.trainer.validating = True
+            self.val_loop.run()
+            self.trainer.training = True
+
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+        return self.trainer.validates_after(self.global_step)
+
+
+class PatchedTrainer(lightning.Trainer):
+    """Lightning's Trainer with our loops, and with two hooks for which it has no public name."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # Lightning would write what `self.log` is given by itself, and count other steps: `RunLog` does.
+        self._logger_connector.log_metrics = lambda metrics, step=None: None
+        self.fit_loop = FitLoop(self, max_epochs=-1)
+        self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
+
+    def validates_after(self, step: int) -> bool:
+        """Whether a validation follows this optimizer step."""
+        raise NotImplementedError
+
+    def around_fit(self) -> AbstractContextManager:
+        """A context around all of a fit on this rank, after other ranks were started; sees errors first of all.
+
+        Callbacks' `on_exception` gets an error and cannot replace it by another.
+        """
+        return nullcontext()
+
+    def around_stage(self) -> AbstractContextManager:
+        """A context around the training itself, or the evaluation, once model, data and callbacks are set up."""
+        return nullcontext()
+
+    def _fit_impl(self, *args: Any, **kwargs: Any) -> None:
+        with self.around_fit():
+            super()._fit_impl(*args, **kwargs)
+
+    def _run_stage(self) -> Any:
+        with self.around_stage():
+            return super()._run_stage()
+
+
+def report_path(profiler: Profiler) -> Path:
+    """The file of a profiler's report, which Lightning writes when the fit ends; only the profiler knows its name."""
+    return Path(profiler.dirpath) / profiler._prepare_filename()
+
+
+def around_fetches(trainer: lightning.Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` and `after` around each request for a batch; Lightning tells its profilers alone of them."""
+    loop = trainer.fit_loop.epoch_loop
+    lightning_before, lightning_after = loop._on_before_fetch, loop._on_after_fetch
+
+    def begin() -> None:
+        lightning_before()
+        before()
+
+    def end() -> None:
+        after()
+        lightning_after()
+
+    loop._on_before_fetch, loop._on_after_fetch = begin, end
+
+
+def drop_sigterm_broadcast(trainer: lightning.Trainer) -> None:
+    """Under DDP Lightning broadcasts a flag for its own SIGTERM handler in every step, also where that one is gone."""
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+# ---- the module ------------------------------------------------------------------------------------------------------
+
+
+def attached_trainer(module: lightning.LightningModule) -> lightning.Trainer | None:
+    """The Trainer of a module; None: it has none, where the public `trainer` raises."""
+    return module._trainer
+
+
+def drop_step_context(trainer: lightning.Trainer) -> None:
+    """Run `training_step` outside of the precision's context: it is more than a forward pass, and enters it itself."""
+    trainer.precision_plugin.train_step_context = nullcontext
+
+
+def loss_scale(scaler: torch.amp.GradScaler) -> Tensor:
+    """What gradients are multiplied with, on the device; the public `get_scale` would wait for it."""
+    return scaler._scale
+
+
+def wrap_methods(target: Any, names: Iterable[str], wrap: Callable[[str, Callable], Callable]) -> None:
+    """Replace methods of one object, which others keep and call, by what `wrap(name, method)` makes of them."""
+    for name in names:
+        setattr(target, name, wrap(name, getattr(target, name)))
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """What starts the other processes of a node, the command of this one again; strategies take no other."""
+
+    def share_cores(self) -> None:
+        """Set how many threads each process of the node has."""
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+
+    def start_others(self) -> None:
+        """Start them, as `procs`."""
+        self._call_children_scripts()
+
+
+class OwnLauncher:
+    """A base of strategies, named first, that start processes by `launcher_class`; they take none as an argument."""
+
+    launcher_class: type[ScriptLauncher]
+
+    def _configure_launcher(self) -> None:
+        self._launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Set how long ranks wait for one another from now on; torch takes it only where the group is made."""
+    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+
+
+# ---- TensorBoard -----------------------------------------------------------------------------------------------------
+
+
+def replace_event_file(writer: "SummaryWriter", open_file: Callable[[Path], Any]) -> None:
+    """Let a writer write its events to `open_file(path)`; TensorBoard's own file ends its thread at the first error."""
+    events = writer.file_writer.event_writer
+    events._async_writer._writer._writer = open_file(Path(events._file_name))
