@@ -53,18 +53,12 @@ class EpochLoop(_TrainingEpochLoop):
 class PatchedTrainer(lightning.Trainer):
     """Lightning's Trainer with our loops, and with two hooks for which it has no public name."""
 
-    pending_validation = False  # whether that of the newest step is still to come
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         # Lightning would write what `self.log` is given by itself, and count other steps: `RunLog` does.
         self._logger_connector.log_metrics = lambda metrics, step=None: None
         self.fit_loop = FitLoop(self, max_epochs=-1)
         self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
-
-    def validates_after(self, step: int) -> bool:
-        """Whether a validation follows this optimizer step."""
-        raise NotImplementedError
 
     def around_fit(self) -> AbstractContextManager:
         """A context around all of a fit on this rank, after other ranks were started; sees errors first of all.
