@@ -60,10 +60,6 @@ class PatchedTrainer(lightning.Trainer):
         self.fit_loop = FitLoop(self, max_epochs=-1)
         self.fit_loop.epoch_loop = EpochLoop(self, max_steps=1)
 
-    def validates_after(self, step: int) -> bool:
-        """Whether a validation follows this optimizer step."""
-        raise NotImplementedError
-
     def around_fit(self) -> AbstractContextManager:
         """A context around all of a fit on this rank, after other ranks were started; sees errors first of all.
 
