@@ -193,7 +193,7 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
         # With HSDP a model is divided over the devices of a node.
         steps.world_size // (config.trainer.num_nodes if config.trainer.strategy == "hsdp" else 1),
         config.trainer.strategy in ("fsdp2", "hsdp") and steps.world_size > 1, model.activation_checkpointing,
-        options.gathered_blocks(model.decoder.num_hidden_layers), model.keep_normed_rows,
+        options.gathered_blocks(model.decoder.num_hidden_layers),
     )  # fmt: skip
 
 

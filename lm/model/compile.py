@@ -57,17 +57,15 @@ def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing, co
         setattr(owner, name, recomputed)
 
 
-def compile_decoder(decoder: nn.Module, mode: Compile, whole: bool = False) -> None:
-    """Compile every block of a decoder, or all together, and its loss in place.
+def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
+    """Compile every block of a decoder and its loss in place.
 
     A block's `forward` is compiled and not its `__call__`: names of parameters do not change, and hooks around a block
     (FSDP2 has some) stay outside of the graph.
 
     Args:
-        decoder: has `layers`, `run_blocks` and `cross_entropy`; any other model is compiled as one.
+        decoder: has `layers` and `cross_entropy`; any other model is compiled as one.
         mode: `none` leaves it as it is.
-        whole: all blocks and the last norm are one graph. Compiling takes much longer then, in proportion to the
-            layers, and operations of neighbouring blocks may be joined.
     """
     if mode == "none":
         return
@@ -80,11 +78,8 @@ def compile_decoder(decoder: nn.Module, mode: Compile, whole: bool = False) -> N
     if not hasattr(decoder, "cross_entropy"):  # a model of one's own, in which dynamo may break the graph
         decoder.forward = torch.compile(decoder.forward, backend=backend)
         return
-    if whole:
-        decoder.run_blocks = torch.compile(decoder.run_blocks, backend=backend, fullgraph=True)
-    else:
-        for layer in decoder.layers:
-            layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
+    for layer in decoder.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
     decoder.cross_entropy = torch.compile(decoder.cross_entropy, backend=backend, fullgraph=True)
 
 

@@ -10,7 +10,6 @@ Read `model/decoder` first. What differs here:
 - `linear_cross_entropy` computes loss and gradients in chunks of tokens; all logits never exist at once.
 """
 
-from functools import partial
 from types import MethodType
 
 import torch
@@ -22,7 +21,7 @@ from lm.model.attention import AttentionMask, attend
 from lm.model.decoder import IGNORED, MLP, Block, Decoder, Linear, RMSNorm, Rotary, SelfAttention
 
 
-def fuse(decoder: Decoder, ops: FusedOps | None, keep_rows: bool = False) -> None:
+def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
     """Replace a decoder's forward pass by the one in this file. Call it once, before the decoder is compiled.
 
     The modules are still called, so hooks around the decoder and its blocks (FSDP2 has some) run as before.
@@ -30,11 +29,10 @@ def fuse(decoder: Decoder, ops: FusedOps | None, keep_rows: bool = False) -> Non
     Args:
         decoder: changed in place.
         ops: as `kernels/operations.choose_kernels` gives them; None leaves the decoder as it is.
-        keep_rows: save normalised rows for the backward pass instead of recomputing them.
     """
     if ops is None:
         return
-    decoder.fused = ops._replace(norm_linear=partial(ops.norm_linear, keep_rows=True)) if keep_rows else ops
+    decoder.fused = ops
     decoder.run_blocks = MethodType(run_blocks, decoder)
     decoder.cross_entropy = MethodType(cross_entropy, decoder)
     for block in decoder.layers:

@@ -71,11 +71,8 @@ class LanguageModule(LightningModule):
         kernels: Our CUDA kernels: `on`, `off`, or `auto`, where they can run.
         compile: What runs a block: `none` is eager mode, `inductor` generates code, `triton_free` traces forward and
             backward pass together and generates none.
-        compile_whole: Compile all blocks as one graph, which takes longer, and not each by itself.
         activation_checkpointing: Compute activations again in the backward pass instead of keeping them: `selective`
             those of the MLPs, which are the most; `block` all; `none` of them. Less memory for more time.
-        keep_normed_rows: Keep what our kernels of norms write for the backward pass instead of writing it again: more
-            memory, and a little less time.
         attention: The library's kernel for attention on a GPU; `auto` measures which is the fastest.
         cuda_graphs: Record a micro-batch's forward and backward pass once and replay it; for small models.
     """
@@ -89,9 +86,7 @@ class LanguageModule(LightningModule):
         z_loss: float = 0.0,
         kernels: Literal["auto", "on", "off"] | bool = "auto",
         compile: Compile = "none",
-        compile_whole: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
-        keep_normed_rows: bool = False,
         attention: Attention = "auto",
         cuda_graphs: bool = False,
     ) -> None:
@@ -108,9 +103,7 @@ class LanguageModule(LightningModule):
         self.z_loss = z_loss
         self.kernels = {True: "on", False: "off"}.get(kernels, kernels)  # YAML takes a bare `on` for true
         self.compile_mode = compile
-        self.compile_whole = compile_whole
         self.activation_checkpointing = activation_checkpointing
-        self.keep_normed_rows = keep_normed_rows
         self.attention = attention
         self.cuda_graphs = cuda_graphs
         self.graphed: GraphedMicroBatch | None = None  # while training with CUDA graphs
@@ -161,20 +154,11 @@ class LanguageModule(LightningModule):
         if not self.stock:
             self._refuse_what_is_for_ours()
         sharded = isinstance(self.trainer.strategy, FullyShardedStrategy)
-        if self.compile_whole and self.compile_mode == "none":
-            raise RequestError("model.compile_whole is for a compiled model: set model.compile inductor, or leave it "
-                               "out")  # fmt: skip
-        if sharded and self.compile_whole:
-            raise RequestError("model.compile_whole needs whole weights, and sharding gathers them block by block: "
-                               "leave it out, or set trainer.strategy ddp")  # fmt: skip
         ops, self.kernels_taken = None, f"off for {type(self.decoder).__name__} of {type(self).__name__}"
         if self.stock:
             ops, self.kernels_taken = choose_kernels(self.kernels, device)
-        if self.keep_normed_rows and ops is None and self.fitting:
-            raise RequestError(f"model.keep_normed_rows is for our kernels, and this is {self.kernels_taken}: leave it "
-                               "out")  # fmt: skip
         if ops is not None:
-            fuse(self.decoder, ops, self.keep_normed_rows)
+            fuse(self.decoder, ops)
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
         self.attention_kernels = "the model's own"
         if isinstance(self.decoder, Decoder):
@@ -184,12 +168,11 @@ class LanguageModule(LightningModule):
                 self.decoder.attention_backend,
             )  # fmt: skip
         log.info(
-            "kernels: %s; attention: %s; compile: %s%s; activation checkpointing: %s", self.kernels_taken,
-            self.attention_kernels, self.compile_mode, ", all blocks as one" * self.compile_whole,
-            self.activation_checkpointing,
+            "kernels: %s; attention: %s; compile: %s; activation checkpointing: %s", self.kernels_taken,
+            self.attention_kernels, self.compile_mode, self.activation_checkpointing,
         )  # fmt: skip
         checkpoint_activations(self.decoder, self.activation_checkpointing, self.compile_mode)
-        compile_decoder(self.decoder, self.compile_mode, self.compile_whole)
+        compile_decoder(self.decoder, self.compile_mode)
         if sharded:
             self.trainer.strategy.shard(self.decoder)
 
@@ -218,7 +201,6 @@ class LanguageModule(LightningModule):
             ("kernels", self.kernels == "on", False),
             ("attention", self.attention != "auto", whole),
             ("activation_checkpointing", self.activation_checkpointing != "none", whole),
-            ("compile_whole", self.compile_whole, whole),
         ):
             if asked and not possible:
                 raise RequestError(f"model.{option} is for the decoder of this project, and build_decoder returned "

@@ -57,7 +57,7 @@ def ours(mode: Mode, config: DecoderConfig, device: torch.device) -> Contender:
     with device:
         model = Decoder(config)
     fuse(model, choose_kernels(mode.kernels or "auto", device)[0])
-    compile_decoder(model, mode.compile, mode.whole)
+    compile_decoder(model, mode.compile)
 
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
         return model(input_ids, labels=labels).total / labels.numel()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PROJECTS = ("transformers", "liger", "litgpt", "nanogpt")
-MODES = ("none", "triton_free", "inductor", "inductor+whole", "none+graphs", "triton_free+graphs", "inductor+graphs")
+MODES = ("none", "triton_free", "inductor", "none+graphs", "triton_free+graphs", "inductor+graphs")
 WARMUP = 5  # optimizer steps before anything is timed: more than what comes before a CUDA graph
 FORMULAS = {
     "tokens_per_second": "tokens of an optimizer step / median over the turns of seconds a step",
