@@ -86,7 +86,7 @@ class Stage(logging.Handler):
         decoder = replace(config.model.decoder, vocab_size=found.get("model", {}).get("vocab_size") or 2**15)
         self.module = SimpleNamespace(
             config=decoder, recent_steps=[], schedule_config=config.model.schedule, device=SimpleNamespace(type="cpu"),
-            attention_kernels="not chosen yet", kernels_taken="not chosen yet", decoder=SimpleNamespace(fused=True),
+            attention_kernels="not chosen yet", kernels_taken="not chosen yet", fused=True,
         )  # fmt: skip
         rate = found.get("time", {}).get("tokens_per_second") or self.steps.tokens_per_step / seconds
         self.tokens_per_second = max(rate, 2 * (config.guards.throughput.floor or 0))

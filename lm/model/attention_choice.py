@@ -18,12 +18,11 @@ from torch.nn.attention import (
     current_flash_attention_impl,
     list_flash_attention_impls,
     restore_flash_attention_impl,
-    sdpa_kernel,
 )
 
 from lm.errors import RequestError
 from lm.kernels.runtime import cache_folder, write_cached
-from lm.model.attention import AttentionMask, attend, backends
+from lm.model.attention import AttentionMask, attend, backends, enter_kernels, kernel_order
 from lm.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -38,9 +37,14 @@ class Choice(NamedTuple):
     causal: str  # of layers that attend to all tokens before: one of `Attention`
     sequences: str  # of layers with windows or documents: a version of flash attention
 
+    @property
+    def backend(self) -> SDPBackend:
+        """torch's name of the kernel of layers that attend to all tokens before."""
+        return _backend(self.causal)
+
     def apply(self, decoder: Decoder) -> None:
         """Let a decoder take these kernels; sets this process's version of flash attention."""
-        decoder.attention_backend = _backend(self.causal)
+        enter_kernels(decoder, self.backend)
         _use_flash(self.sequences)
 
 
@@ -159,7 +163,7 @@ def measure(
         try:
             _use_flash(name if name in FLASH else "flash")
             if len(shape.sequences) < len(shape.windows):
-                with sdpa_kernel(_backend(name)):
+                with kernel_order([_backend(name)]):
                     times[name] = _milliseconds(lambda: run(AttentionMask(None, None, None)), device)
             for window in dict.fromkeys(shape.sequences if name in FLASH else ()):
                 times[f"{name} {window}"] = _milliseconds(lambda: run(AttentionMask(window, offsets, None)), device)

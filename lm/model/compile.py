@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from lm.errors import RequestError
+from lm.model.fused import FusedBlock, is_fused
 
 Compile = Literal["none", "inductor", "triton_free"]
 ActivationCheckpointing = Literal["none", "selective", "block"]
@@ -41,7 +42,7 @@ def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing, co
     """
     if mode == "none":
         return
-    if keeps_all(bool(decoder.fused), compile):
+    if keeps_all(is_fused(decoder), compile):
         raise RequestError(
             f"model.activation_checkpointing {mode} with our kernels and model.compile {compile} saves no memory "
             f"before torch {RECOMPUTED_FROM}, and this is {torch.__version__}: set model.compile none, or update torch"
@@ -50,7 +51,7 @@ def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing, co
         if mode == "block":
             owner, name = layer, "forward"
         else:
-            owner, name = (layer, "fused_mlp") if decoder.fused else (layer.mlp, "forward")
+            owner, name = (layer, "mlp_branch") if isinstance(layer, FusedBlock) else (layer.mlp, "forward")
         recomputed = functools.partial(
             checkpoint, getattr(owner, name), use_reentrant=False, preserve_rng_state=layer.dropout.p > 0
         )  # fmt: skip

@@ -26,8 +26,11 @@ from lm.errors import RequestError, first_line
 from lm.model.config import DecoderConfig
 from lm.model.decoder import MLP, Block, Decoder, Linear, Losses, RMSNorm, SelfAttention
 from lm.model.estimates import flops_per_token, parameters
+from lm.model.fused import FusedBlock, FusedDecoder
+from lm.model.low_precision import LowPrecisionLinear
 
-STOCK = {Decoder, Block, SelfAttention, MLP, RMSNorm, Linear, nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList}
+STOCK = {Decoder, FusedDecoder, Block, FusedBlock, SelfAttention, MLP, RMSNorm, Linear, LowPrecisionLinear,
+         nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList}  # fmt: skip
 MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face has no such type and says so
 
 _module_class: type | None = None  # the LanguageModule of this process that is not the stock one

@@ -21,8 +21,8 @@ from lm.data.loader import Batch, Cursor
 from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, perplexity
 from lm.kernels.operations import choose_kernels
-from lm.model.attention import describe_attention
-from lm.model.attention_choice import Attention, Shape, choose_attention
+from lm.model.attention import describe_attention, enter_kernels
+from lm.model.attention_choice import Attention, Choice, Shape, choose_attention
 from lm.model.compile import (
     ActivationCheckpointing,
     Compile,
@@ -43,7 +43,8 @@ from lm.model.custom import (
 )
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
-from lm.model.fused import WeightCopies, fuse
+from lm.model.fused import fuse, is_fused
+from lm.model.low_precision import WeightCopies
 from lm.system.arguments import shown
 from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
@@ -130,6 +131,11 @@ class LanguageModule(LightningModule):
         """Whether this is a fit, also while it validates."""
         return self.trainer.state.fn == TrainerFn.FITTING
 
+    @property
+    def fused(self) -> bool:
+        """Whether our kernels compute the forward pass."""
+        return is_fused(self.decoder)
+
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
@@ -162,10 +168,10 @@ class LanguageModule(LightningModule):
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
         self.attention_kernels = "the model's own"
         if isinstance(self.decoder, Decoder):
-            self._choose_attention(device, dtype)
+            choice = self._choose_attention(device, dtype)
             self.attention_kernels = describe_attention(
                 device, dtype, self.config.windows, self.document_mask, self.config.head_dim, self.config.dropout,
-                self.decoder.attention_backend,
+                choice and choice.backend,
             )  # fmt: skip
         log.info(
             "kernels: %s; attention: %s; compile: %s; activation checkpointing: %s", self.kernels_taken,
@@ -211,15 +217,18 @@ class LanguageModule(LightningModule):
             with self.trainer.precision_plugin.forward_context():
                 refuse_losses(self.decoder, (min(2, data.micro_batch_size), data.seq_len), given)
 
-    def _choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
+    def _choose_attention(self, device: torch.device, dtype: torch.dtype) -> Choice | None:
         """All ranks take the kernels that are the fastest on the first one."""
         config, data = self.config, self.trainer.datamodule
         windows = tuple(w if w is not None and w < data.seq_len else None for w in config.windows)
         shape = Shape(data.micro_batch_size, data.seq_len, config.num_attention_heads, config.num_key_value_heads,
                       config.head_dim, windows, self.document_mask)  # fmt: skip
         choice = gather_from_ranks(choose_attention(self.attention, device, dtype, shape))[0]
-        if choice is not None:
+        if choice is None:
+            enter_kernels(self.decoder)
+        else:
             choice.apply(self.decoder)
+        return choice
 
     def _refuse_graphs(self, device: torch.device) -> None:
         if not (self.cuda_graphs and self.fitting):
@@ -452,7 +461,7 @@ class LanguageModule(LightningModule):
         self._rank_state = {}
         precision = self.trainer.precision
         mixed = precision not in ("32-true", "bf16-true")
-        if mixed and self.decoder.fused and not isinstance(self.trainer.strategy, FullyShardedStrategy):
+        if mixed and self.fused and not isinstance(self.trainer.strategy, FullyShardedStrategy):
             self.weight_copies = WeightCopies(
                 self.decoder, torch.float16 if precision == "16-mixed" else torch.bfloat16)  # fmt: skip
         if self.cuda_graphs:

@@ -19,7 +19,8 @@ from lm.model.attention import AttentionMask, documents_from, kernel_for
 from lm.model.compile import checkpoint_activations, compile_decoder, triton_free
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, RMSNorm, Rotary, document_ids_from, initialize, rotary_table, rotate
-from lm.model.fused import WeightCopies, fuse
+from lm.model.fused import fuse
+from lm.model.low_precision import WeightCopies
 
 SMALL = DecoderConfig(
     vocab_size=53, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

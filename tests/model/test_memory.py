@@ -21,7 +21,8 @@ from lm.model.estimates import (
     parameters,
     training_memory,
 )  # fmt: skip
-from lm.model.fused import WeightCopies, fuse
+from lm.model.fused import fuse
+from lm.model.low_precision import WeightCopies
 from lm.training.optim import OptimizerConfig, build_optimizer
 
 TIED = DecoderConfig(vocab_size=500, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -65,7 +66,7 @@ def kept_bytes(config, step):
         return checkpoint(function, *arguments, **options)
 
     for part in model.modules() if step.compile == "none" else ():
-        for name in ("forward", "fused_mlp"):
+        for name in ("forward", "mlp_branch"):
             if isinstance(recomputed := getattr(part, name, None), functools.partial):
                 setattr(part, name, functools.partial(keep_arguments, *recomputed.args, **recomputed.keywords))
     ids, labels = torch.randint(config.vocab_size, (2, step.micro_batch_size, step.seq_len)).unbind()

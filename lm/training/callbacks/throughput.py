@@ -193,7 +193,7 @@ class ThroughputFloor(Callback):
             compilations=graphs - self._graphs, reason=reason, on_gpu=module.device.type == "cuda",
             attention=module.attention_kernels, masked="masked" in module.attention_kernels,
             full_precision=trainer.precision == "32-true", kernels=module.kernels_taken,
-            plain=module.decoder.fused is None, limits=_clock_limits(trainer),
+            plain=not module.fused, limits=_clock_limits(trainer),
         ))  # fmt: skip
 
 
