@@ -25,7 +25,7 @@ from lm.data.prepare import LEARNED
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line, require_at_least
 from lm.model.config import DecoderConfig
-from lm.model.custom import custom_flops_per_token, is_stock, named
+from lm.model.custom import attach_config, custom_flops_per_token, is_builtin
 from lm.model.estimates import (
     ASSUMED_MFU,
     Step,
@@ -583,9 +583,9 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
     except Exception as error:
         what = f"{type(module).__name__}.build_decoder fails, as tried on the meta device"
         raise RequestError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
-    made, seq_len = named(made, decoder), config.data.seq_len
+    made, seq_len = attach_config(made, decoder), config.data.seq_len
     total = sum(weight.numel() for weight in made.parameters())
-    return None if is_stock(made) else {
+    return None if is_builtin(made) else {
         "parameters": parameters(decoder) | {"total": total},
         "flops_per_token": custom_flops_per_token(made, decoder, seq_len),
         "flops_per_token_full_attention": custom_flops_per_token(made, decoder, seq_len, full_attention=True),

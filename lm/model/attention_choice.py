@@ -23,6 +23,7 @@ from torch.nn.attention import (
 from lm.errors import RequestError
 from lm.kernels.runtime import cache_folder, write_cached
 from lm.model.attention import AttentionMask, attend, backends, enter_kernels, kernel_order
+from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,13 @@ class Shape(NamedTuple):
     head_dim: int
     windows: tuple[int | None, ...]  # of each layer, narrower than `length`
     documents: bool  # rows are divided into documents; a document a row is what is measured
+
+    @classmethod
+    def of(cls, config: DecoderConfig, shape: tuple[int, int], documents: bool) -> "Shape":
+        """The shape of a decoder's micro-batch `(B, T)`."""
+        windows = tuple(window if window is not None and window < shape[1] else None for window in config.windows)
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        return cls(*shape, *heads, windows, documents)
 
     @property
     def sequences(self) -> list[int | None]:

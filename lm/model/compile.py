@@ -76,7 +76,7 @@ def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
     # A traced backward pass would run under autocast, and that of eager mode does not. Off, both compute the same.
     torch._functorch.config.backward_pass_autocast = "off"
     backend = triton_free if mode == "triton_free" else "inductor"
-    if not hasattr(decoder, "cross_entropy"):  # a model of one's own, in which dynamo may break the graph
+    if not hasattr(decoder, "cross_entropy"):  # a custom model, in which dynamo may break the graph
         decoder.forward = torch.compile(decoder.forward, backend=backend)
         return
     for layer in decoder.layers:

@@ -18,32 +18,25 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lm.data.loader import Batch, Cursor
+from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, perplexity
-from lm.kernels.operations import choose_kernels
-from lm.model.attention import describe_attention, enter_kernels
-from lm.model.attention_choice import Attention, Choice, Shape, choose_attention
-from lm.model.compile import (
-    ActivationCheckpointing,
-    Compile,
-    GraphedMicroBatch,
-    checkpoint_activations,
-    compile_decoder,
-)
+from lm.model.attention_choice import Attention
+from lm.model.build import NOT_BUILT, BuildOptions, build
+from lm.model.compile import ActivationCheckpointing, Compile, GraphedMicroBatch
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.custom import (
+    attach_config,
     call_for_losses,
     custom_flops_per_token,
-    is_stock,
+    is_builtin,
     module_class,
-    named,
     plain_arguments,
-    refuse_contract,
     refuse_losses,
 )
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
-from lm.model.fused import fuse, is_fused
+from lm.model.fused import is_fused
 from lm.model.low_precision import WeightCopies
 from lm.system.arguments import shown
 from lm.system.stop_signals import STOP
@@ -112,8 +105,7 @@ class LanguageModule(LightningModule):
         self.decoder: nn.Module | None = None
         self.plain = False  # whether the Trainer is Lightning's own
         self.stock = True  # whether the decoder is ours in all its parts
-        self.attention_kernels = "not chosen yet"  # of the libraries, in words
-        self.kernels_taken = "not chosen yet"
+        self.built = NOT_BUILT  # the decoder, and how it computes in words
         self.validation = TokenLoss()
         self.cursor: Cursor | None = None  # of the newest step
         self.stats = StepStats()  # no buffers: DDP would overwrite them with those of rank zero
@@ -142,45 +134,23 @@ class LanguageModule(LightningModule):
         """Build the decoder, once, when the tokenizer and so the vocabulary is known."""
         if self.decoder is not None or self._trainer is None:  # `load_from_checkpoint` has no tokenizer
             return
-        tokenizer = self.trainer.datamodule.tokenizer
-        vocab_size = self.config.vocab_size or tokenizer.vocab_size
-        if vocab_size < tokenizer.vocab_size:
-            raise RequestError(
-                f"model.decoder.vocab_size {vocab_size:,} is smaller than the tokenizer's {tokenizer.vocab_size:,}: "
-                "leave it out to take the tokenizer's"
-            )
-        self.config = replace(self.config, vocab_size=vocab_size)
-        if sources := self.trainer.datamodule.source_names:
+        data, strategy = self.trainer.datamodule, self.trainer.strategy
+        self.config = self._with_vocabulary(data.tokenizer)
+        if sources := data.source_names:
             self.validation = TokenLoss(len(sources))
-        self.decoder = named(self.build_decoder(self.config), self.config)
-        self.stock = is_stock(self.decoder)
-        call_hook(self.trainer, "on_model_built", self)
-        device = self.trainer.strategy.root_device
-        self._refuse_graphs(device)
-        if not self.stock:
-            self._refuse_what_is_for_ours()
-        sharded = isinstance(self.trainer.strategy, FullyShardedStrategy)
-        ops, self.kernels_taken = None, f"off for {type(self.decoder).__name__} of {type(self).__name__}"
-        if self.stock:
-            ops, self.kernels_taken = choose_kernels(self.kernels, device)
-        if ops is not None:
-            fuse(self.decoder, ops)
-        dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
-        self.attention_kernels = "the model's own"
-        if isinstance(self.decoder, Decoder):
-            choice = self._choose_attention(device, dtype)
-            self.attention_kernels = describe_attention(
-                device, dtype, self.config.windows, self.document_mask, self.config.head_dim, self.config.dropout,
-                choice and choice.backend,
-            )  # fmt: skip
-        log.info(
-            "kernels: %s; attention: %s; compile: %s; activation checkpointing: %s", self.kernels_taken,
-            self.attention_kernels, self.compile_mode, self.activation_checkpointing,
+        self._refuse_graphs(strategy.root_device)
+        options = BuildOptions(
+            self.kernels, self.attention, self.activation_checkpointing, self.compile_mode, self.document_mask,
+            self.z_loss,
         )  # fmt: skip
-        checkpoint_activations(self.decoder, self.activation_checkpointing, self.compile_mode)
-        compile_decoder(self.decoder, self.compile_mode)
-        if sharded:
-            self.trainer.strategy.shard(self.decoder)
+        dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
+        self.built = build(
+            self.config, options, strategy.root_device, dtype, (data.micro_batch_size, data.seq_len),
+            make=self.build_decoder, on_made=self._on_made,
+            agree=lambda choice: gather_from_ranks(choice)[0],  # the fastest on the first rank
+            shard=strategy.shard if isinstance(strategy, FullyShardedStrategy) else None,
+        )
+        log.info(self.built.description)
 
     def build_decoder(self, config: DecoderConfig) -> nn.Module:
         """The model to train; a subclass may return its own, by the contract of `model/custom`.
@@ -193,42 +163,27 @@ class LanguageModule(LightningModule):
         """
         return Decoder(config)
 
-    def _refuse_what_is_for_ours(self) -> None:
-        """Refuse options that a model of one's own has no use for.
+    def _with_vocabulary(self, tokenizer: Tokenizer) -> DecoderConfig:
+        vocab_size = self.config.vocab_size or tokenizer.vocab_size
+        if vocab_size < tokenizer.vocab_size:
+            raise RequestError(
+                f"model.decoder.vocab_size {vocab_size:,} is smaller than the tokenizer's {tokenizer.vocab_size:,}: "
+                "leave it out to take the tokenizer's"
+            )
+        return replace(self.config, vocab_size=vocab_size)
 
-        Raises:
-            RequestError: names the option; or the model does not keep to the contract.
-        """
-        name, whole = type(self.decoder).__name__, isinstance(self.decoder, Decoder)
+    def _on_made(self, decoder: nn.Module) -> None:
+        """Let callbacks have the first weights, before anything is compiled or sharded; try a custom model once."""
+        self.decoder, self.stock = decoder, is_builtin(decoder)
+        call_hook(self.trainer, "on_model_built", self)
+        if self.stock:
+            return
         plain_arguments(type(self), self.hparams)
-        given = {"document_ids": self.document_mask, "z_loss": bool(self.z_loss)}
-        refuse_contract(self.decoder, given)
-        for option, asked, possible in (
-            ("kernels", self.kernels == "on", False),
-            ("attention", self.attention != "auto", whole),
-            ("activation_checkpointing", self.activation_checkpointing != "none", whole),
-        ):
-            if asked and not possible:
-                raise RequestError(f"model.{option} is for the decoder of this project, and build_decoder returned "
-                                   f"{name}: leave it out")  # fmt: skip
-        if self.fitting and not whole:
-            self.decoder.to(self.trainer.strategy.root_device)
+        if self.fitting and not isinstance(decoder, Decoder):
+            decoder.to(self.trainer.strategy.root_device)
             data = self.trainer.datamodule
             with self.trainer.precision_plugin.forward_context():
-                refuse_losses(self.decoder, (min(2, data.micro_batch_size), data.seq_len), given)
-
-    def _choose_attention(self, device: torch.device, dtype: torch.dtype) -> Choice | None:
-        """All ranks take the kernels that are the fastest on the first one."""
-        config, data = self.config, self.trainer.datamodule
-        windows = tuple(w if w is not None and w < data.seq_len else None for w in config.windows)
-        shape = Shape(data.micro_batch_size, data.seq_len, config.num_attention_heads, config.num_key_value_heads,
-                      config.head_dim, windows, self.document_mask)  # fmt: skip
-        choice = gather_from_ranks(choose_attention(self.attention, device, dtype, shape))[0]
-        if choice is None:
-            enter_kernels(self.decoder)
-        else:
-            choice.apply(self.decoder)
-        return choice
+                refuse_losses(decoder, (min(2, data.micro_batch_size), data.seq_len), self.document_mask)
 
     def _refuse_graphs(self, device: torch.device) -> None:
         if not (self.cuda_graphs and self.fitting):
@@ -443,7 +398,7 @@ class LanguageModule(LightningModule):
             raise RequestError("a checkpoint is resumed by the Trainer that took it, lightning.Trainer or lm.Trainer")
         elif self._trainer is None:  # load_from_checkpoint
             self.config = DecoderConfig(**checkpoint["lm"]["decoder"])
-            self.decoder = named(self.build_decoder(self.config), self.config)
+            self.decoder = attach_config(self.build_decoder(self.config), self.config)
         else:
             self.cursor = Cursor(start=0, end=checkpoint["lm"]["consumed"])
             self.trainer.datamodule.consumed = self.cursor.end

@@ -227,9 +227,10 @@ def contend(task: dict[str, Any]) -> None:
     config = DecoderConfig(**task["decoder"])
     shape = (task["accumulate"], task["micro_batch_size"], task["seq_len"] + 1)
     tokens = torch.randint(config.vocab_size, shape, device=device)
-    contender = build(task["contender"], config, task["seq_len"], device)
+    precision = half[task["precision"]]
+    contender = build(task["contender"], config, (task["micro_batch_size"], task["seq_len"]), device, precision)
     batches = (tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
-    training = Training(contender, batches, half[task["precision"]])
+    training = Training(contender, batches, precision)
     first = float(training.step())
     age = seconds_since_process_start()
     for _ in range(WARMUP - 1):
