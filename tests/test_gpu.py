@@ -25,11 +25,13 @@ from lm.kernels.operations import FUSED
 from lm.kernels.qk_norm_rope import qk_norm_rope
 from lm.kernels.rms_norm import norm_linear, rms_norm
 from lm.kernels.swiglu import swiglu_linear
+from lm.model.attention import enter_kernels
 from lm.model.attention_choice import FLASH, Choice, Shape, measured
 from lm.model.compile import GraphedMicroBatch, checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig
-from lm.model.decoder import Decoder, Linear, document_ids_from, rotary_table
-from lm.model.fused import WeightCopies, fuse
+from lm.model.decoder import Decoder, document_ids_from, rotary_table
+from lm.model.fused import fuse
+from lm.model.low_precision import LowPrecisionLinear, WeightCopies, use_low_precision
 from lm.runs.run import Run
 from lm.system.hardware import has_fp8
 from lm.training.checkpoint_state import FolderCheckpointIO
@@ -161,6 +163,7 @@ def built(config, ops=FUSED):
     torch.manual_seed(0)
     model = Decoder(config).cuda()
     fuse(model, ops)
+    enter_kernels(model)
     return model
 
 
@@ -381,10 +384,10 @@ def test_fp8_products_of_fp32_are_fp32(scaling):
 
 
 def in_fp8(model, scaling):
-    for layer in model.layers[:-1]:
-        for part in layer.modules():
-            if isinstance(part, Linear):
-                part.scaling = scaling
+    use_low_precision(model)
+    for part in model.layers[:-1].modules():
+        if isinstance(part, LowPrecisionLinear):
+            part.scaling = scaling
     return model
 
 

@@ -233,12 +233,10 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
         "ranks": trainer.world_size,
         "strategy": trainer.sharding if trainer.world_size > 1 else None,
         "compile": module.compile_mode,
-        "compile_whole": module.compile_whole,
         "activation_checkpointing": module.activation_checkpointing,
-        "keep_normed_rows": module.keep_normed_rows,
-        "kernels": module.kernels_taken,
+        "kernels": module.built.kernels,
         "cuda_graphs": module.cuda_graphs,
-        "attention": module.attention_kernels,
+        "attention": module.built.attention,
         "python": facts["python"],
         "versions": facts["versions"],
         "parameters": sum(weight.numel() for weight in module.decoder.parameters()),
@@ -259,10 +257,8 @@ def print_heading(console: Console, found: dict[str, Any]) -> None:
         f"torch {found['versions']['torch']}"
     )
     console.print(
-        f"compile: {found['compile']}{', all blocks as one' * found['compile_whole']}"
-        f"{', CUDA graphs' * found['cuda_graphs']}; activation checkpointing: {found['activation_checkpointing']}; "
-        f"kernels: {found['kernels']}{', normed rows kept' * found['keep_normed_rows']}; "
-        f"attention: {found['attention']}"
+        f"compile: {found['compile']}{', CUDA graphs' * found['cuda_graphs']}; activation checkpointing: "
+        f"{found['activation_checkpointing']}; kernels: {found['kernels']}; attention: {found['attention']}"
     )
 
 

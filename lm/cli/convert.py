@@ -22,7 +22,7 @@ from lm.errors import RequestError
 from lm.inference.export import Card, check_reload, model_card
 from lm.inference.pretrained import Pretrained, load_pretrained, read_object
 from lm.model.config import DecoderConfig
-from lm.model.custom import is_stock
+from lm.model.custom import is_builtin
 from lm.model.huggingface import to_huggingface
 from lm.runs.checkpoint import write_files
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
@@ -70,7 +70,7 @@ def export(
             raise RequestError(f"--language {code}: give ISO 639 codes, such as en")
     with new_folder(Path(output)) as folder:
         model = load_pretrained(chosen_model(run, ckpt_path, root), device="cpu", dtype=dtype and getattr(torch, dtype))
-        if not is_stock(model.decoder):
+        if not is_builtin(model.decoder):
             raise RequestError(f"{model.path} holds a model of {type(model.decoder).__name__}, which Hugging Face's "
                                "libraries do not have: give the folder to others with the file of its class")
         model.decoder.to(model.dtype)
@@ -163,7 +163,7 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
         raise RequestError(f"--output {target} is in the folder of a run, which it would be taken for a checkpoint of")
     with new_folder(target) as folder:
         model = load_pretrained(source, device="cpu", dtype=torch.float32, eos_token=eos_token)
-        if not is_stock(model.decoder):
+        if not is_builtin(model.decoder):
             raise RequestError(f"--input {source} holds a model of {type(model.decoder).__name__}, and an import makes "
                                "a decoder of this project: resume or branch its run")
         weights = to_huggingface(model.decoder.state_dict(), model.config)

@@ -25,7 +25,7 @@ from lm.data.prepare import LEARNED
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line, require_at_least
 from lm.model.config import DecoderConfig
-from lm.model.custom import custom_flops_per_token, is_stock, named
+from lm.model.custom import attach_config, custom_flops_per_token, is_builtin
 from lm.model.estimates import (
     ASSUMED_MFU,
     Step,
@@ -193,7 +193,7 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
         # With HSDP a model is divided over the devices of a node.
         steps.world_size // (config.trainer.num_nodes if config.trainer.strategy == "hsdp" else 1),
         config.trainer.strategy in ("fsdp2", "hsdp") and steps.world_size > 1, model.activation_checkpointing,
-        options.gathered_blocks(model.decoder.num_hidden_layers), model.keep_normed_rows,
+        options.gathered_blocks(model.decoder.num_hidden_layers),
     )  # fmt: skip
 
 
@@ -583,9 +583,9 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
     except Exception as error:
         what = f"{type(module).__name__}.build_decoder fails, as tried on the meta device"
         raise RequestError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
-    made, seq_len = named(made, decoder), config.data.seq_len
+    made, seq_len = attach_config(made, decoder), config.data.seq_len
     total = sum(weight.numel() for weight in made.parameters())
-    return None if is_stock(made) else {
+    return None if is_builtin(made) else {
         "parameters": parameters(decoder) | {"total": total},
         "flops_per_token": custom_flops_per_token(made, decoder, seq_len),
         "flops_per_token_full_attention": custom_flops_per_token(made, decoder, seq_len, full_attention=True),

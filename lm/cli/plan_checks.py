@@ -74,12 +74,6 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     if tied and config.model.optimizer.groups.output != GroupConfig():
         yield Finding("error", "model.optimizer.groups.output: the output matrix of this model is its embedding",
                       "set model.optimizer.groups.embedding")
-    if config.model.compile_whole and config.model.compile == "none":
-        yield Finding("error", "model.compile_whole is for a compiled model, and model.compile is none",
-                      "set model.compile inductor, or leave it out")  # fmt: skip
-    elif config.model.compile_whole and steps["world_size"] > 1 and config.trainer.strategy in ("fsdp2", "hsdp"):
-        yield Finding("error", "model.compile_whole needs whole weights, and sharding gathers them block by block",
-                      "leave it out, or set trainer.strategy ddp")  # fmt: skip
     if config.model.cuda_graphs and config.data.on_bad_shard == "skip":
         yield Finding("error", "model.cuda_graphs does not go with data.on_bad_shard skip: what is skipped differs "
                       "from batch to batch", "set data.on_bad_shard to raise")  # fmt: skip
@@ -237,8 +231,6 @@ def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], de
     kernels = has_kernels(device, config.model.kernels)
     if config.model.kernels in ("on", True) and not kernels:
         yield Finding("error", f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
-    if config.model.keep_normed_rows and not kernels:
-        yield Finding("error", "model.keep_normed_rows is for our kernels, and this is plain PyTorch", "leave it out")
     if config.model.attention != "auto" and (device.capability is None or precision == "32-true"):
         yield Finding("error", f"model.attention {config.model.attention} needs a CUDA device and half precision, and "
                       f"this is {device.name} in {precision}", "set model.attention auto")  # fmt: skip
@@ -310,9 +302,6 @@ def _of_memory(
     elif share < HALF_EMPTY and best is not None and best > asked and device.capability is not None:
         yield Finding("advice", f"a step takes {need}, {share:.0%}",
                       f"--data.micro_batch_size {best} fits too and may be faster; {stays}")  # fmt: skip
-    if share < HALF_EMPTY and has_kernels(device, config.model.kernels) and not config.model.keep_normed_rows:
-        yield Finding("advice", f"a step takes {need}, {share:.0%}",
-                      "--model.keep_normed_rows true takes more and may be a little faster")  # fmt: skip
 
 
 def of_schedule(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lm.errors import GuardStop
+from lm.model.build import NOT_BUILT
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.files import nonnegative
@@ -87,7 +88,7 @@ class Stage(logging.Handler):
         decoder = replace(config.model.decoder, vocab_size=found.get("model", {}).get("vocab_size") or 2**15)
         self.module = SimpleNamespace(
             config=decoder, schedule_config=config.model.schedule, device=SimpleNamespace(type="cpu"),
-            attention_kernels="not chosen yet", kernels_taken="not chosen yet", decoder=SimpleNamespace(fused=True),
+            built=NOT_BUILT, fused=True,
         )  # fmt: skip
         rate = found.get("time", {}).get("tokens_per_second") or self.steps.tokens_per_step / seconds
         self.tokens_per_second = max(rate, 2 * (config.guards.throughput.floor or 0))

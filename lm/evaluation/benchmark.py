@@ -12,6 +12,7 @@ from lm.errors import RequestError, RunError
 from lm.evaluation.scoring import Begin, Prompt, Row, Score, chosen_items, prompts, score
 from lm.evaluation.statistics import Interval, centered, mean_interval, perplexity, standard_error, wilson
 from lm.evaluation.tasks import Item, Kind, Task
+from lm.model.custom import config_of
 from lm.model.decoder import Decoder
 
 BATCH_TOKENS = 16_384
@@ -154,7 +155,7 @@ def _outcomes(
     outcomes: list[Outcome] = []
     for first in range(0, len(indices), GROUP):
         group = indices[first : first + GROUP]
-        written = list(prompts(task, items, group, tokenizer, decoder.config.max_position_embeddings, begin))
+        written = list(prompts(task, items, group, tokenizer, config_of(decoder).max_position_embeddings, begin))
         rows = [Row(prompt.ids, min(prompt.start, prompt.answer)) for answers in written for prompt in answers]
 
         def done(part: float) -> None:

@@ -16,6 +16,7 @@ from lm.errors import RequestError, require_at_least
 from lm.evaluation.benchmark import BATCH_TOKENS
 from lm.evaluation.scoring import Row, score
 from lm.evaluation.statistics import perplexity, ratio_error
+from lm.model.custom import config_of
 from lm.model.decoder import Decoder
 
 GROUP = 16  # batches whose rows are held at once, to read those of similar length together
@@ -140,7 +141,7 @@ def shards_bits_per_byte(
 
 
 def _seq_len(decoder: Decoder, wanted: int | None) -> int:
-    context = decoder.config.max_position_embeddings
+    context = config_of(decoder).max_position_embeddings
     if wanted is not None and not 1 <= wanted <= context:
         raise RequestError(f"seq_len {wanted} must be between 1 and the context of {context} tokens")
     return wanted or context

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RunError, require_at_least
 from lm.evaluation.tasks import Item, Task
+from lm.model.custom import config_of
 from lm.model.decoder import Decoder, document_ids_from, evaluating
 
 LOGITS = 2**26  # that are held at once, 256 MiB
@@ -123,7 +124,7 @@ def _logits(
         documents: `(B, T)` or none.
         targets: `(n,)`.
     """
-    size = max(1, LOGITS // decoder.config.vocab_size)
+    size = max(1, LOGITS // config_of(decoder).vocab_size)
     # The weights of a sharded model are whole inside of its forward pass only, and one's own has no other.
     if isinstance(decoder, FSDPModule) or not isinstance(decoder, Decoder):
         options = {} if documents is None else {"document_ids": documents}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lm.errors import RequestError, RunError, require_at_least
 from lm.model.attention import AttentionMask, Past
 from lm.model.config import DecoderConfig
+from lm.model.custom import config_of
 from lm.model.decoder import Continuation, Decoder, Rotary, evaluating, rotary_table
 
 Step = Literal["dynamic", "static", "cuda_graph"]
@@ -169,7 +170,7 @@ class WholeTexts:
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits `(B, V)` after one more token of each row `(B, 1)`, in fp32."""
-        longest = self.decoder.config.max_position_embeddings  # a row that has ended is still there
+        longest = config_of(self.decoder).max_position_embeddings  # a row that has ended is still there
         self.rows = [torch.cat((row, token))[-longest:] for row, token in zip(self.rows, tokens)]
         return self._logits()
 
@@ -366,8 +367,9 @@ def stream(
         RunError: logits are not finite.
     """
     require_at_least(1, "", max_new_tokens=max_new_tokens)
-    if not 0 <= alternatives <= decoder.config.vocab_size:
-        raise RequestError(f"alternatives {alternatives} must lie in 0 to {decoder.config.vocab_size}, the vocabulary")
+    vocab_size = config_of(decoder).vocab_size
+    if not 0 <= alternatives <= vocab_size:
+        raise RequestError(f"alternatives {alternatives} must lie in 0 to {vocab_size}, the vocabulary")
     check_step(step, next(decoder.parameters()).device)
     rows = [_checked(decoder, index, list(prompt), eos_id) for index, prompt in enumerate(prompts)]
     if generator is None:
@@ -380,7 +382,8 @@ def _checked(decoder: Decoder, index: int, prompt: list[int], eos_id: int | None
     if not prompt and eos_id is None:
         raise RequestError(f"prompt {index} is empty, and no eos_id is given to begin with")
     prompt = prompt or [eos_id]
-    vocab_size, context = decoder.config.vocab_size, decoder.config.max_position_embeddings
+    config = config_of(decoder)
+    vocab_size, context = config.vocab_size, config.max_position_embeddings
     outside = [token for token in prompt if not 0 <= token < vocab_size]
     if outside:
         raise RequestError(f"prompt {index}: token id {outside[0]} is outside the vocabulary of {vocab_size}")
@@ -398,20 +401,20 @@ def _stream(
 ) -> Iterator[NewToken]:  # fmt: skip
     if not prompts:
         return
-    weight = next(decoder.parameters())
+    weight, config = next(decoder.parameters()), config_of(decoder)
     device = weight.device
     half = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
     counts = [len(prompt) for prompt in prompts]
     longest = max(counts)
-    limits = [min(max_new_tokens, decoder.config.max_position_embeddings - count) for count in counts]
+    limits = [min(max_new_tokens, config.max_position_embeddings - count) for count in counts]
     if isinstance(decoder, Decoder):
-        cache = Cache(decoder.config, len(prompts), slots_for(longest + max(limits), step), device, half)
+        cache = Cache(config, len(prompts), slots_for(longest + max(limits), step), device, half)
         run = DecodeStep(decoder, cache, step)
     else:
         run = WholeTexts(decoder)
     ids = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)  # (B, T)
     active = set(range(len(prompts)))
-    seen = _seen(prompts, decoder.config.vocab_size, device) if sampling.repetition_penalty != 1 else None
+    seen = _seen(prompts, config.vocab_size, device) if sampling.repetition_penalty != 1 else None
     with evaluating(decoder):
         logits = run.read(ids, torch.tensor(counts, device=device))  # (B, V)
         for made in range(1, max(limits) + 1):

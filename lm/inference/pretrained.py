@@ -14,11 +14,10 @@ from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RequestError
 from lm.inference.completion import Written, complete
 from lm.inference.generation import Sampling
-from lm.kernels.operations import choose_kernels
+from lm.model.build import BuildOptions, build
 from lm.model.config import DecoderConfig
-from lm.model.custom import MODEL_TYPE, build_custom, is_stock, module_class
+from lm.model.custom import MODEL_TYPE, build_custom, config_of, module_class
 from lm.model.decoder import Decoder
-from lm.model.fused import fuse
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs.checkpoint import read_folder, read_progress
 from lm.runs.registry import find_run
@@ -89,7 +88,7 @@ class Pretrained:
     """
 
     path: Path
-    decoder: Decoder  # or a model of one's own, by the contract of `model/custom`
+    decoder: Decoder  # or a custom model, by the contract of `model/custom`
     tokenizer: Tokenizer
     step: int | None
     kernels: str
@@ -97,7 +96,7 @@ class Pretrained:
     @property
     def config(self) -> DecoderConfig:
         """The decoder's shape."""
-        return self.decoder.config
+        return config_of(self.decoder)
 
     @property
     def device(self) -> torch.device:
@@ -150,7 +149,7 @@ def load_pretrained(
     if document.get("model_type") == MODEL_TYPE:
         script = Run(folder.resolve().parent).script
         decoder, weights = build_custom(document, module or module_class(), str(folder), script), read_weights(folder)
-        config = decoder.config
+        config = config_of(decoder)
     else:
         config = read_config(folder)
         try:
@@ -163,10 +162,7 @@ def load_pretrained(
     wanted = {name: weight.to(device, dtype or weight.dtype) for name, weight in weights.items()}
     decoder.load_state_dict(wanted, assign=True)
     decoder.eval().requires_grad_(False)
-    kernels = f"the model's own, {type(decoder).__name__}"
-    if is_stock(decoder):
-        ops, kernels = choose_kernels("auto", device)
-        fuse(decoder, ops)
+    built = build(config, BuildOptions(), device, next(decoder.parameters()).dtype, make=lambda config: decoder)
     tokenizer = Tokenizer.load(folder, eos_token)
     if tokenizer.vocab_size > config.vocab_size:
         raise RequestError(
@@ -175,7 +171,7 @@ def load_pretrained(
         )
     progress = read_progress(folder) if (folder / "trainer.json").exists() else None
     step = progress.step if progress and not progress.average else None
-    return Pretrained(folder, decoder, tokenizer, step, kernels)
+    return Pretrained(folder, decoder, tokenizer, step, built.kernels)
 
 
 def read_config(folder: Path) -> DecoderConfig:

@@ -15,8 +15,9 @@ from torch import Tensor
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.drawing import SEQUENTIAL, figure, label_axes, visible
-from lm.model.attention import AttentionMask, chosen_kernels, dense_mask
-from lm.model.decoder import Decoder, SelfAttention
+from lm.model.attention import AttentionMask, dense_mask
+from lm.model.decoder import Block, Decoder, SelfAttention
+from lm.model.fused import is_fused
 
 COLUMNS = 4  # heads beside each other
 
@@ -50,11 +51,11 @@ def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
     maps: list[Tensor] = []
     x = decoder.embed(torch.tensor([list(ids)], device=decoder.embed_tokens.weight.device))  # (1, T, C)
     rotary, masks = decoder.rotary_and_masks(x, None, None)
-    with chosen_kernels(x.device, masks):
-        for block, mask in zip(decoder.layers, masks, strict=True):
-            queries, keys, _ = block.self_attn.queries_keys_values(block.input_layernorm(x), rotary)
-            maps.append(_weights(queries, keys, mask)[0].cpu())
-            x = type(block).forward(block, x, rotary, mask)  # also where `block.forward` is compiled or fused
+    for block, mask in zip(decoder.layers, masks, strict=True):
+        queries, keys, _ = block.self_attn.queries_keys_values(block.input_layernorm(x), rotary)
+        maps.append(_weights(queries, keys, mask)[0].cpu())
+        kind = Block if is_fused(decoder) else type(block)
+        x = kind.forward(block, x, rotary, mask)  # also where `block.forward` is compiled or fused
     return torch.stack(maps).numpy()
 
 

@@ -19,7 +19,7 @@ from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
 from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, Html, figure, heat_map, label_axes, table
 from lm.inspection.probabilities import predictions
-from lm.model.custom import is_stock
+from lm.model.custom import is_builtin
 from lm.model.decoder import Decoder
 from lm.model.huggingface import to_huggingface
 
@@ -229,7 +229,7 @@ def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
 def _named_weights(decoder: nn.Module) -> dict[str, Tensor]:
     """Weights under Hugging Face's names; of a model of one's own under its names."""
     weights = dict(decoder.named_parameters())
-    return to_huggingface(weights, decoder.config) if is_stock(decoder) else weights
+    return to_huggingface(weights, decoder.config) if is_builtin(decoder) else weights
 
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | str:

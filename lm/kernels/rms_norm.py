@@ -110,35 +110,34 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor | None,
-        matrix: Matrix | None, scaling: Scaling | None, keep_rows: bool,
+        matrix: Matrix | None, scaling: Scaling | None,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         if residual is not None and residual.dtype != x.dtype:
             raise TypeError(f"x and residual are one precision, and these are {x.dtype} and {residual.dtype}")
         stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
         ctx.adds, ctx.scaling = residual is not None, scaling
         ctx.weight_dtype = None if weight is None else weight.dtype
-        rows, saved = None, ()
+        saved = ()
         if matrix is not None:
-            rows = y if keep_rows else None
             saved, y = linear.saved_for_dx(matrix), linear.forward(y, matrix, scaling)
-        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, rows, *saved)
+        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, *saved)
         ctx.set_materialize_grads(False)
         return stream if ctx.adds else None, y
 
     @staticmethod
     def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-        stream, norm_weight, rstd, rows, *weight = ctx.saved_tensors
+        stream, norm_weight, rstd, *weight = ctx.saved_tensors
         if dout is None:  # only the stream was used
-            return dstream, dstream if ctx.adds else None, *(None,) * 7
+            return dstream, dstream if ctx.adds else None, *(None,) * 6
         joined, wanted = ctx.weight_dtype is not None, ctx.needs_input_grad[4]
         if joined:
             dout = linear.gradient_matrix(dout, ctx.scaling, True, wanted)
         dy = linear.dx(dout, weight, stream.dtype) if joined else dout  # (..., C)
-        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted and rows is None)
+        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted)
         dweight = None
         if wanted:
-            dweight = linear.dweight(dout, y if rows is None else rows, ctx.scaling, ctx.weight_dtype)  # (out, C)
-        return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None, None, None
+            dweight = linear.dweight(dout, y, ctx.scaling, ctx.weight_dtype)  # (out, C)
+        return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None, None
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -156,13 +155,13 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     Raises:
         TypeError: `x` and `residual` are of different precisions.
     """
-    stream, y = _Norm.apply(x, residual, weight, eps, None, None, None, False)
+    stream, y = _Norm.apply(x, residual, weight, eps, None, None, None)
     return x if stream is None else stream, y
 
 
 def norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
-    scaling: Scaling | None = None, copy: Matrix | None = None, keep_rows: bool = False,
+    scaling: Scaling | None = None, copy: Matrix | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`rms_norm`, then a linear layer; the backward pass recomputes the normalised rows.
 
@@ -171,11 +170,10 @@ def norm_linear(
         weight: `(out, C)`; its gradient has its precision.
         scaling: how FP8 products are scaled; None: no FP8.
         copy: of `weight`, as for `linear`; None: made here.
-        keep_rows: save the normalised rows instead of recomputing them.
 
     Returns:
         `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
     """
     matrix = linear.weight_matrix(weight, x.dtype, scaling, copy)
-    stream, out = _Norm.apply(x, residual, norm_weight, eps, weight, matrix, scaling, keep_rows)
+    stream, out = _Norm.apply(x, residual, norm_weight, eps, weight, matrix, scaling)
     return x if stream is None else stream, out

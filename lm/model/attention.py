@@ -6,13 +6,14 @@ Everywhere else they are a dense mask, which is also the reference for the other
 """
 
 import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
@@ -22,6 +23,7 @@ FLASH_WIDTH = 8  # widths of a head are multiples of it
 FLASH_WIDEST = 256  # head
 GROUPS_IN_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes groups unasked
 Kernel = Literal["causal", "varlen", "masked"]
+_order_is_set = False  # whether `kernel_order` is entered
 
 
 class Documents(NamedTuple):
@@ -172,10 +174,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float 
     copied = heads != kv_heads and (mask.dense is not None or q.device.type == "cuda" and q.dtype not in HALF)
     if copied:
         k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))  # (B, H, T, D)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask.dense, is_causal=mask.dense is None, dropout_p=dropout,
-        enable_gqa=heads != kv_heads and not copied,
-    )  # fmt: skip
+    out = _scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask.dense is None, dropout_p=dropout, enable_gqa=heads != kv_heads and not copied
+    )
     return out.transpose(1, 2)  # (B, T, H, D)
 
 
@@ -183,8 +184,15 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """Attention of a single new token: the query heads of a group stand where tokens do, so that no key is copied."""
     q = q[:, 0].unflatten(1, (k.shape[2], -1))  # (B, KV, H / KV, D)
     k, v = (t.transpose(1, 2) for t in (k, v))  # (B, KV, S, D)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense)
+    out = _scaled_dot_product_attention(q, k, v, mask)
     return out.flatten(1, 2)[:, None]  # (B, 1, H, D)
+
+
+def _scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
+    """torch's, by `chosen_kernels`, also where nobody has entered that around the layers."""
+    outside = q.device.type != "cuda" or torch.compiler.is_compiling() or _order_is_set
+    with nullcontext() if outside else chosen_kernels(q.device, [mask]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, **options)
 
 
 def _with_past(k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
@@ -224,24 +232,50 @@ def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:
 
 
 @contextmanager
+def kernel_order(order: list[SDPBackend]) -> Iterator[None]:
+    """Inside the `with`, `scaled_dot_product_attention` tries these kernels alone, in this order."""
+    global _order_is_set
+    before, _order_is_set = _order_is_set, True
+    try:
+        with sdpa_kernel(order, set_priority=True):
+            yield
+    finally:
+        _order_is_set = before
+
+
+@contextmanager
 def chosen_kernels(
     device: torch.device, masks: Iterable[AttentionMask], first: SDPBackend | None = None
 ) -> Iterator[None]:
     """Inside the `with`, `scaled_dot_product_attention` takes the best kernel for a device that gives right results.
+
+    An order that is set already stays, unless `first` asks for another.
 
     Args:
         device: of the tensors.
         masks: of the layers.
         first: the kernel to prefer where there is no dense mask; None: the one that is usually best.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or (_order_is_set and first is None):
         yield
         return
     masked = any(mask.dense is not None for mask in masks)
     known = backends(_capability(device), masked)
     preferred = [first] if first is not None and not masked else []
-    with sdpa_kernel([*preferred, *(b for b in known if b not in preferred)], set_priority=True):
+    with kernel_order([*preferred, *(b for b in known if b not in preferred)]):
         yield
+
+
+def enter_kernels(decoder: nn.Module, first: SDPBackend | None = None) -> None:
+    """Enter `chosen_kernels` around all blocks of a decoder, compiled ones too, once a forward pass."""
+    decoder.run_blocks = partial(_run_by_kernels, decoder.run_blocks, first)
+
+
+def _run_by_kernels(
+    run_blocks: Callable[..., Tensor], first: SDPBackend | None, x: Tensor, rotary: Any, masks: list[AttentionMask]
+) -> Tensor:
+    with chosen_kernels(x.device, masks, first):
+        return run_blocks(x, rotary, masks)
 
 
 def describe_attention(

@@ -18,12 +18,12 @@ from torch.nn.attention import (
     current_flash_attention_impl,
     list_flash_attention_impls,
     restore_flash_attention_impl,
-    sdpa_kernel,
 )
 
 from lm.errors import RequestError
 from lm.kernels.runtime import cache_folder, write_cached
-from lm.model.attention import AttentionMask, attend, backends
+from lm.model.attention import AttentionMask, attend, backends, enter_kernels, kernel_order
+from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -38,9 +38,14 @@ class Choice(NamedTuple):
     causal: str  # of layers that attend to all tokens before: one of `Attention`
     sequences: str  # of layers with windows or documents: a version of flash attention
 
+    @property
+    def backend(self) -> SDPBackend:
+        """torch's name of the kernel of layers that attend to all tokens before."""
+        return _backend(self.causal)
+
     def apply(self, decoder: Decoder) -> None:
         """Let a decoder take these kernels; sets this process's version of flash attention."""
-        decoder.attention_backend = _backend(self.causal)
+        enter_kernels(decoder, self.backend)
         _use_flash(self.sequences)
 
 
@@ -54,6 +59,13 @@ class Shape(NamedTuple):
     head_dim: int
     windows: tuple[int | None, ...]  # of each layer, narrower than `length`
     documents: bool  # rows are divided into documents; a document a row is what is measured
+
+    @classmethod
+    def of(cls, config: DecoderConfig, shape: tuple[int, int], documents: bool) -> "Shape":
+        """The shape of a decoder's micro-batch `(B, T)`."""
+        windows = tuple(window if window is not None and window < shape[1] else None for window in config.windows)
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        return cls(*shape, *heads, windows, documents)
 
     @property
     def sequences(self) -> list[int | None]:
@@ -159,7 +171,7 @@ def measure(
         try:
             _use_flash(name if name in FLASH else "flash")
             if len(shape.sequences) < len(shape.windows):
-                with sdpa_kernel(_backend(name)):
+                with kernel_order([_backend(name)]):
                     times[name] = _milliseconds(lambda: run(AttentionMask(None, None, None)), device)
             for window in dict.fromkeys(shape.sequences if name in FLASH else ()):
                 times[f"{name} {window}"] = _milliseconds(lambda: run(AttentionMask(window, offsets, None)), device)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.errors import RequestError
 from lm.kernels.torch_private import foreach_zero_, set_compile_options, uncompiled_backend
+from lm.model.fused import FusedBlock, is_fused
 
 Compile = Literal["none", "inductor", "triton_free"]
 ActivationCheckpointing = Literal["none", "selective", "block"]
@@ -41,7 +42,7 @@ def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing, co
     """
     if mode == "none":
         return
-    if keeps_all(bool(decoder.fused), compile):
+    if keeps_all(is_fused(decoder), compile):
         raise RequestError(
             f"model.activation_checkpointing {mode} with our kernels and model.compile {compile} saves no memory "
             f"before torch {RECOMPUTED_FROM}, and this is {torch.__version__}: set model.compile none, or update torch"
@@ -50,24 +51,22 @@ def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing, co
         if mode == "block":
             owner, name = layer, "forward"
         else:
-            owner, name = (layer, "fused_mlp") if decoder.fused else (layer.mlp, "forward")
+            owner, name = (layer, "mlp_branch") if isinstance(layer, FusedBlock) else (layer.mlp, "forward")
         recomputed = functools.partial(
             checkpoint, getattr(owner, name), use_reentrant=False, preserve_rng_state=layer.dropout.p > 0
         )  # fmt: skip
         setattr(owner, name, recomputed)
 
 
-def compile_decoder(decoder: nn.Module, mode: Compile, whole: bool = False) -> None:
-    """Compile every block of a decoder, or all together, and its loss in place.
+def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
+    """Compile every block of a decoder and its loss in place.
 
     A block's `forward` is compiled and not its `__call__`: names of parameters do not change, and hooks around a block
     (FSDP2 has some) stay outside of the graph.
 
     Args:
-        decoder: has `layers`, `run_blocks` and `cross_entropy`; any other model is compiled as one.
+        decoder: has `layers` and `cross_entropy`; any other model is compiled as one.
         mode: `none` leaves it as it is.
-        whole: all blocks and the last norm are one graph. Compiling takes much longer then, in proportion to the
-            layers, and operations of neighbouring blocks may be joined.
     """
     if mode == "none":
         return
@@ -75,14 +74,11 @@ def compile_decoder(decoder: nn.Module, mode: Compile, whole: bool = False) -> N
     # There is a graph for each mix of: first block or not (fused), window, FP8, training or evaluation, documents.
     set_compile_options(recompile_limit=64)
     backend = triton_free if mode == "triton_free" else "inductor"
-    if not hasattr(decoder, "cross_entropy"):  # a model of one's own, in which dynamo may break the graph
+    if not hasattr(decoder, "cross_entropy"):  # a custom model, in which dynamo may break the graph
         decoder.forward = torch.compile(decoder.forward, backend=backend)
         return
-    if whole:
-        decoder.run_blocks = torch.compile(decoder.run_blocks, backend=backend, fullgraph=True)
-    else:
-        for layer in decoder.layers:
-            layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
+    for layer in decoder.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
     decoder.cross_entropy = torch.compile(decoder.cross_entropy, backend=backend, fullgraph=True)
 
 

@@ -1,4 +1,4 @@
-"""Models of one's own in the place of the decoder: the contract, and how a checkpoint names them.
+"""Custom models in the place of the decoder: the contract, and how a checkpoint names them.
 
 `LanguageModule.build_decoder` of a subclass returns one. It may be a `Decoder` with parts of its own, which keeps all
 that a decoder can do but our kernels and Hugging Face's names; or any module with a forward pass
@@ -18,6 +18,7 @@ from dataclasses import asdict, is_dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,14 @@ from lm.kernels.torch_private import buffers_of
 from lm.model.config import DecoderConfig
 from lm.model.decoder import MLP, Block, Decoder, Linear, Losses, RMSNorm, SelfAttention
 from lm.model.estimates import flops_per_token, parameters
+from lm.model.fused import FusedBlock, FusedDecoder
+from lm.model.low_precision import LowPrecisionLinear
 
-STOCK = {Decoder, Block, SelfAttention, MLP, RMSNorm, Linear, nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList}
+BUILTIN = {Decoder, FusedDecoder, Block, FusedBlock, SelfAttention, MLP, RMSNorm, Linear, LowPrecisionLinear,
+         nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList}  # fmt: skip
 MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face has no such type and says so
 
+_configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models
 _module_class: type | None = None  # the LanguageModule of this process that is not the stock one
 
 
@@ -45,13 +50,13 @@ def module_class() -> type | None:
     return _module_class
 
 
-def is_stock(decoder: nn.Module) -> bool:
+def is_builtin(decoder: nn.Module) -> bool:
     """Whether all of a decoder is `model/decoder`'s: our kernels compute that, and Hugging Face's classes hold it."""
-    return all(type(part) in STOCK for part in decoder.modules())
+    return all(type(part) in BUILTIN for part in decoder.modules())
 
 
 def call_for_losses(decoder: nn.Module, input_ids: Tensor, labels: Tensor, **options: Any) -> Losses:
-    """The losses of a model of one's own.
+    """The losses of a custom model.
 
     Args:
         input_ids, labels: `(B, T)`.
@@ -99,19 +104,19 @@ def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
 MEAN_OR_SUM = 0.01  # how far a total may be from one of them and still count as it; they differ by the targets
 
 
-def refuse_losses(decoder: nn.Module, shape: tuple[int, int], options: Mapping[str, bool]) -> None:
+def refuse_losses(decoder: nn.Module, shape: tuple[int, int], document_mask: bool = False) -> None:
     """Refuse a model whose losses train nothing, or too little. The forward pass is tried once.
 
     Args:
         shape: `(B, T)` of the batch to try.
-        options: as for `refuse_contract`.
+        document_mask: whether rows are divided into documents.
 
     Raises:
         RequestError: it returns something else than `Losses`, or their total has no gradient or is a mean.
     """
     device = next((weight.device for weight in decoder.parameters()), None)
-    ids = torch.arange(shape[0] * shape[1], device=device).view(shape) % decoder.config.vocab_size  # (B, T)
-    documents = torch.zeros_like(ids) if options.get("document_ids") else None
+    ids = torch.arange(shape[0] * shape[1], device=device).view(shape) % config_of(decoder).vocab_size  # (B, T)
+    documents = torch.zeros_like(ids) if document_mask else None
     with _tried(decoder), torch.enable_grad():
         total, per_token = call_for_losses(decoder, ids, ids, document_ids=documents)
     name = f"{type(decoder).__name__}.forward(input_ids, labels=labels) returned Losses"
@@ -141,7 +146,7 @@ def refuse_logits(decoder: nn.Module, wish: str) -> None:
     if isinstance(decoder, Decoder):
         return
     device = next((weight.device for weight in decoder.parameters()), None)
-    ids = torch.zeros(2, min(3, decoder.config.max_position_embeddings), dtype=torch.long, device=device)  # (B, T)
+    ids = torch.zeros(2, min(3, config_of(decoder).max_position_embeddings), dtype=torch.long, device=device)  # (B, T)
     try:
         with _tried(decoder), torch.no_grad():
             found = decoder(ids)
@@ -152,7 +157,7 @@ def refuse_logits(decoder: nn.Module, wish: str) -> None:
         wrong = f"fails with {type(error).__name__}: {first_line(error)}"
     raise RequestError(
         f"{type(decoder).__name__}.forward(input_ids), without labels, {wrong}, and {wish} needs logits (B, T, V), "
-        f"here {(*ids.shape, decoder.config.vocab_size)}"
+        f"here {(*ids.shape, config_of(decoder).vocab_size)}"
     )
 
 
@@ -180,7 +185,7 @@ def _tried(decoder: nn.Module) -> Iterator[None]:
 def custom_config_json(
     config: DecoderConfig, eos_id: int | None, dtype: str, kind: type, init_args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The `config.json` of a model of one's own: the class that builds it, by name, and what it was made with.
+    """The `config.json` of a custom model: the class that builds it, by name, and what it was made with.
 
     Args:
         config: `model.decoder`, with its vocabulary.
@@ -226,7 +231,7 @@ def build_custom(document: Mapping[str, Any], kind: type | None, where: str, scr
         argument: hints[argument](**value) if is_dataclass(hints.get(argument)) else value
         for argument, value in document["init_args"].items()
     }
-    return named(kind(decoder=config, **arguments).build_decoder(config), config)
+    return attach_config(kind(decoder=config, **arguments).build_decoder(config), config)
 
 
 def plain_arguments(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,14 +271,19 @@ def custom_flops_per_token(
     return 6 * (weights + output) + attention
 
 
-def named(decoder: nn.Module, config: DecoderConfig) -> nn.Module:
-    """The same model, with what others read of a decoder: its `config`, and that it is not `fused`.
+def attach_config(decoder: nn.Module, config: DecoderConfig) -> nn.Module:
+    """The same model, whose `config_of` is then this. Nothing is written on a custom model, which may have a `config`.
 
     Raises:
-        RequestError: it is no module.
+        RequestError: it is not a module.
     """
     if not isinstance(decoder, nn.Module):
         raise RequestError(f"build_decoder returned {type(decoder).__name__}: it returns a torch.nn.Module")
     if not isinstance(decoder, Decoder):
-        decoder.config, decoder.fused = config, None
+        _configs[decoder] = config
     return decoder
+
+
+def config_of(decoder: nn.Module) -> DecoderConfig:
+    """The config that a model was built from: vocabulary and context of any model."""
+    return decoder.config if isinstance(decoder, Decoder) else _configs[decoder]

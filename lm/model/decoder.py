@@ -1,8 +1,8 @@
 """The decoder-only transformer: token ids in, logits or losses out.
 
-This file is the specification of the model, in plain PyTorch, in reading order: RMSNorm, rotary embedding, MLP,
+This file is the specification of the model, in plain PyTorch, in reading order: RMSNorm, Linear, rotary embedding, MLP,
 SelfAttention, Block, Decoder, initial weights. It runs on every device. `model/fused` has a second forward pass over
-the same parameters, made of our CUDA kernels; the tests hold the two equal.
+the same parameters, made of our CUDA kernels, which the tests hold equal to this one; `model/low_precision` has FP8.
 
 Shapes: B rows of a batch, T tokens of a row, C hidden_size, H query heads, KV key and value heads, D head_dim,
 I intermediate_size, V vocab_size.
@@ -16,13 +16,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 
 from lm.errors import RequestError
-from lm.kernels.fp8 import Scaling
-from lm.kernels.linear import Matrix, linear
-from lm.kernels.operations import FusedOps
-from lm.model.attention import HALF, AttentionMask, attend, attention_mask, chosen_kernels, documents_from
+from lm.model.attention import HALF, AttentionMask, attend, attention_mask, documents_from
 from lm.model.config import DecoderConfig
 
 IGNORED = -100  # the label of a position without a loss, as in PyTorch
@@ -51,22 +47,12 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A weight matrix of a block, without a bias, multiplied in the precision of the activations or in FP8.
-
-    Attributes:
-        scaling: how FP8 products are scaled; None: no FP8.
-        copy: of the weight, in the precision of the activations or in FP8, while `model/fused.WeightCopies` keeps one.
-    """
-
-    scaling: Scaling | None = None
-    copy: Matrix | None = None
+    """A weight matrix of a block, without a bias, multiplied in the precision of the activations."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scaling is not None or self.copy is not None:
-            return linear(x, self.weight, self.scaling, self.copy)
         return F.linear(x, self.weight.to(x.dtype))
 
 
@@ -151,10 +137,7 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm before it and a residual connection around it.
-
-    With our CUDA kernels on, `model/fused.block_forward` runs in place of this `forward`.
-    """
+    """Attention and MLP, each with a norm before it and a residual connection around it."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -201,9 +184,6 @@ class Decoder(nn.Module):
     Args:
         config: its shape.
 
-    Attributes:
-        fused: the ops of the forward pass, once `model/fused.fuse` has replaced the one below; None: plain PyTorch.
-
     Raises:
         RequestError: the vocabulary is not known yet.
     """
@@ -214,9 +194,6 @@ class Decoder(nn.Module):
             raise RequestError("vocab_size is not known: set it, or take it from a tokenizer before building the model")
         self.config = config
         self.windows = config.windows  # of each layer
-        self.fused: FusedOps | None = None
-        self.attention_backend: SDPBackend | None = None  # as `model/attention_choice` found it; None: the usual one
-        self.output_copy: Tensor | None = None  # of the output matrix, as `Linear.copy`
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
@@ -264,7 +241,7 @@ class Decoder(nn.Module):
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), continuation.last]  # (B, C)
         if labels is None:
             return F.linear(hidden, self.output_weight.to(hidden.dtype))  # (B, T, V)
-        return Losses(*self.cross_entropy(hidden, self.output_weight, labels, z_loss, self.output_copy))
+        return Losses(*self.cross_entropy(hidden, self.output_weight, labels, z_loss))
 
     def hidden_states(
         self, input_ids: Tensor, document_ids: Tensor | None = None, continuation: Continuation | None = None,
@@ -273,8 +250,7 @@ class Decoder(nn.Module):
         """The decoder without its output matrix: ids `(B, T)` to normalised states `(B, T, C)`. See `forward`."""
         x = self.embed(input_ids)  # (B, T, C)
         rotary, masks = self.rotary_and_masks(x, document_ids, continuation, max_documents)
-        with chosen_kernels(x.device, masks, self.attention_backend):
-            return self.run_blocks(x, rotary, masks)
+        return self.run_blocks(x, rotary, masks)
 
     def run_blocks(self, x: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
         """All blocks and the last norm: `(B, T, C)` to `(B, T, C)`."""
@@ -282,13 +258,10 @@ class Decoder(nn.Module):
             x = layer(x, rotary, mask)  # (B, T, C)
         return self.norm(x)
 
-    def cross_entropy(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, copy: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
         """The fields of `Losses`, of normalised states `(B, T, C)`, the output matrix `(V, C)` and labels `(B, T)`.
 
-        All that it computes with are arguments, so that `torch.compile` makes one graph of it for any decoder; `copy`,
-        of the matrix in half precision, is for the fused forward pass.
+        All that it computes with are arguments, so that `torch.compile` makes one graph of it for any decoder.
         """
         return losses_of(F.linear(hidden, weight.to(hidden.dtype)), labels, z_loss)
 

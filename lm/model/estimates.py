@@ -104,7 +104,6 @@ class Step:
         sharded: FSDP2.
         gathered: with `sharded`, blocks whose whole weights are there at once.
         checkpointing: as `model.activation_checkpointing`.
-        keep_rows: as `model.keep_normed_rows`.
     """
 
     micro_batch_size: int
@@ -118,7 +117,6 @@ class Step:
     sharded: bool = False
     checkpointing: str = "none"
     gathered: int = 2
-    keep_rows: bool = False
 
     @property
     def tokens(self) -> int:
@@ -196,8 +194,6 @@ def activations(config: DecoderConfig, step: Step) -> int:
     | attention           | s (2Q+2K) + 4H | the same          | the same                                     |
     | MLP                 | 2 s I          | 3 s I             | 4 s I                                        |
 
-    With `keep_rows` the fused norms are 4 s C + 8.
-
     Activation checkpointing keeps what goes into a block in place of all that is in it: the stream, and in the fused
     pass the branch. What goes into an MLP alone is kept already, or replaces as much.
 
@@ -209,7 +205,7 @@ def activations(config: DecoderConfig, step: Step) -> int:
     attention, mlp = _kept_by_block(config, step)
     kept = {
         "none": layers * (attention + mlp),
-        "selective": layers * (attention - s * width * (step.kernels and step.keep_rows)),
+        "selective": layers * attention,
         "block": (2 * layers - 1 if step.kernels else layers) * s * width,  # the first block has no stream yet
     }[step.checkpointing]
     ids = 8 + 8
@@ -226,7 +222,7 @@ def _kept_by_block(config: DecoderConfig, step: Step) -> tuple[int, int]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     wide, narrow = heads * config.head_dim, kv_heads * config.head_dim  # Q, K
     if step.kernels:
-        norms, mlp = 2 * (1 + step.keep_rows) * s * config.hidden_size, 2 * s * config.intermediate_size
+        norms, mlp = 2 * s * config.hidden_size, 2 * s * config.intermediate_size
     elif step.compile != "none":
         norms, mlp = 4 * s * config.hidden_size, 3 * s * config.intermediate_size
     else:

@@ -17,32 +17,26 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lm.data.loader import Batch
+from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, loss_metrics
-from lm.kernels.operations import choose_kernels
-from lm.model.attention import describe_attention
-from lm.model.attention_choice import Attention, Shape, choose_attention
-from lm.model.compile import (
-    ActivationCheckpointing,
-    Compile,
-    GraphedMicroBatch,
-    checkpoint_activations,
-    compile_decoder,
-)
+from lm.model.attention_choice import Attention
+from lm.model.build import NOT_BUILT, BuildOptions, build
+from lm.model.compile import ActivationCheckpointing, Compile, GraphedMicroBatch
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.custom import (
+    attach_config,
     call_for_losses,
     custom_flops_per_token,
-    is_stock,
+    is_builtin,
     module_class,
-    named,
     plain_arguments,
-    refuse_contract,
     refuse_losses,
 )
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
-from lm.model.fused import WeightCopies, fuse
+from lm.model.fused import is_fused
+from lm.model.low_precision import WeightCopies
 from lm.system.arguments import shown
 from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
@@ -72,11 +66,8 @@ class LanguageModule(LightningModule):
         kernels: Our CUDA kernels: `on`, `off`, or `auto`, where they can run.
         compile: What runs a block: `none` is eager mode, `inductor` generates code, `triton_free` traces forward and
             backward pass together and generates none.
-        compile_whole: Compile all blocks as one graph, which takes longer, and not each by itself.
         activation_checkpointing: Compute activations again in the backward pass instead of keeping them: `selective`
             those of the MLPs, which are the most; `block` all; `none` of them. Less memory for more time.
-        keep_normed_rows: Keep what our kernels of norms write for the backward pass instead of writing it again: more
-            memory, and a little less time.
         attention: The library's kernel for attention on a GPU; `auto` measures which is the fastest.
         cuda_graphs: Record a micro-batch's forward and backward pass once and replay it; for small models.
     """
@@ -90,9 +81,7 @@ class LanguageModule(LightningModule):
         z_loss: float = 0.0,
         kernels: Literal["auto", "on", "off"] | bool = "auto",
         compile: Compile = "none",
-        compile_whole: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
-        keep_normed_rows: bool = False,
         attention: Attention = "auto",
         cuda_graphs: bool = False,
     ) -> None:
@@ -109,9 +98,7 @@ class LanguageModule(LightningModule):
         self.z_loss = z_loss
         self.kernels = {True: "on", False: "off"}.get(kernels, kernels)  # YAML takes a bare `on` for true
         self.compile_mode = compile
-        self.compile_whole = compile_whole
         self.activation_checkpointing = activation_checkpointing
-        self.keep_normed_rows = keep_normed_rows
         self.attention = attention
         self.cuda_graphs = cuda_graphs
         self.run_state: RunState = PlainRunState()
@@ -119,8 +106,7 @@ class LanguageModule(LightningModule):
         self.weight_copies: AbstractContextManager = nullcontext()  # in half precision, while training
         self.decoder: nn.Module | None = None
         self.stock = True  # whether the decoder is ours in all its parts
-        self.attention_kernels = "not chosen yet"  # of the libraries, in words
-        self.kernels_taken = "not chosen yet"
+        self.built = NOT_BUILT  # the decoder, and how it computes in words
         self.validation = TokenLoss()
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
 
@@ -134,61 +120,34 @@ class LanguageModule(LightningModule):
         """Whether this is a fit, also while it validates."""
         return self.trainer.state.fn == TrainerFn.FITTING
 
+    @property
+    def fused(self) -> bool:
+        """Whether our kernels compute the forward pass."""
+        return is_fused(self.decoder)
+
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
         """Build the decoder, once, when the tokenizer and so the vocabulary is known."""
         if self.decoder is not None or attached_trainer(self) is None:  # `load_from_checkpoint` has no tokenizer
             return
-        tokenizer = self.trainer.datamodule.tokenizer
-        vocab_size = self.config.vocab_size or tokenizer.vocab_size
-        if vocab_size < tokenizer.vocab_size:
-            raise RequestError(
-                f"model.decoder.vocab_size {vocab_size:,} is smaller than the tokenizer's {tokenizer.vocab_size:,}: "
-                "leave it out to take the tokenizer's"
-            )
-        self.config = replace(self.config, vocab_size=vocab_size)
-        if sources := self.trainer.datamodule.source_names:
+        data, strategy = self.trainer.datamodule, self.trainer.strategy
+        self.config = self._with_vocabulary(data.tokenizer)
+        if sources := data.source_names:
             self.validation = TokenLoss(len(sources))
-        self.decoder = named(self.build_decoder(self.config), self.config)
-        self.stock = is_stock(self.decoder)
-        call_hook(self.trainer, "on_model_built", self)
-        device = self.trainer.strategy.root_device
-        self._refuse_graphs(device)
-        if not self.stock:
-            self._refuse_what_is_for_ours()
-        sharded = isinstance(self.trainer.strategy, FullyShardedStrategy)
-        if self.compile_whole and self.compile_mode == "none":
-            raise RequestError("model.compile_whole is for a compiled model: set model.compile inductor, or leave it "
-                               "out")  # fmt: skip
-        if sharded and self.compile_whole:
-            raise RequestError("model.compile_whole needs whole weights, and sharding gathers them block by block: "
-                               "leave it out, or set trainer.strategy ddp")  # fmt: skip
-        ops, self.kernels_taken = None, f"off for {type(self.decoder).__name__} of {type(self).__name__}"
-        if self.stock:
-            ops, self.kernels_taken = choose_kernels(self.kernels, device)
-        if self.keep_normed_rows and ops is None and self.fitting:
-            raise RequestError(f"model.keep_normed_rows is for our kernels, and this is {self.kernels_taken}: leave it "
-                               "out")  # fmt: skip
-        if ops is not None:
-            fuse(self.decoder, ops, self.keep_normed_rows)
-        dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
-        self.attention_kernels = "the model's own"
-        if isinstance(self.decoder, Decoder):
-            self._choose_attention(device, dtype)
-            self.attention_kernels = describe_attention(
-                device, dtype, self.config.windows, self.document_mask, self.config.head_dim, self.config.dropout,
-                self.decoder.attention_backend,
-            )  # fmt: skip
-        log.info(
-            "kernels: %s; attention: %s; compile: %s%s; activation checkpointing: %s", self.kernels_taken,
-            self.attention_kernels, self.compile_mode, ", all blocks as one" * self.compile_whole,
-            self.activation_checkpointing,
+        self._refuse_graphs(strategy.root_device)
+        options = BuildOptions(
+            self.kernels, self.attention, self.activation_checkpointing, self.compile_mode, self.document_mask,
+            self.z_loss,
         )  # fmt: skip
-        checkpoint_activations(self.decoder, self.activation_checkpointing, self.compile_mode)
-        compile_decoder(self.decoder, self.compile_mode, self.compile_whole)
-        if sharded:
-            self.trainer.strategy.shard(self.decoder)
+        dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
+        self.built = build(
+            self.config, options, strategy.root_device, dtype, (data.micro_batch_size, data.seq_len),
+            make=self.build_decoder, on_made=self._on_made,
+            agree=lambda choice: gather_from_ranks(choice)[0],  # the fastest on the first rank
+            shard=strategy.shard if isinstance(strategy, FullyShardedStrategy) else None,
+        )
+        log.info(self.built.description)
 
     def build_decoder(self, config: DecoderConfig) -> nn.Module:
         """The model to train; a subclass may return its own, by the contract of `model/custom`.
@@ -201,40 +160,27 @@ class LanguageModule(LightningModule):
         """
         return Decoder(config)
 
-    def _refuse_what_is_for_ours(self) -> None:
-        """Refuse options that a model of one's own has no use for.
+    def _with_vocabulary(self, tokenizer: Tokenizer) -> DecoderConfig:
+        vocab_size = self.config.vocab_size or tokenizer.vocab_size
+        if vocab_size < tokenizer.vocab_size:
+            raise RequestError(
+                f"model.decoder.vocab_size {vocab_size:,} is smaller than the tokenizer's {tokenizer.vocab_size:,}: "
+                "leave it out to take the tokenizer's"
+            )
+        return replace(self.config, vocab_size=vocab_size)
 
-        Raises:
-            RequestError: names the option; or the model does not keep to the contract.
-        """
-        name, whole = type(self.decoder).__name__, isinstance(self.decoder, Decoder)
+    def _on_made(self, decoder: nn.Module) -> None:
+        """Let callbacks have the first weights, before anything is compiled or sharded; try a custom model once."""
+        self.decoder, self.stock = decoder, is_builtin(decoder)
+        call_hook(self.trainer, "on_model_built", self)
+        if self.stock:
+            return
         plain_arguments(type(self), self.hparams)
-        given = {"document_ids": self.document_mask, "z_loss": bool(self.z_loss)}
-        refuse_contract(self.decoder, given)
-        for option, asked, possible in (
-            ("kernels", self.kernels == "on", False),
-            ("attention", self.attention != "auto", whole),
-            ("activation_checkpointing", self.activation_checkpointing != "none", whole),
-            ("compile_whole", self.compile_whole, whole),
-        ):
-            if asked and not possible:
-                raise RequestError(f"model.{option} is for the decoder of this project, and build_decoder returned "
-                                   f"{name}: leave it out")  # fmt: skip
-        if self.fitting and not whole:
-            self.decoder.to(self.trainer.strategy.root_device)
+        if self.fitting and not isinstance(decoder, Decoder):
+            decoder.to(self.trainer.strategy.root_device)
             data = self.trainer.datamodule
             with self.trainer.precision_plugin.forward_context():
-                refuse_losses(self.decoder, (min(2, data.micro_batch_size), data.seq_len), given)
-
-    def _choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
-        """All ranks take the kernels that are the fastest on the first one."""
-        config, data = self.config, self.trainer.datamodule
-        windows = tuple(w if w is not None and w < data.seq_len else None for w in config.windows)
-        shape = Shape(data.micro_batch_size, data.seq_len, config.num_attention_heads, config.num_key_value_heads,
-                      config.head_dim, windows, self.document_mask)  # fmt: skip
-        choice = gather_from_ranks(choose_attention(self.attention, device, dtype, shape))[0]
-        if choice is not None:
-            choice.apply(self.decoder)
+                refuse_losses(decoder, (min(2, data.micro_batch_size), data.seq_len), self.document_mask)
 
     def _refuse_graphs(self, device: torch.device) -> None:
         if not (self.cuda_graphs and self.fitting):
@@ -313,7 +259,7 @@ class LanguageModule(LightningModule):
         )
         precision = trainer.precision
         mixed = precision not in ("32-true", "bf16-true")
-        if mixed and self.decoder.fused and not isinstance(trainer.strategy, FullyShardedStrategy):
+        if mixed and self.fused and not isinstance(trainer.strategy, FullyShardedStrategy):
             self.weight_copies = WeightCopies(
                 self.decoder, torch.float16 if precision == "16-mixed" else torch.bfloat16)  # fmt: skip
 
@@ -402,7 +348,7 @@ class LanguageModule(LightningModule):
     def build_for_checkpoint(self, config: DecoderConfig) -> None:
         """Build the decoder of a checkpoint of a plain Trainer, for `load_from_checkpoint`."""
         self.config = config
-        self.decoder = named(self.build_decoder(config), config)
+        self.decoder = attach_config(self.build_decoder(config), config)
 
 
 class StepDropped(Exception):

@@ -97,8 +97,8 @@ def step_of(trainer: Any) -> Step:
     """How a micro-batch of a training is computed."""
     steps, module, strategy = trainer.steps, trainer.lightning_module, trainer.strategy
     return Step(
-        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.decoder.fused is not None,
+        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.fused,
         module.compile_mode, steps.accumulate, module.cuda_graphs, steps.world_size // getattr(strategy, "replicas", 1),
         isinstance(strategy, FullyShardedStrategy) and steps.world_size > 1, module.activation_checkpointing,
-        trainer.distributed.gathered_blocks(module.config.num_hidden_layers), module.keep_normed_rows,
+        trainer.distributed.gathered_blocks(module.config.num_hidden_layers),
     )  # fmt: skip

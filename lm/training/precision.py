@@ -13,6 +13,7 @@ from lm.kernels.fp8 import Scaling
 from lm.kernels.linear import MULTIPLE
 from lm.kernels.operations import kernels_missing
 from lm.model.decoder import Decoder, Linear
+from lm.model.low_precision import LowPrecisionLinear, use_low_precision
 from lm.system.hardware import cpu_half_precision, device_name, has_fp8
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Float8Precision(MixedPrecision):
                 f"trainer.precision {self.precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
                 f"{data.micro_batch_size} x {data.seq_len}: change data.micro_batch_size or data.seq_len"
             )
+        use_low_precision(decoder)
         for name, matrix in matrices.items():
             matrix.scaling = self.scaling if name in chosen else None
         log.info("precision: %s in %d of the blocks' %d matrices; bf16 in %s",
@@ -84,7 +86,8 @@ def choose_matrices(decoder: Decoder, precision: str, keep: list[str]) -> tuple[
         RequestError: for a pattern of `keep` that fits no matrix, where none is left for FP8, and for sizes that it
             does not take.
     """
-    matrices = {name: part for name, part in decoder.named_modules() if isinstance(part, Linear)}
+    matrices = {name: part for name, part in decoder.named_modules()
+                if type(part) in (Linear, LowPrecisionLinear)}  # fmt: skip
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in matrices):
             *names, last = matrices

@@ -33,9 +33,10 @@ sys.path.append(str(ROOT))  # lm, which may not be installed
 from lm.errors import RequestError
 from lm.kernels import cross_entropy
 from lm.kernels.operations import FUSED
-from lm.model import fused
 from lm.model.config import DecoderConfig, matrix_rows
-from lm.model.decoder import Decoder, Linear
+from lm.model.decoder import Decoder
+from lm.model.fused import fuse
+from lm.model.low_precision import LowPrecisionLinear, WeightCopies
 from lm.training.optim import OptimizerConfig, build_optimizer
 from lm.training.step import total_norm
 
@@ -193,10 +194,11 @@ def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -
     with torch.device("meta"):
         decoder = Decoder(config)
         ids = torch.zeros(preset["data"]["micro_batch_size"], config.max_position_embeddings, dtype=torch.long)
-    fused.fuse(decoder, FUSED)
+    fuse(decoder, FUSED)
     if precision != "bf16-mixed":
-        for matrix in (part for layer in decoder.layers[:-1] for part in layer.modules() if isinstance(part, Linear)):
-            matrix.scaling = precision.removeprefix("fp8-")
+        for matrix in decoder.layers[:-1].modules():
+            if isinstance(matrix, LowPrecisionLinear):
+                matrix.scaling = precision.removeprefix("fp8-")
     embed = decoder.embed
     decoder.embed = lambda input_ids: embed(input_ids).to(DTYPE)  # autocast knows no meta tensors
     parameters = list(decoder.parameters())
@@ -209,7 +211,7 @@ def count(preset: dict[str, Any], copies: bool, precision: str = "bf16-mixed") -
     for parameter in parameters:  # there from the first step on
         optimizer.state[parameter] = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter]["step"] = torch.empty((), device="meta")
-    cast = fused.WeightCopies(decoder, DTYPE) if copies else nullcontext()
+    cast = WeightCopies(decoder, DTYPE) if copies else nullcontext()
     micro_batch, step = Launches(), Launches()
     with step:
         cast.__enter__()
@@ -243,7 +245,7 @@ def main(arguments: list[str]) -> None:
         preset = yaml.safe_load(file.read_text())
         if "vocab_size" not in preset["model"]["decoder"]:
             raise RequestError(f"{name} takes its vocabulary from a tokenizer: it has no model.decoder.vocab_size")
-        ways = {"without copies": False, "WeightCopies": True} if hasattr(fused, "WeightCopies") else {"all": False}
+        ways = {"without copies": False, "WeightCopies": True}
         counted = {way: count(preset, copies, options.precision) for way, copies in ways.items()}
         show(f"{file.stem}, {preset['data']['micro_batch_size']} x "
              f"{preset['model']['decoder']['max_position_embeddings']} tokens, {options.precision}",

@@ -214,7 +214,7 @@ steps() {
         pretrain-50m)
             step "$1" 'none none+graphs inductor inductor+graphs none/off inductor/off' --config pretrain-50m.yaml \
                 --data.global_batch_tokens 128Ki ;;
-        pretrain-350m) step "$1" 'none inductor none+graphs none/off inductor+whole' --config pretrain-350m.yaml $batch ;;
+        pretrain-350m) step "$1" 'none inductor none+graphs none/off' --config pretrain-350m.yaml $batch ;;
         pretrain-350m-2048)
             step "$1" 'none inductor' --config pretrain-350m.yaml $batch --data.micro_batch_size 8 \
                 --model.decoder.max_position_embeddings 2048 ;;

@@ -5,6 +5,7 @@ model is asked for.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -12,12 +13,14 @@ import torch.nn.functional as F
 from bench_modes import Mode
 from torch import Tensor, nn
 
-from lm.kernels.operations import choose_kernels
-from lm.model.compile import GraphedMicroBatch, compile_decoder
+from lm.model.build import BuildOptions
+from lm.model.build import build as build_decoder
+from lm.model.compile import GraphedMicroBatch
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
-from lm.model.fused import fuse
+from lm.model.fused import is_fused
 from lm.model.huggingface import config_json
+from lm.model.low_precision import WeightCopies
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # input ids and labels (B, T) -> mean cross-entropy
 
@@ -29,40 +32,49 @@ class Contender(NamedTuple):
     loss: Loss
     same: bool = True  # the very architecture of the config; False: as near as the project has one
     graphs: bool = False  # forward and backward pass are to be one CUDA graph
+    copies: AbstractContextManager = nullcontext()  # of the weights, entered around the micro-batches of a step
 
 
-def build(name: str, config: DecoderConfig, seq_len: int, device: torch.device) -> Contender:
+def build(
+    name: str, config: DecoderConfig, shape: tuple[int, int], device: torch.device, half: torch.dtype | None = None
+) -> Contender:
     """Build a contender.
 
     Args:
         name: `lm:MODE` with a mode of `bench_modes.py`, or `transformers`, `liger`, `litgpt`, `nanogpt`, each also with
             `+inductor`, which compiles the whole model with torch.compile.
         config: the decoder.
-        seq_len: of its batches.
+        shape: `(B, T)` of its micro-batches.
         device: where it is to train.
+        half: precision of the computation; None: as the weights are.
     """
     if name.startswith("lm:"):
-        return ours(Mode.parse(name.removeprefix("lm:")), config, device)
+        return ours(Mode.parse(name.removeprefix("lm:")), config, shape, device, half)
     project, _, compiler = name.partition("+")
     with device:
-        contender = BUILDERS[project](config, seq_len)
+        contender = BUILDERS[project](config, shape[1])
     if compiler == "inductor":
         compiled = torch.compile(contender.loss, dynamic=False)
         return contender._replace(loss=compiled)
     return contender
 
 
-def ours(mode: Mode, config: DecoderConfig, device: torch.device) -> Contender:
+def ours(
+    mode: Mode, config: DecoderConfig, shape: tuple[int, int], device: torch.device, half: torch.dtype | None
+) -> Contender:
     """This project's, as `LanguageModule` sets it up."""
-    with device:
-        model = Decoder(config)
-    fuse(model, choose_kernels(mode.kernels or "auto", device)[0])
-    compile_decoder(model, mode.compile, mode.whole)
+    def make(config: DecoderConfig) -> Decoder:
+        with device:
+            return Decoder(config)
+
+    options = BuildOptions(mode.kernels or "auto", compile=mode.compile)
+    model = build_decoder(config, options, device, half or torch.float32, shape, make=make).decoder
+    copies = WeightCopies(model, half) if half is not None and is_fused(model) else nullcontext()
 
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
         return model(input_ids, labels=labels).total / labels.numel()
 
-    return Contender(model, loss, graphs=mode.cuda_graphs)
+    return Contender(model, loss, graphs=mode.cuda_graphs, copies=copies)
 
 
 def transformers(config: DecoderConfig, seq_len: int) -> Contender:
@@ -149,11 +161,12 @@ class Training:
     def step(self) -> float | Tensor:
         """One optimizer step; the sum of its losses."""
         total = 0.0
-        for input_ids, labels in zip(*self.batches, strict=True):
-            if self.replay is None:
-                total += self._micro_batch(input_ids, labels)
-            else:
-                total += self.replay(torch.stack((input_ids, labels)))
+        with self.contender.copies:
+            for input_ids, labels in zip(*self.batches, strict=True):
+                if self.replay is None:
+                    total += self._micro_batch(input_ids, labels)
+                else:
+                    total += self.replay(torch.stack((input_ids, labels)))
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         (self.replay or self.optimizer).zero_grad()

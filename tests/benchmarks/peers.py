@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PROJECTS = ("transformers", "liger", "litgpt", "nanogpt")
-MODES = ("none", "triton_free", "inductor", "inductor+whole", "none+graphs", "triton_free+graphs", "inductor+graphs")
+MODES = ("none", "triton_free", "inductor", "none+graphs", "triton_free+graphs", "inductor+graphs")
 WARMUP = 5  # optimizer steps before anything is timed: more than what comes before a CUDA graph
 FORMULAS = {
     "tokens_per_second": "tokens of an optimizer step / median over the turns of seconds a step",
@@ -227,9 +227,10 @@ def contend(task: dict[str, Any]) -> None:
     config = DecoderConfig(**task["decoder"])
     shape = (task["accumulate"], task["micro_batch_size"], task["seq_len"] + 1)
     tokens = torch.randint(config.vocab_size, shape, device=device)
-    contender = build(task["contender"], config, task["seq_len"], device)
+    precision = half[task["precision"]]
+    contender = build(task["contender"], config, (task["micro_batch_size"], task["seq_len"]), device, precision)
     batches = (tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
-    training = Training(contender, batches, half[task["precision"]])
+    training = Training(contender, batches, precision)
     first = float(training.step())
     age = seconds_since_process_start()
     for _ in range(WARMUP - 1):

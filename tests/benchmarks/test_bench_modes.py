@@ -28,10 +28,7 @@ def test_modes_are_measured_side_by_side(tmp_path, monkeypatch, capsys):
 def test_a_mode_is_read_as_it_is_written():
     for mode in bench_modes.MODES:
         assert bench_modes.Mode.parse(str(mode)) == mode
-    assert bench_modes.Mode.parse("triton_free+whole+graphs/off").options == [
-        "--model.compile", "triton_free", "--model.compile_whole", "true", "--model.cuda_graphs", "true",
-        "--model.kernels", "off"]  # fmt: skip
-    with pytest.raises(ValueError, match="no mode 'none.whole'"):  # nothing is compiled
-        bench_modes.Mode.parse("none+whole")
+    assert bench_modes.Mode.parse("triton_free+graphs/off").options == [
+        "--model.compile", "triton_free", "--model.cuda_graphs", "true", "--model.kernels", "off"]
     with pytest.raises(ValueError, match="no mode 'fast'"):
         bench_modes.Mode.parse("fast")

@@ -1,5 +1,8 @@
 """Attention masks, and which library kernel runs for each."""
 
+import copy
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
@@ -14,6 +17,7 @@ from lm.model.attention import (
     backends,
     describe_attention,
     documents_from,
+    enter_kernels,
     kernel_for,
 )
 from lm.model.config import DecoderConfig
@@ -213,3 +217,23 @@ def test_sequences_are_traced_without_a_break(kv_heads, width):
     out = traced(q, k, v, AttentionMask(5, torch.empty(3, device="meta", dtype=torch.int32), None))
     out.sum().backward()
     assert out.shape == q.shape and q.grad.shape == q.shape and k.grad.shape == k.shape
+
+
+def test_kernels_are_entered_around_the_blocks_also_of_a_copy(monkeypatch):
+    """Once a forward pass; compiled blocks enter none themselves. A copy runs its own blocks."""
+    entered = []
+
+    @contextmanager
+    def noted(device, masks, first=None):
+        entered.append(first)
+        yield
+
+    monkeypatch.setattr(attention, "chosen_kernels", noted)
+    decoder = Decoder(DecoderConfig(vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=2)).eval()
+    ids = torch.arange(6)[None]
+    plain = decoder(ids)
+    enter_kernels(decoder, SDPBackend.FLASH_ATTENTION)
+    other = copy.deepcopy(decoder)
+    torch.nn.init.zeros_(decoder.norm.weight)
+    assert entered == [] and torch.equal(other(ids), plain) and not decoder(ids).any()
+    assert entered == [SDPBackend.FLASH_ATTENTION] * 2

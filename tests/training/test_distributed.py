@@ -359,7 +359,6 @@ def test_two_tasks_of_srun_are_two_ranks_of_one_run(workplace):
     [
         ({"data.global_batch_tokens": 250}, "250 / 128 = 1.953"),  # before the other rank is started
         ({"model.decoder.vocab_size": 3}, "smaller than the tokenizer's"),  # on both ranks
-        ({"model.keep_normed_rows": True}, "model.keep_normed_rows is for our kernels, and this is plain PyTorch"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(workplace, changes, message):

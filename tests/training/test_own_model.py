@@ -17,11 +17,14 @@ from trainings import HERE, lm, make_workplace, write_config
 import lm as package
 from lm.cli.config import TrainingParser, config_parser
 from lm.errors import RequestError
+from lm.inference.generation import stream
+from lm.model.build import BuildOptions, build
 from lm.model.custom import (
+    attach_config,
     call_for_losses,
+    config_of,
     custom_flops_per_token,
-    is_stock,
-    named,
+    is_builtin,
     refuse_contract,
     refuse_losses,
 )
@@ -80,7 +83,7 @@ def test_a_decoder_with_another_activation(place, monkeypatch):
     assert run(place, "my_model.py", "evaluate", "--run", "whole", "--texts", "texts/000.txt")
     kind = load_class(place, monkeypatch, "my_model", "MyModule")
     model = package.load_model(place / "checkpoints/whole", module=kind)
-    assert isinstance(model.decoder, Decoder) and not is_stock(model.decoder)
+    assert isinstance(model.decoder, Decoder) and not is_builtin(model.decoder)
     greedy = {"max_new_tokens": 4, "sampling": package.Sampling(temperature=0)}
     [written] = package.generate(place / "checkpoints/whole", "Chapter", module=kind, **greedy)
     assert written.text and written.text == model.generate("Chapter", **greedy)[0].text
@@ -203,7 +206,7 @@ def test_the_contract_is_checked():
     with pytest.raises(RequestError, match=r"Linear\.forward takes no labels"):
         refuse_contract(nn.Linear(2, 2), {})
     with pytest.raises(RequestError, match="build_decoder returned int"):
-        named(3, DecoderConfig())
+        attach_config(3, DecoderConfig())
 
 
 def mean_of(module, input_ids, labels):
@@ -226,11 +229,11 @@ WRONG = {
 
 @pytest.mark.parametrize("forward, said", WRONG.values(), ids=WRONG)
 def test_losses_that_would_train_wrongly_are_refused(forward, said):
-    module = named(Small(), DecoderConfig(vocab_size=11))
+    module = attach_config(Small(), DecoderConfig(vocab_size=11))
     logits = module.forward
     module.forward = lambda ids, labels=None: logits(ids) if labels is None else forward(module, ids, labels)
     with pytest.raises(RequestError, match=rf"^Small\.forward\(input_ids, labels=labels\) returned .*{said}"):
-        refuse_losses(module, (2, 3), {})
+        refuse_losses(module, (2, 3))
 
 
 def test_a_trial_leaves_no_trace():
@@ -247,9 +250,9 @@ def test_a_trial_leaves_no_trace():
             total, per_token = losses_of(logits, labels)
             return Losses(total + 3 * logits.square().mean(), per_token)
 
-    module, drawn = named(Counts(), DecoderConfig(vocab_size=11)), torch.get_rng_state()
-    refuse_losses(module, (2, 3), {})
-    refuse_losses(module.requires_grad_(False), (2, 3), {})
+    module, drawn = attach_config(Counts(), DecoderConfig(vocab_size=11)), torch.get_rng_state()
+    refuse_losses(module, (2, 3))
+    refuse_losses(module.requires_grad_(False), (2, 3))
     assert module.calls == 0 and module.training and module.mix.training
     assert torch.equal(torch.get_rng_state(), drawn)
 
@@ -297,7 +300,7 @@ def test_a_model_without_logits_is_trained(place):
     (lambda ids: torch.zeros(2, 3, 11), None),
 ])
 def test_logits_are_needed_where_they_are_asked_for(callback, option, forward, said):
-    module = named(Small(), DecoderConfig(vocab_size=11, max_position_embeddings=8))
+    module = attach_config(Small(), DecoderConfig(vocab_size=11, max_position_embeddings=8))
     module.forward = forward
     trainer = SimpleNamespace(precision_plugin=SimpleNamespace(forward_context=nullcontext))
     callback.prompts = callback.tasks = []
@@ -306,6 +309,28 @@ def test_logits_are_needed_where_they_are_asked_for(callback, option, forward, s
     refused = pytest.raises(RequestError, match=rf"^Small\..* {said}, and {option} needs logits .*\(2, 3, 11\)$")
     with refused if said else nullcontext():
         callback.on_model_built(trainer, SimpleNamespace(decoder=module))
+
+
+def test_a_config_of_its_own_survives():
+    """nanoGPT's modules read `self.config.block_size`; nothing is written on a custom model."""
+
+    class Configured(Small):
+        def __init__(self):
+            super().__init__()
+            self.config, self.fused = SimpleNamespace(block_size=8), "mine"
+
+        def forward(self, input_ids, labels=None):
+            return super().forward(input_ids[:, -self.config.block_size :], labels)
+
+    config = DecoderConfig(vocab_size=11, max_position_embeddings=8)
+    built = build(config, BuildOptions(), torch.device("cpu"), torch.float32, make=lambda config: Configured())
+    before = vars(Configured()).keys()
+    model = built.decoder
+    assert vars(model).keys() == before and model.config.block_size == 8 and model.fused == "mine"
+    assert config_of(model) is config and built.kernels == "the model's own, Configured"
+    written = list(stream(model, [[1, 2]], max_new_tokens=3, sampling=package.Sampling(temperature=0)))
+    assert len(written) == 3
+    refuse_losses(model, (2, 3))
 
 
 class Takes(package.LanguageModule):

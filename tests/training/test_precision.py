@@ -21,7 +21,8 @@ from lm.kernels.operations import FUSED
 from lm.model.compile import compile_decoder
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
-from lm.model.fused import WeightCopies, fuse
+from lm.model.fused import fuse
+from lm.model.low_precision import WeightCopies
 from lm.runs.run import Run
 from lm.training.precision import Float8Precision, choose_precision
 

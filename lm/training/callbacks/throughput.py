@@ -186,9 +186,9 @@ class ThroughputFloor(Callback):
         return diagnose(Facts(
             rate=rate, floor=self.config.floor, lines=self._below, data_wait=metrics.get("perf/data_wait"),
             compilations=graphs - self._graphs, reason=reason, on_gpu=module.device.type == "cuda",
-            attention=module.attention_kernels, masked="masked" in module.attention_kernels,
-            full_precision=trainer.precision == "32-true", kernels=module.kernels_taken,
-            plain=module.decoder.fused is None, limits=_clock_limits(trainer),
+            attention=module.built.attention, masked="masked" in module.built.attention,
+            full_precision=trainer.precision == "32-true", kernels=module.built.kernels,
+            plain=not module.fused, limits=_clock_limits(trainer),
         ))  # fmt: skip
 
 

@@ -1,0 +1,132 @@
+"""From a config to a decoder that is ready to train, in the order in which it has to happen.
+
+`training/module.LanguageModule` builds by it, `lm.load_model` too, and a plain training loop may: nothing here knows of
+Lightning, of data or of a Trainer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from lm.errors import RequestError
+from lm.kernels.operations import choose_kernels
+from lm.model.attention import describe_attention, enter_kernels
+from lm.model.attention_choice import Attention, Choice, Shape, choose_attention
+from lm.model.compile import ActivationCheckpointing, Compile, checkpoint_activations, compile_decoder
+from lm.model.config import DecoderConfig
+from lm.model.custom import attach_config, is_builtin, refuse_contract
+from lm.model.decoder import Decoder
+from lm.model.fused import fuse
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a decoder is computed; the fields are options of `model` in a config, and explained there."""
+
+    kernels: Literal["auto", "on", "off"] = "auto"
+    attention: Attention = "auto"
+    activation_checkpointing: ActivationCheckpointing = "none"
+    compile: Compile = "none"
+    document_mask: bool = False
+    z_loss: float = 0.0
+
+    @property
+    def forward_arguments(self) -> dict[str, bool]:
+        """For each optional argument of a training's forward pass, whether it is given."""
+        return {"document_ids": self.document_mask, "z_loss": bool(self.z_loss)}
+
+
+class Built(NamedTuple):
+    """A decoder that is ready, and how it computes, in words."""
+
+    decoder: nn.Module | None
+    kernels: str
+    attention: str
+    description: str  # all of it, for the log
+
+
+NOT_BUILT = Built(None, *("not chosen yet",) * 3)
+
+
+def build(
+    config: DecoderConfig,
+    options: BuildOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int] | None = None,
+    *,
+    make: Callable[[DecoderConfig], nn.Module] = Decoder,
+    on_made: Callable[[nn.Module], None] = lambda decoder: None,
+    agree: Callable[[Choice | None], Choice | None] = lambda choice: choice,
+    shard: Callable[[nn.Module], None] | None = None,
+) -> Built:
+    """Build a decoder.
+
+    Args:
+        config: its shape, with its vocabulary.
+        options: how it is computed.
+        device: where it will be.
+        dtype: of the activations.
+        shape: `(B, T)` of a micro-batch, for which attention kernels are measured; None: the usual ones are taken.
+        make: the model itself; another than `Decoder` keeps to the contract of `model/custom`.
+        on_made: called with the model and its first weights, before anything is compiled or sharded.
+        agree: takes the attention kernels that were chosen here and returns those of all ranks.
+        shard: divides the weights over ranks, in place; None: they stay whole.
+
+    Raises:
+        RequestError: an option cannot be had on this device or with this model.
+    """
+    decoder = attach_config(make(config), config)
+    builtin = is_builtin(decoder)
+    if not builtin:
+        _refuse_custom(decoder, options)
+    on_made(decoder)
+
+    ops, kernels = None, f"the model's own, {type(decoder).__name__}"
+    if builtin:
+        ops, kernels = choose_kernels(options.kernels, device)
+        fuse(decoder, ops)
+
+    attention = "the model's own"
+    if isinstance(decoder, Decoder):
+        choice = None
+        if shape is not None:
+            choice = agree(choose_attention(
+                options.attention, device, dtype, Shape.of(config, shape, options.document_mask)))  # fmt: skip
+        if choice is None:
+            enter_kernels(decoder)
+        else:
+            choice.apply(decoder)
+        attention = describe_attention(
+            device, dtype, config.windows, options.document_mask, config.head_dim, config.dropout,
+            None if choice is None else choice.backend,
+        )  # fmt: skip
+
+    checkpoint_activations(decoder, options.activation_checkpointing, options.compile)
+    compile_decoder(decoder, options.compile)
+    if shard is not None:
+        shard(decoder)
+    description = (f"kernels: {kernels}; attention: {attention}; compile: {options.compile}; activation "
+                   f"checkpointing: {options.activation_checkpointing}")  # fmt: skip
+    return Built(decoder, kernels, attention, description)
+
+
+def _refuse_custom(decoder: nn.Module, options: BuildOptions) -> None:
+    """Refuse options that a custom model has no use for, and a model that does not keep to the contract.
+
+    Raises:
+        RequestError: names the option or the argument.
+    """
+    refuse_contract(decoder, options.forward_arguments)
+    ours = isinstance(decoder, Decoder)
+    for option, asked, possible in (
+        ("kernels", options.kernels == "on", False),
+        ("attention", options.attention != "auto", ours),
+        ("activation_checkpointing", options.activation_checkpointing != "none", ours),
+    ):
+        if asked and not possible:
+            raise RequestError(f"model.{option} is for the decoder of this project, and build_decoder returned "
+                               f"{type(decoder).__name__}: leave it out")  # fmt: skip

@@ -1,0 +1,81 @@
+"""The blocks' matrices in low precision: multiplied in FP8, or by copies that are made once an optimizer step.
+
+`model/decoder.Linear` casts its weight for every product. Here the same modules, with the same parameters, get a
+forward pass by `kernels/linear`, for `trainer.precision fp8-...` (`training/precision`) and for `WeightCopies`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lm.kernels.fp8 import Float8, Scaling, quantize
+from lm.kernels.linear import Matrix, linear
+from lm.kernels.torch_private import foreach_copy_
+from lm.model.decoder import Linear
+
+
+class LowPrecisionLinear(Linear):
+    """A `Linear` whose product may be in FP8 or take a copy of the weight.
+
+    Attributes:
+        scaling: how FP8 products are scaled; None: no FP8.
+        copy: of the weight, in the precision of the activations or in FP8, while `WeightCopies` keeps one.
+    """
+
+    scaling: Scaling | None = None
+    copy: Matrix | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scaling is None and self.copy is None:
+            return super().forward(x)
+        return linear(x, self.weight, self.scaling, self.copy)
+
+
+def use_low_precision(decoder: nn.Module) -> None:
+    """Make every `Linear` of a decoder a `LowPrecisionLinear`, in place.
+
+    A module changes its class and stays the same object, as with torch's `fully_shard`: parameters, hooks and shards
+    are those that it had.
+    """
+    for part in decoder.modules():
+        if type(part) is Linear:  # a subclass has a product of its own
+            part.__class__ = LowPrecisionLinear
+
+
+class WeightCopies:
+    """Copies of a fused decoder's matrices as the products take them, in half precision or in FP8: made once an
+    optimizer step, not once a micro-batch.
+
+    `with copies:` brings them up to date and lets the forward passes inside use them. They keep their place in memory,
+    as CUDA graphs need it. Gradients are those of the weights themselves.
+
+    Args:
+        decoder: a `model/fused.FusedDecoder` on its device; its matrices know whether they are multiplied in FP8.
+        dtype: of the activations.
+    """
+
+    def __init__(self, decoder: nn.Module, dtype: torch.dtype) -> None:
+        self.decoder = decoder
+        matrices = [part for part in decoder.modules() if isinstance(part, LowPrecisionLinear)]
+        self.float8 = [(matrix, _float8(matrix)) for matrix in matrices if matrix.scaling is not None]
+        self.half = [matrix for matrix in matrices if matrix.scaling is None]
+        self.weights = [matrix.weight.detach() for matrix in self.half] + [decoder.output_weight.detach()]
+        self.copies = [torch.empty_like(weight, dtype=dtype) for weight in self.weights]
+
+    def __enter__(self) -> None:
+        foreach_copy_(self.copies, self.weights)
+        *copies, self.decoder.output_copy = self.copies
+        for matrix, copy in zip(self.half, copies, strict=True):
+            matrix.copy = copy
+        for matrix, copy in self.float8:
+            for old, new in zip(copy, _float8(matrix), strict=True):
+                foreach_copy_(old, new)
+            matrix.copy = copy
+
+    def __exit__(self, *exception: object) -> None:
+        for matrix in [*self.half, *(matrix for matrix, _ in self.float8)]:
+            matrix.copy = None
+        self.decoder.output_copy = None
+
+
+def _float8(matrix: LowPrecisionLinear) -> Float8:
+    return quantize(matrix.weight.detach(), matrix.scaling, transpose=True)
