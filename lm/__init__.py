@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from lm.model.config import DecoderConfig
     from lm.runs.run import Run
     from lm.training.callback import Callback
+    from lm.training.config import OptimizerConfig, ScheduleConfig
     from lm.training.module import LanguageModule
-    from lm.training.optim import OptimizerConfig
-    from lm.training.schedule import ScheduleConfig
 
 # name -> the module that has it, which is imported when it is asked for
 ELSEWHERE = {

@@ -18,7 +18,7 @@ from lm.cli.config import TrainingCLI, quiet_lightning
 from lm.cli.evaluate import measure
 from lm.cli.main import console_handler
 from lm.cli.options import refuse_unknown_options
-from lm.data.prepare import Packing, PrepareOptions
+from lm.data.config import Packing, PrepareOptions
 from lm.data.prepare import prepare as make_shards
 from lm.errors import RequestError
 from lm.evaluation import benchmark
@@ -28,12 +28,13 @@ from lm.model.custom import module_class, use_module_class
 from lm.runs.registry import find_run
 from lm.runs.resume import find_checkpoint
 from lm.runs.run import Run
+from lm.system.arguments import build_options
 from lm.system.stop_signals import STOP
 from lm.system.units import Count, parse_count
-from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
-from lm.training.callbacks.run_folder import RunFolder, RunOptions
-from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
+from lm.training.callbacks.run_folder import RunFolder
+from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
+from lm.training.config import EvaluationConfig, GuardsConfig, RunOptions, SamplesConfig, TrainerConfig
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer as BareTrainer
 from lm.training.trainer import kind_of, refuse_parts
@@ -170,8 +171,8 @@ class Trainer(BareTrainer):
         evaluation: as its group `evaluation`.
         about: tags, a note, and what is done at the run's end.
         callbacks: further ones.
-        options: those of `training/trainer.Trainer`, which are the config's under `trainer`; `stop_within` is 0 if not
-            given.
+        options: the fields of `training/config.TrainerConfig`, which are the config's under `trainer`; `stop_within`
+            is 0 if not given.
 
     Attributes:
         run: once a fit has begun, the run.
@@ -189,8 +190,8 @@ class Trainer(BareTrainer):
         about = about or RunOptions()
         self._folder = RunFolder(None, run, "", options=about)
         standard = standard_callbacks(
-            options, self._folder, guards or GuardsConfig(), samples or SamplesConfig(),
-            evaluation or EvaluationConfig(), about.notify,
+            build_options(TrainerConfig, "lm.Trainer", **options), self._folder, guards or GuardsConfig(),
+            samples or SamplesConfig(), evaluation or EvaluationConfig(), about.notify,
         )  # fmt: skip
         super().__init__(**options, callbacks=[*callbacks, *standard, Summary()])
 

@@ -5,7 +5,7 @@ Every block is compiled, and the loss. All blocks share one graph, so compiling 
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch._functorch.config  # `import torch` alone does not always bring it
@@ -14,9 +14,8 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from lm.errors import RequestError
+from lm.model.config import ActivationCheckpointing, Compile
 
-Compile = Literal["none", "inductor", "triton_free"]
-ActivationCheckpointing = Literal["none", "selective", "block"]
 RECOMPUTED_FROM = "2.13"  # torch version in which compiled code recomputes what our autograd functions save
 
 

@@ -8,9 +8,9 @@ import json
 import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
-from inspect import signature
-from typing import Any, Literal
+from dataclasses import asdict, fields, replace
+from inspect import currentframe
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,14 +22,8 @@ from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, perplexity
 from lm.kernels.operations import choose_kernels
 from lm.model.attention import describe_attention
-from lm.model.attention_choice import Attention, Shape, choose_attention
-from lm.model.compile import (
-    ActivationCheckpointing,
-    Compile,
-    GraphedMicroBatch,
-    checkpoint_activations,
-    compile_decoder,
-)
+from lm.model.attention_choice import Shape, choose_attention
+from lm.model.compile import GraphedMicroBatch, checkpoint_activations, compile_decoder
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.custom import (
     call_for_losses,
@@ -44,14 +38,15 @@ from lm.model.custom import (
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.model.fused import WeightCopies, fuse
-from lm.system.arguments import shown
+from lm.system.arguments import arguments_from
 from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
 from lm.training.callback import call_hook
+from lm.training.config import ModelConfig
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
-from lm.training.optim import OptimizerConfig, build_optimizer
+from lm.training.optim import build_optimizer
 from lm.training.plain_trainer import adopt
-from lm.training.schedule import ScheduleConfig, lr_fraction
+from lm.training.schedule import lr_fraction
 from lm.training.step_stats import StepRecord, StepStats, sum_by_source, sum_over_ranks, total_norm
 from lm.training.trainer import Trainer
 
@@ -59,60 +54,28 @@ log = logging.getLogger(__name__)
 
 
 class LanguageModule(LightningModule):
-    """A decoder and how it is trained.
+    """A decoder and how it is trained. Its arguments are the fields of `ModelConfig`, where each is explained."""
 
-    Args:
-        decoder: Shape of the decoder, in Hugging Face's names.
-        optimizer: Which optimizer, and its settings.
-        schedule: Learning-rate schedule over optimizer steps.
-        document_mask: Keep attention inside a document and restart positions at its beginning, the end-of-text token
-            before its first one.
-        z_loss: Weight of the squared log of the partition function in the training loss; keeps logits from drifting.
-        kernels: Our CUDA kernels: `on`, `off`, or `auto`, where they can run.
-        compile: What runs a block: `none` is eager mode, `inductor` generates code, `triton_free` traces forward and
-            backward pass together and generates none.
-        compile_whole: Compile all blocks as one graph, which takes longer, and not each by itself.
-        activation_checkpointing: Compute activations again in the backward pass instead of keeping them: `selective`
-            those of the MLPs, which are the most; `block` all; `none` of them. Less memory for more time.
-        keep_normed_rows: Keep what our kernels of norms write for the backward pass instead of writing it again: more
-            memory, and a little less time.
-        attention: The library's kernel for attention on a GPU; `auto` measures which is the fastest.
-        cuda_graphs: Record a micro-batch's forward and backward pass once and replay it; for small models.
-    """
-
-    def __init__(
-        self,
-        decoder: DecoderConfig,  # no default: its `__post_init__` would freeze the fields that follow from others
-        optimizer: OptimizerConfig = OptimizerConfig(),
-        schedule: ScheduleConfig = ScheduleConfig(),
-        document_mask: bool = False,
-        z_loss: float = 0.0,
-        kernels: Literal["auto", "on", "off"] | bool = "auto",
-        compile: Compile = "none",
-        compile_whole: bool = False,
-        activation_checkpointing: ActivationCheckpointing = "none",
-        keep_normed_rows: bool = False,
-        attention: Attention = "auto",
-        cuda_graphs: bool = False,
-    ) -> None:
+    @arguments_from(ModelConfig)
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        _refuse_other_kinds(decoder=(decoder, DecoderConfig), optimizer=(optimizer, OptimizerConfig),
-                            schedule=(schedule, ScheduleConfig))  # fmt: skip
         # What a subclass adds is in `hparams`: checkpoints name it, to build the model again.
-        self.save_hyperparameters(ignore=[*signature(LanguageModule.__init__).parameters], logger=False)
+        self.save_hyperparameters(
+            ignore=[option.name for option in fields(ModelConfig)], frame=currentframe().f_back, logger=False
+        )
         self.automatic_optimization = False  # Lightning's batch is an optimizer step, and `training_step` takes it
-        self.config = decoder
-        self.optimizer_config = optimizer
-        self.schedule_config = schedule
-        self.document_mask = document_mask
-        self.z_loss = z_loss
-        self.kernels = {True: "on", False: "off"}.get(kernels, kernels)  # YAML takes a bare `on` for true
-        self.compile_mode = compile
-        self.compile_whole = compile_whole
-        self.activation_checkpointing = activation_checkpointing
-        self.keep_normed_rows = keep_normed_rows
-        self.attention = attention
-        self.cuda_graphs = cuda_graphs
+        self.config = config.decoder
+        self.optimizer_config = config.optimizer
+        self.schedule_config = config.schedule
+        self.document_mask = config.document_mask
+        self.z_loss = config.z_loss
+        self.kernels = {True: "on", False: "off"}.get(config.kernels, config.kernels)  # YAML takes a bare `on` for true
+        self.compile_mode = config.compile
+        self.compile_whole = config.compile_whole
+        self.activation_checkpointing = config.activation_checkpointing
+        self.keep_normed_rows = config.keep_normed_rows
+        self.attention = config.attention
+        self.cuda_graphs = config.cuda_graphs
         self.graphed: GraphedMicroBatch | None = None  # while training with CUDA graphs
         self.weight_copies: AbstractContextManager = nullcontext()  # in half precision, while training
         self.decoder: nn.Module | None = None
@@ -482,16 +445,6 @@ class LanguageModule(LightningModule):
 
     def on_train_end(self) -> None:
         self.graphed, self.weight_copies = None, nullcontext()
-
-
-def _refuse_other_kinds(**arguments: tuple[Any, type]) -> None:
-    """Raise RequestError for an argument that is no object of its class."""
-    for name, (value, kind) in arguments.items():
-        if not isinstance(value, kind):
-            such = {"decoder": "hidden_size=64, num_hidden_layers=2", "schedule": "name='cosine'",
-                    "optimizer": "class_path='torch.optim.SGD', lr=0.1"}[name]  # fmt: skip
-            raise RequestError(f"LanguageModule: {name} is {shown(value)}, and has to be such as "
-                               f"lm.{kind.__name__}({such})")  # fmt: skip
 
 
 def training_class() -> type[LanguageModule]:

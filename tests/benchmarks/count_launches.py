@@ -36,7 +36,8 @@ from lm.kernels.operations import FUSED
 from lm.model import fused
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder, Linear
-from lm.training.optim import OptimizerConfig, build_optimizer
+from lm.training.config import OptimizerConfig
+from lm.training.optim import build_optimizer
 from lm.training.step_stats import total_norm
 
 DTYPE = torch.bfloat16
