@@ -24,7 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lm.cli.command_options import PlanOptions
-from lm.cli.options import CONFIG, find_config, read_config, refuse_unknown_options
+from lm.cli.options import CONFIG, find_config, read_config, refuse_unknown_options, training_options
 from lm.cli.plan import PlanChecks, is_prepared, plan
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
@@ -49,8 +49,7 @@ from lm.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 FLAGS = ("force",)
-LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input", "samples.prompts",
-         "evaluation.tasks", "tags", "on_event")  # fmt: skip
+LISTS = tuple(option.name for option in training_options("fit") if "list of str" in option.kind)
 
 
 def classes() -> dict[str, type]:

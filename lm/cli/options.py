@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
@@ -90,7 +90,7 @@ class Option(NamedTuple):
 
     name: str  # with dots, as on the command line
     kind: str  # its type in a word
-    default: Any  # None: it needs a value, or there is none
+    default: Any  # None where it needs a value, or has nothing, an empty list or an empty dictionary
     help: str
 
 
@@ -118,44 +118,29 @@ def training_options(command: str) -> list[Option]:
     for section in SECTIONS:
         found += _options_of(section.options, f"{section.name}." if section.name else "")
         if section.name == "model" and "lm.model.custom" in sys.modules:  # as it is where a class was given to `lm.run`
-            found += _options_of_module_class({option.name for option in found})
+            kind, known = sys.modules["lm.model.custom"].module_class(), {option.name for option in found}
+            found += [option for option in _options_of(kind, "model.") if option.name not in known] if kind else []
     return found
 
 
-def _options_of(options: type, prefix: str = "") -> Iterator[Option]:
-    """The fields of a dataclass, those of the dataclasses among them in their place."""
-    helps = _helps(options)
-    for one in fields(options):
-        kinds = get_args(one.type) if get_origin(one.type) in UNIONS else (one.type,)
-        if inside := next(filter(is_dataclass, kinds), None):
-            yield from _options_of(inside, f"{prefix}{one.name}.")
-        else:
-            default = one.default if one.default_factory is MISSING else one.default_factory()
-            yield Option(prefix + one.name, _kind(one.type), None if default is MISSING else default, helps[one.name])
-
-
-def _options_of_module_class(known: set[str]) -> Iterator[Option]:
-    """The options that a user's own subclass of `LanguageModule` adds."""
-    kind = sys.modules["lm.model.custom"].module_class()
-    parameters = {} if kind is None else inspect.signature(kind).parameters
-    helps = _helps(kind)
-    for name, parameter in parameters.items():
-        inherited = any(f"{option}.".startswith(f"model.{name}.") for option in known)
-        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) and not inherited:
-            default = None if parameter.default is parameter.empty else parameter.default
-            word = "value" if parameter.annotation is parameter.empty else _kind(parameter.annotation)
-            yield Option(f"model.{name}", word, default, helps.get(name, ""))
-
-
-def _helps(kind: type | None) -> dict[str, str]:
-    """What the docstring of a class says of each of its arguments."""
-    documented = docstring_parser.parse(inspect.getdoc(kind) or "").params if kind else ()
-    return {one.arg_name: " ".join((one.description or "").split()) for one in documented}
+def _options_of(kind: type, prefix: str = "") -> Iterator[Option]:
+    """The arguments of a dataclass or another class, those of the dataclasses among them in their place."""
+    documented = docstring_parser.parse(inspect.getdoc(kind) or "").params
+    helps = {one.arg_name: " ".join((one.description or "").split()) for one in documented}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        hint, default = parameter.annotation, parameter.default
+        if inside := next(filter(is_dataclass, get_args(hint) if get_origin(hint) in UNIONS else [hint]), None):
+            yield from _options_of(inside, f"{prefix}{name}.")
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            told = isinstance(default, str | int | float | tuple)  # not None, nor that there is none
+            yield Option(prefix + name, _kind(hint), default if told else None, helps.get(name, ""))
 
 
 def _kind(hint: Any) -> str:
     """A type as a word: `count`, `auto|ddp`, `list of str`, `list of {name, weight}`."""
     origin, inside = get_origin(hint), get_args(hint)
+    if hint is inspect.Parameter.empty:
+        return "value"
     if is_dataclass(hint):
         return f"{{{', '.join(option.name for option in _options_of(hint))}}}"
     if origin in UNIONS:
@@ -170,13 +155,8 @@ def _kind(hint: Any) -> str:
 def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a resolved config that are not the defaults, by their names with dots."""
     defaults = {option.name: option.default for option in training_options("fit")}
-    changed = {}
-    for name, value in flatten(config).items():
-        default = defaults.get(name)
-        default = list(default) if isinstance(default, tuple) else default  # as YAML has it
-        if (value or None) != (default or None):
-            changed[name] = value
-    return changed
+    defaults |= {name: list(default) for name, default in defaults.items() if isinstance(default, tuple)}  # as in YAML
+    return {name: value for name, value in flatten(config).items() if (value or None) != (defaults.get(name) or None)}
 
 
 # ---- help ------------------------------------------------------------------------------------------------------------

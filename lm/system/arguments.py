@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser
@@ -106,14 +106,21 @@ def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None
 
 
 def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
-    """A dataclass of options, made of the arguments of a call.
+    """A dataclass of options, made of the arguments of a call; a count may be a text, as in a config.
 
     Raises:
-        RequestError: there is no such option, or a value is out of range; names the nearest option.
+        RequestError: there is no such option, which names the nearest, or a value is out of range.
     """
-    known = [one.name for one in fields(options)]
-    if unknown := [name for name in given if name not in known]:
-        raise RequestError(f"{caller}: {unknown_options({name: nearest_option(name, known) for name in unknown})}")
+    kinds = {one.name: one.type for one in fields(options)}
+    if unknown := [name for name in given if name not in kinds]:
+        hints = {name: nearest_option(name, list(kinds)) for name in unknown}
+        raise RequestError(f"{caller}: {unknown_options(hints)}")
+    for name, value in given.items():
+        if isinstance(value, str) and Count in (kinds[name], *get_args(kinds[name])):
+            try:
+                given[name] = parse_count(value)
+            except ValueError as error:
+                raise RequestError(f"{caller}({name}={value!r}): {error}") from error
     return options(*args, **given)
 
 

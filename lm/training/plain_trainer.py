@@ -12,7 +12,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lm.errors import RequestError
-from lm.system import arguments  # noqa: F401  # tells every parser, also a LightningCLI of one's own, what a Count is
 from lm.training.schedule import plan_steps, warmup_and_decay_steps
 
 LEFT_OUT = ("under lightning.Trainer there is no run folder, no guard, no gradient clipping and no resume exact to the "

@@ -79,12 +79,9 @@ class Trainer(lightning.Trainer):
         self._wanted = {"max_steps": config.max_steps, "max_tokens": config.max_tokens}
         self.val_interval = config.val_interval
         self.checkpoint_interval = config.checkpoint_interval
-        self.keep_checkpoints = config.keep_checkpoints
         self.stop_within = config.stop_within
         self.rank_timeout = config.rank_timeout
         self.log_interval = config.log_interval
-        self.histogram_interval = config.histogram_interval
-        self.early_stopping = config.early_stopping
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
         self.max_grad_norm = config.gradient_clip_val  # Lightning knows none: `training_step` clips
         self.steps: Steps | None = None  # known when a fit starts
