@@ -71,7 +71,10 @@ def text_batches(
 
 
 class DataModule(LightningDataModule):
-    """Streams pre-tokenized Parquet shards. Its arguments are the fields of `DataConfig`, where each is explained."""
+    """Streams pre-tokenized Parquet shards.
+
+    Its arguments are the fields of `DataConfig`, where each is explained.
+    """
 
     @arguments_from(DataConfig)
     def __init__(self, config: DataConfig) -> None:

@@ -54,7 +54,10 @@ log = logging.getLogger(__name__)
 
 
 class LanguageModule(LightningModule):
-    """A decoder and how it is trained. Its arguments are the fields of `ModelConfig`, where each is explained."""
+    """A decoder and how it is trained.
+
+    Its arguments are the fields of `ModelConfig`, where each is explained.
+    """
 
     @arguments_from(ModelConfig)
     def __init__(self, config: ModelConfig) -> None:
