@@ -31,7 +31,6 @@ DECODERS = 2  # threads; one decodes some hundred million tokens a second
 SAMPLES_LOCATED = 1024  # in one call of numpy
 SAMPLES_AHEAD = 4096  # decoded ahead at most; fewer where BLOCKS_AHEAD blocks hold fewer windows
 
-
 # ---- batch -----------------------------------------------------------------------------------------------------------
 
 

@@ -247,12 +247,8 @@ def _with_restarts(function: Callable) -> Callable:
 
 # ---- strategies ------------------------------------------------------------------------------------------------------
 
-
-
 START_TIMEOUT = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
 NCCL_MARGIN = 60.0  # seconds
-
-
 UNUSED_CURE = ("ddp needs a gradient of each on every rank: use them in every loss, freeze them with "
                "requires_grad_(False), or train on one device")  # fmt: skip
 

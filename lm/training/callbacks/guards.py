@@ -27,7 +27,6 @@ from lm.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-
 def from_rank_zero(trainer: Trainer, value: Any) -> Any:
     """The value of rank zero, on every rank."""
     return trainer.strategy.broadcast(value) if trainer.world_size > 1 else value
