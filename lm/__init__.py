@@ -28,8 +28,8 @@ ELSEWHERE = {
     "fit": "lm.cli.functions", "prepare": "lm.cli.functions", "evaluate": "lm.cli.functions",
     "generate": "lm.cli.functions", "Trainer": "lm.cli.functions", "DataModule": "lm.data.datamodule",
     "Sampling": "lm.inference.generation", "DecoderConfig": "lm.model.config", "Callback": "lm.training.callback",
-    "LanguageModule": "lm.training.module", "OptimizerConfig": "lm.training.optim",
-    "ScheduleConfig": "lm.training.schedule",
+    "LanguageModule": "lm.training.module", "OptimizerConfig": "lm.training.config",
+    "ScheduleConfig": "lm.training.config",
 }  # fmt: skip
 
 __all__ = ["Callback", "DataModule", "DecoderConfig", "LanguageModule", "OptimizerConfig", "Sampling", "ScheduleConfig",

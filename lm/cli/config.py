@@ -24,7 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lm.cli.command_options import PlanOptions
-from lm.cli.options import CONFIG, find_config, read_config, refuse_unknown_options, training_options
+from lm.cli.options import CONFIG, SEED, find_config, read_config, refuse_unknown_options, training_options
 from lm.cli.plan import PlanChecks, is_prepared, plan
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
@@ -128,7 +128,7 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
     """
     parser = ConfigParser(prog=prog, allow_abbrev=False)
     parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
-    parser.add_argument("--seed_everything", type=int, default=1337)
+    parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
     for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
         parser.add_argument(f"--{name}", type=str | None, default=None)
     for name, kind in classes().items():
@@ -274,7 +274,7 @@ class TrainingCLI(LightningCLI):
             trainer_class=Trainer,
             parser_class=TrainingParser,
             save_config_callback=None,  # RunFolder keeps the config, and only a fit's
-            seed_everything_default=1337,
+            seed_everything_default=SEED.default,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             args=arguments,

@@ -131,7 +131,7 @@ def _options_of(kind: type, prefix: str = "") -> Iterator[Option]:
         hint, default = parameter.annotation, parameter.default
         if inside := next(filter(is_dataclass, get_args(hint) if get_origin(hint) in UNIONS else [hint]), None):
             yield from _options_of(inside, f"{prefix}{name}.")
-        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+        elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             told = isinstance(default, str | int | float | tuple)  # not None, nor that there is none
             yield Option(prefix + name, _kind(hint), default if told else None, helps.get(name, ""))
 

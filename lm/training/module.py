@@ -62,7 +62,8 @@ class LanguageModule(LightningModule):
     @arguments_from(ModelConfig)
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        # What a subclass adds is in `hparams`: checkpoints name it, to build the model again.
+        # What a subclass adds is in `hparams`: checkpoints name it, to build the model again. Lightning looks for it in
+        # the frames of the constructors, from the caller of this one on.
         self.save_hyperparameters(
             ignore=[option.name for option in fields(ModelConfig)], frame=currentframe().f_back, logger=False
         )
