@@ -20,17 +20,16 @@ if TYPE_CHECKING:
     from lm.model.config import DecoderConfig
     from lm.runs.run import Run
     from lm.training.callback import Callback
+    from lm.training.config import OptimizerConfig, ScheduleConfig
     from lm.training.module import LanguageModule
-    from lm.training.optim import OptimizerConfig
-    from lm.training.schedule import ScheduleConfig
 
 # name -> the module that has it, which is imported when it is asked for
 ELSEWHERE = {
     "fit": "lm.cli.functions", "prepare": "lm.cli.functions", "evaluate": "lm.cli.functions",
     "generate": "lm.cli.functions", "Trainer": "lm.cli.functions", "DataModule": "lm.data.datamodule",
     "Sampling": "lm.inference.generation", "DecoderConfig": "lm.model.config", "Callback": "lm.training.callback",
-    "LanguageModule": "lm.training.module", "OptimizerConfig": "lm.training.optim",
-    "ScheduleConfig": "lm.training.schedule",
+    "LanguageModule": "lm.training.module", "OptimizerConfig": "lm.training.config",
+    "ScheduleConfig": "lm.training.config",
 }  # fmt: skip
 
 __all__ = ["Callback", "DataModule", "DecoderConfig", "LanguageModule", "OptimizerConfig", "Sampling", "ScheduleConfig",

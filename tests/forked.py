@@ -141,9 +141,7 @@ if __name__ == "__main__":
     import torch.utils.tensorboard  # noqa: F401  which `lm fit` imports late
 
     import lm.cli.config
-    from lm.cli.options import training_options
 
-    training_options("fit")  # which reads the source of twenty modules
     gc.freeze()  # a collection would touch, and so copy, all that the forks share
 
     sys.argv[1:] = serve(socket.socket(fileno=int(sys.argv[1])))

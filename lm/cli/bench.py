@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from rich.console import Console
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
+from lm.cli.command_options import BenchOptions
 from lm.cli.config import config_name, config_parser
 from lm.cli.plan import find_tokenizer, with_vocabulary
 from lm.cli.runs import folder_bytes
@@ -37,13 +38,14 @@ from lm.model.estimates import describe_mfu, flops_per_token, training_memory
 from lm.system.files import refuse_url, write_atomically
 from lm.system.hardware import device_name
 from lm.system.process import run_facts, seconds_since_process_start
-from lm.system.units import Count, format_bytes, format_count, plural
-from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
+from lm.system.units import format_bytes, format_count, plural
 from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
-from lm.training.distributed import DistributedConfig, srun_world, torchrun_world
+from lm.training.config import DistributedConfig, EvaluationConfig, SamplesConfig, TrainerConfig
+from lm.training.distributed import srun_world, torchrun_world
 from lm.training.module import LanguageModule, training_class
+from lm.training.optim import state_size
 from lm.training.out_of_memory import step_of
 from lm.training.trainer import Trainer
 
@@ -61,23 +63,6 @@ FORMULAS = {
     "first_step_s": "from the start of the process to the end of the first optimizer step",
     "first_step.warm_up_s": "the first step less a later one: compiling, loading kernels, first allocations",
 }
-
-
-@dataclass
-class BenchOptions:
-    """The options of `lm bench step` beside those of a training.
-
-    Args:
-        steps: Optimizer steps that are timed, in stretches of trainer.log_interval steps.
-        checkpoints: Checkpoints that are timed after them; 0 for none.
-        json: Print one JSON object instead of lines.
-        output: File to write the JSON object to.
-    """
-
-    steps: Count = Count(50)
-    checkpoints: int = 3
-    json: bool = False
-    output: Path | None = None
 
 
 def step(arguments: list[str]) -> None:
@@ -173,7 +158,7 @@ def fit_briefly(
             request |= dict(devices=1, num_nodes=1, strategy="auto", distributed=DistributedConfig())
         run_folder = RunFolder(None, "bench", "", register=False)
         guards = config.guards.harmless()
-        standard = standard_callbacks(request, run_folder, guards, SamplesConfig(), EvaluationConfig())
+        standard = standard_callbacks(TrainerConfig(**request), run_folder, guards, SamplesConfig(), EvaluationConfig())
         trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *standard, *callbacks]})
         watch(trainer, module)
         try:
@@ -408,7 +393,7 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
     rate = steps.tokens_per_step / ms_per_step * 1e3
     flops = {full: flops_per_token(module.config, steps.seq_len, full_attention=full) for full in (False, True)}
     optimizer_ms = statistics.median(timer.optimizer_steps) * 1e3
-    predicted = training_memory(module.config, step_of(trainer), module.optimizer_config.state)["peak"]
+    predicted = training_memory(module.config, step_of(trainer), state_size(module.optimizer_config))["peak"]
     return {
         **facts,
         "turns": len(timer.stretches),

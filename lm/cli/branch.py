@@ -24,7 +24,8 @@ from lm.system.arguments import call
 from lm.system.files import atomic_folder, dump_checksummed, flatten, parse_yaml
 from lm.system.process import under_srun, under_torchrun
 from lm.system.units import Count
-from lm.training.schedule import ScheduleConfig, lr_fraction
+from lm.training.config import ScheduleConfig
+from lm.training.schedule import lr_fraction
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,11 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
-from inspect import signature
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import torch
 import yaml
@@ -24,8 +23,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lm.cli.options import CONFIG, find_config, read_config, refuse_unknown_options
-from lm.cli.plan import PlanChecks, PlanOptions, is_prepared, plan
+from lm.cli.command_options import PlanOptions
+from lm.cli.options import CONFIG, SEED, find_config, read_config, refuse_unknown_options, training_options
+from lm.cli.plan import PlanChecks, is_prepared, plan
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.inference.pretrained import read_object
@@ -38,25 +38,28 @@ from lm.runs.run import ROOT, Run
 from lm.system.arguments import OneLineErrors, Parser, shorten, shown, spell_out
 from lm.system.hardware import has_fp8
 from lm.system.process import rank
-from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
-from lm.training.callbacks.run_folder import RunFolder, RunOptions
-from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
+from lm.training.callbacks.budget import read_budget_file
+from lm.training.callbacks.run_folder import RunFolder
+from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
+from lm.training.config import SECTIONS, ModelConfig, RunOptions, TrainerConfig
 from lm.training.module import LanguageModule, training_class
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-# The groups of a config beside those of `classes`.
-OTHER_GROUPS = {"guards": GuardsConfig, "samples": SamplesConfig, "evaluation": EvaluationConfig}
 FLAGS = ("force",)
-LISTS = ("data.train", "data.val", "data.test", "data.texts", "data.prepare.input", "samples.prompts",
-         "evaluation.tasks", "tags", "on_event")  # fmt: skip
+LISTS = tuple(option.name for option in training_options("fit") if "list of str" in option.kind)
 
 
 def classes() -> dict[str, type]:
     """The classes that take the options under `trainer`, `model` and `data`."""
     return {"trainer": Trainer, "model": training_class(), "data": DataModule}
+
+
+def other_sections() -> dict[str, type]:
+    """The sections whose dataclasses are made as they stand; the empty name is that of options in no section."""
+    return {section.name: section.options for section in SECTIONS if section.name not in classes()}
 
 
 class ConfigFile(ActionConfigFile):
@@ -80,7 +83,7 @@ class TrainingOptions:
         added = super().add_class_arguments(theclass, *args, **kwargs)
         if issubclass(theclass, LanguageModule):
             taken = {name.split(".")[1] for name in added}
-            left_out = [name for name in list(signature(LanguageModule.__init__).parameters)[1:] if name not in taken]
+            left_out = [option.name for option in fields(ModelConfig) if option.name not in taken]
             if left_out:
                 raise RequestError(
                     f"{theclass.__name__}.__init__ does not take {left_out[0]} and other options of LanguageModule: "
@@ -125,17 +128,16 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
     """
     parser = ConfigParser(prog=prog, allow_abbrev=False)
     parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
-    parser.add_argument("--seed_everything", type=int, default=1337)
+    parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
     for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
         parser.add_argument(f"--{name}", type=str | None, default=None)
     for name, kind in classes().items():
         parser.add_class_arguments(kind, name, instantiate=False)
-    parser.add_class_arguments(RunOptions)
-    for name, kind in OTHER_GROUPS.items():
-        parser.add_class_arguments(kind, name)
+    for name, kind in other_sections().items():
+        parser.add_class_arguments(kind, name or None)
     if options is not None:
         parser.add_class_arguments(options)
-        parser.flags = tuple(name for name, kind in get_type_hints(options).items() if kind is bool)
+        parser.flags = tuple(option.name for option in fields(options) if option.type is bool)
     return parser
 
 
@@ -175,22 +177,25 @@ def refuse_nulls(config: Namespace) -> None:
     Raises:
         RequestError: names the key.
     """
-    for name, kind in (classes() | OTHER_GROUPS).items():
-        _refuse_nulls(kind, config[name], name)
+    for section in SECTIONS:
+        if section.name:
+            _refuse_nulls(section.options, config[section.name], section.name)
 
 
-def _refuse_nulls(kind: type, group: Any, place: str) -> None:
-    if not isinstance(group, Namespace | dict | kind):
+def _refuse_nulls(options: type, group: Any, place: str) -> None:
+    if not isinstance(group, Namespace | dict | options):
         raise RequestError(f"{place} is a group of options and not {shown(group)}")
     values = group if isinstance(group, dict) else vars(group)
-    for name, hint in get_type_hints(kind.__init__).items():
-        hints = get_args(hint) or (hint,)
-        inner = next((each for each in hints if is_dataclass(each)), None)
-        value = values.get(name, ...)
-        if value is None and NoneType not in hints:
-            raise RequestError(f"{place}.{name} is null, which means nothing there: leave it out for its default")
+    for option in fields(options):
+        kinds = get_args(option.type) or (option.type,)
+        inner = next((kind for kind in kinds if is_dataclass(kind)), None)
+        value = values.get(option.name, ...)
+        if value is None and NoneType not in kinds:
+            raise RequestError(
+                f"{place}.{option.name} is null, which means nothing there: leave it out for its default"
+            )
         if inner is not None and value not in (None, ...):
-            _refuse_nulls(inner, value, f"{place}.{name}")
+            _refuse_nulls(inner, value, f"{place}.{option.name}")
 
 
 def link_seq_len(config: Namespace) -> None:
@@ -269,7 +274,7 @@ class TrainingCLI(LightningCLI):
             trainer_class=Trainer,
             parser_class=TrainingParser,
             save_config_callback=None,  # RunFolder keeps the config, and only a fit's
-            seed_everything_default=1337,
+            seed_everything_default=SEED.default,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             args=arguments,
@@ -287,9 +292,8 @@ class TrainingCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--run", type=str | None, default=None)
         parser.add_argument("--force", type=bool, default=False)
-        parser.add_class_arguments(RunOptions)
-        for name, kind in OTHER_GROUPS.items():
-            parser.add_class_arguments(kind, name)
+        for name, kind in other_sections().items():
+            parser.add_class_arguments(kind, name or None)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:
         super().parse_arguments(parser, args)
@@ -361,15 +365,16 @@ class TrainingCLI(LightningCLI):
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
         config = self.config[self.subcommand]
         auto = config.ckpt_path == "auto"
-        options = RunOptions(**{name: config[name] for name in get_type_hints(RunOptions)})
+        options = RunOptions(**{option.name: config[option.name] for option in fields(RunOptions)})
         self.run_folder = RunFolder(
             self.resumed_run, config.run, self.config_text, config.force, auto=auto, options=options
         )
-        beside = {name: self._get(self.config_init, name) for name in OTHER_GROUPS}
+        beside = {name: self._get(self.config_init, name) for name in other_sections() if name}
         if self.subcommand == "fit":
-            beside["guards"].budget.read_file()  # refuses a cap that cannot be counted
+            read_budget_file(beside["guards"].budget)  # refuses a cap that cannot be counted
         notify = options.notify if self.subcommand == "fit" else ()
-        standard = standard_callbacks(trainer_config, self.run_folder, **beside, notify=notify)
+        standard = standard_callbacks(
+            TrainerConfig(**trainer_config), self.run_folder, **beside, notify=notify)  # fmt: skip
         callbacks = [*self.own_callbacks, *standard, Summary()]
         if self.subcommand == "fit":
             planned = Namespace(

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lm.data.prepare import MANIFEST, PrepareOptions, warn_of_small_validation
+from lm.data.config import PrepareOptions
+from lm.data.prepare import MANIFEST, warn_of_small_validation
 from lm.data.prepare import prepare as make
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer

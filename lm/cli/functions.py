@@ -7,8 +7,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 import yaml
@@ -18,7 +19,7 @@ from lm.cli.config import TrainingCLI, quiet_lightning
 from lm.cli.evaluate import measure
 from lm.cli.main import console_handler
 from lm.cli.options import refuse_unknown_options
-from lm.data.prepare import Packing, PrepareOptions
+from lm.data.config import PrepareOptions
 from lm.data.prepare import prepare as make_shards
 from lm.errors import RequestError
 from lm.evaluation import benchmark
@@ -28,29 +29,25 @@ from lm.model.custom import module_class, use_module_class
 from lm.runs.registry import find_run
 from lm.runs.resume import find_checkpoint
 from lm.runs.run import Run
+from lm.system.arguments import build_options
 from lm.system.stop_signals import STOP
-from lm.system.units import Count, parse_count
-from lm.training.callbacks.evaluation import EvaluationConfig, SamplesConfig
-from lm.training.callbacks.run_folder import RunFolder, RunOptions
-from lm.training.callbacks.standard import GuardsConfig, standard_callbacks
+from lm.training.callbacks.run_folder import RunFolder
+from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
+from lm.training.config import EvaluationConfig, GuardsConfig, RunOptions, SamplesConfig, TrainerConfig
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer as BareTrainer
 from lm.training.trainer import kind_of, refuse_parts
 
 
-def prepare(
-    input: str | Sequence[str], output: str | Path, *, tokenizer: str = "bpe", vocab_size: int = 32_768,
-    val_fraction: float = 0.01, workers: int | None = None, packing: Packing = "stream", seq_len: int | None = None,
-    text_key: str = "text", eos_token: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def prepare(input: str | Sequence[str], output: str | Path, **options: Any) -> dict[str, Any]:
     """Tokenize texts into a folder of Parquet shards, as `lm data prepare` does; a finished one is left as it is.
 
     Args:
         input: files, folders, globs or URLs of text, or `embedded:sotu`.
         output: the folder to make.
-        tokenizer, vocab_size, val_fraction, workers, packing, seq_len, text_key, eos_token: the options of
-            `lm data prepare`; `lm data prepare --help` explains them.
+        options: the other fields of `data/config.PrepareOptions`, such as `vocab_size`, which
+            `lm data prepare --help` explains.
 
     Returns:
         The folder's manifest: `splits` with the tokens, documents and bytes of each, and what it was made from.
@@ -59,13 +56,10 @@ def prepare(
         RequestError: an option or input is wrong, or the folder was made with other ones.
         RunError: a file cannot be read.
     """
-    options = PrepareOptions(
-        input=[input] if isinstance(input, str) else list(input), output=str(output), tokenizer=tokenizer,
-        vocab_size=vocab_size, val_fraction=val_fraction, workers=workers, packing=packing, seq_len=seq_len,
-        text_key=text_key, eos_token=eos_token,
-    )  # fmt: skip
+    inputs = [input] if isinstance(input, str) else list(input)
+    config = build_options(PrepareOptions, "lm.prepare", input=inputs, output=str(output), **options)
     with _logging_to_console():
-        return make_shards(options)
+        return make_shards(config)
 
 
 def fit(
@@ -170,8 +164,8 @@ class Trainer(BareTrainer):
         evaluation: as its group `evaluation`.
         about: tags, a note, and what is done at the run's end.
         callbacks: further ones.
-        options: those of `training/trainer.Trainer`, which are the config's under `trainer`; `stop_within` is 0 if not
-            given.
+        options: the fields of `training/config.TrainerConfig`, which are the config's under `trainer`; `stop_within`
+            is 0 if not given.
 
     Attributes:
         run: once a fit has begun, the run.
@@ -183,16 +177,16 @@ class Trainer(BareTrainer):
         callbacks: Sequence[Callback] = (), **options: Any,
     ) -> None:  # fmt: skip
         options.setdefault("stop_within", 0.0)  # a program of somebody else's does not end with the training
-        options |= _counts(options)
+        config = build_options(TrainerConfig, "lm.Trainer", **options)
         self._name = run
         quiet_lightning()
         about = about or RunOptions()
         self._folder = RunFolder(None, run, "", options=about)
         standard = standard_callbacks(
-            options, self._folder, guards or GuardsConfig(), samples or SamplesConfig(),
+            config, self._folder, guards or GuardsConfig(), samples or SamplesConfig(),
             evaluation or EvaluationConfig(), about.notify,
         )  # fmt: skip
-        super().__init__(**options, callbacks=[*callbacks, *standard, Summary()])
+        super().__init__(**vars(replace(config, callbacks=[*callbacks, *standard, Summary()])))
 
     def fit(
         self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | Path | None = None
@@ -250,22 +244,6 @@ class Trainer(BareTrainer):
         self.load_with(optimizer=False)
         stage(model, datamodule=datamodule, ckpt_path=ckpt_path and str(ckpt_path), verbose=False)
         return {name: value.item() for name, value in self.callback_metrics.items()}
-
-
-def _counts(options: Mapping[str, Any]) -> dict[str, Count]:
-    """Those options of a Trainer that are counts in a config's spelling, such as `"2K"`, as numbers.
-
-    Raises:
-        RequestError: a text is none.
-    """
-    hints = get_type_hints(BareTrainer.__init__)
-    texts = {name: value for name, value in options.items()
-             if isinstance(value, str) and Count in (hints.get(name), *get_args(hints.get(name)))}  # fmt: skip
-    try:
-        return {name: parse_count(value) for name, value in texts.items()}
-    except ValueError as error:
-        raise RequestError(f"lm.Trainer({', '.join(f'{name}={value!r}' for name, value in texts.items())}): {error}"
-                           ) from error  # fmt: skip
 
 
 def refuse_notebook(trainer: BareTrainer) -> None:

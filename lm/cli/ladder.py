@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.cli.branch import tokens_of_a_step
+from lm.cli.command_options import PlanOptions
 from lm.cli.config import config_parser, quiet_lightning, resolved_text
 from lm.cli.ladder_report import Trained, print_report, report, write_report
 from lm.cli.options import split_overrides
-from lm.cli.plan import PlanOptions, examine
+from lm.cli.plan import examine
 from lm.cli.runs import to_json
 from lm.cli.runs_compare import PLAIN
 from lm.cli.scale import (

@@ -1,50 +1,35 @@
-"""The options of a training, read from the source of the classes that take them, which are not imported.
+"""The options of a training on the command line: help, the refusal of names that do not exist, and configs by name.
 
-Importing Lightning takes seconds. Help, and the refusal of a name that does not exist, need the names, types, defaults
-and docstrings alone. The values are checked by `cli/config`, whose parser is made of the classes themselves.
+All of it reads the dataclasses of `training/config`, which import neither torch nor Lightning: that takes seconds, and
+help answers at once. The values are checked by `cli/config`, whose parser is made of the same dataclasses.
 """
 
-import ast
 import inspect
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import docstring_parser
 
 import lm
+from lm.cli.command_options import COMMAND_OPTIONS
 from lm.errors import RequestError
 from lm.system.arguments import is_text, nearest_option, shown, unknown_options
 from lm.system.files import flatten, parse_yaml
+from lm.system.units import MULTIPLIERS, Count
+from lm.training.config import SECTIONS
 
-PACKAGE = Path(lm.__file__).parent
-CONFIGS = (Path("configs"), PACKAGE.parent / "configs")
-GROUPS = {
-    "": "lm.training.callbacks.run_folder:RunOptions",  # not in a group
-    "trainer": "lm.training.trainer:Trainer",
-    "model": "lm.training.module:LanguageModule",
-    "data": "lm.data.datamodule:DataModule",
-    "guards": "lm.training.callbacks.standard:GuardsConfig",
-    "samples": "lm.training.callbacks.evaluation:SamplesConfig",
-    "evaluation": "lm.training.callbacks.evaluation:EvaluationConfig",
-}
-OWN = {"plan": "lm.cli.plan:PlanOptions", "bench step": "lm.cli.bench:BenchOptions",
-       "profile": "lm.cli.profile:ProfileOptions"}  # fmt: skip
+CONFIGS = (Path("configs"), Path(lm.__file__).parent.parent / "configs")
+NAMES = [section.name for section in SECTIONS if section.name]
 # Options that a first training needs; `--help all` shows the others too.
-FREQUENT = [
-    "trainer.max_steps", "trainer.max_tokens", "trainer.val_interval", "trainer.checkpoint_interval",
-    "trainer.precision", "trainer.devices", "trainer.strategy",
-    "model.decoder.hidden_size", "model.decoder.num_hidden_layers", "model.decoder.num_attention_heads",
-    "model.decoder.max_position_embeddings", "model.optimizer.lr", "model.schedule.warmup_steps", "model.compile",
-    "data.path", "data.prepare.input", "data.micro_batch_size", "data.global_batch_tokens", "data.val_tokens",
-    "guards.alerts", "guards.budget.cap_usd", "samples.prompts", "evaluation.tasks",
-]  # fmt: skip
+FREQUENT = [f"{section.name}.{option}" for section in SECTIONS for option in section.frequent]
 FREQUENT_WITHOUT_FIT = ["trainer.precision", "trainer.accelerator", "data.val", "data.test", "data.texts",
                         "data.val_tokens", "data.micro_batch_size"]  # fmt: skip
 BATCH = "give data.micro_batch_size, and data.global_batch_tokens for the optimizer step"
@@ -96,20 +81,21 @@ USAGE = dict.fromkeys(("validate", "test", "predict"), "[--run NAME] [--ckpt_pat
 # What the parser takes in addition to the options.
 PARSERS_OWN = {"c", "h", "help", "print_config", "verbose", "weights_only", "return_predictions"}
 COLUMN = 38  # where the help of an option begins
+UNIONS = (Union, UnionType)
 CLASS_KEYS = {"class_path", "init_args", "dict_kwargs", "help"}
 
 
 class Option(NamedTuple):
-    """An option as its class declares it."""
+    """An option as its dataclass declares it."""
 
     name: str  # with dots, as on the command line
     kind: str  # its type in a word
-    default: str | None  # None: it needs a value, or its default says nothing
+    default: Any  # None where it needs a value, or has nothing, an empty list or an empty dictionary
     help: str
 
 
 CONFIG = Option("config", "file", None, "A YAML file, looked up in configs/ too; of several the later ones amend it.")
-SEED = Option("seed_everything", "int", "1337", "Seed of the weights and of the order of the samples; --seed too.")
+SEED = Option("seed_everything", "int", 1337, "Seed of the weights and of the order of the samples; --seed too.")
 SEED_ALIAS = re.compile("--seed(?==|$)")
 FIT = [
     CONFIG,
@@ -123,134 +109,54 @@ FIT = [
 ]  # fmt: skip
 
 
-# ---- reading the source ----------------------------------------------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------------------------------------
 
 
 def training_options(command: str) -> list[Option]:
     """All options of a command: first its own, then those of a training."""
-    found = [*_options_of(OWN[command], ""), CONFIG, SEED] if command in OWN else list(FIT)
-    for group, kind in GROUPS.items():
-        found += _options_of(kind, f"{group}." if group else "")
-        if group == "model" and "lm.model.custom" in sys.modules:  # as it is where a class was given to `lm.run`
-            found += _options_of_module_class({option.name for option in found})
+    found = [*_options_of(COMMAND_OPTIONS[command]), CONFIG, SEED] if command in COMMAND_OPTIONS else list(FIT)
+    for section in SECTIONS:
+        found += _options_of(section.options, f"{section.name}." if section.name else "")
+        if section.name == "model" and "lm.model.custom" in sys.modules:  # as it is where a class was given to `lm.run`
+            kind, known = sys.modules["lm.model.custom"].module_class(), {option.name for option in found}
+            found += [option for option in _options_of(kind, "model.") if option.name not in known] if kind else []
     return found
 
 
-def _options_of_module_class(known: set[str]) -> Iterator[Option]:
-    """The options that a user's own subclass of `LanguageModule` adds."""
-    kind = sys.modules["lm.model.custom"].module_class()
-    parameters = {} if kind is None else inspect.signature(kind.__init__).parameters
-    documented = docstring_parser.parse(inspect.getdoc(kind) or "").params if kind else ()
-    helps = {parameter.arg_name: " ".join((parameter.description or "").split()) for parameter in documented}
-    for name, parameter in list(parameters.items())[1:]:
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            continue
-        within = any(option.startswith(f"model.{name}.") for option in known)
-        if f"model.{name}" not in known and not within:
-            annotation = parameter.annotation
-            word = getattr(annotation, "__name__", str(annotation)) if annotation is not parameter.empty else "value"
-            default = None if parameter.default in (parameter.empty, None, False, "") else str(parameter.default)
-            yield Option(f"model.{name}", word, default, helps.get(name, ""))
+def _options_of(kind: type, prefix: str = "") -> Iterator[Option]:
+    """The arguments of a dataclass or another class, those of the dataclasses among them in their place."""
+    documented = docstring_parser.parse(inspect.getdoc(kind) or "").params
+    helps = {one.arg_name: " ".join((one.description or "").split()) for one in documented}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        hint, default = parameter.annotation, parameter.default
+        if inside := next(filter(is_dataclass, get_args(hint) if get_origin(hint) in UNIONS else [hint]), None):
+            yield from _options_of(inside, f"{prefix}{name}.")
+        elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            told = isinstance(default, str | int | float | tuple)  # not None, nor that there is none
+            yield Option(prefix + name, _kind(hint), default if told else None, helps.get(name, ""))
 
 
-def _options_of(kind: str, prefix: str) -> Iterator[Option]:
-    """The parameters of a class, those of the dataclasses among them in their place."""
-    module, _, name = kind.partition(":")
-    made = next(node for node in _parse(module).body if isinstance(node, ast.ClassDef) and node.name == name)
-    documented = docstring_parser.parse(ast.get_docstring(made) or "").params
-    helps = {parameter.arg_name: " ".join((parameter.description or "").split()) for parameter in documented}
-    init = next((node for node in made.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
-    if init is None:
-        declared = [node for node in made.body if isinstance(node, ast.AnnAssign)]
-        fields = [(node.target.id, node.annotation, node.value) for node in declared]
-    else:
-        arguments = init.args.args[1:]
-        defaults = [None] * (len(arguments) - len(init.args.defaults)) + init.args.defaults
-        fields = [(one.arg, one.annotation, value) for one, value in zip(arguments, defaults, strict=True)]
-    for field, annotation, value in fields:
-        inside = _dataclass(module, annotation)
-        if inside:
-            yield from _options_of(inside, f"{prefix}{field}.")
-        else:
-            yield Option(prefix + field, _kind(module, annotation), _default(module, value), helps.get(field, ""))
-
-
-@cache
-def _parse(module: str) -> ast.Module:
-    return ast.parse((PACKAGE.parent / Path(*module.split("."))).with_suffix(".py").read_text(encoding="utf-8"))
-
-
-def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
-    """The module and the statement that define a name which a module uses; no statement for a name of others."""
-    for node in _parse(module).body:
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
-            return _definition(node.module, name) if node.module.startswith("lm.") else (module, None)
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return module, node
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
-            return module, node
-    return module, None
-
-
-def _dataclass(module: str, annotation: ast.expr) -> str | None:
-    """The dataclass that an annotation names, alone or as one of several types, as `module:name`."""
-    if isinstance(annotation, ast.BinOp):
-        return _dataclass(module, annotation.left) or _dataclass(module, annotation.right)
-    if isinstance(annotation, ast.Name):
-        place, found = _definition(module, annotation.id)
-        if isinstance(found, ast.ClassDef) and any("dataclass" in ast.unparse(one) for one in found.decorator_list):
-            return f"{place}:{annotation.id}"
-    return None
-
-
-def _kind(module: str, annotation: ast.expr) -> str:
+def _kind(hint: Any) -> str:
     """A type as a word: `count`, `auto|ddp`, `list of str`, `list of {name, weight}`."""
-    if made := _dataclass(module, annotation) if isinstance(annotation, ast.Name) else None:
-        return f"{{{', '.join(option.name for option in _options_of(made, ''))}}}"
-    if isinstance(annotation, ast.Name):
-        place, found = _definition(module, annotation.id)
-        return _kind(place, found.value) if isinstance(found, ast.Assign) else annotation.id.lower()
-    if isinstance(annotation, ast.BinOp):
-        kinds = (_kind(module, annotation.left), _kind(module, annotation.right))
-        return "|".join(kind for kind in kinds if kind != "None")
-    if isinstance(annotation, ast.Subscript):
-        inside = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-        if ast.unparse(annotation.value) == "Literal":
-            return "|".join(str(ast.literal_eval(value)) for value in inside)
-        return f"{ast.unparse(annotation.value)} of {', '.join(_kind(module, one) for one in inside)}"
-    return ast.unparse(annotation)
-
-
-def _default(module: str, value: ast.expr | None) -> str | None:
-    if isinstance(value, ast.Name):
-        place, found = _definition(module, value.id)
-        return _default(place, found.value) if isinstance(found, ast.Assign) else None
-    if isinstance(value, ast.Call) and ast.unparse(value.func) == "Count":
-        value = value.args[0]
-    if isinstance(value, ast.Constant) and value.value not in (None, False, ""):
-        return str(value.value)
-    return ast.unparse(value) if isinstance(value, ast.BinOp | ast.Tuple) else None
+    origin, inside = get_origin(hint), get_args(hint)
+    if hint is inspect.Parameter.empty:
+        return "value"
+    if is_dataclass(hint):
+        return f"{{{', '.join(option.name for option in _options_of(hint))}}}"
+    if origin in UNIONS:
+        return "|".join(_kind(one) for one in inside if one is not NoneType)
+    if origin is Literal:
+        return "|".join(map(str, inside))
+    if origin is not None:
+        return f"{origin.__name__} of {', '.join(map(_kind, inside))}"
+    return getattr(hint, "__forward_arg__", getattr(hint, "__name__", str(hint))).lower()  # or a name in quotes
 
 
 def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a resolved config that are not the defaults, by their names with dots."""
     defaults = {option.name: option.default for option in training_options("fit")}
-    return {
-        name: value for name, value in flatten(config).items()
-        if (value if (default := defaults.get(name)) is None else value != _value_of(default))
-    }  # fmt: skip
-
-
-def _value_of(default: str) -> Any:
-    """The value that a default stands for, as YAML has it."""
-    if factors := re.fullmatch(r"(\d+) \* (\d+) \*\* (\d+)", default):
-        number, base, exponent = map(int, factors.groups())
-        return number * base**exponent
-    try:
-        value = ast.literal_eval(default)
-    except (SyntaxError, ValueError):
-        return default
-    return list(value) if isinstance(value, tuple) else value
+    defaults |= {name: list(default) for name, default in defaults.items() if isinstance(default, tuple)}  # as in YAML
+    return {name: value for name, value in flatten(config).items() if (value or None) != (defaults.get(name) or None)}
 
 
 # ---- help ------------------------------------------------------------------------------------------------------------
@@ -268,13 +174,13 @@ def print_options(command: str, what: str, chosen: str | None = None) -> None:
         RequestError: there is no such group.
     """
     if chosen not in (None, "all") and chosen not in _groups({option.name for option in training_options(command)}):
-        raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(filter(None, GROUPS))}")
+        raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(NAMES)}")
     width = min(110, shutil.get_terminal_size().columns)
     frequent = FREQUENT_WITHOUT_FIT if command in ("validate", "test", "predict") else FREQUENT
     print(f"lm {command}: {what}\n\nusage: lm {command} {USAGE.get(command, '--config FILE')} [--OPTION VALUE ...]\n")
     group = ""
     for option in training_options(command):
-        own = option.name.partition(".")[0] not in GROUPS
+        own = option.name.partition(".")[0] not in NAMES
         if chosen is None and not own and option.name not in frequent:
             continue
         if chosen not in (None, "all") and not option.name.startswith(f"{chosen}."):
@@ -290,7 +196,7 @@ def print_options(command: str, what: str, chosen: str | None = None) -> None:
 
 def _print_option(option: Option, width: int, short: bool) -> None:
     """Print an option: with the first sentence of its help beside it, or with all that is known of it below."""
-    default = "" if option.default is None else f" [{option.default}]"
+    default = f" [{_typed(option.default)}]" if option.default else ""
     if not short:
         print(f"  --{option.name}{'' if option.kind == 'bool' else f' {option.kind}'}{default}")
         print(textwrap.fill(option.help, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
@@ -301,6 +207,15 @@ def _print_option(option: Option, width: int, short: bool) -> None:
     print(f"{name:<{COLUMN}}{left}" if len(name) < COLUMN - 1 else f"{name}\n{'':{COLUMN}}{left}")
     for line in others:
         print(f"{'':{COLUMN}}{line}")
+
+
+def _typed(value: Any) -> str:
+    """A default as one would type it: a large count with a suffix, such as 96Mi."""
+    if not isinstance(value, Count) or value < 10**6:
+        return str(value)
+    even = [suffix for suffix in reversed(MULTIPLIERS) if value % MULTIPLIERS[suffix] == 0]  # G before B: of bytes, too
+    suffix = max(even, key=MULTIPLIERS.get)
+    return f"{value // MULTIPLIERS[suffix]}{suffix.capitalize()}"
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -421,7 +336,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise RequestError(f"config {path} is empty; configs/tiny.yaml is one to begin with")
     if not isinstance(document, dict):
         raise RequestError(f"config {path} holds {shown(document)} where options such as `trainer:` belong")
-    for name in GROUPS:
+    for name in NAMES:
         if not isinstance(document.get(name, {}), dict):
             raise RequestError(f"config {path}: {name} is a group of options and not {shown(document[name])}")
     return document

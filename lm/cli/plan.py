@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from rich.console import Console
 from lm.cli import plan_checks as findings
 from lm.cli.plan_checks import Finding
 from lm.cli.rehearse import rehearse, show_rehearsal
+from lm.data.config import LEARNED, SourceConfig
 from lm.data.datamodule import DataModule
-from lm.data.mixture import SourceConfig, counts_of, phases_of
-from lm.data.prepare import LEARNED
+from lm.data.mixture import counts_of, phases_of
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, first_line, require_at_least
 from lm.model.config import DecoderConfig
@@ -45,11 +45,12 @@ from lm.system.process import program
 from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
 from lm.system.units import format_bytes, format_count, format_duration, format_figure, parse_bytes, plural
 from lm.training.callback import Callback
-from lm.training.callbacks.budget import BudgetConfig
+from lm.training.callbacks.budget import read_budget_file
 from lm.training.callbacks.notifications import open_recipients, send_test
-from lm.training.distributed import EXIT_WAIT, DistributedConfig
+from lm.training.config import BudgetConfig, DistributedConfig, OptimizerConfig
+from lm.training.distributed import EXIT_WAIT
 from lm.training.module import builds_own_model, training_class
-from lm.training.optim import OptimizerConfig
+from lm.training.optim import state_size
 from lm.training.precision import multiplication_precision, precision_for_cpu, refuse_matmul_precision
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 from lm.training.trainer import Trainer, device_count, refuse_accelerator
@@ -205,7 +206,7 @@ def memory_facts(
     `largest_recomputed` is the one with `model.activation_checkpointing block`. `global_batch`:
     `data.global_batch_tokens` is given; otherwise a step is one micro-batch, however large.
     """
-    parts = training_memory(decoder, step, optimizer.state)
+    parts = training_memory(decoder, step, state_size(optimizer))
     reserve_bytes = CPU_RESERVE_BYTES if device.capability is None else RESERVE_BYTES
     reserve = reserve_bytes + int(RESERVE_SHARE * parts["peak"])
     facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
@@ -214,7 +215,7 @@ def memory_facts(
         samples = step.micro_batch_size * step.accumulate if global_batch else None
         for name, checkpointing in (("largest_micro_batch", step.checkpointing), ("largest_recomputed", "block")):
             tried = replace(step, checkpointing=checkpointing)
-            facts[name] = largest_micro_batch(decoder, tried, available, samples, optimizer.state)
+            facts[name] = largest_micro_batch(decoder, tried, available, samples, state_size(optimizer))
     return facts
 
 
@@ -324,37 +325,6 @@ def budget_facts(
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class PlanOptions:
-    """The options of `lm plan` beside those of a training.
-
-    Args:
-        strict: Check the schema and the algebra alone: no data, no device.
-        device: What to plan for: h200, a100, 4090, ..., cpu, or auto.
-        memory: The device's memory, such as 16GiB; without --device it is any other GPU, an Ampere or later.
-        peak_tflops: The device's peak in this precision: dense TFLOP/s with fp32 accumulation.
-        mfu: Share of the device's peak to reckon with, causal attention counted as attended.
-        bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
-        rate_usd_per_hr: Price of the machine, where guards.budget has none; a cap_usd of the config is counted by it.
-        fit: Print the largest micro-batch that fits, and nothing else; with --json as `fit` beside the rest.
-        test_notify: Only send a test message to those under `notify`.
-        rehearse: Play the guards through on invented log lines, without training: what they would log and do.
-        json: Print one JSON object instead of a page.
-    """
-
-    strict: bool = False
-    device: str = "auto"
-    memory: str | None = None
-    peak_tflops: float | None = None
-    mfu: float | None = None
-    bench: Path | None = None
-    rate_usd_per_hr: float | None = None
-    fit: bool = False
-    test_notify: bool = False
-    rehearse: bool = False
-    json: bool = False
 
 
 def plan(config: Namespace, name: str) -> None:
@@ -489,7 +459,7 @@ def examine(
             noted.append(Finding("error", str(error), ""))
             data = {"unknown": True}
         try:
-            budget_file = budget.read_file()
+            budget_file = read_budget_file(budget)
             rate = nonnegative(budget_file.get("rate_usd_per_hr")) or budget.rate_usd_per_hr or config.rate_usd_per_hr
             budget.refuse_rate(rate, "--rate_usd_per_hr")
         except RequestError as error:
@@ -547,7 +517,7 @@ def examine(
         multiplication_precision(precision, config.trainer.matmul_precision), config.mfu, measured, rate,
         recomputed_flops_per_token(decoder, step.seq_len, config.model.activation_checkpointing),
     )  # fmt: skip
-    one = checkpoint_bytes(decoder, step.master_item, config.model.optimizer.state)
+    one = checkpoint_bytes(decoder, step.master_item, state_size(config.model.optimizer))
     found["checkpoints"] = checkpoint_facts(
         config.trainer.checkpoint_interval, found["steps"], found["time"], one, measured
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from jsonargparse import Namespace
 
 from lm.cli.scale import batch_tokens, learning_rate
-from lm.data.mixture import SourceConfig
+from lm.data.config import SourceConfig
 from lm.data.prepare import describe_small_validation
 from lm.errors import RequestError
 from lm.kernels.linear import MULTIPLE
@@ -24,9 +24,9 @@ from lm.system.files import DiskSpace
 from lm.system.hardware import Device
 from lm.system.units import format_bytes, format_count, format_duration, format_figure
 from lm.training.alerts import true_of_untrained
-from lm.training.callbacks.evaluation import EvaluationConfig
+from lm.training.callbacks.evaluation import read_evaluation_tasks
+from lm.training.config import EvaluationConfig, GroupConfig, OptimizerConfig
 from lm.training.module import builds_own_model
-from lm.training.optim import GroupConfig, OptimizerConfig
 from lm.training.precision import choose_matrices
 from lm.training.schedule import lr_fraction, warmup_problem
 
@@ -212,7 +212,7 @@ def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Ite
 def of_tasks(evaluation: EvaluationConfig, data: dict[str, Any]) -> Iterator[Finding]:
     """Findings on the tasks of the evaluations during training."""
     try:
-        evaluation.read()
+        read_evaluation_tasks(evaluation)
     except RequestError as error:
         yield Finding("error", f"evaluation.tasks: {error}", "")
     if evaluation.tasks and evaluation.interval is None and data["prepared"] and "val" not in data:

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from rich.table import Table
 from torch.autograd.profiler import record_function
 
 from lm.cli.bench import WARMUP, describe_training, fit_briefly, print_heading, synchronize
+from lm.cli.command_options import ProfileOptions
 from lm.cli.config import config_parser
 from lm.errors import RequestError, require_at_least
 from lm.system.files import refuse_url
 from lm.system.process import rank
-from lm.system.units import Count, format_count
+from lm.system.units import format_count
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -50,22 +50,6 @@ TITLES = {
 }  # fmt: skip
 CALLBACK = "[Callback]"  # begins the names that Lightning gives to callbacks' spans
 RANGE = "lm."  # begins the names of the parts in a trace
-
-
-@dataclass
-class ProfileOptions:
-    """The options of `lm profile` beside those of a training.
-
-    Args:
-        steps: Optimizer steps that are timed; checkpoints and validations are not among them.
-        trace: Trace a few more steps to this file, such as trace.json or trace.json.gz, for https://ui.perfetto.dev or
-            chrome://tracing, and list the most expensive operators.
-        json: Print one JSON object instead of tables.
-    """
-
-    steps: Count = Count(30)
-    trace: str | None = None
-    json: bool = False
 
 
 def profile(arguments: list[str]) -> None:

@@ -28,9 +28,10 @@ from lm.system.files import nonnegative
 from lm.system.units import format_count, format_figure
 from lm.training.alerts import CLOCKS, NAMES
 from lm.training.callback import Callback, call_hook
-from lm.training.callbacks.budget import Budget, BudgetConfig, Cost, Meter
-from lm.training.callbacks.guards import Action, Alert, Alerts, NotFinite, Rollback
+from lm.training.callbacks.budget import Budget, Cost, Meter, read_budget_file
+from lm.training.callbacks.guards import Alerts, NotFinite, Rollback
 from lm.training.callbacks.throughput import ThroughputFloor
+from lm.training.config import Action, Alert, BudgetConfig
 from lm.training.run_state import RunState
 from lm.training.schedule import lr_fraction
 from lm.training.step_stats import StepRecord
@@ -172,7 +173,7 @@ def rehearse(config: Namespace, found: dict[str, Any]) -> dict[str, Any]:
     time, guards, max_steps = found.get("time", {}), config.guards, found["steps"]["max_steps"]
     seconds = time["seconds"] / max_steps if time.get("seconds") else SECONDS_PER_STEP
     basis = time["basis"] if time.get("seconds") else "assumed: --peak_tflops N or --bench FILE gives the speed"
-    file = guards.budget.read_file()
+    file = read_budget_file(guards.budget)
     rate = nonnegative(file.get("rate_usd_per_hr")) or guards.budget.rate_usd_per_hr or config.rate_usd_per_hr
     spent = Cost(nonnegative(file.get("hours_elapsed")) or 0.0, nonnegative(file.get("spent_usd")))
     meter = Meter(rate, spent, 0.0, clock=lambda: 0.0)

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from threading import TIMEOUT_MAX
 from typing import Any
 
 import numpy as np
@@ -19,26 +18,18 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import ChainDataset
 
 from lm.data.cache import BlockCache
-from lm.data.loader import TIMEOUT, Batch, OnBadShard, Reading, Stream, Windows
-from lm.data.mixture import (
-    Mixture,
-    Phase,
-    PhaseConfig,
-    SourceConfig,
-    check_mixture,
-    counts_of,
-    errors_of,
-    phases_of,
-)
-from lm.data.prepare import Packing, PrepareOptions, prepare
+from lm.data.config import DataConfig, SourceConfig
+from lm.data.loader import Batch, Reading, Stream, Windows
+from lm.data.mixture import Mixture, Phase, counts_of, errors_of, phases_of
+from lm.data.prepare import prepare
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.system import arguments  # noqa: F401  # tells every parser, also a LightningCLI of one's own, what a Count is
-from lm.system.files import parse_json, refuse_url
-from lm.system.units import Count, plural
+from lm.system.arguments import arguments_from
+from lm.system.files import parse_json
+from lm.system.units import plural
 
 log = logging.getLogger(__name__)
 
@@ -82,95 +73,35 @@ def text_batches(
 class DataModule(LightningDataModule):
     """Streams pre-tokenized Parquet shards.
 
-    Args:
-        path: A folder that `lm data prepare` made: `train/ val/ tokenizer.json manifest.json`; or
-        train: shards to train on: a folder, a glob, a file or a URL, or several, with `tokenizer`.
-        val: Shards to validate on.
-        test: Shards for `lm test`; the validation shards, all of them, if not given.
-        tokenizer: A `tokenizer.json` or its folder, also by URL; that of `path` if not given.
-        sources: In place of the five above: a mixture of several sources.
-        phases: Other weights of these sources, each from a number of tokens on.
-        prepare: What to make `path` from when it is not there yet.
-        packing: How documents become samples, `stream` or `whole` as in `prepare`; as `path` or the shards were made
-            if not given.
-        column: Column of token ids in the shards.
-        pad_id: Id that fills rows up, in shards without an `attention_mask`: left out where a row begins or ends in it.
-        seq_len: Predicted tokens of a sample; the decoder's `max_position_embeddings` if not given.
-        micro_batch_size: Samples that a device runs at once.
-        global_batch_tokens: Tokens of an optimizer step over all devices; one micro-batch a device if not given.
-        val_tokens: Tokens of a validation, rounded down to whole samples, as many of each source; all if not given.
-        shuffle_buffer: Tokens that may be held in memory to shuffle; part of what decides the order.
-        timeout: Seconds to wait for data before the run ends because a file system does not answer. Reads of remote
-            shards that fail are retried for half of it.
-        on_bad_shard: What a fit does when it meets a block of tokens that is damaged: `raise` ends it; `skip` leaves
-            out its samples and counts them in `data/skipped_samples`; all other samples stay where they are.
-        cache_dir: Folder for blocks of remote shards.
-        cache_bytes: Most that the folder may hold.
-        texts: For `lm predict`: text files, JSONL or Parquet.
+    Its arguments are the fields of `DataConfig`, where each is explained.
     """
 
-    def __init__(
-        self,
-        path: str | None = None,
-        train: str | list[str] | None = None,
-        val: str | list[str] | None = None,
-        test: str | list[str] | None = None,
-        tokenizer: str | None = None,
-        sources: list[SourceConfig] | None = None,
-        phases: list[PhaseConfig] | None = None,
-        prepare: PrepareOptions | None = None,
-        packing: Packing | None = None,
-        column: str = "input_ids",
-        pad_id: int | None = None,
-        seq_len: Count | None = None,
-        micro_batch_size: Count = Count(8),
-        global_batch_tokens: Count | None = None,
-        val_tokens: Count | None = None,
-        shuffle_buffer: Count = Count(96 * 2**20),
-        timeout: float = TIMEOUT,
-        on_bad_shard: OnBadShard = "raise",
-        cache_dir: str = "data/cache",
-        cache_bytes: Count = Count(20 * 10**9),
-        texts: str | list[str] | None = None,
-    ) -> None:
+    @arguments_from(DataConfig)
+    def __init__(self, config: DataConfig) -> None:
         super().__init__()
-        if [path, train, sources].count(None) != 2:
-            raise RequestError("give one of data.path (a prepared folder), data.train (shards) and data.sources (a "
-                               "mixture of both)")  # fmt: skip
-        if sources is not None and (val or test or tokenizer or prepare):
-            raise RequestError("data.val, test, tokenizer and prepare are for one source, and each of data.sources has "
-                               "its own val and tokenizer: leave them out")  # fmt: skip
-        if sources is not None:
-            check_mixture(sources, phases or [])
-        elif phases:
-            raise RequestError("data.phases are weights of data.sources, and there are none")
-        if train is not None and tokenizer is None:
-            raise RequestError("data.train needs data.tokenizer: the tokenizer.json that its shards were made with")
-        refuse_url("data.cache_dir", cache_dir, "give a folder of a local disk")
-        refuse_url("data.path", path or "", "give data.train, data.val and data.tokenizer, which may be URLs")
-        self.path = Path(path) if path else None
-        self.mixed = sources is not None
-        self.sources = sources or [SourceConfig("all", path, train, val, tokenizer, column)]
-        self.phases = phases or []
-        self.test = test
-        self.packing = packing
-        if prepare is not None and prepare.packing != "stream":
-            self.packing = packing or prepare.packing
-        self.prepare_options = prepare
-        self.pad_id = pad_id
-        self.seq_len = seq_len
-        self.micro_batch_size = micro_batch_size
-        self.global_batch_tokens = global_batch_tokens
-        self.val_tokens = val_tokens
-        self.shuffle_buffer = shuffle_buffer
-        if not 0 < timeout <= TIMEOUT_MAX / 2:  # which leaves room to add to it
-            raise RequestError(f"data.timeout {timeout:g} is a number of seconds: more than 0")
-        self.timeout = timeout
-        self.on_bad_shard = on_bad_shard
-        self.cache = BlockCache(Path(cache_dir), cache_bytes)
-        self.texts = [texts] if isinstance(texts, str) else texts
+        self.path = Path(config.path) if config.path else None
+        self.mixed = config.sources is not None
+        self.sources = config.sources or [
+            SourceConfig("all", config.path, config.train, config.val, config.tokenizer, config.column)
+        ]
+        self.phases = config.phases or []
+        self.test = config.test
+        self.packing = config.packing
+        if config.prepare is not None and config.prepare.packing != "stream":
+            self.packing = config.packing or config.prepare.packing
+        self.prepare_options = config.prepare
+        self.pad_id = config.pad_id
+        self.seq_len = config.seq_len
+        self.micro_batch_size = config.micro_batch_size
+        self.global_batch_tokens = config.global_batch_tokens
+        self.val_tokens = config.val_tokens
+        self.shuffle_buffer = config.shuffle_buffer
+        self.timeout = config.timeout
+        self.on_bad_shard = config.on_bad_shard
+        self.cache = BlockCache(Path(config.cache_dir), config.cache_bytes)
+        self.texts = [config.texts] if isinstance(config.texts, str) else config.texts
         self.seed = 0  # of the order of samples
-        self.global_batch = micro_batch_size  # samples of an optimizer step
+        self.global_batch = config.micro_batch_size  # samples of an optimizer step
         self.consumed = 0  # samples trained on so far
         self.tokenizer: Tokenizer | None = None
         # Bytes of text of each token in what is evaluated: (V,) fp64; of a mixture (sources, V).

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lm.data.config import TIMEOUT, OnBadShard
 from lm.data.mixture import Mixture
 from lm.data.parquet import IGNORED, BadBlock, Tokens
 from lm.data.sampler import BLOCKS_AHEAD, Order
@@ -27,11 +28,8 @@ from lm.system.process import reader_pool
 from lm.system.remote import is_asked_to_wait
 
 DECODERS = 2  # threads; one decodes some hundred million tokens a second
-TIMEOUT = 300.0  # seconds to wait for a block
 SAMPLES_LOCATED = 1024  # in one call of numpy
 SAMPLES_AHEAD = 4096  # decoded ahead at most; fewer where BLOCKS_AHEAD blocks hold fewer windows
-
-OnBadShard = Literal["raise", "skip"]
 
 # ---- batch -----------------------------------------------------------------------------------------------------------
 

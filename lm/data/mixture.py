@@ -16,97 +16,19 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from lm.data.config import PhaseConfig, SourceConfig
 from lm.data.sampler import Order
 from lm.errors import RequestError
-from lm.system.files import refuse_url
-from lm.system.units import Count
 
 LONGEST_PERIOD = 2**16  # samples; weights without a smaller common unit are rounded to this part of their sum
 
 # ---- settings --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class SourceConfig:
-    """One source of a mixture.
-
-    Args:
-        name: In metrics and in `phases`: letters, digits, `_`, `-` and `.`.
-        path: A folder that `lm data prepare` made; or
-        train: shards to train on: a folder, a glob, a file or a URL, or several, with `tokenizer`.
-        val: Shards to validate on; those of `path` if not given.
-        tokenizer: A `tokenizer.json` or its folder, also by URL, the same for all sources; that of `path` if not given.
-        column: Column of token ids in the shards.
-        weight: Its share of the samples, in any unit: shares are in proportion to the weights.
-        max_epochs: A run that would repeat its samples more often is refused.
-    """
-
-    name: str
-    path: str | None = None
-    train: str | list[str] | None = None
-    val: str | list[str] | None = None
-    tokenizer: str | None = None
-    column: str = "input_ids"
-    weight: float = 1.0
-    max_epochs: float | None = None
-
-
-@dataclass
-class PhaseConfig:
-    """Other weights from a number of tokens on.
-
-    Args:
-        tokens: That were trained on when it begins.
-        weights: Of the sources by name; a source that is not named has none.
-    """
-
-    tokens: Count
-    weights: dict[str, float]
-
-
-def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]) -> None:
-    """Refuse settings that make no mixture. (A dataclass that raises here would be one of several types to its parser.)
-
-    Raises:
-        RequestError: a name, path or number out of range, names that are given twice or unknown, phases out of order,
-            or weights that are all 0.
-    """
-    if not sources:
-        raise RequestError("data.sources is empty: give at least one {name, path, weight}")
-    names = [source.name for source in sources]
-    for source in sources:
-        where = f"data.sources {source.name}"
-        if not re.fullmatch(r"[\w.-]+", source.name):
-            raise RequestError(f"data.sources: the name {source.name!r} may have letters, digits, `_`, `-` and `.`")
-        if names.count(source.name) > 1:
-            raise RequestError(f"data.sources has two sources of the name {source.name}")
-        if (source.path is None) == (source.train is None):
-            raise RequestError(f"{where}: give one of path (a prepared folder) and train (shards)")
-        refuse_url(f"{where}: path", source.path or "", "give train, val and tokenizer, which may be URLs")
-        if source.train is not None and source.tokenizer is None:
-            raise RequestError(f"{where}: train needs a tokenizer, the tokenizer.json that its shards were made with")
-        if source.max_epochs is not None and not source.max_epochs > 0:
-            raise RequestError(f"{where}: max_epochs {source.max_epochs:g} must be above 0")
-    given = [("data.sources", 0, {source.name: source.weight for source in sources})]
-    given += [(f"data.phases from {phase.tokens:,} tokens", phase.tokens, phase.weights) for phase in phases]
-    for place, tokens, weights in given:
-        if unknown := weights.keys() - set(names):
-            raise RequestError(f"{place}: there is no source {min(unknown)}; the sources are {', '.join(names)}")
-        for name, weight in weights.items():
-            if not 0 <= weight < math.inf:
-                raise RequestError(f"{place}: the weight {weight:g} of {name} must be a number, 0 or more")
-        if not any(weights.values()):
-            raise RequestError(f"{place}: all weights are 0, so there is nothing to train on")
-    for (_, before, _), (place, tokens, _) in zip(given, given[1:]):
-        if tokens <= before:
-            raise RequestError(f"{place} comes after {before:,} tokens: sort the phases by tokens, which are above 0")
 
 
 def phases_of(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig], seq_len: int) -> "list[Phase]":

@@ -12,15 +12,16 @@ import logging
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from lm.data.config import LEARNED, PrepareOptions
 from lm.data.encode import (
     Recipe,
     Slice,
@@ -39,82 +40,16 @@ from lm.data.parquet import COLUMN, LAYOUT
 from lm.data.text_files import TextFile, find_files, split_by_names
 from lm.data.tokenizer import Tokenizer, id_type, train_bpe, train_char
 from lm.errors import Interrupted, RequestError
-from lm.system.files import parse_json, refuse_url, write_atomically
-from lm.system.units import Count, plural
+from lm.system.files import parse_json, write_atomically
+from lm.system.units import plural
 
 log = logging.getLogger(__name__)
 
-Packing = Literal["stream", "whole"]
-LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
 FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
 LOSS_SPREAD = 2.5  # nats, standard deviation of a token's loss: 2 to 3 for tokens of a BPE
 MANIFEST, PARTS, PLAN = "manifest.json", ".parts", ".parts/plan.json"
 EARLIER = {"packing": "stream"}  # of folders that were made before there was such an option
-LONGEST_ROW = 2**24  # tokens
 CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
-
-
-@dataclass
-class PrepareOptions:
-    """What to make shards from, and how.
-
-    Args:
-        input: Files, folders, globs or URLs: plain text, JSON lines, Parquet (also .gz, .zst, .bz2, .xz), nanoGPT's
-            .bin, NumPy's .npy; or embedded:sotu, 11 MB of speeches to try things with. Names such as train.txt and
-            val.txt decide the split, if all files have one.
-        output: Folder to make: train/ val/ tokenizer.json manifest.json.
-        tokenizer: A tokenizer.json or its folder or URL, a name on the Hugging Face hub such as gpt2, or the meta.json
-            of characters; "bpe" or "char" learns one from the training documents.
-        vocab_size: Tokens of a "bpe"; other tokenizers have their own.
-        val_fraction: Fraction of the documents for validation, chosen by a hash of their text; 0 for none.
-        workers: Processes, one a core if not given. The result is the same for any number.
-        packing: How documents become samples. "stream": they are laid end to end, and every `seq_len` tokens are a
-            sample, which begins and ends anywhere. "whole": no document is cut that fits a sample, which begins with
-            one or continues a longer one; the rest of it is filled up and not trained on.
-        seq_len: Tokens that a sample of "whole" predicts: the context of the model.
-        text_key: Key or column of the text in JSON lines and Parquet.
-        eos_token: Token that ends a document, where the tokenizer's own files do not say.
-        shard_tokens: Tokens of a shard, about.
-        sample_bytes: Most text that a "bpe" or "char" is learned from.
-    """
-
-    input: list[str] = field(default_factory=list)
-    output: str = ""
-    tokenizer: str = "bpe"
-    vocab_size: Count = Count(32768)
-    val_fraction: float = 0.01
-    workers: int | None = None
-    packing: Packing = "stream"
-    seq_len: Count | None = None
-    text_key: str = "text"
-    eos_token: str | None = None
-    shard_tokens: Count = Count(100_000_000)
-    sample_bytes: Count = Count(200_000_000)
-
-    def check(self) -> None:
-        """Raises:
-        RequestError: an option is out of range.
-        """
-        if not self.output:
-            raise RequestError("say with --output which folder to make")
-        refuse_url("--output", self.output)
-        if Path(self.output).is_file():
-            raise RequestError(f"--output {self.output} is a file; give a folder")
-        if not 0 <= self.val_fraction < 1:
-            raise RequestError(f"--val_fraction {self.val_fraction} must be at least 0 and less than 1")
-        if self.workers is not None and self.workers < 1:
-            raise RequestError(f"--workers {self.workers}: at least 1")
-        if self.packing == "whole" and self.seq_len is None:
-            raise RequestError("--packing whole: say with --seq_len how many tokens a sample predicts, which is the "
-                               "model's max_position_embeddings")  # fmt: skip
-        if self.packing == "stream" and self.seq_len is not None:
-            raise RequestError("--seq_len is for --packing whole; a stream is cut into samples when it is trained on")
-        if self.seq_len is not None and not 2 <= self.seq_len <= LONGEST_ROW:
-            raise RequestError(f"--seq_len {self.seq_len}: from 2 to {LONGEST_ROW}")
-        if self.eos_token is not None and self.tokenizer in LEARNED:
-            raise RequestError(f"--eos_token is for a tokenizer.json; a learned {self.tokenizer!r} has its own")
-        if self.shard_tokens < 1 or self.sample_bytes < 1:
-            raise RequestError("--shard_tokens and --sample_bytes are at least 1")
 
 
 class Split(NamedTuple):

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import (
@@ -23,11 +23,10 @@ from torch.nn.attention import (
 from lm.errors import RequestError
 from lm.kernels.runtime import cache_folder, write_cached
 from lm.model.attention import AttentionMask, attend, backends, enter_kernels, kernel_order
-from lm.model.config import DecoderConfig
+from lm.model.config import Attention, DecoderConfig
 from lm.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
-Attention = Literal["auto", "cudnn", "flash", "flash3", "flash4", "efficient", "math"]
 FLASH = {"flash": None, "flash3": "FA3", "flash4": "FA4"}  # torch's names of versions that are wheels of their own
 SECONDS = 0.03  # that a kernel is timed for
 

@@ -5,7 +5,7 @@ Every block is compiled, and the loss. All blocks share one graph, so compiling 
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.errors import RequestError
 from lm.kernels.torch_private import foreach_zero_, set_compile_options, uncompiled_backend
+from lm.model.config import ActivationCheckpointing, Compile
 from lm.model.fused import FusedBlock, is_fused
 
-Compile = Literal["none", "inductor", "triton_free"]
-ActivationCheckpointing = Literal["none", "selective", "block"]
 RECOMPUTED_FROM = "2.13"  # torch version in which compiled code recomputes what our autograd functions save
 
 

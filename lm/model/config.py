@@ -1,12 +1,17 @@
-"""`DecoderConfig`: the shape of a decoder, checked when it is made."""
+"""`DecoderConfig`: the shape of a decoder, checked when it is made; and the names of what can compute it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lm.errors import RequestError
 from lm.system.units import Count
 
 LARGEST = 2**31 - 1  # of a dimension
 MOST_LAYERS = 10_000
+
+Attention = Literal["auto", "cudnn", "flash", "flash3", "flash4", "efficient", "math"]
+Compile = Literal["none", "inductor", "triton_free"]
+ActivationCheckpointing = Literal["none", "selective", "block"]
 
 
 @dataclass

@@ -5,9 +5,12 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from functools import wraps
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser
@@ -71,6 +74,54 @@ def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: s
     if any(action.dest in lists and not action.option_strings for action in parser._actions):
         spelled = gather(spelled)
     return function(**parser.instantiate_classes(parser.parse_args(spelled)).as_dict())
+
+
+def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates an `__init__(self, config)` so that the class is called with the fields of this dataclass.
+
+    `Trainer(max_steps=10)` makes a `TrainerConfig` and gives it to the decorated function. `help()` and parsers see the
+    fields.
+
+    Args:
+        options: the dataclass.
+        types: what it names in quotes, because to import it would take seconds.
+    """
+
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        @wraps(init)
+        def __init__(self: Any, *args: Any, **given: Any) -> None:
+            init(self, build_options(options, init.__qualname__.partition(".")[0], *args, **given))
+
+        hints = get_type_hints(options, localns=types)
+        parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
+        for one in fields(options):
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            parameters.append(Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, annotation=hints[one.name],
+                                        default=Parameter.empty if default is MISSING else default))  # fmt: skip
+        __init__.__signature__, __init__.__annotations__ = Signature(parameters), hints
+        __init__.__doc__ = options.__doc__
+        return __init__
+
+    return decorate
+
+
+def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
+    """A dataclass of options, made of the arguments of a call; a count may be a text, as in a config.
+
+    Raises:
+        RequestError: there is no such option, which names the nearest, or a value is out of range.
+    """
+    kinds = {one.name: one.type for one in fields(options)}
+    if unknown := [name for name in given if name not in kinds]:
+        hints = {name: nearest_option(name, list(kinds)) for name in unknown}
+        raise RequestError(f"{caller}: {unknown_options(hints)}")
+    for name, value in given.items():
+        if isinstance(value, str) and Count in (kinds[name], *get_args(kinds[name])):
+            try:
+                given[name] = parse_count(value)
+            except ValueError as error:
+                raise RequestError(f"{caller}({name}={value!r}): {error}") from error
+    return options(*args, **given)
 
 
 def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[str] = ()) -> list[str]:

@@ -15,7 +15,6 @@ from statistics import fmean, median, pstdev
 from typing import Any, NoReturn
 
 from lm.errors import RequestError
-from lm.evaluation.statistics import perplexity
 from lm.model.config import DecoderConfig
 from lm.runs.metrics import METRICS
 
@@ -202,7 +201,7 @@ def true_of_untrained(texts: Iterable[str], config: DecoderConfig, step: int, to
     found: dict[str, float] = {}
     for loss in (least, least + config.hidden_size * config.initializer_range**2 / 2):
         line = {"step": step, "data/tokens": tokens, "train/loss": loss, "train/max_loss": loss, "val/loss": loss,
-                "train/perplexity": perplexity(loss), "val/perplexity": perplexity(loss)}  # fmt: skip
+                **dict.fromkeys(("train/perplexity", "val/perplexity"), math.exp(min(loss, 700.0)))}  # fmt: skip
         holding = AlertEvaluator(texts).evaluate(line)
         found = {each.text: loss for each, holds in holding.items() if holds} | found
     return found

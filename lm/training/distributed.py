@@ -16,10 +16,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,6 +43,7 @@ from torch.optim import Optimizer
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.system.process import PARENT, code_for_launcher, under_torchrun
 from lm.system.units import plural
+from lm.training.config import DistributedConfig
 from lm.training.lightning_patches import OwnLauncher, ScriptLauncher, set_group_timeout
 from lm.training.muon import Muon
 
@@ -246,84 +246,8 @@ def _with_restarts(function: Callable) -> Callable:
 
 # ---- strategies ------------------------------------------------------------------------------------------------------
 
-Sharding = Literal["auto", "ddp", "fsdp2", "hsdp"]
-
-
-@dataclass
-class DistributedConfig:
-    """What ranks exchange, and when. What is not given is PyTorch's default.
-
-    Args:
-        reduce_dtype: Precision in which gradients are added up over the ranks: `bf16` halves what is sent and rounds;
-            `fp32` if not given.
-        bucket_mb: DDP: megabytes of gradients that are sent together; 25 if not given.
-        reshard: FSDP2: whether a block's whole weights are freed between its forward and its backward pass; true if
-            not given. False sends a third less and takes the memory of a whole model in the gathered precision.
-        prefetch: FSDP2: blocks whose weights are gathered ahead of the one that is computed; 1 if not given.
-    """
-
-    reduce_dtype: Literal["fp32", "bf16"] | None = None
-    bucket_mb: int | None = None
-    reshard: bool | None = None
-    prefetch: int | None = None
-
-    def gathered_blocks(self, blocks: int) -> int:
-        """FSDP2: how many of the blocks have their whole weights on a device at once."""
-        return blocks if self.reshard is False else min(blocks, 1 + (self.prefetch or 1))
-
-    def refuse(self, strategy: Sharding, devices: int, num_nodes: int, precision: str) -> None:
-        """Refuse what would change nothing, before anything starts.
-
-        Under torchrun, whose count may be another after a restart, a count that makes it so is logged.
-
-        Args:
-            strategy: as `trainer.strategy`.
-            devices: over all nodes.
-            num_nodes: how many nodes.
-            precision: as `trainer.precision`.
-
-        Raises:
-            RequestError: names the option and the cure.
-        """
-        if strategy == "hsdp" and num_nodes == 1 and under_torchrun():
-            log.info("trainer.strategy hsdp is fsdp2 as long as there is one node")
-        elif strategy == "hsdp" and (num_nodes == 1 or devices == num_nodes):
-            other, where = ("fsdp2", "one node") if num_nodes == 1 else ("ddp", "one device a node")
-            raise RequestError(
-                f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be "
-                f"{other}: give --trainer.strategy {other}"
-            )
-        kind = "ddp" if strategy in ("auto", "ddp") else "fsdp2"
-        of = {"bucket_mb": "ddp", "reshard": "fsdp2", "prefetch": "fsdp2"}
-        for name, value in vars(self).items():
-            if value is None:
-                continue
-            needs, alone = of.get(name, "several devices"), devices == 1
-            if alone and under_torchrun() and needs in (kind, "several devices"):
-                log.info("trainer.distributed.%s changes nothing as long as there is one device", name)
-            elif alone or needs not in (kind, "several devices"):
-                raise RequestError(
-                    f"trainer.distributed.{name} is for {needs}, and this training is on "
-                    f"{'one device' if alone else kind}: leave it out"
-                )
-            if name in ("bucket_mb", "prefetch") and value < 1:
-                raise RequestError(f"trainer.distributed.{name} {value} must be at least 1")
-        if self.reduce_dtype is not None and precision == "bf16-true":
-            raise RequestError(
-                "trainer.distributed.reduce_dtype is for gradients in fp32, and trainer.precision bf16-true has them "
-                "in bf16: leave it out, or give --trainer.precision bf16-mixed"
-            )
-        if self.reduce_dtype == "bf16" and precision == "16-mixed":
-            raise RequestError(
-                "trainer.distributed.reduce_dtype bf16 does not go with trainer.precision 16-mixed, whose scaled "
-                "gradients need fp16's digits: leave it out, or give --trainer.precision bf16-mixed"
-            )
-
-
 START_TIMEOUT = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
 NCCL_MARGIN = 60.0  # seconds
-
-
 UNUSED_CURE = ("ddp needs a gradient of each on every rank: use them in every loss, freeze them with "
                "requires_grad_(False), or train on one device")  # fmt: skip
 

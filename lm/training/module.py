@@ -6,10 +6,10 @@ This is the one place that sees both the model and the data.
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from inspect import signature
-from typing import Any, Literal
+from inspect import currentframe
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -20,9 +20,8 @@ from lm.data.loader import Batch
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, loss_metrics
-from lm.model.attention_choice import Attention
 from lm.model.build import NOT_BUILT, BuildOptions, build
-from lm.model.compile import ActivationCheckpointing, Compile, GraphedMicroBatch
+from lm.model.compile import GraphedMicroBatch
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.custom import (
     attach_config,
@@ -37,16 +36,17 @@ from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.model.fused import is_fused
 from lm.model.low_precision import WeightCopies
-from lm.system.arguments import shown
+from lm.system.arguments import arguments_from
 from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
 from lm.training.callback import call_hook
+from lm.training.config import ModelConfig
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
 from lm.training.lightning_patches import attached_trainer, drop_step_context, loss_scale
-from lm.training.optim import OptimizerConfig, build_optimizer
+from lm.training.optim import build_optimizer
 from lm.training.plain_trainer import PlainRunState
 from lm.training.run_state import RunState
-from lm.training.schedule import ScheduleConfig, lr_fraction
+from lm.training.schedule import lr_fraction
 from lm.training.step import OptimizerStep, total_norm
 from lm.training.trainer import Trainer
 
@@ -56,51 +56,28 @@ log = logging.getLogger(__name__)
 class LanguageModule(LightningModule):
     """A decoder and how it is trained.
 
-    Args:
-        decoder: Shape of the decoder, in Hugging Face's names.
-        optimizer: Which optimizer, and its settings.
-        schedule: Learning-rate schedule over optimizer steps.
-        document_mask: Keep attention inside a document and restart positions at its beginning, the end-of-text token
-            before its first one.
-        z_loss: Weight of the squared log of the partition function in the training loss; keeps logits from drifting.
-        kernels: Our CUDA kernels: `on`, `off`, or `auto`, where they can run.
-        compile: What runs a block: `none` is eager mode, `inductor` generates code, `triton_free` traces forward and
-            backward pass together and generates none.
-        activation_checkpointing: Compute activations again in the backward pass instead of keeping them: `selective`
-            those of the MLPs, which are the most; `block` all; `none` of them. Less memory for more time.
-        attention: The library's kernel for attention on a GPU; `auto` measures which is the fastest.
-        cuda_graphs: Record a micro-batch's forward and backward pass once and replay it; for small models.
+    Its arguments are the fields of `ModelConfig`, where each is explained.
     """
 
-    def __init__(
-        self,
-        decoder: DecoderConfig,  # no default: its `__post_init__` would freeze the fields that follow from others
-        optimizer: OptimizerConfig = OptimizerConfig(),
-        schedule: ScheduleConfig = ScheduleConfig(),
-        document_mask: bool = False,
-        z_loss: float = 0.0,
-        kernels: Literal["auto", "on", "off"] | bool = "auto",
-        compile: Compile = "none",
-        activation_checkpointing: ActivationCheckpointing = "none",
-        attention: Attention = "auto",
-        cuda_graphs: bool = False,
-    ) -> None:
+    @arguments_from(ModelConfig)
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        _refuse_other_kinds(decoder=(decoder, DecoderConfig), optimizer=(optimizer, OptimizerConfig),
-                            schedule=(schedule, ScheduleConfig))  # fmt: skip
-        # What a subclass adds is in `hparams`: checkpoints name it, to build the model again.
-        self.save_hyperparameters(ignore=[*signature(LanguageModule.__init__).parameters], logger=False)
+        # What a subclass adds is in `hparams`: checkpoints name it, to build the model again. Lightning looks for it in
+        # the frames of the constructors, from the caller of this one on.
+        self.save_hyperparameters(
+            ignore=[option.name for option in fields(ModelConfig)], frame=currentframe().f_back, logger=False
+        )
         self.automatic_optimization = False  # Lightning's batch is an optimizer step, and `training_step` takes it
-        self.config = decoder
-        self.optimizer_config = optimizer
-        self.schedule_config = schedule
-        self.document_mask = document_mask
-        self.z_loss = z_loss
-        self.kernels = {True: "on", False: "off"}.get(kernels, kernels)  # YAML takes a bare `on` for true
-        self.compile_mode = compile
-        self.activation_checkpointing = activation_checkpointing
-        self.attention = attention
-        self.cuda_graphs = cuda_graphs
+        self.config = config.decoder
+        self.optimizer_config = config.optimizer
+        self.schedule_config = config.schedule
+        self.document_mask = config.document_mask
+        self.z_loss = config.z_loss
+        self.kernels = {True: "on", False: "off"}.get(config.kernels, config.kernels)  # YAML takes a bare `on` for true
+        self.compile_mode = config.compile
+        self.activation_checkpointing = config.activation_checkpointing
+        self.attention = config.attention
+        self.cuda_graphs = config.cuda_graphs
         self.run_state: RunState = PlainRunState()
         self.step: OptimizerStep | None = None  # while training
         self.weight_copies: AbstractContextManager = nullcontext()  # in half precision, while training
@@ -358,16 +335,6 @@ class StepDropped(Exception):
 def _drop_step_in_time() -> None:
     if STOP.half_time_over:
         raise StepDropped
-
-
-def _refuse_other_kinds(**arguments: tuple[Any, type]) -> None:
-    """Raise RequestError for an argument that is no object of its class."""
-    for name, (value, kind) in arguments.items():
-        if not isinstance(value, kind):
-            such = {"decoder": "hidden_size=64, num_hidden_layers=2", "schedule": "name='cosine'",
-                    "optimizer": "class_path='torch.optim.SGD', lr=0.1"}[name]  # fmt: skip
-            raise RequestError(f"LanguageModule: {name} is {shown(value)}, and has to be such as "
-                               f"lm.{kind.__name__}({such})")  # fmt: skip
 
 
 def training_class() -> type[LanguageModule]:

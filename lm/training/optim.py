@@ -5,8 +5,7 @@ the steps is in `training/schedule`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,101 +13,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lm.errors import RequestError
 from lm.model.estimates import OptimizerState
+from lm.training.config import GroupConfig, OptimizerConfig
 from lm.training.muon import ADAMW_SLOTS, MUON_SLOTS, Muon
-from lm.training.optimizer_class import OURS, build_by_class, same_class, try_optimizer
+from lm.training.optimizer_class import build_by_class, same_class, try_optimizer
 
 
-@dataclass
-class GroupConfig:
-    """Settings of one group of parameters, in place of the optimizer's.
-
-    Args:
-        lr: Its peak learning rate.
-        weight_decay: Its decay.
-    """
-
-    lr: float | None = None
-    weight_decay: float | None = None
-
-
-@dataclass
-class GroupsConfig:
-    """Settings for groups of parameters; what is not given is the optimizer's own.
-
-    Args:
-        matrices: The matrices inside the blocks.
-        embedding: The embedding; where it is tied, also the output matrix.
-        output: The output matrix, where it is not the embedding.
-        norms: All vectors; they are not decayed unless a decay is given here.
-    """
-
-    matrices: GroupConfig = field(default_factory=GroupConfig)
-    embedding: GroupConfig = field(default_factory=GroupConfig)
-    output: GroupConfig = field(default_factory=GroupConfig)
-    norms: GroupConfig = field(default_factory=GroupConfig)
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) for all parameters, or Muon for the matrices in the blocks.
-
-    Args:
-        name: `adamw`; or `muon`: Muon for the matrices inside the blocks and AdamW for the rest, with updates of one
-            size, so that they share learning rate and decay.
-        class_path: In place of `name`, an optimizer of torch's or one's own, such as `torch.optim.SGD`.
-        init_args: Arguments of that class, all but lr and weight_decay.
-        lr: Peak learning rate.
-        betas: AdamW: decay rates of the running means of the gradient and of its square.
-        eps: AdamW: added to the denominator.
-        momentum: Muon: decay rate of the running mean of the gradient.
-        weight_decay: Decoupled decay, on matrices only.
-        groups: A learning rate and a decay for a group of parameters: matrices, embedding, output, norms.
-
-    Raises:
-        RequestError: a number outside its range, or an option of AdamW or Muon for another class.
-    """
-
-    name: Literal["adamw", "muon"] = "adamw"
-    class_path: str | None = None
-    init_args: dict[str, Any] = field(default_factory=dict)
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.95
-    weight_decay: float = 0.1
-    groups: GroupsConfig = field(default_factory=GroupsConfig)
-
-    @property
-    def state(self) -> OptimizerState:
-        """How many values it keeps for each parameter."""
-        if self.class_path is not None:
-            values = try_optimizer(self.class_path, self.init_args, self.weight_decay).values
-            return OptimizerState(values, values)
-        return OptimizerState(hidden=len(MUON_SLOTS), divided=True) if self.name == "muon" else OptimizerState()
-
-    def __post_init__(self) -> None:
-        if self.init_args and self.class_path is None:
-            raise RequestError("model.optimizer.init_args are for a class: give model.optimizer.class_path")
-        for name in OURS:
-            if name in self.init_args:
-                raise RequestError(f"model.optimizer.init_args.{name}: give model.optimizer.{name}, which schedule and "
-                                   "groups begin from")  # fmt: skip
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise RequestError(f"model.optimizer.betas {self.betas} must lie in [0, 1)")
-        if not 0 <= self.momentum < 1:
-            raise RequestError(f"model.optimizer.momentum {self.momentum} must lie in [0, 1)")
-        places = {"": self, **{f"groups.{name}.": group for name, group in vars(self.groups).items()}}
-        for place, settings in places.items():
-            if settings.lr is not None and not settings.lr > 0:
-                raise RequestError(f"model.optimizer.{place}lr {settings.lr} must be above 0")
-            if settings.weight_decay is not None and not settings.weight_decay >= 0:
-                raise RequestError(f"model.optimizer.{place}weight_decay {settings.weight_decay} must not be below 0")
-
-    def left_out(self) -> list[str]:
-        """Options of AdamW and Muon that are set, and that the class of `class_path` does not get."""
-        given = ("class_path", "init_args", "groups", *OURS)
-        options = fields(self) if self.class_path else ()
-        return [one.name for one in options if one.name not in given and getattr(self, one.name) != one.default]
+def state_size(config: OptimizerConfig) -> OptimizerState:
+    """How many values the optimizer keeps for each parameter."""
+    if config.class_path is not None:
+        values = try_optimizer(config.class_path, config.init_args, config.weight_decay).values
+        return OptimizerState(values, values)
+    return OptimizerState(hidden=len(MUON_SLOTS), divided=True) if config.name == "muon" else OptimizerState()
 
 
 def group_of(name: str, parameter: Tensor, embeddings: Collection[str] = ("embed_tokens.weight",)) -> str:

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lm.errors import RequestError, first_line
 from lm.runs.checkpoint import encode
+from lm.training.config import OURS
 
-OURS = ("lr", "weight_decay")  # which `model.optimizer` gives, and its groups
 TRIAL = 256  # rows and columns of the matrix that an optimizer is tried on
 
 

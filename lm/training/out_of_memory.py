@@ -18,6 +18,7 @@ from lm.model.estimates import OptimizerState, Step, checkpoint_bytes, largest_m
 from lm.system.hardware import process_bytes
 from lm.system.units import format_bytes
 from lm.training.distributed import FullyShardedStrategy
+from lm.training.optim import state_size
 
 MESSAGES = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # in a RuntimeError of torch
 REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)")
@@ -48,7 +49,7 @@ def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) 
         before: bytes of this process when the training began, weights included; None: it had not begun.
     """
     module, device, steps_taken = trainer.lightning_module, trainer.strategy.root_device, trainer.global_step
-    step, state = step_of(trainer), module.optimizer_config.state
+    step, state = step_of(trainer), state_size(module.optimizer_config)
     had, reserve = None, 0
     if device.type == "cuda":
         had = torch.cuda.max_memory_allocated(device)

@@ -18,7 +18,6 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lm.data.loader import Cursor
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
-from lm.system import arguments  # noqa: F401  # tells every parser, also a LightningCLI of one's own, what a Count is
 from lm.training.run_state import OTHER_TRAINER, RunState
 from lm.training.schedule import plan_steps, warmup_and_decay_steps
 

@@ -2,7 +2,6 @@
 
 import logging
 from fnmatch import fnmatchcase
-from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,9 +14,9 @@ from lm.kernels.operations import kernels_missing
 from lm.model.decoder import Decoder, Linear
 from lm.model.low_precision import LowPrecisionLinear, use_low_precision
 from lm.system.hardware import cpu_half_precision, device_name, has_fp8
+from lm.training.config import Precision
 
 log = logging.getLogger(__name__)
-Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "fp8-tensorwise", "fp8-rowwise"]
 
 
 class Float8Precision(MixedPrecision):

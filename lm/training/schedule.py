@@ -2,62 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from lm.errors import RequestError
-from lm.system.units import Count, plural
+from lm.system.units import plural
+from lm.training.config import ScheduleConfig
 
 # ---- learning rate ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class ScheduleConfig:
-    """The learning rate over the optimizer steps.
-
-    Args:
-        name: Shape after the warm-up; `wsd` is warm-up, stable, decay: constant, then linear down at the end.
-        warmup_steps: Steps of linear rise from 0.
-        warmup_ratio: In place of warmup_steps: the same as a fraction of the run.
-        final_fraction: Fraction of the peak that is left at the end (unused by `constant`).
-        decay_steps: `wsd`: length of the fall at the end. `cosine`, `linear`: step at which the fall ends,
-            the whole run if not given.
-        decay_ratio: In place of decay_steps: the same as a fraction of the run.
-        begin_step: Of a branch: the step at which this schedule begins. Lengths and fractions of the run count from it.
-        begin_fraction: Of a branch: the fraction of the peak at that step, from which the rate rises in a warm-up;
-            without one it is what falls, or stays.
-
-    Raises:
-        RequestError: a fraction outside [0, 1], or a length that is given twice.
-    """
-
-    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: Count = Count(0)
-    warmup_ratio: float | None = None
-    final_fraction: float = 0.1
-    decay_steps: Count | None = None
-    decay_ratio: float | None = None
-    begin_step: Count = Count(0)
-    begin_fraction: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("final_fraction", "warmup_ratio", "decay_ratio", "begin_fraction"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise RequestError(f"model.schedule.{name} {value} must lie in [0, 1]")
-        for name in ("warmup", "decay"):
-            steps, ratio = getattr(self, f"{name}_steps"), getattr(self, f"{name}_ratio")
-            if steps and ratio is not None:
-                raise RequestError(
-                    f"model.schedule.{name}_steps {steps} and model.schedule.{name}_ratio {ratio} are two lengths for "
-                    f"one thing: leave one out, or set {name}_steps to 0 or {name}_ratio to null"
-                )
-        if self.begin_fraction and not self.begin_step:
-            raise RequestError("model.schedule.begin_fraction is for a branch: give begin_step too, or leave it out")
-        if self.name == "wsd" and (self.warmup_ratio or 0) + (self.decay_ratio or 0) > 1:
-            raise RequestError(
-                f"model.schedule.warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} together are more "
-                "than the whole run"
-            )
 
 
 def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int, int]:

@@ -1,14 +1,12 @@
 """Lightning's Trainer in the words of pretraining: optimizer steps and tokens, not micro-batches and epochs."""
 
 import logging
-import math
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import lightning.pytorch as lightning
 import torch
@@ -20,164 +18,56 @@ from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
 
 from lm.data.datamodule import DataModule
-from lm.errors import DataError, Interrupted, LmError, RequestError, require_at_least
+from lm.errors import DataError, Interrupted, LmError, RequestError
 from lm.runs.checkpoint import read_progress
 from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.run import Run
+from lm.system.arguments import arguments_from
 from lm.system.hardware import device_name, keep_freed_memory, peak_flops, process_bytes
 from lm.system.stop_signals import STOP
-from lm.system.units import Count, plural
+from lm.system.units import plural
 from lm.training.callback import refuse_callbacks
 from lm.training.checkpoint_state import FolderCheckpointIO
-from lm.training.distributed import (
-    DistributedConfig,
-    FullyShardedStrategy,
-    ReplicatedStrategy,
-    Sharding,
-    how_to_resume,
-    srun_world,
-    torchrun_world,
-)
+from lm.training.config import TrainerConfig
+from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy, how_to_resume, srun_world, torchrun_world
 from lm.training.lightning_patches import PatchedTrainer, report_path
 from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
-from lm.training.precision import (
-    Float8Precision,
-    Precision,
-    choose_precision,
-    multiplication_precision,
-    refuse_matmul_precision,
-)
+from lm.training.precision import Float8Precision, choose_precision, multiplication_precision, refuse_matmul_precision
 from lm.training.run_state import RunState
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 
 log = logging.getLogger(__name__)
-YEAR = 365 * 24 * 3600  # seconds
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
-
-
-@dataclass
-class EarlyStoppingConfig:
-    """When to stop before the steps are done.
-
-    Args:
-        patience: Validations in a row without a new best before the run stops; none: never.
-        min_delta: How much lower the validation loss must be to count as a new best, here and for the best checkpoint.
-    """
-
-    patience: int | None = None
-    min_delta: float = 0.0
 
 
 class Trainer(PatchedTrainer):
     """Trains for a number of optimizer steps on a stream that has no end.
 
-    Args:
-        max_steps: Optimizer steps of the run; or
-        max_tokens: tokens of the run, rounded up to whole steps.
-        val_interval: Optimizer steps between validations; the last step is always validated.
-        checkpoint_interval: Optimizer steps between checkpoints.
-        keep_checkpoints: How many of the newest checkpoints are kept beside the best.
-        keep_every: Checkpoints of steps that are multiples of this are taken too, and kept for good; none: none.
-        stop_within: Seconds that the run may take after a signal, on a single device. A step that is not done in half
-            of them is dropped; after all of them the process ends, and the newest checkpoint is the one to resume from.
-            0: as long as it takes.
-        log_interval: Optimizer steps between log lines.
-        histogram_interval: Optimizer steps between histograms of the weights in TensorBoard; none: no histograms.
-        early_stopping: When to stop before the steps are done; off unless a patience is given.
-        gradient_clip_val: Largest global norm of the gradient; none: no clipping.
-        precision: Number format. A half precision that a CPU does not do well becomes one that it does. The FP8 ones
-            multiply the blocks' matrices in FP8 and do the rest as bf16-mixed does, with a scale for each matrix
-            (tensorwise) or for each of its rows (rowwise); Ada, Hopper and later.
-        fp8_keep: Matrices that FP8 leaves in bf16, as patterns of their names, such as `layers.0.*` or `*.down_proj`;
-            those of the last block if not given.
-        accelerator: Where to train; `gpu` is CUDA or, on a Mac, MPS.
-        devices: How many devices of a node, or which. Under `torchrun` its `--nproc_per_node` counts, under `srun` its
-            tasks.
-        num_nodes: How many nodes. Under `torchrun` or `srun` its `--nnodes` or `--nodes` counts.
-        matmul_precision: How fp32 matrices are multiplied on a GPU: `high` as TF32, which keeps 10 bits of the
-            mantissa and is several times faster; `medium` in bf16 where that exists. For precision 32-true.
-        peak_tflops: Peak of a device in this precision, for MFU: dense TFLOP/s with fp32 accumulation; that of the
-            table of devices if not given.
-        strategy: Over several devices: `ddp` has a whole model on each, `fsdp2` a shard, and with `hsdp` the devices of
-            a node share a model. `auto` is `ddp`.
-        distributed: What devices exchange: reduce_dtype, bucket_mb, reshard, prefetch.
-        rank_timeout: Seconds that ranks wait for one another before the run ends; longer than anything that one of
-            them does alone, such as an evaluation.
-        deterministic: Refuse operations whose result may differ from run to run.
-        detect_anomaly: Find the operation that made a NaN; slow.
-        profiler: One of Lightning's profilers: `simple` or `advanced`. Its report is a file in the run's folder.
-        logger: One or several of Lightning's loggers, beside TensorBoard and `metrics.jsonl`.
-        callbacks: More Lightning callbacks.
-        default_root_dir: Folder of the runs, on a disk.
-        mirror: An object store that has a copy of each run: `s3://bucket/folder`, `gs://...`, `file:///...`. It is
-            updated after each checkpoint, in the background. A run that is to be resumed comes from there where the
-            folder on the disk is gone or older.
+    Its arguments are the fields of `TrainerConfig`, where each is explained.
     """
 
-    def __init__(
-        self,
-        max_steps: Count | None = None,
-        max_tokens: Count | None = None,
-        val_interval: Count = Count(250),
-        checkpoint_interval: Count = Count(250),
-        keep_checkpoints: int = 1,
-        keep_every: Count | None = None,
-        stop_within: float = 15.0,
-        log_interval: Count = Count(10),
-        histogram_interval: Count | None = None,
-        early_stopping: EarlyStoppingConfig = EarlyStoppingConfig(),
-        gradient_clip_val: float | None = 1.0,
-        precision: Precision = "32-true",
-        fp8_keep: list[str] | None = None,
-        accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto",
-        devices: int | str | list[int] = "auto",
-        num_nodes: int = 1,
-        matmul_precision: Literal["highest", "high", "medium"] = "highest",
-        peak_tflops: float | None = None,
-        strategy: Sharding = "auto",
-        distributed: DistributedConfig = DistributedConfig(),
-        rank_timeout: float = 1800.0,
-        deterministic: bool = False,
-        detect_anomaly: bool = False,
-        profiler: Literal["simple", "advanced"] | None = None,
-        logger: Logger | list[Logger] | None = None,
-        callbacks: list[Callback] | None = None,
-        default_root_dir: str = "checkpoints",
-        mirror: str | None = None,
-    ) -> None:
-        refuse_remote_root(default_root_dir)
-        require_at_least(
-            1, "trainer.", val_interval=val_interval, checkpoint_interval=checkpoint_interval,
-            log_interval=log_interval, histogram_interval=histogram_interval, keep_checkpoints=keep_checkpoints,
-            keep_every=keep_every, **{"early_stopping.patience": early_stopping.patience}, num_nodes=num_nodes,
-        )  # fmt: skip
-        if not 0 <= stop_within <= YEAR:
-            raise RequestError(f"trainer.stop_within {stop_within} is a number of seconds: from 0 to {YEAR:,}")
-        if not 0 < rank_timeout <= YEAR:
-            raise RequestError(f"trainer.rank_timeout {rank_timeout} is a number of seconds: more than 0, to {YEAR:,}")
-        if peak_tflops is not None and not 0 < peak_tflops < math.inf:
-            raise RequestError(f"trainer.peak_tflops {peak_tflops} must be above 0")
-        refuse_accelerator(accelerator)
-        refuse_callbacks(callbacks or [])
-        torch.set_float32_matmul_precision(matmul_precision)
-        self.matmul_precision = matmul_precision
-        self.peak_tflops = peak_tflops
-        self.sharding, self.distributed = strategy, distributed
-        self._wanted = {"max_steps": max_steps, "max_tokens": max_tokens}
-        self.val_interval = val_interval
-        self.checkpoint_interval = checkpoint_interval
-        self.keep_checkpoints = keep_checkpoints
-        self.stop_within = stop_within
-        self.rank_timeout = rank_timeout
-        self.log_interval = log_interval
-        self.histogram_interval = histogram_interval
-        self.early_stopping = early_stopping
-        self.own_loggers = [logger] if isinstance(logger, Logger) else logger or []
-        self.mirror = Mirror(mirror) if mirror else None
-        self.run_state = RunState(clip=gradient_clip_val)  # Lightning clips nothing here: `training/step` does
+    @arguments_from(TrainerConfig, Callback=Callback, Logger=Logger)
+    def __init__(self, config: TrainerConfig) -> None:
+        refuse_remote_root(config.default_root_dir)
+        refuse_accelerator(config.accelerator)
+        refuse_callbacks(config.callbacks or [])
+        torch.set_float32_matmul_precision(config.matmul_precision)
+        self.matmul_precision = config.matmul_precision
+        self.peak_tflops = config.peak_tflops
+        self.sharding, self.distributed = config.strategy, config.distributed
+        self._wanted = {"max_steps": config.max_steps, "max_tokens": config.max_tokens}
+        self.val_interval = config.val_interval
+        self.checkpoint_interval = config.checkpoint_interval
+        self.stop_within = config.stop_within
+        self.rank_timeout = config.rank_timeout
+        self.log_interval = config.log_interval
+        self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
+        self.mirror = Mirror(config.mirror) if config.mirror else None
+        self.run_state = RunState(clip=config.gradient_clip_val)  # Lightning clips nothing here: `training/step` does
         self._memory_before: int | None = None  # bytes of this process when the training began
         self.checkpoint_io = FolderCheckpointIO()
         plugins: list[Any] = [self.checkpoint_io]
+        devices, num_nodes, profiler = config.devices, config.num_nodes, config.profiler
         if torchrun := torchrun_world():
             devices, num_nodes = _as_started("torchrun", torchrun, devices, num_nodes)
         elif srun := srun_world():
@@ -185,7 +75,7 @@ class Trainer(PatchedTrainer):
             plugins.append(SLURMEnvironment(auto_requeue=False))  # ours saves and exits 75
         elif SLURMEnvironment.detect():
             plugins.append(LightningEnvironment())
-        chosen = choose_precision(precision, fp8_keep, accelerator)
+        chosen = choose_precision(config.precision, config.fp8_keep, config.accelerator)
         if isinstance(chosen, Float8Precision):
             plugins.append(chosen)
         super().__init__(
@@ -195,19 +85,19 @@ class Trainer(PatchedTrainer):
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
             logger=False,
-            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks or ()),
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in config.callbacks or ()),
             enable_progress_bar=False,
             enable_model_summary=False,
             precision=chosen if isinstance(chosen, str) else None,
-            accelerator=accelerator,
+            accelerator=config.accelerator,
             devices=devices,
             num_nodes=num_nodes,
-            strategy=_strategy(strategy, _devices(accelerator, devices), num_nodes, rank_timeout, distributed),
-            deterministic=deterministic,
-            detect_anomaly=detect_anomaly,
+            strategy=_strategy(config, _devices(config.accelerator, devices), num_nodes),
+            deterministic=config.deterministic,
+            detect_anomaly=config.detect_anomaly,
             profiler=PROFILERS[profiler](filename="profile") if profiler in PROFILERS else profiler,
-            callbacks=callbacks,
-            default_root_dir=default_root_dir,
+            callbacks=config.callbacks,
+            default_root_dir=config.default_root_dir,
             plugins=plugins,
         )
         environment = getattr(self.strategy, "cluster_environment", None)
@@ -443,15 +333,14 @@ def _devices(accelerator: str, devices: int | str | list[int]) -> int:
     return torch.cuda.device_count() if on_gpu else 1
 
 
-def _strategy(
-    name: Sharding, devices: int, num_nodes: int, rank_timeout: float, options: DistributedConfig
-) -> Strategy | str:
+def _strategy(config: TrainerConfig, devices: int, num_nodes: int) -> Strategy | str:
     world_size = devices * num_nodes
     if world_size == 1 and not torchrun_world():
         return "auto"
-    if name in ("fsdp2", "hsdp"):
-        return FullyShardedStrategy(world_size, rank_timeout, options, replicas=num_nodes if name == "hsdp" else 1)
-    return ReplicatedStrategy(rank_timeout, options)
+    if config.strategy in ("fsdp2", "hsdp"):
+        replicas = num_nodes if config.strategy == "hsdp" else 1
+        return FullyShardedStrategy(world_size, config.rank_timeout, config.distributed, replicas=replicas)
+    return ReplicatedStrategy(config.rank_timeout, config.distributed)
 
 
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")

@@ -37,7 +37,8 @@ from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
 from lm.model.low_precision import LowPrecisionLinear, WeightCopies
-from lm.training.optim import OptimizerConfig, build_optimizer
+from lm.training.config import OptimizerConfig
+from lm.training.optim import build_optimizer
 from lm.training.step import total_norm
 
 DTYPE = torch.bfloat16

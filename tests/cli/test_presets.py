@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from lm.cli.config import OTHER_GROUPS
+from lm.cli.config import other_sections
 from lm.data.datamodule import DataModule
 from lm.model.decoder import Decoder
 from lm.model.estimates import flops_per_token, parameters
@@ -35,8 +35,8 @@ SIZES = {
 def parse(path):
     """A preset as the objects' arguments, parsed as `lm fit` parses them."""
     parser = Parser(exit_on_error=False)
-    for key, part in {"trainer": Trainer, "model": LanguageModule, "data": DataModule, **OTHER_GROUPS}.items():
-        parser.add_class_arguments(part, key)
+    for key, part in {"trainer": Trainer, "model": LanguageModule, "data": DataModule, **other_sections()}.items():
+        parser.add_class_arguments(part, key or None)
     parser.add_argument("--seed_everything", type=int)
     return parser.parse_object(yaml.safe_load(path.read_text()))
 

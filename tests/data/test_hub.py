@@ -26,7 +26,8 @@ from shard_files import write_folder, write_manifest, write_tokens
 from trainings import PLACES, lm, start, write_config
 
 from lm.data.cache import BlockCache
-from lm.data.prepare import PrepareOptions, prepare
+from lm.data.config import PrepareOptions
+from lm.data.prepare import prepare
 from lm.data.shards import Shards
 from lm.data.text_files import find_files, read_documents
 from lm.data.tokenizer import Tokenizer

@@ -7,18 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.mixture import (
-    LONGEST_PERIOD,
-    Mixture,
-    Phase,
-    PhaseConfig,
-    SourceConfig,
-    counts_of,
-    describe_change,
-    phases_of,
-    shares_of,
-    turns,
-)
+from lm.data.config import PhaseConfig, SourceConfig
+from lm.data.mixture import LONGEST_PERIOD, Mixture, Phase, counts_of, describe_change, phases_of, shares_of, turns
 from lm.data.sampler import Order
 
 

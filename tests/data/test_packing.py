@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from lightning.pytorch.trainer.states import TrainerState
 from trainings import expected, lm, losses, write_config
 
+from lm.data.config import PrepareOptions
 from lm.data.datamodule import DataModule
 from lm.data.packing import PackedRows, pack_documents
-from lm.data.prepare import PrepareOptions, prepare
+from lm.data.prepare import prepare
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
 from lm.system.units import Count

@@ -23,9 +23,9 @@ from shard_files import write_rows
 from lm.cli.data import describe_folder, inspect
 from lm.data import encode, prepare
 from lm.data import parquet as writer
+from lm.data.config import PrepareOptions
 from lm.data.encode import split_hash
 from lm.data.parquet import ShardWriter
-from lm.data.prepare import PrepareOptions
 from lm.data.shards import Shards
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe, train_char
 from lm.errors import RequestError, RunError

@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
+from lm.data.config import PrepareOptions
 from lm.data.datamodule import text_batches
 from lm.data.encode import split_hash
 from lm.data.loader import Batch, Windows
-from lm.data.prepare import PrepareOptions, prepare
+from lm.data.prepare import prepare
 from lm.data.shards import Shards
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer, train_bpe, train_char

@@ -15,8 +15,8 @@ from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import load_pretrained
 from lm.runs.evaluations import evaluation_metrics
 from lm.runs.run import Run
-from lm.training.callbacks.evaluation import EvaluationConfig
 from lm.training.callbacks.logging import format_line
+from lm.training.config import EvaluationConfig
 
 WORDS = ("letter", "answer", "garden", "weight", "captain", "village", "engine", "river", "senate")
 OPTIONS = {"tasks": ["words.jsonl"], "max_items": 7, "batch_tokens": 100}

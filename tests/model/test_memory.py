@@ -23,7 +23,8 @@ from lm.model.estimates import (
 )  # fmt: skip
 from lm.model.fused import fuse
 from lm.model.low_precision import WeightCopies
-from lm.training.optim import OptimizerConfig, build_optimizer
+from lm.training.config import OptimizerConfig
+from lm.training.optim import build_optimizer, state_size
 
 TIED = DecoderConfig(vocab_size=500, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
                      num_key_value_heads=2, intermediate_size=384, max_position_embeddings=256,
@@ -118,7 +119,7 @@ def test_weights_gradients_and_optimizer_are_predicted(name, precision, dtype, o
     model = Decoder(config).to(dtype)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    state = OptimizerConfig(optimizer).state
+    state = state_size(OptimizerConfig(optimizer))
     optimizer = build_optimizer(model, OptimizerConfig(name=optimizer), matrix_rows(config))
     optimizer.step()
     states = sum(t.nbytes for state in optimizer.state.values() for key, t in state.items() if key != "step")
@@ -151,7 +152,7 @@ def test_shards_divide_what_belongs_to_the_parameters():
 
 
 def test_replicas_divide_the_momentum_of_muon_alone():
-    muon = OptimizerConfig(name="muon").state
+    muon = state_size(OptimizerConfig(name="muon"))
     alone, eight, shards = (training_memory(PRESET, Step(16, 1024, world_size=n, sharded=sharded), muon)["optimizer"]
                             for n, sharded in ((1, False), (8, False), (8, True)))  # fmt: skip
     counts = parameters(PRESET)

@@ -14,8 +14,9 @@ from lm.cli.main import main
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start
-from lm.training.callbacks.budget import STALE, Budget, BudgetConfig, Cost, Meter, Sidecar, judge
+from lm.training.callbacks.budget import STALE, Budget, Cost, Meter, Sidecar, judge, read_budget_file
 from lm.training.callbacks.logging import Pace
+from lm.training.config import BudgetConfig
 from lm.training.run_state import RunState
 
 
@@ -364,7 +365,7 @@ def test_a_cap_that_cannot_be_counted_is_refused_by_a_fit_before_it_writes_and_b
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "budget.json") == ["small.yaml"]
     if "cap_usd" in budget:  # with a rate its own clock counts
         known = BudgetConfig(**budget, file="budget.json", rate_usd_per_hr=3)
-        assert known.read_file() == {}
+        assert read_budget_file(known) == {}
 
 
 def test_what_a_sidecar_projects_counts(tmp_path, monkeypatch):

@@ -27,8 +27,9 @@ from lm.errors import RequestError, RunError
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
 from lm.runs.run import Run
-from lm.training.distributed import DistributedConfig, FullyShardedStrategy
-from lm.training.optim import OptimizerConfig, build_optimizer
+from lm.training.config import DistributedConfig, OptimizerConfig
+from lm.training.distributed import FullyShardedStrategy
+from lm.training.optim import build_optimizer
 
 DIVISIONS = {
     "one": {"trainer.devices": 1, "data.micro_batch_size": 4},  # 2 micro-batches a step

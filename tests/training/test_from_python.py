@@ -4,6 +4,8 @@ import csv
 import json
 import re
 import time
+from dataclasses import fields
+from inspect import signature
 
 import pytest
 from lightning.pytorch import LightningModule
@@ -12,9 +14,12 @@ from torch.utils.data import DataLoader
 from trainings import HERE, lm, make_workplace, start
 
 import lm as package
+from lm.data.config import DataConfig
 from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
+from lm.training.config import ModelConfig, TrainerConfig
+from lm.training.trainer import Trainer as BareTrainer
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
 SECTION, LIGHTNING = (
@@ -99,6 +104,11 @@ MISTAKES = {
     "another class": (lambda: package.fit("tiny.yaml", module=LightningModule), "module is the class LightningModule"),
     "a dictionary": (lambda: package.LanguageModule({"hidden_size": 8}), r"decoder is .* such as lm\.DecoderConfig\("),
     "an optimizer": (lambda: package.LanguageModule(DECODER, SGD), r"optimizer is .*SGD.* lm\.OptimizerConfig\("),
+    "no such option": (lambda: package.Trainer(max_step=3), r"^lm\.Trainer: .*'max_step'; did you mean 'max_steps'\?$"),
+    "none of a module": (lambda: package.LanguageModule(DECODER, optimiser=3),
+                         "^LanguageModule: there is no option 'optimiser'; did you mean 'optimizer'?"),
+    "none of the data": (lambda: package.DataModule("data", micro_batch=4), "^DataModule: .*'micro_batch_size'"),
+    "none of a preparation": (lambda: package.prepare("a", "b", vocabulary=4), "^lm.prepare: .* no option 'vocabulary'"),
     "a schedule": (lambda: package.LanguageModule(DECODER, schedule="wsd"), r"schedule is 'wsd'.* lm\.Sched"),
 }  # fmt: skip
 
@@ -111,9 +121,31 @@ def test_an_object_of_another_kind_is_refused_in_one_line(tmp_path, monkeypatch,
     assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
 
 
-def test_the_trainer_takes_counts_as_a_config_does():
+def test_counts_are_taken_as_in_a_config():
     trainer = package.Trainer(max_tokens="2K", val_interval="1K", accelerator="cpu")
     assert trainer._wanted["max_tokens"] == 2000 and trainer.val_interval == 1000
+    assert package.DataModule("data", global_batch_tokens="32Ki").global_batch_tokens == 32_768
+
+
+@pytest.mark.parametrize("kind, config", [
+    (BareTrainer, TrainerConfig), (package.LanguageModule, ModelConfig), (package.DataModule, DataConfig)])
+def test_help_shows_the_fields_of_the_dataclass(kind, config):
+    """Each call makes its own defaults: a change of one is not seen by the next."""
+    parameters = signature(kind).parameters
+    assert list(parameters) == [option.name for option in fields(config)]
+    assert "Args:" in kind.__init__.__doc__
+    if kind is package.LanguageModule:
+        one, other = kind(DECODER), kind(DECODER)
+        assert one.optimizer_config == other.optimizer_config and one.optimizer_config is not other.optimizer_config
+
+
+def test_what_a_subclass_adds_is_in_its_hyperparameters():
+    class Mine(package.LanguageModule):
+        def __init__(self, width: int = 3, **options):
+            super().__init__(**options)
+
+    assert dict(Mine(decoder=DECODER, z_loss=0.1, width=4).hparams) == {"width": 4}
+    assert not package.LanguageModule(DECODER, z_loss=0.1).hparams
 
 
 def test_the_trainer_makes_a_run_and_resumes_it(workplace):

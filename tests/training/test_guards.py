@@ -16,10 +16,9 @@ from lm.data.loader import Batch
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.training.callbacks.guards import Rollback, ValidationTrend
-from lm.training.callbacks.standard import GuardsConfig
+from lm.training.config import GuardsConfig, ScheduleConfig
 from lm.training.muon import Muon
 from lm.training.optim import AdamW
-from lm.training.schedule import ScheduleConfig
 from lm.training.step import StepResult
 from lm.training.step_stats import StepStats
 

@@ -10,9 +10,9 @@ import pytest
 from shard_files import write_rows
 from trainings import expected, lm, losses, write_config
 
+from lm.data.config import PrepareOptions, SourceConfig
 from lm.data.datamodule import DataModule
-from lm.data.mixture import SourceConfig
-from lm.data.prepare import PrepareOptions, prepare
+from lm.data.prepare import prepare
 from lm.data.tokenizer import train_char
 from lm.errors import RequestError
 

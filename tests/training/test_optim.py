@@ -8,19 +8,17 @@ from lm.cli.plan_checks import of_optimizer
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
+from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig, ScheduleConfig
 from lm.training.optim import (
     ADAMW_SLOTS,
     MUON_SLOTS,
-    GroupConfig,
-    GroupsConfig,
-    OptimizerConfig,
     build_optimizer,
     index_state,
     name_state,
     parameter_groups,
     parameter_names,
 )
-from lm.training.schedule import ScheduleConfig, lr_fraction, warmup_and_decay_steps
+from lm.training.schedule import lr_fraction, warmup_and_decay_steps
 
 SHAPE = dict(
     vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

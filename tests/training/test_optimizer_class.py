@@ -11,14 +11,8 @@ from trainings import expected, lm, losses, make_workplace, write_config
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
-from lm.training.optim import (
-    GroupConfig,
-    GroupsConfig,
-    OptimizerConfig,
-    build_optimizer,
-    parameter_names,
-    refuse_other_optimizer,
-)
+from lm.training.config import GroupConfig, GroupsConfig, OptimizerConfig
+from lm.training.optim import build_optimizer, parameter_names, refuse_other_optimizer
 from lm.training.optimizer_class import build_by_class
 
 LION = '''

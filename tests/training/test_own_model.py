@@ -31,9 +31,17 @@ from lm.model.custom import (
 from lm.model.decoder import Decoder, DecoderConfig, Losses, losses_of
 from lm.model.estimates import flops_per_token
 from lm.runs.run import Run
-from lm.training.callbacks.evaluation import EvaluationConfig, Evaluations, Samples, SamplesConfig
-from lm.training.distributed import DistributedConfig, ReplicatedStrategy
-from lm.training.optim import GroupConfig, GroupsConfig, OptimizerConfig, build_optimizer
+from lm.training.callbacks.evaluation import Evaluations, Samples
+from lm.training.config import (
+    DistributedConfig,
+    EvaluationConfig,
+    GroupConfig,
+    GroupsConfig,
+    OptimizerConfig,
+    SamplesConfig,
+)
+from lm.training.distributed import ReplicatedStrategy
+from lm.training.optim import build_optimizer
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
 FILES = dict(re.findall(r"```python\n# (my_(?:model|gru).py)\n(.*?)```", README, re.DOTALL))

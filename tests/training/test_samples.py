@@ -23,7 +23,8 @@ from lm.model.decoder import Decoder
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs.run import Run
 from lm.training.callbacks import evaluation
-from lm.training.callbacks.evaluation import Samples, SamplesConfig, continued
+from lm.training.callbacks.evaluation import Samples, continued
+from lm.training.config import SamplesConfig
 
 PROMPTS = ["The letter of ", "", "Chapter 1"]
 OPTIONS = {"prompts": PROMPTS, "max_new_tokens": 12, "temperature": 0.5, "top_k": 5, "seed": 3}

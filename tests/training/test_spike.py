@@ -15,7 +15,7 @@ from lm.data.shards import Shards
 from lm.runs.postmortem import still_open
 from lm.runs.run import Run
 from lm.training.alerts import AlertEvaluator
-from lm.training.callbacks.standard import GuardsConfig
+from lm.training.config import GuardsConfig
 
 STEPS = [30, 31, 32, 33, 34]
 LENGTH = {"trainer.max_steps": 44, "trainer.val_interval": 44}

@@ -12,8 +12,9 @@ from trainings import HERE, lm, start
 from lm.data.loader import Batch
 from lm.model.decoder import Decoder
 from lm.runs.run import Run
-from lm.training.optim import OptimizerConfig, build_optimizer
-from lm.training.schedule import ScheduleConfig, Steps
+from lm.training.config import OptimizerConfig, ScheduleConfig
+from lm.training.optim import build_optimizer
+from lm.training.schedule import Steps
 from lm.training.step import OptimizerStep
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()

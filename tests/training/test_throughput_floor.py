@@ -7,7 +7,8 @@ from trainings import lm, make_workplace, write_config
 
 from lm.errors import RequestError
 from lm.runs.run import Run
-from lm.training.callbacks.throughput import Facts, ThroughputConfig, diagnose
+from lm.training.callbacks.throughput import Facts, diagnose
+from lm.training.config import ThroughputConfig
 
 SLOW = dict(rate=61_234.0, floor=100_000, lines=3)
 WELL = dict(data_wait=0.004, on_gpu=True, attention="cudnn, then flash", kernels="CUDA")

@@ -17,7 +17,8 @@ from lm.system import process
 from lm.system.process import code_for_launcher, rank
 from lm.system.stop_signals import SIGNALS, StopSignals
 from lm.training.callbacks.run_folder import RunFolder
-from lm.training.distributed import DistributedConfig, _with_restarts, srun_world, torchrun_world
+from lm.training.config import DistributedConfig
+from lm.training.distributed import _with_restarts, srun_world, torchrun_world
 from lm.training.trainer import Trainer, _as_started
 
 ROOT = Path(__file__).parents[2]

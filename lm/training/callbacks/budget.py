@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from lm.system.units import format_figure
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
 from lm.training.callbacks.logging import Pace, remaining
+from lm.training.config import BudgetConfig
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -98,77 +98,24 @@ class Sidecar:
         return content, None
 
 
-@dataclass
-class BudgetConfig:
-    """What a run may cost.
+def read_budget_file(budget: BudgetConfig) -> dict[str, Any]:
+    """What `file` says before a run starts; empty where it is not given or its figures do not count.
 
-    Args:
-        cap_usd: US dollars that the run may cost over all its sessions.
-        rate_usd_per_hr: What the machine costs, in US dollars an hour.
-        max_rate_usd_per_hr: The most that an hour may cost; a run whose file says more ends with a checkpoint.
-        max_hours: Hours that the run may take over all its sessions.
-        file: A `budget.json` that another program keeps: its figures count; where it has none, the own clock does.
-        warn_at: Part of the cap, or of the hours, at which a warning is due.
-        dry_run: Only report what would be done.
+    Raises:
+        RequestError: without it the cap cannot be counted, or it has too high a rate.
     """
-
-    cap_usd: float | None = None
-    rate_usd_per_hr: float | None = None
-    max_rate_usd_per_hr: float | None = None
-    max_hours: float | None = None
-    file: str | None = None
-    warn_at: float = 0.8
-    dry_run: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("cap_usd", "rate_usd_per_hr", "max_rate_usd_per_hr", "max_hours"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise RequestError(f"guards.budget.{name} {value} must be more than 0")
-        if not 0 < self.warn_at <= 1:
-            raise RequestError(f"guards.budget.warn_at {self.warn_at} is a part of the cap: more than 0, at most 1")
-        for name in ("cap_usd", "max_rate_usd_per_hr"):
-            if getattr(self, name) is not None and self.rate_usd_per_hr is None and self.file is None:
-                raise RequestError(f"guards.budget.{name} needs guards.budget.rate_usd_per_hr, or a guards.budget.file")
-        self.refuse_rate(self.rate_usd_per_hr, "guards.budget.rate_usd_per_hr")
-        if self.dry_run and self.cap_usd is None and self.max_hours is None:
-            raise RequestError("guards.budget.dry_run needs guards.budget.cap_usd or guards.budget.max_hours")
-
-    def refuse_rate(self, rate: float | None, name: str) -> None:
-        """Refuse a rate in US dollars an hour, by the name of where it stands.
-
-        Raises:
-            RequestError: it is more than `max_rate_usd_per_hr`.
-        """
-        if rate is not None and self.max_rate_usd_per_hr is not None and rate > self.max_rate_usd_per_hr:
-            raise RequestError(
-                f"{name} {format_figure(rate)} is more than guards.budget.max_rate_usd_per_hr "
-                f"{format_figure(self.max_rate_usd_per_hr)}: take a cheaper machine, or raise the limit"
-            )
-
-    def read_file(self) -> dict[str, Any]:
-        """What `file` says before a run starts; empty where it is not given or its figures do not count.
-
-        Raises:
-            RequestError: without it the cap cannot be counted, or it has too high a rate.
-        """
-        if self.file is None:
-            return {}
-        content, problem = Sidecar(Path(self.file)).read()
-        if problem is not None and self.cap_usd is not None and self.rate_usd_per_hr is None:
-            raise RequestError(
-                f"guards.budget.file {self.file} {problem}, and without guards.budget.rate_usd_per_hr "
-                "guards.budget.cap_usd cannot be counted: start the program that keeps the file, or give the rate"
-            )
-        content = content or {}
-        rate = nonnegative(content.get("rate_usd_per_hr"))
-        self.refuse_rate(rate, f"guards.budget.file {self.file}: rate_usd_per_hr")
-        return content
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a cost is to be counted."""
-        return any(value is not None for value in (self.cap_usd, self.rate_usd_per_hr, self.max_hours, self.file))
+    if budget.file is None:
+        return {}
+    content, problem = Sidecar(Path(budget.file)).read()
+    if problem is not None and budget.cap_usd is not None and budget.rate_usd_per_hr is None:
+        raise RequestError(
+            f"guards.budget.file {budget.file} {problem}, and without guards.budget.rate_usd_per_hr "
+            "guards.budget.cap_usd cannot be counted: start the program that keeps the file, or give the rate"
+        )
+    content = content or {}
+    rate = nonnegative(content.get("rate_usd_per_hr"))
+    budget.refuse_rate(rate, f"guards.budget.file {budget.file}: rate_usd_per_hr")
+    return content
 
 
 def _usd(number: float) -> str:

@@ -17,6 +17,7 @@ from lm.runs.run import Run
 from lm.system.files import disk_space, remove_folder, remove_stale, stated_digest
 from lm.system.stop_signals import STOP
 from lm.training.distributed import how_to_resume
+from lm.training.optim import state_size
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Checkpoints(ModelCheckpoint):
 
     def _warn_of_full_disk(self, trainer: Trainer, pl_module: LightningModule) -> None:
         item = next(pl_module.parameters()).element_size()
-        one = checkpoint_bytes(pl_module.config, item, pl_module.optimizer_config.state)
+        one = checkpoint_bytes(pl_module.config, item, state_size(pl_module.optimizer_config))
         kept = self.keep + (trainer.max_steps // self.keep_every if self.keep_every else 0)
         kept += trainer.mirror is not None  # one stays until it is uploaded
         needed = disk_space(trainer.run.path, one, kept, present=len(trainer.run.steps()))

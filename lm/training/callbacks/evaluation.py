@@ -3,7 +3,7 @@
 import logging
 import textwrap
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from lm.data.loader import Batch
 from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError, require_at_least
+from lm.errors import LmError, RequestError
 from lm.evaluation.benchmark import check_items, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
 from lm.inference.generation import Sampling, generate
 from lm.model.custom import refuse_logits
 from lm.runs.evaluations import evaluation_metrics, evaluation_record
 from lm.system.files import append_line
-from lm.system.units import Count
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.logging import RunLog
+from lm.training.config import EvaluationConfig, SamplesConfig
 from lm.training.distributed import FullyShardedStrategy
 from lm.training.trainer import Trainer
 
@@ -85,37 +85,6 @@ class BetweenSteps(Callback, ABC):
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class SamplesConfig:
-    """Texts that the model writes while it learns; none unless prompts are given.
-
-    Args:
-        prompts: Texts to continue; an empty one begins a document.
-        interval: Optimizer steps between samples; after every validation if not given.
-        max_new_tokens: The most tokens that follow a prompt.
-        temperature: Logits are divided by it; 0 takes the likeliest token always.
-        top_k: Choose among this many of the likeliest tokens; none: among all.
-        seed: Of the random numbers, the same at every step; those of the training are not touched.
-    """
-
-    prompts: list[str] | None = None
-    interval: Count | None = None
-    max_new_tokens: Count = Count(32)
-    temperature: float = 0.8
-    top_k: Count | None = Count(50)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_at_least(1, "samples.", interval=self.interval, max_new_tokens=self.max_new_tokens)
-        try:
-            self.sampling()
-        except RequestError as error:
-            raise RequestError(f"samples.{error}") from error
-
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k)
-
-
 class Samples(BetweenSteps):
     """Writes texts to TensorBoard (`sample/0`, `sample/1`, ...) and to the run's `samples.jsonl`."""
 
@@ -160,7 +129,8 @@ class Samples(BetweenSteps):
         with trainer.precision_plugin.forward_context():
             # No token ends a row here: ranks that share a model must all take the same number of steps.
             completions = generate(
-                pl_module.decoder, self.prompts, max_new_tokens=config.max_new_tokens, sampling=config.sampling(),
+                pl_module.decoder, self.prompts, max_new_tokens=config.max_new_tokens,
+                sampling=Sampling(config.temperature, config.top_k),
                 generator=torch.Generator().manual_seed(config.seed),
             )  # fmt: skip
         pairs = zip(self.prompts, completions, strict=True)
@@ -187,39 +157,16 @@ def continued(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str
 # ---- evaluations -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class EvaluationConfig:
-    """Benchmark tasks that the model does while it learns; none unless task files are given.
+def read_evaluation_tasks(config: EvaluationConfig) -> list[Task]:
+    """The tasks that a config asks for.
 
-    Args:
-        tasks: Task files: a YAML in the layout of DCLM, a `.jsonl` or `.parquet` of items, or `embedded:sotu`.
-        interval: Optimizer steps between evaluations, and one after the last step; after every validation if not given.
-        max_items: The most items of a task, the same ones every time.
-        num_fewshot: Solved items before each question; as the task files say if not given.
-        batch_tokens: The most tokens that go through the model at once.
+    Raises:
+        RequestError: a file is missing or not what it should be, or has too few items.
     """
-
-    tasks: list[str] | None = None
-    interval: Count | None = None
-    max_items: Count = Count(200)
-    num_fewshot: int | None = None
-    batch_tokens: Count = Count(16_384)
-
-    def __post_init__(self) -> None:
-        require_at_least(1, "evaluation.", interval=self.interval, max_items=self.max_items)
-        require_at_least(0, "evaluation.", num_fewshot=self.num_fewshot)
-        require_at_least(1, "evaluation.", batch_tokens=self.batch_tokens)
-
-    def read(self) -> list[Task]:
-        """The tasks.
-
-        Raises:
-            RequestError: a file is missing or not what it should be, or has too few items.
-        """
-        tasks = read_tasks(self.tasks or [], self.num_fewshot)
-        for task in tasks:
-            check_items(task, self.max_items)
-        return tasks
+    tasks = read_tasks(config.tasks or [], config.num_fewshot)
+    for task in tasks:
+        check_items(task, config.max_items)
+    return tasks
 
 
 class Evaluations(BetweenSteps):
@@ -248,7 +195,7 @@ class Evaluations(BetweenSteps):
                 "evaluation.tasks: evaluations come after validations, and there is no validation data; give "
                 "evaluation.interval, in optimizer steps"
             )
-        self.tasks = self.config.read()
+        self.tasks = read_evaluation_tasks(self.config)
 
     @property
     def asked(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 
@@ -18,26 +18,13 @@ from lm.system.process import steady_time
 from lm.training import checkpoint_state
 from lm.training.alerts import AlertEvaluator, true_of_untrained
 from lm.training.callback import Callback, call_hook
+from lm.training.config import Action, Alert, action_and_message
 from lm.training.distributed import gather_from_ranks
 from lm.training.schedule import lr_fraction
 from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-Action = Literal["warn", "checkpoint", "stop", "rollback"]
-
-
-class Alert(TypedDict):
-    """What an alert does, and a line that it says to whoever reads the log."""
-
-    action: Action
-    message: NotRequired[str]
-
-
-def action_and_message(alert: Action | Alert) -> tuple[Action, str]:
-    """Both forms of an alert's value as one; the message is empty where there is none."""
-    return (alert, "") if isinstance(alert, str) else (alert["action"], alert.get("message", ""))
 
 
 def from_rank_zero(trainer: Trainer, value: Any) -> Any:

@@ -30,9 +30,9 @@ from lm.system.process import rank
 from lm.system.stop_signals import STOP
 from lm.system.units import format_count, plural
 from lm.training.callback import Callback
-from lm.training.callbacks.guards import Action
 from lm.training.callbacks.loggers import CallThread
 from lm.training.callbacks.logging import RunLog
+from lm.training.config import Action
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)

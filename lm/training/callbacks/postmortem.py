@@ -23,7 +23,8 @@ from lm.runs.postmortem import Evidence, Incident
 from lm.system.process import steady_time
 from lm.training.alerts import AlertEvaluator
 from lm.training.callback import Callback
-from lm.training.callbacks.guards import Action, act, from_rank_zero, not_training
+from lm.training.callbacks.guards import act, from_rank_zero, not_training
+from lm.training.config import Action
 from lm.training.probe import StepRef, gather_evidence, injected_rows, is_sharded
 from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lm.data.mixture import describe_change
 from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
-from lm.runs.history import acceptance, expectations, refuse_wrong_ranges
+from lm.runs.history import acceptance, expectations
 from lm.runs.mirror import Mirror, Uploads
 from lm.runs.registry import record_run
 from lm.runs.run import Run, hide_typed_addresses
@@ -31,6 +30,7 @@ from lm.system.files import nonnegative, write_atomically
 from lm.system.hardware import Telemetry, device_name, driver_version, memory_bytes
 from lm.system.process import host_name, run_facts
 from lm.training.callback import Callback
+from lm.training.config import RunOptions
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -39,37 +39,6 @@ STATUS = {Interrupted: "interrupted", GuardStop: "stopped"}  # of a run that end
 EXIT_CODES = {status: error.exit_code for error, status in STATUS.items()} | {"failed": RunError.exit_code}
 PATIENCE = 60.0  # seconds that the training waits for the program of `on_event`
 CLAIM_WAIT = 2.0  # seconds that another process may take between making a run folder and describing it
-
-
-@dataclass
-class RunOptions:
-    """What is kept of a run, and done at its end.
-
-    Args:
-        tags: Words to find the run by, with `lm runs ls --tag WORD`.
-        note: What the run is for.
-        on_event: A program and its arguments, started when the run has finished, failed, or was interrupted or stopped
-            by a guard; it gets the facts as JSON on its standard input. No shell reads it.
-        notify: Addresses that get messages about the run. They come when it starts, when a guard finds something, and
-            when it ends. An address is in Apprise's notation, such as `ntfy://topic`. With a level,
-            `{url: ntfy://topic, level: warning}`, it gets what is as important or more so: `info`, which is everything,
-            `warning` or `error`. `$NAME` in it is read from the environment. `lm plan --config X --test_notify` tries
-            all of them. It needs the package apprise.
-        expect: Metrics, and the range that each must end in, such as `{val/loss: [3.2, 3.5]}`.
-    """
-
-    tags: list[str] = field(default_factory=list)
-    note: str | None = None
-    on_event: list[str] = field(default_factory=list)
-    notify: list[Any] = field(default_factory=list)
-    expect: dict[str, list[float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.on_event and shutil.which(self.on_event[0]) is None:
-            raise RequestError(
-                f"on_event: no program {self.on_event[0]!r} on PATH; a script needs its path and `chmod +x`"
-            )
-        refuse_wrong_ranges(self.expect)
 
 
 class RunFolder(Callback):

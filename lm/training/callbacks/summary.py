@@ -20,8 +20,9 @@ from lm.system.process import program
 from lm.system.units import format_count, format_duration, format_figure, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import Budget
-from lm.training.callbacks.evaluation import Samples, SamplesConfig
+from lm.training.callbacks.evaluation import Samples
 from lm.training.callbacks.logging import RunLog
+from lm.training.config import SamplesConfig
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)

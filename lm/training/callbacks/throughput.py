@@ -2,17 +2,17 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 
-from lm.errors import require_at_least
 from lm.kernels.torch_private import compiled_graphs
-from lm.system.units import Count, format_count
+from lm.system.units import format_count
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
 from lm.training.callbacks.run_folder import Heartbeat
+from lm.training.config import ThroughputConfig
 from lm.training.lightning_patches import around_fetches
 from lm.training.trainer import Trainer
 
@@ -74,24 +74,6 @@ class Throughput(Callback):
 # ---- diagnosis -------------------------------------------------------------------------------------------------------
 
 DATA_WAIT = 0.1  # part of the time without data from which on data is named as a cause
-
-
-@dataclass
-class ThroughputConfig:
-    """How fast training must be.
-
-    Args:
-        floor: Tokens a second over all devices; none: no floor.
-        patience: Log lines in a row below the floor before something is done.
-        action: What is done beside naming the cause: `warn` is nothing.
-    """
-
-    floor: Count | None = None
-    patience: int = 3
-    action: Literal["warn", "checkpoint", "stop"] = "warn"
-
-    def __post_init__(self) -> None:
-        require_at_least(1, "guards.throughput.", floor=self.floor, patience=self.patience)
 
 
 @dataclass

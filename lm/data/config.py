@@ -1,0 +1,230 @@
+"""The options of `data`: what to prepare and to read, and how large a batch is. It is free of torch and Lightning."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import TIMEOUT_MAX
+from typing import Literal
+
+from lm.errors import RequestError
+from lm.system.files import refuse_url
+from lm.system.units import Count
+
+Packing = Literal["stream", "whole"]
+OnBadShard = Literal["raise", "skip"]
+LEARNED = {"bpe": "a byte-level BPE", "char": "one token a character"}
+LONGEST_ROW = 2**24  # tokens
+TIMEOUT = 300.0  # seconds to wait for a block
+
+
+@dataclass
+class PrepareOptions:
+    """What to make shards from, and how.
+
+    Args:
+        input: Files, folders, globs or URLs: plain text, JSON lines, Parquet (also .gz, .zst, .bz2, .xz), nanoGPT's
+            .bin, NumPy's .npy; or embedded:sotu, 11 MB of speeches to try things with. Names such as train.txt and
+            val.txt decide the split, if all files have one.
+        output: Folder to make: train/ val/ tokenizer.json manifest.json.
+        tokenizer: A tokenizer.json or its folder or URL, a name on the Hugging Face hub such as gpt2, or the meta.json
+            of characters; "bpe" or "char" learns one from the training documents.
+        vocab_size: Tokens of a "bpe"; other tokenizers have their own.
+        val_fraction: Fraction of the documents for validation, chosen by a hash of their text; 0 for none.
+        workers: Processes, one a core if not given. The result is the same for any number.
+        packing: How documents become samples. "stream": they are laid end to end, and every `seq_len` tokens are a
+            sample, which begins and ends anywhere. "whole": no document is cut that fits a sample, which begins with
+            one or continues a longer one; the rest of it is filled up and not trained on.
+        seq_len: Tokens that a sample of "whole" predicts: the context of the model.
+        text_key: Key or column of the text in JSON lines and Parquet.
+        eos_token: Token that ends a document, where the tokenizer's own files do not say.
+        shard_tokens: Tokens of a shard, about.
+        sample_bytes: Most text that a "bpe" or "char" is learned from.
+    """
+
+    input: list[str] = field(default_factory=list)
+    output: str = ""
+    tokenizer: str = "bpe"
+    vocab_size: Count = Count(32768)
+    val_fraction: float = 0.01
+    workers: int | None = None
+    packing: Packing = "stream"
+    seq_len: Count | None = None
+    text_key: str = "text"
+    eos_token: str | None = None
+    shard_tokens: Count = Count(100_000_000)
+    sample_bytes: Count = Count(200_000_000)
+
+    def check(self) -> None:
+        """Raises:
+        RequestError: an option is out of range.
+        """
+        if not self.output:
+            raise RequestError("say with --output which folder to make")
+        refuse_url("--output", self.output)
+        if Path(self.output).is_file():
+            raise RequestError(f"--output {self.output} is a file; give a folder")
+        if not 0 <= self.val_fraction < 1:
+            raise RequestError(f"--val_fraction {self.val_fraction} must be at least 0 and less than 1")
+        if self.workers is not None and self.workers < 1:
+            raise RequestError(f"--workers {self.workers}: at least 1")
+        if self.packing == "whole" and self.seq_len is None:
+            raise RequestError("--packing whole: say with --seq_len how many tokens a sample predicts, which is the "
+                               "model's max_position_embeddings")  # fmt: skip
+        if self.packing == "stream" and self.seq_len is not None:
+            raise RequestError("--seq_len is for --packing whole; a stream is cut into samples when it is trained on")
+        if self.seq_len is not None and not 2 <= self.seq_len <= LONGEST_ROW:
+            raise RequestError(f"--seq_len {self.seq_len}: from 2 to {LONGEST_ROW}")
+        if self.eos_token is not None and self.tokenizer in LEARNED:
+            raise RequestError(f"--eos_token is for a tokenizer.json; a learned {self.tokenizer!r} has its own")
+        if self.shard_tokens < 1 or self.sample_bytes < 1:
+            raise RequestError("--shard_tokens and --sample_bytes are at least 1")
+
+
+@dataclass
+class SourceConfig:
+    """One source of a mixture.
+
+    Args:
+        name: In metrics and in `phases`: letters, digits, `_`, `-` and `.`.
+        path: A folder that `lm data prepare` made; or
+        train: shards to train on: a folder, a glob, a file or a URL, or several, with `tokenizer`.
+        val: Shards to validate on; those of `path` if not given.
+        tokenizer: A `tokenizer.json` or its folder, also by URL, the same for all sources; that of `path` if not given.
+        column: Column of token ids in the shards.
+        weight: Its share of the samples, in any unit: shares are in proportion to the weights.
+        max_epochs: A run that would repeat its samples more often is refused.
+    """
+
+    name: str
+    path: str | None = None
+    train: str | list[str] | None = None
+    val: str | list[str] | None = None
+    tokenizer: str | None = None
+    column: str = "input_ids"
+    weight: float = 1.0
+    max_epochs: float | None = None
+
+
+@dataclass
+class PhaseConfig:
+    """Other weights from a number of tokens on.
+
+    Args:
+        tokens: That were trained on when it begins.
+        weights: Of the sources by name; a source that is not named has none.
+    """
+
+    tokens: Count
+    weights: dict[str, float]
+
+
+def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]) -> None:
+    """Refuse settings that make no mixture. (A dataclass that raises here would be one of several types to its parser.)
+
+    Raises:
+        RequestError: a name, path or number out of range, names that are given twice or unknown, phases out of order,
+            or weights that are all 0.
+    """
+    if not sources:
+        raise RequestError("data.sources is empty: give at least one {name, path, weight}")
+    names = [source.name for source in sources]
+    for source in sources:
+        where = f"data.sources {source.name}"
+        if not re.fullmatch(r"[\w.-]+", source.name):
+            raise RequestError(f"data.sources: the name {source.name!r} may have letters, digits, `_`, `-` and `.`")
+        if names.count(source.name) > 1:
+            raise RequestError(f"data.sources has two sources of the name {source.name}")
+        if (source.path is None) == (source.train is None):
+            raise RequestError(f"{where}: give one of path (a prepared folder) and train (shards)")
+        refuse_url(f"{where}: path", source.path or "", "give train, val and tokenizer, which may be URLs")
+        if source.train is not None and source.tokenizer is None:
+            raise RequestError(f"{where}: train needs a tokenizer, the tokenizer.json that its shards were made with")
+        if source.max_epochs is not None and not source.max_epochs > 0:
+            raise RequestError(f"{where}: max_epochs {source.max_epochs:g} must be above 0")
+    given = [("data.sources", 0, {source.name: source.weight for source in sources})]
+    given += [(f"data.phases from {phase.tokens:,} tokens", phase.tokens, phase.weights) for phase in phases]
+    for place, tokens, weights in given:
+        if unknown := weights.keys() - set(names):
+            raise RequestError(f"{place}: there is no source {min(unknown)}; the sources are {', '.join(names)}")
+        for name, weight in weights.items():
+            if not 0 <= weight < math.inf:
+                raise RequestError(f"{place}: the weight {weight:g} of {name} must be a number, 0 or more")
+        if not any(weights.values()):
+            raise RequestError(f"{place}: all weights are 0, so there is nothing to train on")
+    for (_, before, _), (place, tokens, _) in zip(given, given[1:]):
+        if tokens <= before:
+            raise RequestError(f"{place} comes after {before:,} tokens: sort the phases by tokens, which are above 0")
+
+
+@dataclass
+class DataConfig:
+    """The options of `DataModule`.
+
+    Args:
+        path: A folder that `lm data prepare` made: `train/ val/ tokenizer.json manifest.json`; or
+        train: shards to train on: a folder, a glob, a file or a URL, or several, with `tokenizer`.
+        val: Shards to validate on.
+        test: Shards for `lm test`; the validation shards, all of them, if not given.
+        tokenizer: A `tokenizer.json` or its folder, also by URL; that of `path` if not given.
+        sources: In place of the five above: a mixture of several sources.
+        phases: Other weights of these sources, each from a number of tokens on.
+        prepare: What to make `path` from when it is not there yet.
+        packing: How documents become samples, `stream` or `whole` as in `prepare`; as `path` or the shards were made
+            if not given.
+        column: Column of token ids in the shards.
+        pad_id: Id that fills rows up, in shards without an `attention_mask`: left out where a row begins or ends in it.
+        seq_len: Predicted tokens of a sample; the decoder's `max_position_embeddings` if not given.
+        micro_batch_size: Samples that a device runs at once.
+        global_batch_tokens: Tokens of an optimizer step over all devices; one micro-batch a device if not given.
+        val_tokens: Tokens of a validation, rounded down to whole samples, as many of each source; all if not given.
+        shuffle_buffer: Tokens that may be held in memory to shuffle; part of what decides the order.
+        timeout: Seconds to wait for data before the run ends because a file system does not answer. Reads of remote
+            shards that fail are retried for half of it.
+        on_bad_shard: What a fit does when it meets a block of tokens that is damaged: `raise` ends it; `skip` leaves
+            out its samples and counts them in `data/skipped_samples`; all other samples stay where they are.
+        cache_dir: Folder for blocks of remote shards.
+        cache_bytes: Most that the folder may hold.
+        texts: For `lm predict`: text files, JSONL or Parquet.
+    """
+
+    path: str | None = None
+    train: str | list[str] | None = None
+    val: str | list[str] | None = None
+    test: str | list[str] | None = None
+    tokenizer: str | None = None
+    sources: list[SourceConfig] | None = None
+    phases: list[PhaseConfig] | None = None
+    prepare: PrepareOptions | None = None
+    packing: Packing | None = None
+    column: str = "input_ids"
+    pad_id: int | None = None
+    seq_len: Count | None = None
+    micro_batch_size: Count = Count(8)
+    global_batch_tokens: Count | None = None
+    val_tokens: Count | None = None
+    shuffle_buffer: Count = Count(96 * 2**20)
+    timeout: float = TIMEOUT
+    on_bad_shard: OnBadShard = "raise"
+    cache_dir: str = "data/cache"
+    cache_bytes: Count = Count(20 * 10**9)
+    texts: str | list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if [self.path, self.train, self.sources].count(None) != 2:
+            raise RequestError("give one of data.path (a prepared folder), data.train (shards) and data.sources (a "
+                               "mixture of both)")  # fmt: skip
+        if self.sources is not None and (self.val or self.test or self.tokenizer or self.prepare):
+            raise RequestError("data.val, test, tokenizer and prepare are for one source, and each of data.sources has "
+                               "its own val and tokenizer: leave them out")  # fmt: skip
+        if self.sources is not None:
+            check_mixture(self.sources, self.phases or [])
+        elif self.phases:
+            raise RequestError("data.phases are weights of data.sources, and there are none")
+        if self.train is not None and self.tokenizer is None:
+            raise RequestError("data.train needs data.tokenizer: the tokenizer.json that its shards were made with")
+        refuse_url("data.cache_dir", self.cache_dir, "give a folder of a local disk")
+        refuse_url("data.path", self.path or "", "give data.train, data.val and data.tokenizer, which may be URLs")
+        if not 0 < self.timeout <= TIMEOUT_MAX / 2:  # which leaves room to add to it
+            raise RequestError(f"data.timeout {self.timeout:g} is a number of seconds: more than 0")
