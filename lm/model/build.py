@@ -52,17 +52,13 @@ NOT_BUILT = Built(None, *("not chosen yet",) * 3)
 
 
 def build(
-    config: DecoderConfig,
-    options: BuildOptions,
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: tuple[int, int] | None = None,
-    *,
+    config: DecoderConfig, options: BuildOptions, device: torch.device, dtype: torch.dtype,
+    shape: tuple[int, int] | None = None, *,
     make: Callable[[DecoderConfig], nn.Module] = Decoder,
     on_made: Callable[[nn.Module], None] = lambda decoder: None,
     agree: Callable[[Choice | None], Choice | None] = lambda choice: choice,
     shard: Callable[[nn.Module], None] | None = None,
-) -> Built:
+) -> Built:  # fmt: skip
     """Build a decoder.
 
     Args:
