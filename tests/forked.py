@@ -140,7 +140,6 @@ def serve(requests: socket.socket) -> list[str]:
 if __name__ == "__main__":
     import torch.utils.tensorboard  # noqa: F401  which `lm fit` imports late
 
-    import lm.cli.config
 
     gc.freeze()  # a collection would touch, and so copy, all that the forks share
 

@@ -305,9 +305,6 @@ class TrainingCLI(LightningCLI):
     # ---- between parsing and building ---------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        self.options: dict[type, dict[str, Any]] = {}
-        for kind in (training_class(), DataModule):
-            self.parser.add_instantiator(self._build, kind, subclasses=False, prepend=True)
         config = self.config[self.subcommand]
         refuse_nulls(config)
         root = config.trainer.default_root_dir
@@ -377,12 +374,8 @@ class TrainingCLI(LightningCLI):
             TrainerConfig(**trainer_config), self.run_folder, **beside, notify=notify)  # fmt: skip
         callbacks = [*self.own_callbacks, *standard, Summary()]
         if self.subcommand == "fit":
-            planned = Namespace(
-                trainer=Namespace(**trainer_config), model=Namespace(**self.options[training_class()]),
-                data=Namespace(**self.options[DataModule]), evaluation=beside["evaluation"], guards=beside["guards"],
-                **vars(PlanOptions(device="cpu" if config.trainer.accelerator == "cpu" else "auto")),
-            )  # fmt: skip
-            self.checks = PlanChecks(planned, self.resumed_run, config.force)
+            self.checks = PlanChecks(**beside)
+            self.checks.resume(self.resumed_run, config.force)
             callbacks.append(self.checks)
         try:
             trainer = self._instantiate_trainer(trainer_config, callbacks)
@@ -396,15 +389,10 @@ class TrainingCLI(LightningCLI):
         """The run of a fit that is over."""
         return self.trainer.run or self.resumed_run
 
-    def _build(self, kind: type, /, **options: Any) -> Any:
-        """Build the module or the data, and keep its options."""
-        self.options[kind] = options
-        return kind(**options)
-
     def before_fit(self) -> None:
         """What `lm plan` refuses without the data is refused before hours are spent on making it."""
-        if not is_prepared(self.checks.config.data):
-            self.checks.refuse(self.trainer, None)
+        if not is_prepared(self.datamodule.options):
+            self.checks.refuse(self.trainer, self.model, self.datamodule, opened=False)
 
     def _run_subcommand(self, subcommand: str) -> None:
         if self.stays_stopped:

@@ -19,6 +19,7 @@ from lm.cli.config import TrainingCLI, quiet_lightning
 from lm.cli.evaluate import measure
 from lm.cli.main import console_handler
 from lm.cli.options import refuse_unknown_options
+from lm.cli.plan import PlanChecks
 from lm.data.config import PrepareOptions
 from lm.data.prepare import prepare as make_shards
 from lm.errors import RequestError
@@ -182,26 +183,28 @@ class Trainer(BareTrainer):
         quiet_lightning()
         about = about or RunOptions()
         self._folder = RunFolder(None, run, "", options=about)
-        standard = standard_callbacks(
-            config, self._folder, guards or GuardsConfig(), samples or SamplesConfig(),
-            evaluation or EvaluationConfig(), about.notify,
-        )  # fmt: skip
-        super().__init__(**vars(replace(config, callbacks=[*callbacks, *standard, Summary()])))
+        sections = guards or GuardsConfig(), samples or SamplesConfig(), evaluation or EvaluationConfig()
+        self._checks = PlanChecks(*sections)
+        standard = standard_callbacks(config, self._folder, *sections, about.notify)
+        super().__init__(**vars(replace(config, callbacks=[*callbacks, *standard, Summary(), self._checks])))
 
     def fit(
-        self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | Path | None = None
-    ) -> None:
+        self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | Path | None = None,
+        force: bool = False,
+    ) -> None:  # fmt: skip
         """Train; on several devices all processes run the same script.
 
         Args:
             model: a `LanguageModule`.
             datamodule: a `DataModule`.
             ckpt_path: a checkpoint to resume from: a folder, `best`, `last` or `auto`, the newest one there is.
+            force: train although `lm plan` finds an error.
 
         Raises:
             RequestError, GuardStop, RunError, Interrupted: as for `lm.fit`.
         """
         refuse_notebook(self)
+        refuse_parts(model, datamodule)
         if self.run is not None and ckpt_path is None:
             raise RequestError(f"this Trainer has trained run {self.run.path}: make another lm.Trainer for another run")
         auto = str(ckpt_path) == "auto"
@@ -209,8 +212,9 @@ class Trainer(BareTrainer):
         checkpoint, resumed = find_checkpoint(
             reference, self._name, self.default_root_dir, named=auto, command="fit")  # fmt: skip
         self._folder.resume(resumed, auto)
+        self._checks.resume(resumed, force)
         self.load_with(optimizer=True, verified=checkpoint)
-        with _logging_to_console(), STOP.borrowed():
+        with _class_of_models(type(model)), _logging_to_console(), STOP.borrowed():
             try:
                 super().fit(model, datamodule, ckpt_path=checkpoint and str(checkpoint))
             finally:

@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch import LightningModule
 from rich.console import Console
 
 from lm.cli import plan_checks as findings
-from lm.cli.plan_checks import Finding
+from lm.cli.command_options import PlanOptions
 from lm.cli.rehearse import rehearse, show_rehearsal
-from lm.data.config import LEARNED, SourceConfig
+from lm.data.config import LEARNED, DataConfig, SourceConfig
 from lm.data.datamodule import DataModule
 from lm.data.mixture import counts_of, phases_of
 from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError, first_line, require_at_least
+from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
 from lm.model.custom import attach_config, custom_flops_per_token, is_builtin
 from lm.model.estimates import (
@@ -37,7 +36,7 @@ from lm.model.estimates import (
     recomputed_flops_per_token,
     training_memory,
 )
-from lm.runs.mirror import Mirror, refuse_remote_root
+from lm.runs.mirror import Mirror
 from lm.runs.run import Run
 from lm.system.files import DAMAGE, disk_space, nonnegative, parse_json
 from lm.system.hardware import Device, device_name, find_device
@@ -47,16 +46,27 @@ from lm.system.units import format_bytes, format_count, format_duration, format_
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import read_budget_file
 from lm.training.callbacks.notifications import open_recipients, send_test
-from lm.training.config import BudgetConfig, DistributedConfig, OptimizerConfig
+from lm.training.checks import Finding, Known, find, has_kernels, of_accelerator
+from lm.training.config import (
+    BudgetConfig,
+    DistributedConfig,
+    EarlyStoppingConfig,
+    EvaluationConfig,
+    GuardsConfig,
+    OptimizerConfig,
+    SamplesConfig,
+    TrainerConfig,
+)
 from lm.training.distributed import EXIT_WAIT
-from lm.training.module import builds_own_model, training_class
+from lm.training.module import LanguageModule, training_class
 from lm.training.optim import state_size
-from lm.training.precision import multiplication_precision, precision_for_cpu, refuse_matmul_precision
+from lm.training.precision import multiplication_precision, precision_for_cpu
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
-from lm.training.trainer import Trainer, device_count, refuse_accelerator
+from lm.training.trainer import Trainer, device_count
 
 log = logging.getLogger(__name__)
 
+NESTED = {"distributed": DistributedConfig, "early_stopping": EarlyStoppingConfig}  # in the Trainer's options
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters, and tokens of a micro-batch, under which the host decides
 RESERVE_BYTES = 2**30  # CUDA context and library workspaces
 CPU_RESERVE_BYTES = 2**26  # what libraries take in a step, beyond what this process has already
@@ -189,7 +199,7 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
     """How a micro-batch would be computed on a device."""
     model, options = config.model, DistributedConfig(**vars(config.trainer.distributed))
     return Step(
-        steps.micro_batch_size, steps.seq_len, precision, findings.has_kernels(device, model.kernels), model.compile,
+        steps.micro_batch_size, steps.seq_len, precision, has_kernels(device, model.kernels), model.compile,
         steps.accumulate, model.cuda_graphs,
         # With HSDP a model is divided over the devices of a node.
         steps.world_size // (config.trainer.num_nodes if config.trainer.strategy == "hsdp" else 1),
@@ -427,14 +437,12 @@ def examine(
         config.peak_tflops or (config.trainer.peak_tflops if wanted == "auto" else None),
     )  # fmt: skip
     try:
-        refuse_what_a_fit_would(config)
-        if wanted == "auto" and not config.strict:
-            refuse_accelerator(config.trainer.accelerator)
-        on_node = ranks(config.trainer.devices, here)
-        world_size = on_node * config.trainer.num_nodes
-        if not config.strict:  # which does not know how many devices there are
-            options = DistributedConfig(**vars(config.trainer.distributed))
-            options.refuse(config.trainer.strategy, world_size, config.trainer.num_nodes, config.trainer.precision)
+        nested = {name: kind(**vars(config.trainer[name])) for name, kind in NESTED.items()}
+        trainer, options = TrainerConfig(**vars(config.trainer) | nested), DataConfig(**vars(config.data))
+        if trainer.mirror:
+            Mirror(trainer.mirror)
+        on_node = ranks(trainer.devices, here)
+        world_size = on_node * trainer.num_nodes
         steps = plan_steps(
             seq_len=config.data.seq_len, micro_batch_size=config.data.micro_batch_size,
             global_batch_tokens=config.data.global_batch_tokens, world_size=world_size,
@@ -466,6 +474,15 @@ def examine(
             noted.append(Finding("error", str(error), ""))
     decoder = with_vocabulary(config, tokenizer)
     found["steps"] = step_facts(steps, config, data)
+    known = Known() if config.strict else Known(
+        world_size, device, here=wanted == "auto" and not config.memory, tokenizer=tokenizer,
+        has_validation="val" in data if data.get("prepared") else None,
+        every_target=None if opened is None else not any(shards.labels for shards in opened.shards.values()),
+    )  # fmt: skip
+    noted += find(trainer, config.model, options, known, samples=config.get("samples"), evaluation=config.evaluation,
+                  custom=training_class().is_custom())  # fmt: skip
+    if known.here:
+        noted += of_accelerator(trainer.accelerator)
     noted += findings.of_steps(found["steps"], config)
     noted += findings.of_schedule(found["steps"], config)
     if resumed is None:
@@ -473,7 +490,7 @@ def examine(
     if not config.strict and "unknown" not in data:
         found["data"] = data
         noted += findings.of_data(data, found["steps"], config)
-        noted += findings.of_tasks(config.evaluation, data)
+        noted += findings.of_tasks(config.evaluation)
         if tokenizer and tokenizer.lossy:
             noted.append(Finding("advice", tokenizer.lossy, "a model learns and writes texts as they are decoded"))
         if tokenizer and decoder:
@@ -544,7 +561,7 @@ def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | 
     Raises:
         RequestError: `build_decoder` fails, or returns no module.
     """
-    if not builds_own_model():
+    if not training_class().is_custom():
         return None
     module = training_class()(**vars(config.model))
     try:
@@ -566,38 +583,50 @@ class PlanChecks(Callback):
     """Makes the checks of `lm plan` when a fit begins: logs the warnings, and refuses a run with an error.
 
     Args:
-        config: of the fit, as `lm plan` reads it.
-        resumed: the run that it resumes. Errors that are about its beginning do not count.
-        force: log the errors too, and train.
+        guards, samples, evaluation: the sections of the config that are not the Trainer's, the model's or the data's.
     """
 
-    def __init__(self, config: Namespace, resumed: Run | None, force: bool) -> None:
-        self.config = config
-        self._resumed = resumed
-        self._force = force
+    def __init__(self, guards: GuardsConfig, samples: SamplesConfig, evaluation: EvaluationConfig) -> None:
+        self._sections = {"guards": guards, "samples": samples, "evaluation": evaluation}
+        self._resumed: Run | None = None
+        self._force = False
         self._noted: list[str] = []  # to be logged once the run has a log
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def resume(self, run: Run | None, force: bool) -> None:
+        """What is known before a fit.
+
+        Args:
+            run: the one that it resumes. Errors that are about its beginning do not count.
+            force: log the errors too, and train.
+        """
+        self._resumed, self._force = run, force
+
+    def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
         """The data is open, and the model is not built yet."""
         if stage == "fit":
-            self.refuse(trainer, trainer.datamodule)
+            self.refuse(trainer, pl_module, trainer.datamodule, opened=True)
 
-    def refuse(self, trainer: Trainer, opened: DataModule | None) -> None:
+    def refuse(self, trainer: Trainer, module: LanguageModule, data: DataModule, opened: bool) -> None:
         """Refuse what has an error; with several ranks, rank zero decides and reports, once they can exchange it.
 
         Args:
-            trainer: of the fit.
-            opened: its data; None: it is still to be made, and the ranks have not found one another.
+            opened: whether the data is; else it is still to be made, and the ranks have not found one another.
 
         Raises:
             RequestError: the last error, with its cure; those before it are logged.
         """
-        self.config.trainer.num_nodes = trainer.num_nodes  # as torchrun or SLURM says
-        self.config.trainer.devices = trainer.world_size // trainer.num_nodes
+        ranks = {"num_nodes": trainer.num_nodes, "devices": trainer.world_size // trainer.num_nodes}
+        config = Namespace(
+            trainer=Namespace(**vars(trainer.options) | ranks),  # as torchrun or SLURM says
+            model=Namespace(**vars(module.options) | dict(module.hparams)),
+            data=Namespace(**vars(data.options) | {"seq_len": data.seq_len}), **self._sections,
+            **vars(PlanOptions(device="cpu" if trainer.options.accelerator == "cpu" else "auto")),
+        )  # fmt: skip
         noted: list[Finding] = []
-        if trainer.is_global_zero or opened is None:
-            noted = [finding for finding in examine(self.config, opened, self._resumed)[1] if finding.level != "advice"]
-        if opened is not None:
+        if trainer.is_global_zero or not opened:
+            _, noted = examine(config, data if opened else None, self._resumed)
+            noted = [finding for finding in noted if finding.level != "advice"]
+        if opened:
             noted = trainer.strategy.broadcast(noted)
         errors = [str(finding) for finding in noted if finding.level == "error"]
         if errors and not self._force:
@@ -609,24 +638,9 @@ class PlanChecks(Callback):
             raise RequestError(errors[-1])
         self._noted = [f"{finding.level}: {finding}" for finding in noted]
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         for line in self._noted if trainer.is_global_zero else ():
             log.warning("%s", line)
-
-
-def refuse_what_a_fit_would(config: Namespace) -> None:
-    """Refuse single values that `lm fit` refuses.
-
-    Raises:
-        RequestError: names the value.
-    """
-    counts = ("num_nodes", "val_interval", "checkpoint_interval", "log_interval", "keep_checkpoints", "keep_every")
-    require_at_least(1, "trainer.", **{name: config.trainer[name] for name in counts})
-    refuse_remote_root(config.trainer.default_root_dir)
-    if config.trainer.mirror:
-        Mirror(config.trainer.mirror)
-    refuse_matmul_precision(config.trainer.matmul_precision, config.trainer.precision)
-    DataModule(**vars(config.data))
 
 
 def ranks(devices: int | str | list[int], here: int) -> int:

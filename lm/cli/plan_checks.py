@@ -1,33 +1,27 @@
-"""The findings of `lm plan`: errors, warnings and advice, each with the arithmetic and the cure.
+"""The findings of `lm plan` on its numbers: errors, warnings and advice, each with the arithmetic and the cure.
 
-`cli/plan` computes the numbers.
+`cli/plan` computes the numbers; what options do not go together is in `training/checks`.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import torch
 from jsonargparse import Namespace
 
 from lm.cli.scale import batch_tokens, learning_rate
 from lm.data.config import SourceConfig
 from lm.data.prepare import describe_small_validation
 from lm.errors import RequestError
-from lm.kernels.linear import MULTIPLE
-from lm.model.compile import RECOMPUTED_FROM, keeps_all
 from lm.model.config import DecoderConfig
-from lm.model.decoder import Decoder
 from lm.model.estimates import flops_per_token
 from lm.system.files import DiskSpace
 from lm.system.hardware import Device
 from lm.system.units import format_bytes, format_count, format_duration, format_figure
 from lm.training.alerts import true_of_untrained
 from lm.training.callbacks.evaluation import read_evaluation_tasks
-from lm.training.config import EvaluationConfig, GroupConfig, OptimizerConfig
-from lm.training.module import builds_own_model
-from lm.training.precision import choose_matrices
+from lm.training.checks import Finding
+from lm.training.config import EvaluationConfig, OptimizerConfig
 from lm.training.schedule import lr_fraction, warmup_problem
 
 LONG_WARMUP = 0.2  # share of the run
@@ -50,17 +44,6 @@ LONG_SAVING = 0.05  # share of the time
 ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's matrix units
 
 
-class Finding(NamedTuple):
-    """Something wrong, doubtful or better done otherwise in a planned run."""
-
-    level: Literal["error", "warning", "advice"]
-    what: str  # with the arithmetic
-    cure: str
-
-    def __str__(self) -> str:
-        return f"{self.what}; {self.cure}" if self.cure else self.what
-
-
 def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     """Findings on the steps of the run, from the config alone."""
     total = steps["max_steps"]
@@ -69,17 +52,6 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
         if interval > total:
             yield Finding("advice", f"trainer.{name} {interval:,} is more than the run's {total:,} steps: the run is "
                           f"{count} at its end alone", f"lower trainer.{name}")  # fmt: skip
-    yield from _of_fp8(steps, config)
-    tied = config.model.decoder.tie_word_embeddings and not builds_own_model()
-    if tied and config.model.optimizer.groups.output != GroupConfig():
-        yield Finding("error", "model.optimizer.groups.output: the output matrix of this model is its embedding",
-                      "set model.optimizer.groups.embedding")
-    if config.model.cuda_graphs and config.data.on_bad_shard == "skip":
-        yield Finding("error", "model.cuda_graphs does not go with data.on_bad_shard skip: what is skipped differs "
-                      "from batch to batch", "set data.on_bad_shard to raise")  # fmt: skip
-    if config.model.cuda_graphs and steps["world_size"] > 1:
-        yield Finding("error", f"model.cuda_graphs needs one device, and this run has {steps['world_size']}",
-                      "set trainer.devices 1, or turn it off")
 
 
 def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) -> Iterator[Finding]:
@@ -99,38 +71,6 @@ def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) ->
                       f"lower model.schedule.warmup_{'ratio' if ratio else 'steps'}, or train longer")
 
 
-def _of_fp8(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """Shapes that FP8 cannot take, and patterns of `fp8_keep` that exclude nothing or all."""
-    precision, keep, decoder = config.trainer.precision, config.trainer.fp8_keep, config.model.decoder
-    if not precision.startswith("fp8"):
-        if keep is not None:
-            yield Finding("error", f"trainer.fp8_keep is for FP8, and trainer.precision is {precision}", "leave it out")
-        return
-    if steps["micro_batch_size"] * steps["seq_len"] % MULTIPLE:
-        yield Finding("error", f"{precision} takes multiples of {MULTIPLE} tokens a micro-batch, and this one has "
-                      f"{steps['micro_batch_size']} x {steps['seq_len']}", "change data.micro_batch_size")  # fmt: skip
-    if keep is not None:
-        try:
-            with torch.device("meta"):
-                choose_matrices(Decoder(replace(decoder, vocab_size=1)), precision, keep)
-        except RequestError as error:
-            yield Finding("error", str(error), "")
-        return
-    heads, kv_heads = decoder.num_attention_heads, decoder.num_key_value_heads
-    sizes = {
-        "hidden_size": decoder.hidden_size, "intermediate_size": decoder.intermediate_size,
-        "num_attention_heads x head_dim": heads * decoder.head_dim,
-        "(num_attention_heads + 2 num_key_value_heads) x head_dim": (heads + 2 * kv_heads) * decoder.head_dim,
-    }  # fmt: skip
-    for name, size in sizes.items():
-        if size % MULTIPLE:
-            yield Finding("error", f"{precision} takes multiples of {MULTIPLE}, and model.decoder.{name} is {size:,}",
-                          "change it, or --trainer.precision bf16-mixed")  # fmt: skip
-    if decoder.num_hidden_layers == 1:
-        yield Finding("error", f"{precision} leaves the last block in bf16, and there is no other",
-                      "--trainer.fp8_keep '[]', or --trainer.precision bf16-mixed")  # fmt: skip
-
-
 def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
     """Findings on the model's size for the tokens of the run."""
     parameters = model["parameters"]["total"]
@@ -148,10 +88,7 @@ def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
 
 def of_vocabulary(tokenizer_size: int, vocab_size: int) -> Iterator[Finding]:
     """Findings on the tokenizer's vocabulary and the model's."""
-    if tokenizer_size > vocab_size:
-        yield Finding("error", f"model.decoder.vocab_size {vocab_size:,} is smaller than the tokenizer's "
-                      f"{tokenizer_size:,}", "leave it out to take the tokenizer's")  # fmt: skip
-    elif vocab_size - tokenizer_size > max(ROWS, vocab_size // 10):
+    if vocab_size - tokenizer_size > max(ROWS, vocab_size // 10):
         yield Finding("warning", f"{vocab_size - tokenizer_size:,} of {vocab_size:,} rows of the embedding belong to "
                       f"no token of the tokenizer, which has {tokenizer_size:,}",
                       "if this is the right tokenizer, leave model.decoder.vocab_size out")  # fmt: skip
@@ -209,49 +146,26 @@ def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Ite
                       "give it less weight or more data, or its max_epochs if this is meant")  # fmt: skip
 
 
-def of_tasks(evaluation: EvaluationConfig, data: dict[str, Any]) -> Iterator[Finding]:
+def of_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
     """Findings on the tasks of the evaluations during training."""
     try:
         read_evaluation_tasks(evaluation)
     except RequestError as error:
         yield Finding("error", f"evaluation.tasks: {error}", "")
-    if evaluation.tasks and evaluation.interval is None and data["prepared"] and "val" not in data:
-        yield Finding("error", "evaluations come after validations, and there is no validation data",
-                      "set evaluation.interval, or give data.val")  # fmt: skip
-
-
-def has_kernels(device: Device, kernels: str | bool) -> bool:
-    """Whether our kernels would run on a device; `kernels` as `model.kernels`."""
-    return kernels not in ("off", False) and device.capability is not None and device.capability >= KERNELS_FROM
 
 
 def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
               config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
     """Findings on the device, its memory and the disk."""
-    kernels = has_kernels(device, config.model.kernels)
-    if config.model.kernels in ("on", True) and not kernels:
-        yield Finding("error", f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
-    if config.model.attention != "auto" and (device.capability is None or precision == "32-true"):
-        yield Finding("error", f"model.attention {config.model.attention} needs a CUDA device and half precision, and "
-                      f"this is {device.name} in {precision}", "set model.attention auto")  # fmt: skip
-    mode, compile = config.model.activation_checkpointing, config.model.compile
-    if mode != "none" and keeps_all(kernels, compile):
-        yield Finding("warning", f"model.activation_checkpointing {mode} with our kernels and model.compile {compile} "
-                      f"saves no memory before torch {RECOMPUTED_FROM}, and is refused",
-                      "set model.compile none, or update torch")  # fmt: skip
     if precision != config.trainer.precision:
         yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is taken",
                       f"--trainer.precision {precision} says so")  # fmt: skip
     if config.trainer.matmul_precision == "high" and (device.capability or (0, 0)) < (8, 0):
         yield Finding("warning", f"trainer.matmul_precision high is TF32, which {device.name} does not have: it "
                       "changes nothing", "leave it out")  # fmt: skip
-    if precision.startswith("fp8") and (device.capability is None or device.capability < FP8_FROM):
-        yield Finding("error", f"{device.name} has no FP8 arithmetic", "--trainer.precision bf16-mixed")
     if precision.startswith("bf16") and device.capability is not None and device.capability < (8, 0):
         yield Finding("warning", f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
     yield from _of_windows(steps, device, config.model.decoder, config.model.document_mask)
-    if config.model.cuda_graphs and device.capability is None:
-        yield Finding("error", f"model.cuda_graphs needs a CUDA device, and this is {device.name}", "turn it off")
     if memory["device"] is None:
         yield Finding("warning", f"how much memory {device.name} has is not known", "name one with --device")
     else:

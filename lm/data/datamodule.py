@@ -79,6 +79,7 @@ class DataModule(LightningDataModule):
     @arguments_from(DataConfig)
     def __init__(self, config: DataConfig) -> None:
         super().__init__()
+        self.options = config
         self.path = Path(config.path) if config.path else None
         self.mixed = config.sources is not None
         self.sources = config.sources or [

@@ -16,7 +16,6 @@ from lm.errors import RequestError, require_at_least
 from lm.model.config import ActivationCheckpointing, Attention, Compile, DecoderConfig
 from lm.runs.history import refuse_wrong_ranges
 from lm.system.arguments import shown
-from lm.system.process import under_torchrun
 from lm.system.units import Count, format_figure
 from lm.training.alerts import AlertEvaluator
 
@@ -100,6 +99,8 @@ class OptimizerConfig:
                                    "groups begin from")  # fmt: skip
         if not all(0 <= beta < 1 for beta in self.betas):
             raise RequestError(f"model.optimizer.betas {self.betas} must lie in [0, 1)")
+        if not self.eps > 0:
+            raise RequestError(f"model.optimizer.eps {self.eps} must be above 0")
         if not 0 <= self.momentum < 1:
             raise RequestError(f"model.optimizer.momentum {self.momentum} must lie in [0, 1)")
         places = {"": self, **{f"groups.{name}.": group for name, group in vars(self.groups).items()}}
@@ -251,53 +252,8 @@ class DistributedConfig:
         """FSDP2: how many of the blocks have their whole weights on a device at once."""
         return blocks if self.reshard is False else min(blocks, 1 + (self.prefetch or 1))
 
-    def refuse(self, strategy: Sharding, devices: int, num_nodes: int, precision: str) -> None:
-        """Refuse what would change nothing, before anything starts.
-
-        Under torchrun, whose count may be another after a restart, a count that makes it so is logged.
-
-        Args:
-            strategy: as `trainer.strategy`.
-            devices: over all nodes.
-            num_nodes: how many nodes.
-            precision: as `trainer.precision`.
-
-        Raises:
-            RequestError: names the option and the cure.
-        """
-        if strategy == "hsdp" and num_nodes == 1 and under_torchrun():
-            log.info("trainer.strategy hsdp is fsdp2 as long as there is one node")
-        elif strategy == "hsdp" and (num_nodes == 1 or devices == num_nodes):
-            other, where = ("fsdp2", "one node") if num_nodes == 1 else ("ddp", "one device a node")
-            raise RequestError(
-                f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be "
-                f"{other}: give --trainer.strategy {other}"
-            )
-        kind = "ddp" if strategy in ("auto", "ddp") else "fsdp2"
-        of = {"bucket_mb": "ddp", "reshard": "fsdp2", "prefetch": "fsdp2"}
-        for name, value in vars(self).items():
-            if value is None:
-                continue
-            needs, alone = of.get(name, "several devices"), devices == 1
-            if alone and under_torchrun() and needs in (kind, "several devices"):
-                log.info("trainer.distributed.%s changes nothing as long as there is one device", name)
-            elif alone or needs not in (kind, "several devices"):
-                raise RequestError(
-                    f"trainer.distributed.{name} is for {needs}, and this training is on "
-                    f"{'one device' if alone else kind}: leave it out"
-                )
-            if name in ("bucket_mb", "prefetch") and value < 1:
-                raise RequestError(f"trainer.distributed.{name} {value} must be at least 1")
-        if self.reduce_dtype is not None and precision == "bf16-true":
-            raise RequestError(
-                "trainer.distributed.reduce_dtype is for gradients in fp32, and trainer.precision bf16-true has them "
-                "in bf16: leave it out, or give --trainer.precision bf16-mixed"
-            )
-        if self.reduce_dtype == "bf16" and precision == "16-mixed":
-            raise RequestError(
-                "trainer.distributed.reduce_dtype bf16 does not go with trainer.precision 16-mixed, whose scaled "
-                "gradients need fp16's digits: leave it out, or give --trainer.precision bf16-mixed"
-            )
+    def __post_init__(self) -> None:
+        require_at_least(1, "trainer.distributed.", bucket_mb=self.bucket_mb, prefetch=self.prefetch)
 
 
 @dataclass

@@ -17,8 +17,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lm.data.loader import Batch
-from lm.data.tokenizer import Tokenizer
-from lm.errors import RequestError
 from lm.evaluation.statistics import TokenLoss, loss_metrics
 from lm.model.build import NOT_BUILT, BuildOptions, build
 from lm.model.compile import GraphedMicroBatch
@@ -67,6 +65,7 @@ class LanguageModule(LightningModule):
         self.save_hyperparameters(
             ignore=[option.name for option in fields(ModelConfig)], frame=currentframe().f_back, logger=False
         )
+        self.options = config
         self.automatic_optimization = False  # Lightning's batch is an optimizer step, and `training_step` takes it
         self.config = config.decoder
         self.optimizer_config = config.optimizer
@@ -109,10 +108,9 @@ class LanguageModule(LightningModule):
         if self.decoder is not None or attached_trainer(self) is None:  # `load_from_checkpoint` has no tokenizer
             return
         data, strategy = self.trainer.datamodule, self.trainer.strategy
-        self.config = self._with_vocabulary(data.tokenizer)
+        self.config = replace(self.config, vocab_size=self.config.vocab_size or data.tokenizer.vocab_size)
         if sources := data.source_names:
             self.validation = TokenLoss(len(sources))
-        self._refuse_graphs(strategy.root_device)
         options = BuildOptions(
             self.kernels, self.attention, self.activation_checkpointing, self.compile_mode, self.document_mask,
             self.z_loss,
@@ -126,6 +124,11 @@ class LanguageModule(LightningModule):
         )
         log.info(self.built.description)
 
+    @classmethod
+    def is_custom(cls) -> bool:
+        """Whether this class may build another model than the config describes."""
+        return cls.build_decoder is not LanguageModule.build_decoder
+
     def build_decoder(self, config: DecoderConfig) -> nn.Module:
         """The model to train; a subclass may return its own, by the contract of `model/custom`.
 
@@ -136,15 +139,6 @@ class LanguageModule(LightningModule):
             config: `model.decoder`, whose vocabulary is known.
         """
         return Decoder(config)
-
-    def _with_vocabulary(self, tokenizer: Tokenizer) -> DecoderConfig:
-        vocab_size = self.config.vocab_size or tokenizer.vocab_size
-        if vocab_size < tokenizer.vocab_size:
-            raise RequestError(
-                f"model.decoder.vocab_size {vocab_size:,} is smaller than the tokenizer's {tokenizer.vocab_size:,}: "
-                "leave it out to take the tokenizer's"
-            )
-        return replace(self.config, vocab_size=vocab_size)
 
     def _on_made(self, decoder: nn.Module) -> None:
         """Let callbacks have the first weights, before anything is compiled or sharded; try a custom model once."""
@@ -158,21 +152,6 @@ class LanguageModule(LightningModule):
             data = self.trainer.datamodule
             with self.trainer.precision_plugin.forward_context():
                 refuse_losses(decoder, (min(2, data.micro_batch_size), data.seq_len), self.document_mask)
-
-    def _refuse_graphs(self, device: torch.device) -> None:
-        if not (self.cuda_graphs and self.fitting):
-            return
-        reasons = {
-            f"a CUDA device, and this is a {device.type}": device.type != "cuda",
-            f"one device, and these are {self.trainer.world_size}": self.trainer.world_size > 1,
-            "shards in which every token is a target: what `labels` or packed rows leave out differs by the batch":
-                any(shards.labels for shards in self.trainer.datamodule.shards.values()),
-            "data.on_bad_shard raise: what is skipped differs from batch to batch":
-                self.trainer.datamodule.on_bad_shard == "skip",
-        }
-        for need, missing in reasons.items():
-            if missing:
-                raise RequestError(f"model.cuda_graphs needs {need}")
 
     def losses(self, batch: Batch) -> Losses:
         """The losses of a batch: their sum in nats, which is differentiable, and each token's loss, which is not."""
@@ -340,8 +319,3 @@ def _drop_step_in_time() -> None:
 def training_class() -> type[LanguageModule]:
     """The class that the commands of this process train: `LanguageModule`, or what was given to `lm.run`."""
     return module_class() or LanguageModule
-
-
-def builds_own_model() -> bool:
-    """Whether that class may build another model than the config describes."""
-    return training_class().build_decoder is not LanguageModule.build_decoder

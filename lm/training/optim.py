@@ -76,8 +76,7 @@ def parameter_groups(
         groups.setdefault(alike, {"params": [], **settings})["params"].append(parameter)
     for kind in vars(config.groups).keys() - met:
         if getattr(config.groups, kind) != GroupConfig():
-            tied = "; its output matrix is the embedding: set groups.embedding" if kind == "output" else ""
-            raise RequestError(f"model.optimizer.groups.{kind} is for parameters that this model does not have{tied}")
+            raise RequestError(f"model.optimizer.groups.{kind} is for parameters that this model does not have")
     return list(groups.values())
 
 

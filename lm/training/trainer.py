@@ -1,10 +1,10 @@
 """Lightning's Trainer in the words of pretraining: optimizer steps and tokens, not micro-batches and epochs."""
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,19 +20,19 @@ from lightning.pytorch.strategies import Strategy
 from lm.data.datamodule import DataModule
 from lm.errors import DataError, Interrupted, LmError, RequestError
 from lm.runs.checkpoint import read_progress
-from lm.runs.mirror import Mirror, refuse_remote_root
+from lm.runs.mirror import Mirror
 from lm.runs.run import Run
 from lm.system.arguments import arguments_from
-from lm.system.hardware import device_name, keep_freed_memory, peak_flops, process_bytes
+from lm.system.hardware import device_name, find_device, keep_freed_memory, peak_flops, process_bytes
 from lm.system.stop_signals import STOP
 from lm.system.units import plural
-from lm.training.callback import refuse_callbacks
+from lm.training import checks
 from lm.training.checkpoint_state import FolderCheckpointIO
 from lm.training.config import TrainerConfig
 from lm.training.distributed import FullyShardedStrategy, ReplicatedStrategy, how_to_resume, srun_world, torchrun_world
 from lm.training.lightning_patches import PatchedTrainer, report_path
 from lm.training.out_of_memory import is_out_of_memory, out_of_memory_error
-from lm.training.precision import Float8Precision, choose_precision, multiplication_precision, refuse_matmul_precision
+from lm.training.precision import Float8Precision, choose_precision, multiplication_precision
 from lm.training.run_state import RunState
 from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 
@@ -48,9 +48,8 @@ class Trainer(PatchedTrainer):
 
     @arguments_from(TrainerConfig, Callback=Callback, Logger=Logger)
     def __init__(self, config: TrainerConfig) -> None:
-        refuse_remote_root(config.default_root_dir)
-        refuse_accelerator(config.accelerator)
-        refuse_callbacks(config.callbacks or [])
+        self.options = config
+        checks.refuse([*checks.of_trainer(config), *checks.of_accelerator(config.accelerator)])
         torch.set_float32_matmul_precision(config.matmul_precision)
         self.matmul_precision = config.matmul_precision
         self.peak_tflops = config.peak_tflops
@@ -100,14 +99,6 @@ class Trainer(PatchedTrainer):
             default_root_dir=config.default_root_dir,
             plugins=plugins,
         )
-        environment = getattr(self.strategy, "cluster_environment", None)
-        if num_nodes > 1 and isinstance(environment, LightningEnvironment) and "MASTER_ADDR" not in os.environ:
-            raise RequestError(
-                f"trainer.num_nodes {num_nodes}: the nodes do not find one another: start the command on each with "
-                f"`torchrun --nnodes {num_nodes}`, or with `srun --nodes {num_nodes}`, or give --trainer.num_nodes 1"
-            )
-        if isinstance(chosen, Float8Precision):
-            chosen.refuse_device(self.strategy.root_device)
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
         """Train, from scratch or from a checkpoint.
@@ -119,14 +110,16 @@ class Trainer(PatchedTrainer):
                 `last` or `auto` means.
 
         Raises:
-            RequestError: the batch does not come out even, and the arithmetic is in the message; an option changes
-                nothing; or the model or the data is not ours.
+            RequestError: the batch does not come out even, and the arithmetic is in the message; `training/checks`
+                finds an error; or the model or the data is not ours.
         """
         refuse_parts(model, datamodule)
         state = self.run_state
         datamodule.set_position(seq_len=datamodule.seq_len or model.config.max_position_embeddings)
-        refuse_matmul_precision(self.matmul_precision, str(self.precision))
-        self.distributed.refuse(self.sharding, self.world_size, self.num_nodes, str(self.precision))
+        device, _ = find_device("auto" if self.strategy.root_device.type == "cuda" else "cpu")
+        options = replace(self.options, num_nodes=self.num_nodes)  # as torchrun or SLURM says
+        known = checks.Known(self.world_size, device, here=True)
+        checks.refuse(checks.find(options, model.options, datamodule.options, known, custom=model.is_custom()))
         state.steps = plan_steps(
             seq_len=datamodule.seq_len,
             micro_batch_size=datamodule.micro_batch_size,
@@ -290,17 +283,6 @@ def refuse_parts(model: Any, datamodule: Any) -> None:
 def kind_of(value: Any) -> str:
     """What a value is, for a message."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-
-
-def refuse_accelerator(accelerator: str) -> None:
-    """Raise RequestError where this machine has no such device."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    present["gpu"] = any(present.values())
-    if not present.get(accelerator, True):
-        raise RequestError(
-            f"trainer.accelerator {accelerator}: PyTorch finds no such device on this machine: give "
-            "--trainer.accelerator cpu, or auto"
-        )
 
 
 def _as_started(

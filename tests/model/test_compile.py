@@ -36,7 +36,7 @@ def test_kernels_that_cannot_run_are_refused_when_asked_for(tmp_path, way):
     else:
         ended = fit(folder, "small", "--model.kernels", "on", expect=2)
     assert ended.stderr.strip().splitlines()[-1] == (
-        f"lm fit: model.kernels on: {device_name()} cannot run them; set model.kernels auto")
+        f"lm fit: model.kernels on: {device_name()} cannot run them: set model.kernels auto")
     assert not (folder / "checkpoints").exists()
 
 

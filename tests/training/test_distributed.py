@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainings import CONFIG, PLACES, lm, make_workplace, processes_of, start, write_config
 
-from lm.errors import RequestError, RunError
+from lm.errors import RunError
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.decoder import Decoder
 from lm.runs.run import Run
@@ -225,24 +225,6 @@ def test_shards_exchange_what_the_options_say(tmp_path, world, replicas, precisi
     """Two blocks and the rest: weights of a block are gathered twice, those of the rest once."""
     arguments = str(tmp_path / "rendezvous"), world, replicas, precision, options, expected
     torch.multiprocessing.spawn(shard_on_a_rank, arguments, nprocs=world)
-
-
-@pytest.mark.parametrize("strategy, devices, nodes, precision, options, words", [
-    ("auto", 1, 1, "32-true", {"reduce_dtype": "bf16"}, "reduce_dtype is for several devices, and this training is on"),
-    ("ddp", 2, 1, "32-true", {"reshard": False}, "distributed.reshard is for fsdp2, and this training is on ddp"),
-    ("fsdp2", 2, 1, "32-true", {"bucket_mb": 50}, "distributed.bucket_mb is for ddp, and this training is on fsdp2"),
-    ("ddp", 2, 1, "32-true", {"bucket_mb": 0}, "distributed.bucket_mb 0 must be at least 1"),
-    ("ddp", 2, 1, "bf16-true", {"reduce_dtype": "bf16"}, "bf16-true has them in bf16"),
-    ("ddp", 2, 1, "16-mixed", {"reduce_dtype": "bf16"}, "need fp16's digits"),
-    ("hsdp", 2, 1, "32-true", {}, "with one node it would be fsdp2: give --trainer.strategy fsdp2"),
-    ("hsdp", 2, 2, "32-true", {}, "with one device a node it would be ddp: give --trainer.strategy ddp"),
-])  # fmt: skip
-def test_options_that_change_nothing_are_refused(strategy, devices, nodes, precision, options, words):
-    with pytest.raises(RequestError, match=re.escape(words)):
-        DistributedConfig(**options).refuse(strategy, devices, nodes, precision)
-    for fitting in ({"bucket_mb": 50, "reduce_dtype": "bf16"}, {}):
-        DistributedConfig(**fitting).refuse("ddp", 2, 1, "32-true")
-    DistributedConfig(reshard=False, prefetch=2).refuse("hsdp", 4, 2, "bf16-mixed")
 
 
 @pytest.mark.slow

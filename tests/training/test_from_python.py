@@ -165,7 +165,7 @@ def test_a_trainer_trains_one_run():
     trainer = package.Trainer()
     trainer.run_state.run = Run("checkpoints/first")  # as after a fit
     with pytest.raises(RequestError, match="has trained run checkpoints/first: make another lm.Trainer"):
-        trainer.fit(None, None)
+        trainer.fit(package.LanguageModule(package.DecoderConfig()), package.DataModule("data/tiny"))
 
 
 def test_a_signal_ends_it_with_a_checkpoint(workplace):

@@ -11,7 +11,7 @@ from lm.cli.config import config_parser
 from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
-from lm.training.callback import REFUSED, refuse_callbacks
+from lm.training.checks import INSTEAD, of_callbacks, refuse
 
 PLACE = "lightning.pytorch.callbacks."
 # With validations the first two, and nothing but texts or subclasses the others.
@@ -43,9 +43,9 @@ def test_each_of_them_works_or_is_refused(name):
     kind = getattr(callbacks, name)
     if name in WORKING:
         return
-    assert issubclass(kind, tuple(REFUSED))
+    assert issubclass(kind, tuple(INSTEAD))
     with pytest.raises(RequestError, match=f"^trainer.callbacks: {name} of Lightning does not work here: "):
-        refuse_callbacks([kind(**ARGUMENTS.get(name, {}))])
+        refuse(of_callbacks([kind(**ARGUMENTS.get(name, {}))]))
 
 
 @pytest.mark.parametrize("name", ["Timer", "GradientAccumulationScheduler", "TQDMProgressBar"])

@@ -162,13 +162,6 @@ def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else(tied):
     assert sorted(rows) == sorted(name for name, _ in model.named_parameters())
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_settings_for_an_output_matrix_that_is_the_embedding_are_refused(name):
-    config = OptimizerConfig(name, groups=GroupsConfig(output=GroupConfig(lr=0.1)))
-    with pytest.raises(RequestError, match="groups.output .* set groups.embedding"):
-        optimizer_of(decoder(), config)
-
-
 @pytest.mark.parametrize(
     "given, message",
     [

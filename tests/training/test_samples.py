@@ -3,7 +3,6 @@
 import json
 import textwrap
 import time
-from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -15,10 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tokenizers import decoders, models
 from trainings import lm, losses, make_workplace, write_config
 
-from lm.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe, train_char
+from lm.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
 from lm.errors import RequestError
 from lm.inference.generation import Sampling, generate
-from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs.run import Run
@@ -180,13 +178,3 @@ def test_blanks_between_words_are_kept():
     backend = tokenizers.Tokenizer(words)
     backend.decoder = decoders.Metaspace()
     assert continued(Tokenizer(backend.to_str()), [1], [2, 1]) == " letter the"
-
-
-def test_a_prompt_that_fills_the_context_is_refused():
-    callback = Samples(SamplesConfig(prompts=["of", "the context " * 9]))
-    trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=train_char(["the context of"])))
-    module = SimpleNamespace(config=DecoderConfig(max_position_embeddings=100))
-    words = "samples.prompts: 'the context .*' has 108 tokens, .* context of 100: shorten it by 9"
-    with pytest.raises(RequestError, match=words):
-        callback.setup(trainer, module, "fit")
-    callback.setup(trainer, module, "validate")  # where nothing is written

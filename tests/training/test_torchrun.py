@@ -16,9 +16,11 @@ from lm.errors import RequestError, RunError
 from lm.system import process
 from lm.system.process import code_for_launcher, rank
 from lm.system.stop_signals import SIGNALS, StopSignals
+from lm.training import checks
 from lm.training.callbacks.run_folder import RunFolder
-from lm.training.config import DistributedConfig
+from lm.training.config import DistributedConfig, TrainerConfig
 from lm.training.distributed import _with_restarts, srun_world, torchrun_world
+from lm.training.run_state import RunState
 from lm.training.trainer import Trainer, _as_started
 
 ROOT = Path(__file__).parents[2]
@@ -56,12 +58,16 @@ def test_the_processes_that_torchrun_started_count(torchrun, caplog, devices, nu
 def test_options_for_many_ranks_stay_when_torchrun_has_one_machine_left(torchrun, caplog):
     """With `--nnodes 1:2` training continues there; what is wrong with any number of ranks is refused all the same."""
     caplog.set_level("INFO", "lm")
-    DistributedConfig(reshard=False).refuse("hsdp", 2, 1, "32-true")
-    DistributedConfig(prefetch=2, reduce_dtype="bf16").refuse("fsdp2", 1, 1, "32-true")
+
+    def found(strategy, devices, **options):
+        trainer = TrainerConfig(strategy=strategy, distributed=DistributedConfig(**options))
+        return list(checks.of_ranks(trainer, devices))
+
+    checks.refuse([*found("hsdp", 2, reshard=False), *found("fsdp2", 1, prefetch=2, reduce_dtype="bf16")])
     assert [record.getMessage().split(" as long as ")[1] for record in caplog.records] == [
         "there is one node", "there is one device", "there is one device"]  # fmt: skip
     with pytest.raises(RequestError, match="bucket_mb is for ddp"):
-        DistributedConfig(bucket_mb=5).refuse("fsdp2", 1, 1, "32-true")
+        checks.refuse(found("fsdp2", 1, bucket_mb=5))
 
 
 @pytest.fixture
@@ -129,7 +135,7 @@ def test_nodes_that_nothing_has_started_are_not_waited_for(monkeypatch):
     for name in ("MASTER_ADDR", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RequestError, match="trainer.num_nodes 2: .*torchrun --nnodes 2"):
-        Trainer(max_steps=1, accelerator="cpu", num_nodes=2)
+        checks.refuse(checks.of_ranks(TrainerConfig(num_nodes=2), 2))
 
 
 def test_restarts_that_would_hang_are_refused_before_training(torchrun):
@@ -169,14 +175,14 @@ def test_ranks_that_found_different_checkpoints_do_not_train(torchrun):
 
     class Trainer:
         is_global_zero, global_rank, strategy, ckpt_path = False, 1, Strategy, "checkpoints/one/step-00000002"
-        default_root_dir, checkpoint_callbacks = "checkpoints", []
+        default_root_dir, checkpoint_callbacks, run_state, run = "checkpoints", [], RunState(), None
 
     folder = RunFolder(None, "one", "")
     with pytest.raises(RunError, match="rank 1 found checkpoint .*step-00000002 and rank zero .*step-00000004"):
         folder.on_fit_start(Trainer, None)
     Trainer.ckpt_path = "/my-disk/checkpoints/one/step-00000004"
     folder.on_fit_start(Trainer, None)
-    assert str(Trainer.run.path) == "checkpoints/one"
+    assert str(Trainer.run_state.run.path) == "checkpoints/one"
 
 
 # ---- job files -------------------------------------------------------------------------------------------------------

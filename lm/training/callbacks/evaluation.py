@@ -96,21 +96,10 @@ class Samples(BetweenSteps):
         self.prompts: list[list[int]] = []  # their token ids, while fitting
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Read the prompts, before there is a run folder.
-
-        Raises:
-            RequestError: a prompt leaves no room in the context.
-        """
-        if stage != "fit":
-            return
-        tokenizer, context = trainer.datamodule.tokenizer, pl_module.config.max_position_embeddings
-        self.prompts = [tokenizer.encode(text) or [tokenizer.eos_id] for text in self.texts]
-        for text, prompt in zip(self.texts, self.prompts, strict=True):
-            if len(prompt) >= context:
-                raise RequestError(
-                    f"samples.prompts: {textwrap.shorten(text, 40)!r} has {len(prompt)} tokens, which leaves no room "
-                    f"in the context of {context}: shorten it by {len(prompt) - context + 1} or more"
-                )
+        """Read the prompts."""
+        if stage == "fit":
+            tokenizer = trainer.datamodule.tokenizer
+            self.prompts = [tokenizer.encode(text) or [tokenizer.eos_id] for text in self.texts]
 
     @property
     def asked(self) -> bool:
@@ -186,16 +175,10 @@ class Evaluations(BetweenSteps):
         """Read the tasks, before there is a run folder.
 
         Raises:
-            RequestError: a file is missing or not what it should be, or an evaluation would never come.
+            RequestError: a file is missing or not what it should be.
         """
-        if stage != "fit":
-            return
-        if self.config.interval is None and not trainer.datamodule.has_validation:
-            raise RequestError(
-                "evaluation.tasks: evaluations come after validations, and there is no validation data; give "
-                "evaluation.interval, in optimizer steps"
-            )
-        self.tasks = read_evaluation_tasks(self.config)
+        if stage == "fit":
+            self.tasks = read_evaluation_tasks(self.config)
 
     @property
     def asked(self) -> bool:

@@ -1,0 +1,315 @@
+"""Which options of a training do not go together: one list, which `lm plan` prints and a fit goes through first.
+
+A check is a pure function of options and of what is known around them. It yields a finding with what is wrong and the
+cure, where going on would lose data, money or correctness, or would silently leave out what was asked for. Values that
+an option can never have are refused where it is declared, in the `config` files.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import Callback
+
+from lm.data.config import DataConfig
+from lm.data.tokenizer import Tokenizer
+from lm.errors import RequestError
+from lm.kernels.linear import MULTIPLE
+from lm.kernels.operations import kernels_missing
+from lm.model.compile import RECOMPUTED_FROM, keeps_all
+from lm.model.config import DecoderConfig
+from lm.model.decoder import Decoder, Linear
+from lm.runs.mirror import refuse_remote_root
+from lm.system.arguments import shown
+from lm.system.hardware import Device
+from lm.system.process import under_torchrun
+from lm.training.config import EvaluationConfig, GroupConfig, ModelConfig, SamplesConfig, TrainerConfig
+from lm.training.distributed import srun_world
+from lm.training.precision import kept_in_bf16
+
+log = logging.getLogger(__name__)
+KERNELS_FROM, FP8_FROM = (8, 0), (8, 9)  # compute capability; the first as in `kernels/operations`
+LEAVE_OUT = "leave it out"
+
+
+class Finding(NamedTuple):
+    """Something wrong, doubtful or better done otherwise in a training."""
+
+    level: Literal["error", "warning", "advice"]
+    what: str  # with the arithmetic
+    cure: str
+
+    def __str__(self) -> str:
+        separator = ": " if self.level == "error" else "; "
+        return f"{self.what}{separator}{self.cure}" if self.cure else self.what
+
+
+def error(what: str, cure: str = "") -> Finding:
+    """A finding that refuses the training."""
+    return Finding("error", what, cure)
+
+
+def refuse(findings: Iterable[Finding]) -> None:
+    """Log what is no error, and refuse what is.
+
+    Raises:
+        RequestError: the first error, with its cure.
+    """
+    for finding in findings:
+        if finding.level == "error":
+            raise RequestError(str(finding))
+        log.info("%s", finding)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known around the options; None: not known yet, and what depends on it is not checked.
+
+    Args:
+        devices: how many there are over all nodes.
+        device: one of them.
+        here: whether it is this machine's.
+        tokenizer: of the data.
+        has_validation: whether there is validation data.
+        every_target: whether all tokens of the training data are targets.
+    """
+
+    devices: int | None = None
+    device: Device | None = None
+    here: bool = False
+    tokenizer: Tokenizer | None = None
+    has_validation: bool | None = None
+    every_target: bool | None = None
+
+
+def find(
+    trainer: TrainerConfig, model: ModelConfig, data: DataConfig, known: Known, *, samples: SamplesConfig | None = None,
+    evaluation: EvaluationConfig | None = None, custom: bool = False,
+) -> Iterator[Finding]:  # fmt: skip
+    """All that is wrong with a training's options.
+
+    Args:
+        custom: the model is not the decoder of this project.
+    """
+    yield from of_trainer(trainer)
+    if known.devices is not None:
+        yield from of_ranks(trainer, known.devices)
+    if trainer.precision.startswith("fp8"):
+        yield from of_fp8(trainer, model.decoder, data, known)
+    if not custom:
+        yield from of_groups(model)
+    if known.device is not None:
+        yield from of_device(trainer, model, known)
+    if model.cuda_graphs:
+        yield from of_graphs(data, known)
+    if known.tokenizer is not None:
+        yield from of_tokenizer(model.decoder, samples or SamplesConfig(), known.tokenizer)
+    if evaluation is not None and known.has_validation is False and evaluation.tasks and evaluation.interval is None:
+        yield error("evaluation.tasks: evaluations come after validations, and there is no validation data",
+                    "give evaluation.interval, in optimizer steps, or data.val")  # fmt: skip
+
+
+# ---- the Trainer alone -----------------------------------------------------------------------------------------------
+
+
+def of_trainer(trainer: TrainerConfig) -> Iterator[Finding]:
+    """What is known of the Trainer's options before there is a model."""
+    try:
+        refuse_remote_root(trainer.default_root_dir)
+    except RequestError as refused:
+        yield error(str(refused))
+    yield from of_callbacks(trainer.callbacks or [])
+    if trainer.matmul_precision != "highest" and trainer.precision != "32-true":
+        yield error(f"trainer.matmul_precision {trainer.matmul_precision} is for trainer.precision 32-true, and this "
+                    f"is {trainer.precision}, which is faster already", LEAVE_OUT)  # fmt: skip
+    if trainer.fp8_keep is not None and not trainer.precision.startswith("fp8"):
+        yield error(f"trainer.fp8_keep {' '.join(trainer.fp8_keep)} is for FP8, and trainer.precision is "
+                    f"{trainer.precision}", f"{LEAVE_OUT}, or take fp8-tensorwise or fp8-rowwise")  # fmt: skip
+
+
+def of_accelerator(accelerator: str) -> Iterator[Finding]:
+    """Where this machine has no such device."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    present["gpu"] = any(present.values())
+    if not present.get(accelerator, True):
+        yield error(f"trainer.accelerator {accelerator}: PyTorch finds no such device on this machine",
+                    "give --trainer.accelerator cpu, or auto")  # fmt: skip
+
+
+MONITORED = ("val/loss", "val/perplexity", "val/bpb")  # what Lightning knows of a validation
+# Lightning's callbacks that do not work where a batch is an optimizer step and an epoch has no end, and what does their
+# work.
+INSTEAD: dict[type[Callback], str] = {
+    callbacks.GradientAccumulationScheduler: "every step has data.global_batch_tokens tokens",
+    callbacks.StochasticWeightAveraging: "an epoch has no end here; `--model.schedule.name wsd` ends with a low rate",
+    callbacks.WeightAveraging: "checkpoints have no second set of weights",
+    callbacks.ModelPruning: "its masks rename weights, and checkpoints have Hugging Face's names",
+    callbacks.BackboneFinetuning: "the decoder is trained as a whole",
+    callbacks.LearningRateFinder: "give --model.optimizer.lr; `lm scale --depth N` proposes one",
+    callbacks.BatchSizeFinder: "`lm plan --config FILE --fit` prints the largest data.micro_batch_size",
+    callbacks.Timer: "--guards.budget.max_hours ends a run in time, over all its sessions",
+    callbacks.LearningRateMonitor: "optim/lr is in every log line, in metrics.jsonl and in TensorBoard",
+    callbacks.DeviceStatsMonitor: "the machine's load is in metrics.jsonl and in TensorBoard",
+    callbacks.ThroughputMonitor: "perf/tokens_per_second and perf/mfu are in metrics.jsonl and in TensorBoard",
+    callbacks.SpikeDetection: "guards.spike finds spikes, and guards.alerts can stop a run or roll it back",
+    callbacks.OnExceptionCheckpoint: "a state that may be broken is not saved; lower --trainer.checkpoint_interval",
+    callbacks.ProgressBar: "a terminal shows the progress, and log lines do elsewhere",
+}
+
+
+def of_callbacks(given: list[Any]) -> Iterator[Finding]:
+    """What is not a callback, and those of Lightning that cannot work here."""
+    for callback in given:
+        if isinstance(callback, type):
+            yield error(f"callbacks: {callback.__name__} is a class", f"give an object, {callback.__name__}()")
+        elif not isinstance(callback, Callback):
+            yield error(f"callbacks: {shown(callback)} is no callback", "derive its class from lm.Callback")
+        for kind, instead in INSTEAD.items():
+            if isinstance(callback, kind):
+                yield error(f"trainer.callbacks: {type(callback).__name__} of Lightning does not work here", instead)
+        # A callback of the user's may log more with `pl_module.log`.
+        known = all(type(each).__module__.startswith(("lightning.", "lm.")) for each in given)
+        monitor = getattr(callback, "monitor", None)
+        if known and monitor not in (None, *MONITORED):
+            yield error(f"trainer.callbacks: {type(callback).__name__} has no {monitor} to monitor",
+                        f"give {' or '.join(MONITORED)}")  # fmt: skip
+
+
+# ---- several devices -------------------------------------------------------------------------------------------------
+
+
+def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
+    """What ranks would exchange in vain, or wrongly.
+
+    Under torchrun, whose count may be another after a restart, a count that makes an option idle is no error.
+
+    Args:
+        trainer: with the nodes that there are.
+        devices: over all nodes.
+    """
+    strategy, nodes, precision, options = trainer.strategy, trainer.num_nodes, trainer.precision, trainer.distributed
+    restarts = under_torchrun()
+    if nodes > 1 and not restarts and srun_world() is None and "MASTER_ADDR" not in os.environ:
+        yield error(f"trainer.num_nodes {nodes}: the nodes do not find one another",
+                    f"start the command on each with `torchrun --nnodes {nodes}`, or with `srun --nodes {nodes}`, or "
+                    "give --trainer.num_nodes 1")  # fmt: skip
+    if strategy == "hsdp" and nodes == 1 and restarts:
+        yield Finding("advice", "trainer.strategy hsdp is fsdp2 as long as there is one node", "")
+    elif strategy == "hsdp" and (nodes == 1 or devices == nodes):
+        other, where = ("fsdp2", "one node") if nodes == 1 else ("ddp", "one device a node")
+        yield error(f"trainer.strategy hsdp shards a model within each of several nodes, and with {where} it would be "
+                    f"{other}", f"give --trainer.strategy {other}")  # fmt: skip
+    kind = "ddp" if strategy in ("auto", "ddp") else "fsdp2"
+    of = {"bucket_mb": "ddp", "reshard": "fsdp2", "prefetch": "fsdp2"}
+    for name, value in vars(options).items():
+        needs, alone = of.get(name, "several devices"), devices == 1
+        if value is None:
+            continue
+        if alone and restarts and needs in (kind, "several devices"):
+            yield Finding("advice", f"trainer.distributed.{name} changes nothing as long as there is one device", "")
+        elif alone or needs not in (kind, "several devices"):
+            yield error(f"trainer.distributed.{name} is for {needs}, and this training is on "
+                        f"{'one device' if alone else kind}", LEAVE_OUT)  # fmt: skip
+    take_mixed = f"{LEAVE_OUT}, or give --trainer.precision bf16-mixed"
+    if options.reduce_dtype is not None and precision == "bf16-true":
+        yield error("trainer.distributed.reduce_dtype is for gradients in fp32, and trainer.precision bf16-true has "
+                    "them in bf16", take_mixed)  # fmt: skip
+    if options.reduce_dtype == "bf16" and precision == "16-mixed":
+        yield error("trainer.distributed.reduce_dtype bf16 does not go with trainer.precision 16-mixed, whose scaled "
+                    "gradients need fp16's digits", take_mixed)  # fmt: skip
+
+
+# ---- the model on its device -----------------------------------------------------------------------------------------
+
+
+def of_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, known: Known) -> Iterator[Finding]:
+    """Devices and shapes that FP8 cannot take, and patterns of `fp8_keep` that name nothing or all."""
+    precision, device = trainer.precision, known.device
+    if device is not None and (device.capability is None or device.capability < FP8_FROM):
+        yield error(f"trainer.precision {precision} needs an NVIDIA GPU of compute capability 8.9 or later (Ada, "
+                    f"Hopper, Blackwell), and this is {'a cpu' if device.capability is None else device.name}",
+                    "take bf16-mixed")  # fmt: skip
+    elif known.here and (missing := kernels_missing(torch.device("cuda"))) is not None:
+        yield error(f"trainer.precision {precision} quantises by a CUDA kernel, and {missing}")
+    seq_len = data.seq_len or decoder.max_position_embeddings
+    if data.micro_batch_size * seq_len % MULTIPLE:  # tokens are a dimension of the products that are weights' gradients
+        yield error(f"trainer.precision {precision} takes multiples of {MULTIPLE} tokens a micro-batch, and these are "
+                    f"{data.micro_batch_size} x {seq_len}", "change data.micro_batch_size or data.seq_len")  # fmt: skip
+    with torch.device("meta"):
+        parts = Decoder(replace(decoder, vocab_size=1)).named_modules()
+        matrices = {name: part for name, part in parts if isinstance(part, Linear)}
+    for pattern in trainer.fp8_keep or ():
+        if not any(fnmatchcase(name, pattern) for name in matrices):
+            *names, last = matrices
+            yield error(f"trainer.fp8_keep {pattern} fits no matrix",
+                        f"they are {', '.join(names[:4])} ... {last}")  # fmt: skip
+    keep = kept_in_bf16(trainer.fp8_keep, decoder.num_hidden_layers)
+    chosen = {name: matrix for name, matrix in matrices.items() if not any(fnmatchcase(name, one) for one in keep)}
+    if not chosen:
+        of_default = "" if trainer.fp8_keep is not None else ", which are the last block's by default,"
+        yield error(f"trainer.fp8_keep {' '.join(keep)}{of_default} leaves no matrix for FP8", "take bf16-mixed")
+    for name, matrix in chosen.items():
+        if matrix.in_features % MULTIPLE or matrix.out_features % MULTIPLE:
+            yield error(f"trainer.precision {precision} takes multiples of {MULTIPLE}, and {name} is "
+                        f"{matrix.out_features} x {matrix.in_features}",
+                        "change the decoder's sizes, or name it in trainer.fp8_keep")  # fmt: skip
+            break  # the other blocks have the same
+
+
+def of_groups(model: ModelConfig) -> Iterator[Finding]:
+    """Settings of the optimizer for parameters that the decoder does not have."""
+    if model.decoder.tie_word_embeddings and model.optimizer.groups.output != GroupConfig():
+        yield error("model.optimizer.groups.output: the output matrix of this model is its embedding",
+                    "set model.optimizer.groups.embedding")  # fmt: skip
+
+
+def has_kernels(device: Device, kernels: str | bool) -> bool:
+    """Whether our kernels would run on a device; `kernels` as `model.kernels`."""
+    return kernels not in ("off", False) and device.capability is not None and device.capability >= KERNELS_FROM
+
+
+def of_device(trainer: TrainerConfig, model: ModelConfig, known: Known) -> Iterator[Finding]:
+    """What the device cannot do."""
+    device, kernels = known.device, has_kernels(known.device, model.kernels)
+    if model.kernels in ("on", True) and not kernels:
+        yield error(f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
+    if model.attention != "auto" and (device.capability is None or trainer.precision == "32-true"):
+        yield error(f"model.attention {model.attention} needs a CUDA device and half precision, and this is "
+                    f"{device.name} in {trainer.precision}", "set model.attention auto")  # fmt: skip
+    mode = model.activation_checkpointing
+    if mode != "none" and keeps_all(kernels, model.compile):
+        yield error(f"model.activation_checkpointing {mode} with our kernels and model.compile {model.compile} saves "
+                    f"no memory before torch {RECOMPUTED_FROM}, and this is {torch.__version__}",
+                    "set model.compile none, or update torch")  # fmt: skip
+    if model.cuda_graphs and device.capability is None:
+        yield error(f"model.cuda_graphs needs a CUDA device, and this is {device.name}", "turn it off")
+
+
+def of_graphs(data: DataConfig, known: Known) -> Iterator[Finding]:
+    """What differs from batch to batch, and a recorded graph would repeat."""
+    if known.devices is not None and known.devices > 1:
+        yield error(f"model.cuda_graphs needs one device, and these are {known.devices}",
+                    "set trainer.devices 1, or turn it off")  # fmt: skip
+    if data.on_bad_shard == "skip":
+        yield error("model.cuda_graphs needs data.on_bad_shard raise: what is skipped differs from batch to batch",
+                    "set it, or turn model.cuda_graphs off")  # fmt: skip
+    if known.every_target is False:
+        yield error("model.cuda_graphs needs shards in which every token is a target: what `labels` or packed rows "
+                    "leave out differs by the batch", "turn it off")  # fmt: skip
+
+
+def of_tokenizer(decoder: DecoderConfig, samples: SamplesConfig, tokenizer: Tokenizer) -> Iterator[Finding]:
+    """A vocabulary that is too small, and prompts that are too long."""
+    if decoder.vocab_size is not None and decoder.vocab_size < tokenizer.vocab_size:
+        yield error(f"model.decoder.vocab_size {decoder.vocab_size:,} is smaller than the tokenizer's "
+                    f"{tokenizer.vocab_size:,}", "leave it out to take the tokenizer's")  # fmt: skip
+    context = decoder.max_position_embeddings
+    for text in samples.prompts or ():
+        if (over := len(tokenizer.encode(text)) - context + 1) > 0:
+            yield error(f"samples.prompts: {shown(text)} leaves no room in the context of {context}",
+                        f"shorten it by {over} tokens or more")  # fmt: skip
