@@ -217,10 +217,10 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
         "precision": str(trainer.precision),
         "ranks": trainer.world_size,
         "strategy": trainer.sharding if trainer.world_size > 1 else None,
-        "compile": module.compile_mode,
-        "activation_checkpointing": module.activation_checkpointing,
+        "compile": module.options.compile,
+        "activation_checkpointing": module.options.activation_checkpointing,
         "kernels": module.built.kernels,
-        "cuda_graphs": module.cuda_graphs,
+        "cuda_graphs": module.options.cuda_graphs,
         "attention": module.built.attention,
         "python": facts["python"],
         "versions": facts["versions"],
@@ -393,7 +393,7 @@ def report(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, A
     rate = steps.tokens_per_step / ms_per_step * 1e3
     flops = {full: flops_per_token(module.config, steps.seq_len, full_attention=full) for full in (False, True)}
     optimizer_ms = statistics.median(timer.optimizer_steps) * 1e3
-    predicted = training_memory(module.config, step_of(trainer), state_size(module.optimizer_config))["peak"]
+    predicted = training_memory(module.config, step_of(trainer), state_size(module.options.optimizer))["peak"]
     return {
         **facts,
         "turns": len(timer.stretches),

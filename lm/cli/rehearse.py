@@ -88,8 +88,8 @@ class Stage(logging.Handler):
         self.run.path.mkdir()
         decoder = replace(config.model.decoder, vocab_size=found.get("model", {}).get("vocab_size") or 2**15)
         self.module = SimpleNamespace(
-            config=decoder, schedule_config=config.model.schedule, device=SimpleNamespace(type="cpu"),
-            built=NOT_BUILT, fused=True,
+            config=decoder, options=SimpleNamespace(schedule=config.model.schedule), device=SimpleNamespace(type="cpu"),
+            built=NOT_BUILT, decoder=None,
         )  # fmt: skip
         rate = found.get("time", {}).get("tokens_per_second") or self.steps.tokens_per_step / seconds
         self.tokens_per_second = max(rate, 2 * (config.guards.throughput.floor or 0))

@@ -55,17 +55,21 @@ def is_builtin(decoder: nn.Module) -> bool:
     return all(type(part) in BUILTIN for part in decoder.modules())
 
 
-def call_for_losses(decoder: nn.Module, input_ids: Tensor, labels: Tensor, **options: Any) -> Losses:
-    """The losses of a custom model.
+def call_for_losses(
+    decoder: nn.Module, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None, z_loss: float = 0.0,
+    max_documents: int | None = None,
+) -> Losses:  # fmt: skip
+    """The losses of a decoder, or of a custom model, which is given `document_ids` and `z_loss` where there are any.
 
-    Args:
-        input_ids, labels: `(B, T)`.
-        options: `document_ids` and `z_loss`; those that are None or 0 are not given to it.
+    The arguments are those of `Decoder.forward`.
 
     Raises:
-        RequestError: it returns something else.
+        RequestError: a custom model returns something else.
     """
-    found = decoder(input_ids, labels=labels, **{name: value for name, value in options.items() if value is not None})
+    if isinstance(decoder, Decoder):
+        return decoder(input_ids, labels, document_ids, z_loss, max_documents=max_documents)
+    options = {"document_ids": document_ids} if document_ids is not None else {}
+    found = decoder(input_ids, labels=labels, **options, **({"z_loss": z_loss} if z_loss else {}))
     two = isinstance(found, tuple) and len(found) == 2 and all(isinstance(each, Tensor) for each in found)
     if two and found[0].numel() == 1 and found[1].shape == labels.shape:
         return Losses(found[0], found[1].detach())

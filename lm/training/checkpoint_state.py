@@ -142,13 +142,13 @@ def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_KEY, None)  # config.json has them
     checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_NAME, None)
     weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
-    checkpoint["state_dict"] = to_huggingface(weights, module.config) if weights and module.stock else weights
+    checkpoint["state_dict"] = to_huggingface(weights, module.config) if weights and module.builtin else weights
     states = checkpoint.pop("optimizer_states", [])
     checkpoint["optimizer"] = {}
     if states and states[0]:
         optimizer = module.optimizers(use_pl_optimizer=False)
         [whole] = states
-        config = module.optimizer_config
+        config = module.options.optimizer
         if config.class_path is not None:  # before the first step it was tried, and it may keep more since
             refuse_unkept(config.class_path, optimizer, whole)
         state = name_state(whole, parameter_names(module.decoder, optimizer))
@@ -165,7 +165,7 @@ def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
     dtype = str(next(module.decoder.parameters()).dtype).removeprefix("torch.")
     tokenizer = module.trainer.datamodule.tokenizer
     custom = None
-    if not module.stock:
+    if not module.builtin:
         custom = custom_config_json(module.config, tokenizer.eos_id, dtype, type(module), module.hparams)
     checkpoint["files"] = model_files(module.config, tokenizer, dtype, custom)
 
@@ -200,7 +200,7 @@ def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None
     weights = checkpoint["state_dict"]
     _refuse_other_class(checkpoint["files"], module)
     _refuse_other_shapes(weights, module)
-    if module.stock:
+    if module.builtin:
         weights = from_huggingface(weights, module.config)
     checkpoint["state_dict"] = {f"decoder.{name}": value for name, value in weights.items()}
     if "optimizer" in checkpoint:
@@ -209,7 +209,7 @@ def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None
         nothing = {"written_by": None, "state": {}, "groups": [], "of_no_parameter": {}, "entries": {}}
         values = nothing | checkpoint.pop("optimizer_values", {})  # an earlier version of lm wrote fewer
         slots = checkpoint.pop("optimizer") | values["state"]
-        refuse_other_optimizer(values["written_by"], slots, module.optimizer_config)
+        refuse_other_optimizer(values["written_by"], slots, module.options.optimizer)
         # An imported model has no state, and a class may need what it made when it was built.
         state["state"] |= index_state(slots, module.decoder, optimizer) | values["of_no_parameter"]
         for group, changed in zip(state["param_groups"], values["groups"]):
@@ -220,7 +220,7 @@ def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None
 def _refuse_other_class(files: dict[str, str], module: LightningModule) -> None:
     document = json.loads(files["config.json"])
     there = document["architectures"][0] if document.get("model_type") == MODEL_TYPE else None
-    mine = None if module.stock else type(module).__name__
+    mine = None if module.builtin else type(module).__name__
     if there == mine:
         return
     by = "this project's decoder" if mine is None else f"that of {mine}"
@@ -232,7 +232,7 @@ def _refuse_other_class(files: dict[str, str], module: LightningModule) -> None:
 
 def _refuse_other_shapes(weights: dict[str, Tensor], module: LightningModule) -> None:
     config, expected = module.config, module.decoder.state_dict()
-    if module.stock:
+    if module.builtin:
         with torch.device("meta"):
             expected = to_huggingface(Decoder(config).state_dict(), config)
     for name in sorted(expected.keys() | weights.keys()):

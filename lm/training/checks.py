@@ -101,10 +101,9 @@ def find(
         yield from of_ranks(trainer, known.devices)
     if trainer.precision.startswith("fp8"):
         yield from of_fp8(trainer, model.decoder, data, known)
-    if not custom:
+    if not custom:  # of which building it finds out more
         yield from of_groups(model)
-    if known.device is not None:
-        yield from of_device(trainer, model, known)
+        yield from of_device(trainer, model, known.device) if known.device is not None else ()
     if model.cuda_graphs:
         yield from of_graphs(data, known)
     if known.tokenizer is not None:
@@ -273,9 +272,9 @@ def has_kernels(device: Device, kernels: str | bool) -> bool:
     return kernels not in ("off", False) and device.capability is not None and device.capability >= KERNELS_FROM
 
 
-def of_device(trainer: TrainerConfig, model: ModelConfig, known: Known) -> Iterator[Finding]:
+def of_device(trainer: TrainerConfig, model: ModelConfig, device: Device) -> Iterator[Finding]:
     """What the device cannot do."""
-    device, kernels = known.device, has_kernels(known.device, model.kernels)
+    kernels = has_kernels(device, model.kernels)
     if model.kernels in ("on", True) and not kernels:
         yield error(f"model.kernels on: {device.name} cannot run them", "set model.kernels auto")
     if model.attention != "auto" and (device.capability is None or trainer.precision == "32-true"):
@@ -286,12 +285,12 @@ def of_device(trainer: TrainerConfig, model: ModelConfig, known: Known) -> Itera
         yield error(f"model.activation_checkpointing {mode} with our kernels and model.compile {model.compile} saves "
                     f"no memory before torch {RECOMPUTED_FROM}, and this is {torch.__version__}",
                     "set model.compile none, or update torch")  # fmt: skip
-    if model.cuda_graphs and device.capability is None:
-        yield error(f"model.cuda_graphs needs a CUDA device, and this is {device.name}", "turn it off")
 
 
 def of_graphs(data: DataConfig, known: Known) -> Iterator[Finding]:
-    """What differs from batch to batch, and a recorded graph would repeat."""
+    """Where nothing can be recorded, and what differs from batch to batch, which a graph would repeat."""
+    if known.device is not None and known.device.capability is None:
+        yield error(f"model.cuda_graphs needs a CUDA device, and this is {known.device.name}", "turn it off")
     if known.devices is not None and known.devices > 1:
         yield error(f"model.cuda_graphs needs one device, and these are {known.devices}",
                     "set trainer.devices 1, or turn it off")  # fmt: skip

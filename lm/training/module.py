@@ -4,7 +4,7 @@ This is the one place that sees both the model and the data.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lm.data.loader import Batch
 from lm.evaluation.statistics import TokenLoss, loss_metrics
 from lm.model.build import NOT_BUILT, BuildOptions, build
-from lm.model.compile import GraphedMicroBatch
 from lm.model.config import DecoderConfig, matrix_rows
 from lm.model.custom import (
     attach_config,
@@ -32,15 +31,13 @@ from lm.model.custom import (
 )
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
-from lm.model.fused import is_fused
-from lm.model.low_precision import WeightCopies
 from lm.system.arguments import arguments_from
-from lm.system.stop_signals import STOP
 from lm.training import checkpoint_state
 from lm.training.callback import call_hook
 from lm.training.config import ModelConfig
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
-from lm.training.lightning_patches import attached_trainer, drop_step_context, loss_scale
+from lm.training.lightning_patches import attached_trainer
+from lm.training.lightning_step import StepDropped, lightning_step, weight_copies
 from lm.training.optim import build_optimizer
 from lm.training.plain_trainer import PlainRunState
 from lm.training.run_state import RunState
@@ -67,21 +64,12 @@ class LanguageModule(LightningModule):
         )
         self.options = config
         self.automatic_optimization = False  # Lightning's batch is an optimizer step, and `training_step` takes it
-        self.config = config.decoder
-        self.optimizer_config = config.optimizer
-        self.schedule_config = config.schedule
-        self.document_mask = config.document_mask
-        self.z_loss = config.z_loss
-        self.kernels = {True: "on", False: "off"}.get(config.kernels, config.kernels)  # YAML takes a bare `on` for true
-        self.compile_mode = config.compile
-        self.activation_checkpointing = config.activation_checkpointing
-        self.attention = config.attention
-        self.cuda_graphs = config.cuda_graphs
+        self.config = config.decoder  # with its vocabulary, once the data is open
         self.run_state: RunState = PlainRunState()
         self.step: OptimizerStep | None = None  # while training
         self.weight_copies: AbstractContextManager = nullcontext()  # in half precision, while training
         self.decoder: nn.Module | None = None
-        self.stock = True  # whether the decoder is ours in all its parts
+        self.builtin = True  # whether the decoder is ours in all its parts
         self.built = NOT_BUILT  # the decoder, and how it computes in words
         self.validation = TokenLoss()
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
@@ -96,11 +84,6 @@ class LanguageModule(LightningModule):
         """Whether this is a fit, also while it validates."""
         return self.trainer.state.fn == TrainerFn.FITTING
 
-    @property
-    def fused(self) -> bool:
-        """Whether our kernels compute the forward pass."""
-        return is_fused(self.decoder)
-
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
@@ -111,10 +94,7 @@ class LanguageModule(LightningModule):
         self.config = replace(self.config, vocab_size=self.config.vocab_size or data.tokenizer.vocab_size)
         if sources := data.source_names:
             self.validation = TokenLoss(len(sources))
-        options = BuildOptions(
-            self.kernels, self.attention, self.activation_checkpointing, self.compile_mode, self.document_mask,
-            self.z_loss,
-        )  # fmt: skip
+        options = BuildOptions(**{option.name: getattr(self.options, option.name) for option in fields(BuildOptions)})
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
         self.built = build(
             self.config, options, strategy.root_device, dtype, (data.micro_batch_size, data.seq_len),
@@ -142,36 +122,30 @@ class LanguageModule(LightningModule):
 
     def _on_made(self, decoder: nn.Module) -> None:
         """Let callbacks have the first weights, before anything is compiled or sharded; try a custom model once."""
-        self.decoder, self.stock = decoder, is_builtin(decoder)
+        self.decoder, self.builtin = decoder, is_builtin(decoder)
         call_hook(self.trainer, "on_model_built", self)
-        if self.stock:
+        if self.builtin:
             return
         plain_arguments(type(self), self.hparams)
         if self.fitting and not isinstance(decoder, Decoder):
             decoder.to(self.trainer.strategy.root_device)
             data = self.trainer.datamodule
             with self.trainer.precision_plugin.forward_context():
-                refuse_losses(decoder, (min(2, data.micro_batch_size), data.seq_len), self.document_mask)
+                refuse_losses(decoder, (min(2, data.micro_batch_size), data.seq_len), self.options.document_mask)
 
     def losses(self, batch: Batch) -> Losses:
         """The losses of a batch: their sum in nats, which is differentiable, and each token's loss, which is not."""
         input_ids = batch.input_ids  # (B, T)
         documents = None
-        if self.document_mask:
+        if self.options.document_mask:
             documents = document_ids_from(input_ids, self.trainer.datamodule.tokenizer.eos_id)
-        z_loss = self.z_loss if self.training else 0.0
+        z_loss = self.options.z_loss if self.training else 0.0
         with self.trainer.precision_plugin.forward_context():
-            if not isinstance(self.decoder, Decoder):
-                return call_for_losses(
-                    self.decoder, input_ids, batch.labels, document_ids=documents, z_loss=z_loss or None)  # fmt: skip
-            return self.decoder(
-                input_ids, labels=batch.labels, document_ids=documents, z_loss=z_loss,
-                max_documents=batch.max_documents,
-            )  # fmt: skip
+            return call_for_losses(self.decoder, input_ids, batch.labels, documents, z_loss, batch.max_documents)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Count documents while the batch is still on the host, so that nothing waits for the device."""
-        if self.document_mask:
+        if self.options.document_mask:
             batch.count_documents(self.trainer.datamodule.tokenizer.eos_id)
         return batch
 
@@ -196,73 +170,34 @@ class LanguageModule(LightningModule):
         return result.loss
 
     def on_train_start(self) -> None:
-        """Make the step of what Lightning's strategy and precision do with gradients."""
-        trainer, state, optimizer = self.trainer, self.run_state, self.optimizers()
-        drop_step_context(trainer)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        state.begin(self.device, len(trainer.datamodule.source_names), scaler is not None, self.global_rank)
-        forward = lambda batch: self.losses(batch)  # noqa: E731  # a callback may replace it
-        if not self.cuda_graphs:
-            forward = self._measured("forward", forward)
-        self.step = OptimizerStep(
-            forward, optimizer.optimizer, state.steps, self.schedule_config, state.clip,
-            backward=self.manual_backward if self.cuda_graphs else self._measured("backward", self.manual_backward),
-            update=optimizer.step,
-            hold_gradients=getattr(trainer.strategy, "block_backward_sync", nullcontext),
-            loss_scale=None if scaler is None else partial(loss_scale, scaler),
-            before_micro_batch=_drop_step_in_time,
-            record=self._record if self.cuda_graphs else None,
-        )
-        precision = trainer.precision
-        mixed = precision not in ("32-true", "bf16-true")
-        if mixed and self.fused and not isinstance(trainer.strategy, FullyShardedStrategy):
-            self.weight_copies = WeightCopies(
-                self.decoder, torch.float16 if precision == "16-mixed" else torch.bfloat16)  # fmt: skip
+        self.step, self.weight_copies = lightning_step(self), weight_copies(self)
+        sources = len(self.trainer.datamodule.source_names)
+        self.run_state.begin(self.device, sources, self.step.loss_scale is not None, self.global_rank)
 
     def on_train_end(self) -> None:
         self.step, self.weight_copies = None, nullcontext()
 
-    def _record(self, forward_backward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """The same forward and backward pass as CUDA graphs, one for each number of documents; few numbers occur."""
-        graphed = GraphedMicroBatch(
-            self.decoder.parameters(),
-            lambda tokens, row_documents: forward_backward(Batch(tokens, row_documents=row_documents)),
-            capture=self.device.type == "cuda",
-        )
-        return self._measured("forward", lambda batch: graphed(
-            batch.tokens, batch.max_documents and (batch.max_documents,)))  # fmt: skip
-
-    def _measured(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` as a part of the step that Lightning's profilers know, and `lm profile`."""
-
-        def call(*args: Any) -> Any:
-            with self.trainer.profiler.profile(part):
-                return function(*args)
-
-        return call
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""
         stacked = matrix_rows(self.config) if isinstance(self.decoder, Decoder) else {}
-        return build_optimizer(self.decoder, self.optimizer_config, stacked)
+        return build_optimizer(self.decoder, self.options.optimizer, stacked)
 
     def logged_metrics(self) -> dict[str, float]:
         """What a log line says of the steps since the last one. Called on every rank; waits for the device."""
         data, state = self.trainer.datamodule, self.run_state
         metrics = state.stats.metrics(data.source_names)
-        fraction = lr_fraction(self.global_step - 1, state.steps.max_steps, self.schedule_config)
+        fraction = lr_fraction(self.global_step - 1, state.steps.max_steps, self.options.schedule)
         epochs = data.order().epochs(state.cursor.end).tolist() if data.source_names else []
         return metrics | {
-            "optim/lr": self.optimizer_config.lr * fraction,
+            "optim/lr": self.options.optimizer.lr * fraction,
             "optim/param_norm": total_norm([p.detach() for p in self.decoder.parameters()]).item(),
             **{f"data/epochs/{name}": count for name, count in zip(data.source_names, epochs)},
         }
 
     def flops_per_token(self, full_attention: bool = False) -> float:
         """Floating-point operations of training on one token, forward and backward."""
-        if not self.stock:
-            return custom_flops_per_token(self.decoder, self.config, self.trainer.datamodule.seq_len, full_attention)
-        return flops_per_token(self.config, self.trainer.datamodule.seq_len, full_attention)
+        count = flops_per_token if self.builtin else partial(custom_flops_per_token, self.decoder)
+        return count(self.config, self.trainer.datamodule.seq_len, full_attention)
 
     # ---- validating, testing, predicting ------------------------------------------------------------------------
 
@@ -305,15 +240,6 @@ class LanguageModule(LightningModule):
         """Build the decoder of a checkpoint of a plain Trainer, for `load_from_checkpoint`."""
         self.config = config
         self.decoder = attach_config(self.build_decoder(config), config)
-
-
-class StepDropped(Exception):
-    """A signal came, and the time to finish the step under way is over."""
-
-
-def _drop_step_in_time() -> None:
-    if STOP.half_time_over:
-        raise StepDropped
 
 
 def training_class() -> type[LanguageModule]:

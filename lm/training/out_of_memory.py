@@ -15,6 +15,7 @@ import torch
 from lm.errors import RunError
 from lm.model.config import DecoderConfig
 from lm.model.estimates import OptimizerState, Step, checkpoint_bytes, largest_micro_batch, training_memory
+from lm.model.fused import is_fused
 from lm.system.hardware import process_bytes
 from lm.system.units import format_bytes
 from lm.training.distributed import FullyShardedStrategy
@@ -49,7 +50,7 @@ def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) 
         before: bytes of this process when the training began, weights included; None: it had not begun.
     """
     module, device, steps_taken = trainer.lightning_module, trainer.strategy.root_device, trainer.global_step
-    step, state = step_of(trainer), state_size(module.optimizer_config)
+    step, state = step_of(trainer), state_size(module.options.optimizer)
     had, reserve = None, 0
     if device.type == "cuda":
         had = torch.cuda.max_memory_allocated(device)
@@ -97,9 +98,10 @@ def _place(frames: TracebackType | None) -> str:
 def step_of(trainer: Any) -> Step:
     """How a micro-batch of a training is computed."""
     steps, module, strategy = trainer.steps, trainer.lightning_module, trainer.strategy
+    options = module.options
     return Step(
-        steps.micro_batch_size, steps.seq_len, str(trainer.precision), module.fused,
-        module.compile_mode, steps.accumulate, module.cuda_graphs, steps.world_size // getattr(strategy, "replicas", 1),
-        isinstance(strategy, FullyShardedStrategy) and steps.world_size > 1, module.activation_checkpointing,
+        steps.micro_batch_size, steps.seq_len, str(trainer.precision), is_fused(module.decoder), options.compile,
+        steps.accumulate, options.cuda_graphs, steps.world_size // getattr(strategy, "replicas", 1),
+        isinstance(strategy, FullyShardedStrategy) and steps.world_size > 1, options.activation_checkpointing,
         trainer.distributed.gathered_blocks(module.config.num_hidden_layers),
     )  # fmt: skip

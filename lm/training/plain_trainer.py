@@ -59,7 +59,7 @@ class PlainRunState(RunState, Callback):
             seq_len=data.seq_len, micro_batch_size=data.micro_batch_size, global_batch_tokens=data.global_batch_tokens,
             world_size=trainer.world_size, max_steps=trainer.max_steps, max_tokens=None,
         )  # fmt: skip
-        warmup_and_decay_steps(trainer.max_steps, pl_module.schedule_config)
+        warmup_and_decay_steps(trainer.max_steps, pl_module.options.schedule)
         seed = os.environ.get("PL_GLOBAL_SEED")  # of lightning.seed_everything
         data.set_position(global_batch=self.steps.global_batch, seed=None if seed is None else int(seed))
         rank_zero_info(LEFT_OUT)

@@ -127,7 +127,7 @@ class Trainer(PatchedTrainer):
             world_size=self.world_size,
             **self._wanted,
         )
-        warmup_and_decay_steps(state.steps.max_steps, model.schedule_config)  # refuses a schedule that does not fit
+        warmup_and_decay_steps(state.steps.max_steps, model.options.schedule)  # refuses a schedule that does not fit
         log.info(str(state.steps))
         state.start = read_progress(ckpt_path)
         if state.start.step >= state.steps.max_steps and not state.start.pending_validation:

@@ -89,7 +89,7 @@ class PlainLoop:
     def __init__(self, trainer: Trainer, module: LanguageModule) -> None:
         self.module = module
         self.step = module.step
-        self.graphed = module.step.forward_backward if module.cuda_graphs else None
+        self.graphed = module.step.forward_backward if module.options.cuda_graphs else None
         self.device = module.device
         self.optimizer = trainer.optimizers[0]
         self.parameters = list(module.parameters())

@@ -136,7 +136,8 @@ def test_help_shows_the_fields_of_the_dataclass(kind, config):
     assert "Args:" in kind.__init__.__doc__
     if kind is package.LanguageModule:
         one, other = kind(DECODER), kind(DECODER)
-        assert one.optimizer_config == other.optimizer_config and one.optimizer_config is not other.optimizer_config
+        one, other = one.options.optimizer, other.options.optimizer
+        assert one == other and one is not other
 
 
 def test_what_a_subclass_adds_is_in_its_hyperparameters():

@@ -135,7 +135,7 @@ def test_a_stop_leaves_last_as_it_was_and_says_why_everywhere(workplace):
 def warned(lines, state=None, max_steps=120):
     """Step and guard of what `ValidationTrend` says of lines of step, training loss and validation loss."""
     callback, found = ValidationTrend(), []
-    module = SimpleNamespace(schedule_config=ScheduleConfig(name="cosine", warmup_steps=2))
+    module = SimpleNamespace(options=SimpleNamespace(schedule=ScheduleConfig(name="cosine", warmup_steps=2)))
     trainer = SimpleNamespace(
         global_step=0, max_steps=max_steps, world_size=1, is_global_zero=False, callbacks=[callback], stop=None
     )

@@ -210,7 +210,7 @@ def test_operations_are_counted_by_weights():
 
 def test_the_contract_is_checked():
     ids = torch.zeros(2, 3, dtype=torch.long)
-    assert call_for_losses(Small(), ids, ids, z_loss=None).per_token.shape == (2, 3)
+    assert call_for_losses(Small(), ids, ids).per_token.shape == (2, 3)
     with pytest.raises(RequestError, match=r"Linear\.forward takes no labels"):
         refuse_contract(nn.Linear(2, 2), {})
     with pytest.raises(RequestError, match="build_decoder returned int"):

@@ -82,7 +82,7 @@ class Checkpoints(ModelCheckpoint):
 
     def _warn_of_full_disk(self, trainer: Trainer, pl_module: LightningModule) -> None:
         item = next(pl_module.parameters()).element_size()
-        one = checkpoint_bytes(pl_module.config, item, state_size(pl_module.optimizer_config))
+        one = checkpoint_bytes(pl_module.config, item, state_size(pl_module.options.optimizer))
         kept = self.keep + (trainer.max_steps // self.keep_every if self.keep_every else 0)
         kept += trainer.mirror is not None  # one stays until it is uploaded
         needed = disk_space(trainer.run.path, one, kept, present=len(trainer.run.steps()))

@@ -214,7 +214,7 @@ class ValidationTrend(Callback):
             self._training = (0.0, 0)
         if self._best is None or loss < self._best[1]:
             self._best = (step, loss)
-        rate = lr_fraction(max(0, step - 1), trainer.max_steps, pl_module.schedule_config)
+        rate = lr_fraction(max(0, step - 1), trainer.max_steps, pl_module.options.schedule)
         for guard, message in from_rank_zero(trainer, self._found(step, trainer.max_steps, rate)).items():
             self._reported.add(guard)
             act(trainer, pl_module, guard, "warn", message)

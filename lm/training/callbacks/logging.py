@@ -78,14 +78,14 @@ class RunLog(Callback):
                 logger.log_hyperparams({"run": trainer.run.name, **trainer.run.settings()})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._compiles = pl_module.compile_mode != "none"
+        self._compiles = pl_module.options.compile != "none"
         self.write_state(trainer, "running")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """torch compiles in the first step."""
         if self._compiles:
             self._compiles, self._compiling = False, time.monotonic()
-            log.info("compiling with %s in the first step, which may take minutes", pl_module.compile_mode)
+            log.info("compiling with %s in the first step, which may take minutes", pl_module.options.compile)
             self.write_state(trainer, "running", phase="compiling")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -416,7 +416,7 @@ class Histograms(Callback):
             weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # on every rank
             if not trainer.is_global_zero:
                 continue
-            parts = to_huggingface({name: weight}, pl_module.config) if pl_module.stock else {name: weight}
+            parts = to_huggingface({name: weight}, pl_module.config) if pl_module.builtin else {name: weight}
             for part, values in parts.items():
                 if (histogram := count_values(values)) is not None:
                     writer = trainer.logger.experiment

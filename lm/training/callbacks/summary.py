@@ -64,13 +64,13 @@ class Summary(Callback):
             log.info("best %s %.4f, at step %d", METRICS["val/loss"].label, trainer.checkpoint_callback.best_loss,
                      read_progress(best).step)  # fmt: skip
         model = trainer.run.path / ("last" if best is None else "best")
-        if pl_module.stock:
+        if pl_module.builtin:
             log.info("model: %s, which Hugging Face transformers loads as it is", model)
         else:
             log.info("model: %s, which lm.load_model(path, module=%s) loads", model, type(pl_module).__name__)
         if sample := _sample(trainer, pl_module):
             log.info("sample: %s", sample)
-        for command, purpose in next_commands(trainer.run.path, pl_module.stock):
+        for command, purpose in next_commands(trainer.run.path, pl_module.builtin):
             log.info("%-60s  # %s", command, purpose)
 
 
@@ -113,7 +113,8 @@ def _expected(trainer: Trainer, module: LightningModule) -> str:
     if not trainer.device_peak:
         return "not known before two log lines"
     fp8 = str(trainer.precision).startswith("fp8")
-    again = recomputed_flops_per_token(module.config, trainer.datamodule.seq_len, module.activation_checkpointing)
+    checkpointing = module.options.activation_checkpointing
+    again = recomputed_flops_per_token(module.config, trainer.datamodule.seq_len, checkpointing)
     rate = ASSUMED_MFU * trainer.device_peak / (1 + fp8) * trainer.world_size / (module.flops_per_token() + again)
     tokens = (trainer.steps.max_steps - trainer.global_step) * trainer.steps.tokens_per_step
     return f"{_time_and_cost(trainer, tokens / rate)}, at {ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"

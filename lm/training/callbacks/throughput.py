@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lm.kernels.torch_private import compiled_graphs
+from lm.model.fused import is_fused
 from lm.system.units import format_count
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
@@ -170,7 +171,7 @@ class ThroughputFloor(Callback):
             compilations=graphs - self._graphs, reason=reason, on_gpu=module.device.type == "cuda",
             attention=module.built.attention, masked="masked" in module.built.attention,
             full_precision=trainer.precision == "32-true", kernels=module.built.kernels,
-            plain=not module.fused, limits=_clock_limits(trainer),
+            plain=not is_fused(module.decoder), limits=_clock_limits(trainer),
         ))  # fmt: skip
 
 
