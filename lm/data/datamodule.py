@@ -1,6 +1,6 @@
 """The LightningDataModule: where the data is, how large a batch is, and which sample is trained on next.
 
-The stop after `data/loader` on a batch's way; `training/module` is next. It knows nothing of the model.
+The stop after `data/loader` on a batch's way; `training/step` is next. It knows nothing of the model.
 """
 
 import logging

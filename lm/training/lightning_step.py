@@ -1,4 +1,4 @@
-"""`training/step` under Lightning: what its strategies, precisions and profilers do becomes the step's arguments."""
+"""`training/step` under Lightning: its strategy, precision and profiler, CUDA graphs, and a step that is dropped."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,68 +14,97 @@ from lm.model.compile import GraphedMicroBatch
 from lm.model.fused import is_fused
 from lm.model.low_precision import WeightCopies
 from lm.system.stop_signals import STOP
+from lm.training import checkpoint_state
 from lm.training.distributed import FullyShardedStrategy
 from lm.training.lightning_patches import drop_step_context, loss_scale
-from lm.training.step import OptimizerStep
+from lm.training.schedule import lr_fraction
+from lm.training.step import StepResult, optimizer_step
 
 
 class StepDropped(Exception):
     """A signal came, and the time to finish the step under way is over."""
 
 
-def drop_when_time_is_over() -> None:
-    """Raise StepDropped where it is."""
-    if STOP.half_time_over:
-        raise StepDropped
+class LightningStep:
+    """Optimizer steps of a `LanguageModule`, from the start of its training on.
+
+    Attributes:
+        scaled: whether a GradScaler multiplies the gradients.
+        forward_backward: of one micro-batch, as `optimizer_step` takes it.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        trainer = module.trainer
+        drop_step_context(trainer)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.scaled = scaler is not None
+        self._module, self._optimizer, self._graphs = module, module.optimizers(), module.options.cuda_graphs
+        self._loss_scale = None if scaler is None else partial(loss_scale, scaler)
+        self._weight_copies = weight_copies(module)
+        self.forward_backward = self._recorded() if self._graphs else self._forward_backward
+
+    def __call__(self, batch: Batch, step: int) -> StepResult:
+        """Take the optimizer step `step`, 0 for the first, on this rank's rows `(B, T + 1)` of the global batch.
+
+        Raises:
+            StepDropped: it was not finished; weights, gradients and random generators are as before it.
+        """
+        module, steps = self._module, self._module.run_state.steps
+        generators = checkpoint_state.rng_state()
+        try:
+            with self._weight_copies:
+                return optimizer_step(
+                    batch, self.forward_backward, self._optimizer.optimizer, micro_batch_size=steps.micro_batch_size,
+                    tokens_per_step=steps.tokens_per_step, max_norm=module.run_state.clip,
+                    lr_factor=lr_fraction(step, steps.max_steps, module.options.schedule),
+                    update=self._optimizer.step, loss_scale=self._loss_scale,
+                    no_sync=getattr(module.trainer.strategy, "block_backward_sync", nullcontext),
+                )  # fmt: skip
+        except StepDropped:
+            checkpoint_state.restore_generators(generators)  # dropout has drawn from them
+            raise
+        finally:
+            self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients; a CUDA graph needs them to stay in their place in memory."""
+        self._optimizer.optimizer.zero_grad(set_to_none=not self._graphs)
+
+    def _forward_backward(self, micro_batch: Batch, measure: bool = True) -> Tensor:
+        if STOP.half_time_over:
+            raise StepDropped
+        # A recorded pass is measured as a whole: a profiler may wait for the device, which a recording must not.
+        part = self._module.trainer.profiler.profile if measure else nullcontext
+        with part("forward"):
+            total, token_losses = self._module.losses(micro_batch)  # (), (b, T)
+            mean = total / token_losses.numel() / self._module.run_state.steps.accumulate
+        with part("backward"):
+            self._module.manual_backward(mean)
+        return token_losses
+
+    def _recorded(self) -> Callable[[Batch], Tensor]:
+        """The forward and backward pass as CUDA graphs, one for each number of documents; few numbers occur."""
+        module = self._module
+        graphed = GraphedMicroBatch(
+            module.decoder.parameters(),
+            lambda tokens, row_documents: self._forward_backward(Batch(tokens, row_documents=row_documents), False),
+            capture=module.device.type == "cuda",
+        )
+
+        def replay(micro_batch: Batch) -> Tensor:
+            if STOP.half_time_over:
+                raise StepDropped
+            documents = micro_batch.max_documents
+            with module.trainer.profiler.profile("forward"):
+                return graphed(micro_batch.tokens, None if documents is None else (documents,))
+
+        return replay
 
 
-def lightning_step(module: LightningModule) -> OptimizerStep:
-    """The step of a `LanguageModule` whose training begins."""
-    trainer, optimizer, state = module.trainer, module.optimizers(), module.run_state
-    graphs = module.options.cuda_graphs
-    # A recorded pass is measured as a whole: a profiler may wait for the device, which a recording must not.
-    measured = (lambda part, function: function) if graphs else partial(_measured, module)
-    drop_step_context(trainer)
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return OptimizerStep(
-        measured("forward", lambda batch: module.losses(batch)),  # looked up each time: a callback may replace it
-        optimizer.optimizer, state.steps, module.options.schedule, state.clip,
-        backward=measured("backward", module.manual_backward),
-        update=optimizer.step,
-        hold_gradients=getattr(trainer.strategy, "block_backward_sync", nullcontext),
-        loss_scale=None if scaler is None else partial(loss_scale, scaler),
-        before_micro_batch=drop_when_time_is_over,
-        record=partial(_record, module) if graphs else None,
-    )  # fmt: skip
-
-
-def weight_copies(module: LightningModule) -> AbstractContextManager:
-    """A context in which the micro-batches of a step share copies of the weights in half precision, where that pays."""
+def weight_copies(module: LightningModule) -> AbstractContextManager[Any]:
+    """A context in which all micro-batches share copies of the weights in half precision, where that pays."""
     precision = module.trainer.precision
     mixed = precision not in ("32-true", "bf16-true")
     if not (mixed and is_fused(module.decoder)) or isinstance(module.trainer.strategy, FullyShardedStrategy):
         return nullcontext()
     return WeightCopies(module.decoder, torch.float16 if precision == "16-mixed" else torch.bfloat16)
-
-
-def _measured(module: LightningModule, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as a part of the step that Lightning's profilers know, and `lm profile`."""
-
-    def call(*args: Any) -> Any:
-        with module.trainer.profiler.profile(part):
-            return function(*args)
-
-    return call
-
-
-def _record(
-    module: LightningModule, forward_backward: Callable[[Batch], Tensor]
-) -> Callable[[Batch], Tensor]:  # fmt: skip
-    """The same forward and backward pass as CUDA graphs, one for each number of documents; few numbers occur."""
-    graphed = GraphedMicroBatch(
-        module.decoder.parameters(),
-        lambda tokens, row_documents: forward_backward(Batch(tokens, row_documents=row_documents)),
-        capture=module.device.type == "cuda",
-    )
-    return _measured(module, "forward", lambda batch: graphed(
-        batch.tokens, batch.max_documents and (batch.max_documents,)))  # fmt: skip

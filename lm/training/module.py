@@ -5,7 +5,6 @@ This is the one place that sees both the model and the data.
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from inspect import currentframe
@@ -32,17 +31,16 @@ from lm.model.custom import (
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.system.arguments import arguments_from
-from lm.training import checkpoint_state
 from lm.training.callback import call_hook
 from lm.training.config import ModelConfig
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
 from lm.training.lightning_patches import attached_trainer
-from lm.training.lightning_step import StepDropped, lightning_step, weight_copies
+from lm.training.lightning_step import LightningStep, StepDropped
 from lm.training.optim import build_optimizer
 from lm.training.plain_trainer import PlainRunState
 from lm.training.run_state import RunState
 from lm.training.schedule import lr_fraction
-from lm.training.step import OptimizerStep, total_norm
+from lm.training.step import total_norm
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -66,8 +64,7 @@ class LanguageModule(LightningModule):
         self.automatic_optimization = False  # Lightning's batch is an optimizer step, and `training_step` takes it
         self.config = config.decoder  # with its vocabulary, once the data is open
         self.run_state: RunState = PlainRunState()
-        self.step: OptimizerStep | None = None  # while training
-        self.weight_copies: AbstractContextManager = nullcontext()  # in half precision, while training
+        self.step: LightningStep | None = None  # while training
         self.decoder: nn.Module | None = None
         self.builtin = True  # whether the decoder is ours in all its parts
         self.built = NOT_BUILT  # the decoder, and how it computes in words
@@ -152,30 +149,26 @@ class LanguageModule(LightningModule):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """One optimizer step, `training/step`, on this rank's rows `(B, T + 1)` of the global batch.
+        """One optimizer step on this rank's rows `(B, T + 1)` of the global batch; `training/step` has it.
 
         Returns:
-            The mean loss over all targets that count, of all ranks, in nats: a scalar.
+            The mean loss over the unmasked targets of all ranks, in nats: a scalar.
         """
-        generators = checkpoint_state.rng_state()  # for a step that is dropped: dropout has drawn from them
         number = self.global_step
         try:
-            with self.weight_copies:
-                result = self.step(batch, number)
+            result = self.step(batch, number)
         except StepDropped:
-            self.step.zero_grad()
-            checkpoint_state.restore_generators(generators)
-            self.trainer.end_run(f"; the next one was not done within {self.trainer.stop_within / 2:g} s")
+            self.trainer.end_run(f"; the next one was not done within {self.trainer.stop_within / 2:g} s")  # it raises
         self.run_state.count(number + 1, batch, result)
         return result.loss
 
     def on_train_start(self) -> None:
-        self.step, self.weight_copies = lightning_step(self), weight_copies(self)
+        self.step = LightningStep(self)
         sources = len(self.trainer.datamodule.source_names)
-        self.run_state.begin(self.device, sources, self.step.loss_scale is not None, self.global_rank)
+        self.run_state.begin(self.device, sources, self.step.scaled, self.global_rank)
 
     def on_train_end(self) -> None:
-        self.step, self.weight_copies = None, nullcontext()
+        self.step = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""

@@ -57,10 +57,10 @@ class StepStats:
     def add(self, step: int, batch: Batch, result: StepResult) -> None:
         """Count an optimizer step; `step` is its number, 1 for the first, and `batch` this rank's rows."""
         counts = result.loss.isfinite() if self.scaled else result.finite
-        self.nats.add_(torch.where(counts, result.nats, 0))
-        self.tokens.add_(torch.where(counts, result.targets, 0))
+        self.nats.add_(torch.where(counts, result.loss_sum, 0))
+        self.tokens.add_(torch.where(counts, result.num_targets, 0))
         if batch.sources is not None:
-            [by_source] = sum_over_ranks(self._of_sources(batch, torch.cat(result.per_token)))
+            [by_source] = sum_over_ranks(self._of_sources(batch, torch.cat(result.token_losses)))
             self.by_source.add_(torch.where(counts, by_source, 0))
         values = torch.stack([result.loss, result.grad_norm.float(), result.finite.float()])
         self._unread.append((step, values))

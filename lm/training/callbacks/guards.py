@@ -140,7 +140,7 @@ class NotFinite(Callback):
     """Reports optimizer steps whose loss or gradient was not finite, and stops a run that has no others.
 
     Such a step changes no weight: the device decides that before the optimizer's step, alike on all ranks (see
-    `training/step_stats`). This callback learns of them at the next log line.
+    `training/step`). This callback learns of them at the next log line.
 
     Args:
         policy: `skip` continues with the next step; `stop` ends the run at the first such step.
