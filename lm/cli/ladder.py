@@ -246,7 +246,7 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
     trainings = make_trainings(options, overrides)
     wanted = [one for one in trainings if not one.held_out or one.size.depth in options.sizes]
     refuse_far_predictions(options, trainings)
-    refuse_other_settings(options, trainings)
+    refuse_other_settings(trainings)
     console = Console(highlight=False, stderr=options.json)
     console.width = max(console.width, 110)  # a narrower terminal breaks the lines, and no figure is cut
     print_plan(console, options, trainings)
@@ -438,7 +438,7 @@ def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) ->
                 )
 
 
-def refuse_other_settings(options: LadderOptions, trainings: list[Training]) -> None:
+def refuse_other_settings(trainings: list[Training]) -> None:
     """Refuse a ladder one of whose runs is there and was trained with other settings.
 
     Raises:
