@@ -63,7 +63,6 @@ from lm.training.trainer import device_count
 log = logging.getLogger(__name__)
 
 VALIDATED = 2**20  # tokens, the same for all sizes
-QUANTITIES = {"flops": "operations", "parameters": "parameters"}
 FACTOR = re.compile(r"x(\d+\.?\d*(?:e[+-]?\d+)?)")  # of a size's own value
 POLL = 0.2  # seconds between looks at the trainings
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
@@ -103,8 +102,6 @@ class LadderOptions:
         predict: Depths whose loss to predict. They are not trained, or, if --depths has them too, trained and compared
             with the prediction.
         ratio: Tokens for each parameter outside the embedding, one number or several; 20 if no length is given.
-        flops: In place of it: floating-point operations of a run, such as 1e15 or, to compare sizes at equal
-            operations, 1e15,3e15,1e16.
         max_steps: In place of it: optimizer steps, the same for all sizes.
         seeds: Trainings of each size, with seeds 1, 2 and so on; three or more show the noise.
         grid: An option with the values to try at each size, such as model.optimizer.lr=0.01,0.02, or, with factors of
@@ -130,7 +127,6 @@ class LadderOptions:
     depths: list[str] = field(default_factory=list)
     predict: list[str] = field(default_factory=list)
     ratio: list[str] = field(default_factory=list)
-    flops: list[str] = field(default_factory=list)
     max_steps: Count | None = None
     seeds: int = 1
     grid: list[str] = field(default_factory=list)
@@ -161,17 +157,9 @@ class LadderOptions:
         require_at_least(1, "--", seeds=self.seeds, max_steps=self.max_steps)
         if not re.fullmatch(r"\w[\w.+=-]*", self.name):
             raise RequestError(f"--name {self.name}: use letters, digits, '.', '_', '-', '+' and '=' only")
-        given = {"--ratio": self.ratio, "--flops": self.flops, "--max_steps": self.max_steps}
-        given = [name for name, value in given.items() if value]
-        if len(given) > 1:
-            raise RequestError(f"{' and '.join(given)} each give the length of the runs: give one of them")
-        if self.held_out and 0 < len(_numbers("--flops", self.flops)) < scaling_laws.FEWEST_LENGTHS:
-            raise RequestError(f"a prediction at equal operations takes {scaling_laws.FEWEST_LENGTHS} of --flops or "
-                               "more: add some, or give --ratio")  # fmt: skip
-        if self.flops:
-            self.lengths = [Length(f"f{_spelled(flops)}", f"{_spelled(flops)} operations", {"target_flops": flops})
-                            for flops in _numbers("--flops", self.flops)]  # fmt: skip
-        elif self.max_steps:
+        if self.ratio and self.max_steps:
+            raise RequestError("--ratio and --max_steps each give the length of the runs: give one of them")
+        if self.max_steps:
             steps = int(self.max_steps)
             self.lengths = [Length(f"n{steps}", plural(steps, "step"), {"max_steps": self.max_steps})]
         else:
@@ -258,7 +246,7 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
     trainings = make_trainings(options, overrides)
     wanted = [one for one in trainings if not one.held_out or one.size.depth in options.sizes]
     refuse_far_predictions(options, trainings)
-    refuse_other_settings(options, trainings)
+    refuse_other_settings(trainings)
     console = Console(highlight=False, stderr=options.json)
     console.width = max(console.width, 110)  # a narrower terminal breaks the lines, and no figure is cut
     print_plan(console, options, trainings)
@@ -436,23 +424,21 @@ def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) ->
     """
     for length in options.lengths if options.held_out else ():
         sizes = {one.size.depth: one.size for one in trainings if one.size.length == length.label}
-        # With as many operations for all, how far a size is follows from its parameters.
-        quantity = "parameters" if options.flops else "flops"
-        x = {depth: float(getattr(size, quantity)) for depth, size in sizes.items()}
-        fitted = [value for depth, value in x.items() if depth not in options.held_out]
+        flops = {depth: size.flops for depth, size in sizes.items()}
+        fitted = [value for depth, value in flops.items() if depth not in options.held_out]
         if len(fitted) < scaling_laws.FEWEST:
             raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
                                f"{len(fitted)}: add some, such as --depths 2,4,6,8")  # fmt: skip
         for depth in options.held_out:
-            if scaling_laws.distance(fitted, x[depth]) > scaling_laws.FARTHEST:
+            if scaling_laws.distance(fitted, flops[depth]) > scaling_laws.FARTHEST:
                 raise RequestError(
-                    f"depth {depth} has {x[depth] / max(fitted):.3g} times the {QUANTITIES[quantity]} of the largest, "
+                    f"depth {depth} has {flops[depth] / max(fitted):.3g} times the operations of the largest, "
                     f"and the sizes differ by a factor of {max(fitted) / min(fitted):.3g}: that is too far to predict; "
                     "add a size between, or predict a smaller one"
                 )
 
 
-def refuse_other_settings(options: LadderOptions, trainings: list[Training]) -> None:
+def refuse_other_settings(trainings: list[Training]) -> None:
     """Refuse a ladder one of whose runs is there and was trained with other settings.
 
     Raises:

@@ -71,7 +71,6 @@ def report(name: str, command: str, trainings: Sequence[Trained]) -> dict[str, A
     metric, unit = ("val/bpb", "bits per byte") if bits else ("val/loss", "nats a token")
     losses = [end.get(metric) for end in ends]
     sizes = list(measured_sizes(trainings, losses))
-    lengths = list(dict.fromkeys(size.length for size in sizes))
     found: dict[str, Any] = {
         "name": name, "command": command, "written": time.time(), "unit": unit,
         "runs": [
@@ -84,13 +83,10 @@ def report(name: str, command: str, trainings: Sequence[Trained]) -> dict[str, A
              **(spread(size.losses)._asdict() if size.losses else {})}
             for size in sizes
         ],
-        "laws": [], "predictions": [], "joint": None, "equal_operations": [], "best_size": [], "notes": [],
-        "grid": grid_optima(sizes),
+        "laws": [], "predictions": [], "notes": [], "grid": grid_optima(sizes),
     }  # fmt: skip
-    for length in lengths:
+    for length in dict.fromkeys(size.length for size in sizes):
         add_laws(found, [size for size in sizes if size.length == length])
-    add_joint_law(found, [size for size in sizes if size.losses and not size.held_out], sizes)
-    add_best_sizes(found, [[size for size in sizes if size.length == length and size.losses] for length in lengths])
     if known and not any(len(size.losses) > 1 for size in sizes):
         found["notes"].append("One seed: the noise between trainings is not known, and fewer than five sizes have no "
                               "interval; --seeds 3 trains the others too.")  # fmt: skip
@@ -136,8 +132,6 @@ def add_laws(found: dict[str, Any], sizes: Sequence[Measured]) -> None:
         found["notes"].append(f"{length}: {plural(len(fitted), 'size')} finished, and a law takes "
                               f"{scaling_laws.FEWEST}: nothing is fitted.")  # fmt: skip
         return
-    if equal_operations(length):  # where no law holds: too small a model is as bad as too large a one
-        return
     losses = [size.losses for size in fitted]
     for quantity, attribute in QUANTITIES.items():
         x = [float(getattr(size, attribute)) for size in fitted]
@@ -161,32 +155,6 @@ def add_laws(found: dict[str, Any], sizes: Sequence[Measured]) -> None:
             add_prediction(found, size, quantity, fit.predict(at)._asdict() | reach)
 
 
-def equal_operations(length: str) -> bool:
-    """Whether all sizes of a length are trained with as many operations."""
-    return length.endswith("operations")
-
-
-def add_best_sizes(found: dict[str, Any], lengths: Sequence[Sequence[Measured]]) -> None:
-    """The best size at equal operations, and from three budgets on how it and its loss follow them; adds to a report.
-
-    Hoffmann et al., 2022, arXiv:2203.15556, approach 2.
-    """
-    budgets = [sizes for sizes in lengths if len(sizes) >= scaling_laws.FEWEST and equal_operations(sizes[0].length)]
-    best = [scaling_laws.optimum([one.parameters for one in sizes], [fmean(one.losses) for one in sizes])
-            for sizes in budgets]  # fmt: skip
-    found["equal_operations"] = [
-        {"length": sizes[0].length, "flops": fmean(one.flops for one in sizes), **one._asdict()}
-        for sizes, one in zip(budgets, best, strict=True)
-    ]
-    inside = [one for one in found["equal_operations"] if one["inside"]]
-    if len(inside) >= scaling_laws.FEWEST:
-        flops = [one["flops"] for one in inside]
-        size, loss = (scaling_laws.fit_straight(flops, [one[name] for one in inside]) for name in ("x", "loss"))
-        found["best_size"] = [
-            f"parameters of the best size: {size.formula('operations')}", f"its loss: {loss.formula('operations')}"
-        ]  # fmt: skip
-
-
 def spaced(x: Sequence[float], targets: Sequence[float]) -> list[float]:
     """Points from the lowest of all to the highest, evenly in logarithms."""
     every = [*x, *targets]
@@ -202,23 +170,6 @@ def add_prediction(found: dict[str, Any], size: Measured, quantity: str, predict
         "within": None if None in (measured, prediction["low"])
         else prediction["low"] <= measured <= prediction["high"],
     })  # fmt: skip
-
-
-def add_joint_law(found: dict[str, Any], fitted: Sequence[Measured], sizes: Sequence[Measured]) -> None:
-    """Fit the law of parameters and tokens together, where there are enough of both; adds to a report."""
-    lengths, depths = {size.length for size in fitted}, {size.depth for size in fitted}
-    enough = len(lengths) >= scaling_laws.FEWEST_LENGTHS and len(depths) >= scaling_laws.FEWEST
-    if not enough or len(fitted) < len(lengths) * len(depths):
-        return
-    points = [scaling_laws.Size(size.parameters, size.tokens, tuple(size.losses)) for size in fitted]
-    law = scaling_laws.fit_joint_law(points)
-    errors = [math.log(fmean(size.losses) / law(size.parameters, size.tokens)) for size in fitted]
-    found["joint"] = {
-        "misfit": math.sqrt(fmean(error**2 for error in errors)),
-        "law": str(law), "offset": law.offset, "a": law.a, "alpha": law.alpha, "b": law.b, "beta": law.beta,
-        "predictions": [{"depth": size.depth, "length": size.length, "loss": law(size.parameters, size.tokens)}
-                        for size in sizes if size.held_out],
-    }  # fmt: skip
 
 
 def number_of(value: str) -> float | None:
@@ -296,9 +247,6 @@ def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             "not known" if one["low"] is None else f"{one['low']:.4f} to {one['high']:.4f}",
         ]
         rows.append(row + [f"{one['measured']:.4f}" if known else "", f"{one['error']:+.2%}{outside}" if known else ""])
-    joint = found["joint"]
-    rows += [[str(one["depth"]), one["length"], "parameters and tokens", f"{one['loss']:.4f}", "", "", ""]
-             for one in (joint["predictions"] if joint else ())]  # fmt: skip
     return heads, rows
 
 
@@ -310,18 +258,10 @@ def remarks(found: dict[str, Any]) -> list[str]:
     return [
         *trust(found),
         *(line for grid in found["grid"] for line in best_of_grid(grid)),
-        *(
-            f"{one['length']}: {format_count(one['x'])} parameters are best."
-            if one["inside"] else f"{one['length']}: the best depth is the smallest or the largest; add others."
-            for one in found["equal_operations"]
-        ),
-        *found["best_size"],
         *([f"Not finished: {', '.join(missing)}."] if missing else []),
         *([f"Without a finite loss at the end: {', '.join(diverged)}."] if diverged else []),
         *(["The prediction is that by operations; the others show how much the choice matters."]
           if len({one["of"] for one in found["predictions"]}) > 1 else []),
-        *([f"The law of parameters and tokens misses the sizes by {found['joint']['misfit']:.2%} (root mean square)."]
-          if found["joint"] else []),
         *found["notes"],
     ]  # fmt: skip
 
@@ -388,7 +328,6 @@ def write_report(folder: Path, found: dict[str, Any]) -> None:
 def page(found: dict[str, Any]) -> str:
     """The report as one HTML page that needs no network."""
     laws = [[law["length"], law["of"], text] for law in found["laws"] for text in law["laws"]]
-    laws += [["all", "parameters and tokens", found["joint"]["law"]]] if found["joint"] else []
     heads, rows = size_rows(found)
     runs = [[run["run"], str(run["seed"]), run["status"], "" if run["loss"] is None else f"{run['loss']:.4f}"]
             for run in found["runs"]]  # fmt: skip
@@ -420,7 +359,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    """Charts of a report, as a title and an SVG in base64: the laws, sizes at equal operations, the grid."""
+    """Charts of a report, as a title and an SVG in base64: the laws, the grid."""
     from lm.inspection.drawing import COLORS, figure, label_axes  # matplotlib takes half a second
 
     def image(drawn: Any) -> str:
@@ -459,18 +398,6 @@ def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
         label_axes(axes, f"loss by {quantity}; numbers are depths, x is predicted, open marks are not fitted",
                    quantity, found["unit"])  # fmt: skip
         yield f"loss by {quantity}", image(drawn)
-    if found["equal_operations"]:
-        drawn, axes = figure()
-        for length, color in colors.items():
-            group = sorted((size["parameters"], size["mean"]) for size in measured if size["length"] == length)
-            axes.plot(*zip(*group, strict=True), "o-", color=color, linewidth=1.2, markersize=4, label=length)
-        for one in found["equal_operations"]:
-            if one["inside"]:
-                axes.plot([one["x"]], [one["loss"]], "*", color=colors[one["length"]], markersize=11)
-        axes.set_xscale("log")
-        axes.legend(fontsize=8)
-        label_axes(axes, "loss at equal operations; a star is the best size", "parameters", found["unit"])
-        yield "loss at equal operations", image(drawn)
     for grid in found["grid"]:
         if any(number_of(value) is None for row in grid["sizes"] for value in row["tried"]):
             continue

@@ -30,7 +30,6 @@ COMMANDS = {
     "data show": ("lm.cli.data:show", "the texts that a run saw at a step"),
     "generate": ("lm.cli.generate:generate", "what a checkpoint writes after prompts; interactive without any"),
     "evaluate": ("lm.cli.evaluate:evaluate", "tasks and bits per byte of a checkpoint, with confidence intervals"),
-    "diff": ("lm.cli.diff:diff", "how two models differ: settings, weights, and predictions on texts"),
     "export": ("lm.cli.convert:export", "a Hugging Face folder with a model card, reloaded and compared"),
     "import": ("lm.cli.convert:import_model", "a Hugging Face model as a checkpoint that a training starts from"),
     "average": ("lm.cli.average:average", "the mean of the weights of several checkpoints, as a checkpoint"),

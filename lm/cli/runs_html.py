@@ -115,7 +115,7 @@ def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]], reload:
         "Curves": _curves(data, figures),
         "Evaluation": _evaluations(run),
         "Samples": _samples(run),
-        "Alerts": _alerts(run, found),
+        "Alerts": _alerts(found),
         "Model": _model(found),
         "Settings": _settings(found["config"]),
         "Checkpoints": _checkpoints(found),
@@ -271,7 +271,7 @@ def _cut(text: Any) -> str:
     return str(text) if len(str(text)) <= SAMPLE_CHARACTERS else f"{str(text)[:SAMPLE_CHARACTERS]}…"
 
 
-def _alerts(run: Run, found: dict[str, Any]) -> str:
+def _alerts(found: dict[str, Any]) -> str:
     """The newest alerts, and the pages of the newest post-mortems."""
     alerts = found["alerts"]
     rows = [(f"{one['step']:,}", utc(one["time"]), one["guard"], one["action"], one["message"])

@@ -199,7 +199,6 @@ class Divergence(NamedTuple):
 
     tokens: list[str]  # N, the text of each token that was to be predicted
     divergence: np.ndarray  # (N,) Jensen-Shannon, in bits: 0 for the same distribution, 1 for nothing in common
-    kl: np.ndarray  # (N,) Kullback-Leibler of the second from the first, in bits, from 0 without a bound
     agree: np.ndarray  # (N,) bool: the same token is the likeliest
     bits: np.ndarray  # (N, 2), what the token cost under the first and under the second model, in bits
 
@@ -248,7 +247,7 @@ def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[st
         raise RequestError(f"{before.path} and {after.path} have different tokenizers: their tokens cannot be compared")
     size = before.tokenizer.vocab_size  # a model may have rows for more tokens, which never occur
     context = min(model.config.max_position_embeddings for model in (before, after))
-    tokens, divergence, kl, agree, bits = [], [], [], [], []
+    tokens, divergence, agree, bits = [], [], [], []
     for text in texts:
         ids = [before.tokenizer.eos_id, *before.tokenizer.encode(text)]
         both = zip(predictions(before, ids, context), predictions(after, ids, context), strict=True)
@@ -260,10 +259,9 @@ def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[st
             agree.append(first.argmax(-1) == second.argmax(-1))
             of_it = np.arange(len(expected)), expected
             bits.append(-np.stack([log[of_it] for log in logs], -1) / math.log(2))
-            kl.append((first * (logs[0] - logs[1])).sum(-1) / math.log(2))
     if not tokens:
         raise RequestError("the texts have no token to predict")
-    return Divergence(tokens, *map(np.concatenate, (divergence, kl, agree, bits)))
+    return Divergence(tokens, *map(np.concatenate, (divergence, agree, bits)))
 
 
 def change_table(changes: Sequence[Change]) -> Html:

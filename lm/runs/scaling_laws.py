@@ -13,21 +13,11 @@ import numpy as np
 
 FEWEST = 3  # sizes for a law: two always lie on one
 FEWEST_WITH_OFFSET = 5  # sizes for a law with three parameters, so that two are left to show how well it fits
-FEWEST_LENGTHS = 3  # lengths of training, each at `FEWEST` sizes, for the law of parameters and tokens together
 FAR = 1.0  # times the range of the sizes, in logarithms, up to which a prediction is taken to be near
 FARTHEST = 2.0  # and beyond which none is made
 DRAWS = 1000  # of the bootstrap
 INTERVAL = (2.5, 97.5)  # percent
 EXPONENTS = np.geomspace(0.005, 1, 200)  # that are tried; what is published lies between 0.05 and 0.5
-DELTA = 1e-3  # of the Huber loss
-
-
-class Size(NamedTuple):
-    """One size of model and length of training, with its loss under each seed."""
-
-    parameters: float  # outside the embedding
-    tokens: float  # of the run
-    losses: tuple[float, ...]  # one for each seed, in nats a token or bits per byte
 
 
 @dataclass(frozen=True)
@@ -169,62 +159,6 @@ def backtest(x: Sequence[float], losses: Sequence[Sequence[float]]) -> tuple[flo
     return fmean(float(law(at[-1])) for law in fit_laws(at[:-1], np.array(means[:-1]))), means[-1]
 
 
-# ---- parameters and tokens together ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class JointLaw:
-    """`loss = offset + a / parameters ^ alpha + b / tokens ^ beta`, the form of Hoffmann et al., 2022."""
-
-    offset: float
-    a: float
-    alpha: float
-    b: float
-    beta: float
-
-    def __call__(self, parameters: float, tokens: float) -> float:
-        return self.offset + self.a * parameters**-self.alpha + self.b * tokens**-self.beta
-
-    def __str__(self) -> str:
-        return (f"{self.offset:.4g} + {self.a:.4g} / parameters^{self.alpha:.3g} + "
-                f"{self.b:.4g} / tokens^{self.beta:.3g}")  # fmt: skip
-
-
-def fit_joint_law(sizes: Sequence[Size]) -> JointLaw:
-    """The law of parameters and tokens, as Hoffmann et al., 2022, arXiv:2203.15556, appendix D.3 fit it.
-
-    The Huber loss of the logarithm, minimized by L-BFGS from a grid of starts. Parameters and tokens are
-    counted in their geometric means meanwhile.
-    """
-    from scipy.optimize import minimize
-    from scipy.special import huber, logsumexp
-
-    n, d = (np.log([getattr(size, name) for size in sizes]) for name in ("parameters", "tokens"))
-    middle_n, middle_d = n.mean(), d.mean()
-    wanted = np.log([fmean(size.losses) for size in sizes])
-
-    def error(point: np.ndarray) -> tuple[float, np.ndarray]:
-        """And its gradient; a million times as large, or L-BFGS would take it for 0."""
-        offset, a, alpha, b, beta = point
-        terms = np.stack([np.full_like(n, offset), a - alpha * (n - middle_n), b - beta * (d - middle_d)])
-        whole = logsumexp(terms, axis=0)
-        of_offset, of_n, of_d = np.clip(whole - wanted, -DELTA, DELTA) * np.exp(terms - whole)
-        gradient = of_offset, of_n, of_n * (middle_n - n), of_d, of_d * (middle_d - d)
-        return 1e6 * huber(DELTA, whole - wanted).sum(), 1e6 * np.array([part.sum() for part in gradient])
-
-    level = wanted.min()
-    starts = [
-        (level + math.log(share), level + math.log((1 - share) / 2), slope, level + math.log((1 - share) / 2), slope)
-        for share in (0.1, 0.4, 0.7, 0.9) for slope in (0.1, 0.3, 0.6)
-    ]  # fmt: skip
-    bounds = [(None, None), (None, None), (0.0, 2.0), (None, None), (0.0, 2.0)]
-    tried = (minimize(error, start, jac=True, method="L-BFGS-B", bounds=bounds) for start in starts)
-    found = min(tried, key=lambda one: one.fun)
-    offset, a, alpha, b, beta = found.x
-    return JointLaw(*map(float, (math.exp(offset), math.exp(a + alpha * middle_n), alpha,
-                                 math.exp(b + beta * middle_d), beta)))  # fmt: skip
-
-
 # ---- optima ----------------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +173,7 @@ class Optimum(NamedTuple):
 def optimum(x: Sequence[float], losses: Sequence[float]) -> Optimum:
     """The lowest point of the parabola through the lowest loss and its neighbours, over the logarithm of x.
 
-    Hoffmann et al., 2022, approach 2, for the size at equal operations; as usual for learning rates.
+    As usual for learning rates.
 
     Args:
         x: above 0, in any order.

@@ -70,7 +70,7 @@ def test_settings_that_change_the_loss_are_refused_and_others_are_not(place):
 @pytest.mark.slow
 def test_a_grid_of_factors(place):
     """They are of each size's own learning rate; the plan alone makes no folder, and another batch no longer run."""
-    options = ["--depths", "2", "--flops", "1e9", "--grid", "model.optimizer.lr=x0.25,x1,x4", "--name", "grid"]
+    options = ["--depths", "2", "--ratio", "3", "--grid", "model.optimizer.lr=x0.25,x1,x4", "--name", "grid"]
     plan = lm(place, "ladder", *options, *SIZES, "--plan_only", "--json").stderr
     assert "3 trainings, 0 of them finished" in plan and not (place / "checkpoints/grid").exists()
     lm(place, "ladder", *options, *SIZES)
@@ -79,7 +79,7 @@ def test_a_grid_of_factors(place):
     rates = [run.settings()["model"]["optimizer"]["lr"] for run in runs]
     assert rates[1] / rates[0] == pytest.approx(4, rel=1e-3) and "lr=x0.25" in runs[0].name
     assert found["sizes"][0]["losses"] == [min(one["loss"] for one in found["runs"])]
-    assert found["sizes"][0]["flops"] == pytest.approx(1e9, rel=0.05)
+    assert found["sizes"][0]["tokens"] == pytest.approx(3 * found["sizes"][0]["parameters"], rel=0.05)
 
 
 @pytest.mark.parametrize("depths", [(2, 3, 4), (2, 3, 4, 5, 6)])
@@ -96,38 +96,44 @@ def test_a_loss_that_rises_with_size_has_no_law(tmp_path, depths):
 
 
 def test_the_report_of_several_lengths_and_a_grid(tmp_path):
-    """Losses by a known law, of which the report finds the law, the best size and the best value of the grid."""
+    """Losses by known laws, of which the report finds the loss of a larger size and the best value of the grid."""
 
-    def trained(depth, flops, factor, seed, held_out):
+    def expected(depth, ratio):
         parameters = 1e5 * depth**3
-        tokens = flops / 6 / parameters
-        best = 2 * (flops / 1e15) ** -0.1
-        loss = 1 + 100 / parameters**0.34 + 90 / tokens**0.28 + 0.02 * math.log(factor / best) ** 2 + 1e-4 * seed
-        name = f"{depth}-{flops}-{factor}-{seed}"
+        return 1 + 100 / parameters**0.34 + 90 / (ratio * parameters) ** 0.28
+
+    def best_factor(flops):
+        return 1.5 * (flops / 1e15) ** -0.1
+
+    def trained(depth, ratio, factor, seed, held_out):
+        parameters = 1e5 * depth**3
+        tokens, flops = ratio * parameters, 6 * ratio * parameters**2
+        loss = expected(depth, ratio) + 0.02 * math.log(factor / best_factor(flops)) ** 2 + 1e-4 * seed
+        name = f"{depth}-{ratio}-{factor}-{seed}"
         run = Run(tmp_path / name)
         run.path.mkdir()
         run.describe(id=name, name=name, status="to do" if held_out else "finished")
         line = {"step": 1, "tokens": tokens, "time": 1.0, "val/loss": 3 * loss, "val/bpb": loss}
         (run.path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-        length = f"{flops:.0e} operations"
+        length = f"{ratio} tokens a parameter"
         return Trained(depth, length, parameters, tokens, flops, {"a.lr": f"x{factor}"}, seed, held_out, run)
 
     found = ladder_report.report("law", "lm ladder", [
-        trained(depth, flops, factor, seed, depth == 16)
-        for depth in (2, 3, 4, 6, 8, 16) for flops in (1e15, 4e15, 1.6e16) for factor in (0.5, 1, 2, 4)
+        trained(depth, ratio, factor, seed, depth == 16)
+        for depth in (2, 3, 4, 6, 8, 16) for ratio in (5, 10, 20) for factor in (0.5, 1, 2, 4)
         for seed in (1, 2)
     ])  # fmt: skip
     assert len(found["sizes"]) == 18 and found["unit"] == "bits per byte"
-    assert found["joint"]["alpha"] == pytest.approx(0.34, rel=0.2) and len(found["joint"]["predictions"]) == 3
-    best = [one["x"] for one in found["equal_operations"]]
-    assert all(one["inside"] for one in found["equal_operations"]) and best == sorted(best)
+    assert len(found["laws"]) == len(found["predictions"]) == 9  # of operations, parameters and tokens, at each ratio
+    for one in found["predictions"]:
+        assert one["depth"] == 16
+        assert one["loss"] == pytest.approx(expected(16, int(one["length"].split()[0])), rel=0.01)
     [grid] = found["grid"]
     optima = {row["flops"]: row["optimum"]["x"] for row in grid["sizes"] if not row["held_out"]}
-    assert [optima[flops] for flops in sorted(optima)] == pytest.approx([2, 2 * 4**-0.1, 2 * 16**-0.1], rel=0.05)
+    assert list(optima.values()) == pytest.approx(list(map(best_factor, optima)), rel=0.05) and len(optima) == 15
     assert grid["law"].endswith("operations^0.1")
     page = ladder_report.page(found)
-    assert page.count("data:image/svg+xml") == 2 and "factor of a.lr: 2 is best at depth 2" in page
-    assert not found["predictions"] and "best_size" in found and "its loss: " in page
+    assert page.count("data:image/svg+xml") == 4 and "factor of a.lr: 2.23 is best at depth 2" in page
 
 
 @pytest.mark.parametrize(
@@ -139,9 +145,8 @@ def test_the_report_of_several_lengths_and_a_grid(tmp_path):
         (["--depths", "1,2"], "a model has 2 blocks or more"),
         (["--depths", "2,3", "--predict", "4", "--max_steps", "6"], "takes 3 other sizes or more"),
         (["--depths", "2,3,4", "--predict", "40", "--max_steps", "6"], "too far to predict"),
-        (["--depths", "2", "--flops", "1e6"], "depth 2, 1e6 operations: "),
-        (["--depths", "2,3,4", "--predict", "5", "--flops", "1e8"], "at equal operations takes 3 of --flops or more"),
-        (["--depths", "2", "--ratio", "3", "--flops", "1e9"], "--ratio and --flops each give the length"),
+        (["--depths", "2", "--ratio", "1e-6"], "depth 2, 1e-06 tokens a parameter: "),
+        (["--depths", "2", "--ratio", "3", "--max_steps", "6"], "--ratio and --max_steps each give the length"),
         (["--depths", "2", "--seeds", "0"], "--seeds 0 must be at least 1"),
         (["--depths", "2", "--name", "a/b"], "--name a/b: use letters"),
         (["--depths", "2", "--grid", "model.optimizer.lrr=1"], "there is no option 'model.optimizer.lrr'"),

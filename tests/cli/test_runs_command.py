@@ -27,7 +27,7 @@ from lm.errors import RequestError, RunError
 from lm.runs import registry
 from lm.runs.history import Series, smooth
 from lm.runs.run import Run
-from lm.runs.seeds import welch
+from lm.runs.seeds import t_exceeded, t_tails, welch
 from lm.system.arguments import call
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -328,7 +328,7 @@ def make_seeds(name, lr, losses, **more):
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_group(place):
-    """The expected p-value and interval come from mpmath's incomplete beta function."""
+    """The expected p-value and interval are also those of `scipy.stats.ttest_ind`."""
     make_seeds("base", 0.1, [0.30, 0.32, 0.31])
     make_seeds("wide", 0.2, [0.25, 0.28, 0.24])
     make_seeds("once", 0.3, [0.1])
@@ -384,6 +384,17 @@ def test_without_several_seeds_nothing_is_grouped(place):
     make_seeds("d", 0.3, [0.1, 0.2])
     found = json.loads(runs("compare", "b", "c", "d-s1", "d-s2", "--json").stdout)
     assert [group["group"] for group in found["groups"]] == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    "freedom, exceeded, tails",
+    [(1, 12.706204736174694, 0.24223788318168682), (2.5, 3.5746548420036817, 0.1045699630781554),
+     (40, 2.021075390306273, 0.01662035283097921)],
+)  # fmt: skip
+def test_students_t_is_that_of_scipy(freedom, exceeded, tails):
+    """Its `stdtrit(freedom, 0.975)` and `2 * stdtr(freedom, -2.5)`, at the fractions that Welch's test has, too."""
+    assert t_exceeded(0.05, freedom) == pytest.approx(exceeded, rel=1e-9)
+    assert t_tails(2.5, freedom) == t_tails(-2.5, freedom) == pytest.approx(tails, rel=1e-9)
 
 
 def test_groups_without_noise_differ_or_do_not():
