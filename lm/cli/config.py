@@ -428,7 +428,8 @@ class TrainingCLI(LightningCLI):
         if subcommand != "fit":
             self.trainer.run_state.run = self.resumed_run
         path = str(self.checkpoint) if self.checkpoint else None
-        return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": path}
+        table = {"verbose": False} if subcommand in ("validate", "test") else {}  # `after_validate` prints the metrics
+        return {**super()._prepare_subcommand_kwargs(subcommand), **table, "ckpt_path": path}
 
 
 def _chosen_run(arguments: list[str]) -> Run:

@@ -159,7 +159,7 @@ class LanguageModule(LightningModule):
             result = self.step(batch, number)
         except StepDropped:
             self.trainer.end_run(f"; the next one was not done within {self.trainer.stop_within / 2:g} s")  # it raises
-        self.run_state.count(number + 1, batch, result)
+        self.run_state.record_step(number + 1, batch, result)
         return result.loss
 
     def on_train_start(self) -> None:

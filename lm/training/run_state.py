@@ -1,7 +1,7 @@
 """`RunState`: what changes while a run trains, beside weights, optimizer and Lightning's count of steps.
 
-The Trainer makes one. Callbacks and the module change it, and no attribute of each other. A checkpoint holds it, by
-`save`, and brings it back, by `restore`.
+The Trainer makes one. Callbacks and the module change it, but never each other. A checkpoint holds it, by `save`, and
+brings it back, by `restore`.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class RunState:
     cursor: Cursor | None = None  # the samples of the newest step
     stats: StepStats = field(default_factory=StepStats)  # of the steps since the newest log line
     stop: GuardStop | None = None  # why the run is to end after this optimizer step
-    pending_validation: bool = False  # that of the newest step was interrupted when the run stopped; it comes first
+    pending_validation: bool = False  # the run stopped before that of the newest step was done: run it first
     uploads: Uploads | None = None  # to the mirror, on rank zero
     restored: dict[str, Any] = field(default_factory=dict)  # of the checkpoint, for `begin`
 
@@ -55,6 +55,7 @@ class RunState:
         Args:
             device: where the module is.
             sources, scaled: as `StepStats` takes them.
+            rank: of this process, over all nodes.
         """
         restored, self.restored = self.restored, {}
         self.stats = StepStats(device, restored.get("step_stats"), sources, scaled)
@@ -63,8 +64,8 @@ class RunState:
         elif rank:  # all ranks drew the same initial weights; from here on each drops out its own
             torch.manual_seed(torch.initial_seed() + rank)
 
-    def count(self, step: int, batch: Batch, result: StepResult) -> None:
-        """An optimizer step was taken; `step` is its number, 1 for the first."""
+    def record_step(self, step: int, batch: Batch, result: StepResult) -> None:
+        """Count an optimizer step that was taken; `step` is its number, 1 for the first."""
         self.stats.add(step, batch, result)
         self.cursor = batch.cursor
 

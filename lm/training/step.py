@@ -46,8 +46,8 @@ def optimizer_step(
     Args:
         batch: rows `(B, T + 1)` of this rank, a whole number of micro-batches.
         forward_backward: adds the gradient of one micro-batch to `.grad`, and returns the detached losses of its
-            tokens, `(b, T)`. The gradient is that of the summed loss over all positions of this rank's step, masked or not;
-            ranks average theirs, as DDP does.
+            tokens, `(b, T)`. The gradient is that of the summed loss over all positions of this rank's step, masked or
+            not; ranks average theirs, as DDP does.
         optimizer: any of torch. One with an attribute `skip`, as `optim.build_optimizer` makes it, skips a step that is
             not finite by itself, without a wait for the device.
         micro_batch_size: rows that are run at once.
