@@ -64,8 +64,8 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = 
     """What `lm data inspect --json` prints.
 
     Returns:
-        "path", "made_by_lm", "tokenizer" (None if not known), "seq_len", "splits" by name, "padding" (what looks like
-        it, by split), "sample" (None without a tokenizer).
+        "path", "made_by_lm", "tokenizer" (None if not known), "seq_len", "splits" by name, "sample" (None
+        without a tokenizer).
 
     Raises:
         RequestError: there are no readable shards.
@@ -95,7 +95,6 @@ def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = 
         },
         "seq_len": seq_len,
         "splits": splits,
-        "padding": {name: found[1] for name, shards in opened.items() if (found := shards.padding())},
         "sample": None if tokenizer is None or not first.blocks else tokenizer.decode(first.read(0)[:SAMPLE_TOKENS]),
     }  # fmt: skip
 
@@ -161,8 +160,6 @@ def _print_folder(found: dict[str, Any]) -> None:
         if "filled_up" in counts:
             console.print(f"  of whole documents: {plural(counts['cut_documents'], 'longer one')} cut, "
                           f"{counts['filled_up']:.2%} of a sample only fills it up")
-    for padding in found["padding"].values():
-        console.print(f"is this padding? {padding}; if it is, train with --data.pad_id, or write an attention_mask")
     tokenizer = found["tokenizer"]
     if tokenizer is None:
         console.print("tokenizer: there is no tokenizer.json in the folder or beside it")

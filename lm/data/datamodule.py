@@ -257,7 +257,7 @@ class DataModule(LightningDataModule):
 
     def warnings(self) -> list[tuple[str, str]]:
         """What is doubtful in the shards of each split, and what to do about it."""
-        found, named = [], False
+        found = []
         for split, shards in self.shards.items():
             left, windows = shards.left_over(self.seq_len), shards.windows(self.seq_len)
             if left > NOTED_LEFT_OVER * shards.tokens:
@@ -266,13 +266,6 @@ class DataModule(LightningDataModule):
                     f"{self.seq_len:,} + 1: they are left over at the ends of {plural(len(windows), 'block')}",
                     "lower data.seq_len",
                 ))  # fmt: skip
-            if padding := shards.padding():
-                found.append((padding[1], f"if that is padding: --data.pad_id {padding[0]}"))
-                named = True
-        train = self.shards.get("train")
-        if self.pad_id is not None and not named and train is not None and not train.is_padded():
-            found.append((f"data.pad_id {self.pad_id} fills up no row of those of {train.source} that were looked at: "
-                          "it leaves nothing out", "leave it out, or give the id that does"))  # fmt: skip
         return found
 
     @property

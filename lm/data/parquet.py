@@ -88,7 +88,6 @@ def footer_digest(footer: bytes) -> str:
 
 # Columns beside the ids, as Hugging Face means them. A labels row is not shifted: it repeats the ids.
 MASK, LABELS = "attention_mask", "labels"
-PAD_RUN, PADDED_ROWS = 3, 0.05  # so many equal ids at an end of so many rows look like padding
 IGNORED = -100  # the label that a loss leaves out
 
 
@@ -207,10 +206,9 @@ class Column:
             place = place if keep is None else int(np.flatnonzero(keep)[place])
             vocabulary = "any vocabulary" if self.vocab_size is None else f"the vocabulary of {self.vocab_size}"
             row, token = _row_of(rows, place), ids[place]
-            fills = find_padding(ids, np.cumsum(_lengths(rows))) == token
             raise BadBlock(
-                f"{where}, row {row}: token id {token} is outside {vocabulary}; "
-                + (f"if it fills rows up: --data.pad_id {token}" if fills else "was it made with another tokenizer?")
+                f"{where}, row {row}: token id {token} is outside {vocabulary}; was it made with another tokenizer? "
+                f"If this id fills rows up: --data.pad_id {token}"
             )
         if targets is not None:
             targets = None if targets[keep].all() else targets[keep]
@@ -230,27 +228,6 @@ class Column:
         causes = [f"column {MASK!r} is 0 everywhere"] if MASK in self.beside(parquet.schema_arrow) else []
         causes += [] if self.pad_id is None else [f"column {self.name!r} is data.pad_id {self.pad_id} everywhere"]
         return f"is all padding: {' or '.join(causes)}" if causes else f"has only empty lists in column {self.name!r}"
-
-    def padding(self, parquet: pq.ParquetFile, group: int) -> tuple[int, float] | None:
-        """An id that seems to fill up the rows of a row group unmarked, and its share of the tokens; else None."""
-        if MASK in self.beside(parquet.schema_arrow):
-            return None
-        rows = parquet.read_row_group(group, columns=[self.name], use_threads=False).column(self.name)
-        ids, ends = _values(rows, "", "", ""), np.cumsum(_lengths(rows))
-        pad_id = find_padding(ids, ends)
-        if pad_id in (None, self.pad_id):
-            return None
-        first, last = rows_inside(ids, ends, pad_id)
-        share = 1 - float((last - first).sum() / len(ids))
-        return (pad_id, share) if share < 1 else None
-
-    def is_padded(self, parquet: pq.ParquetFile, group: int) -> bool:
-        """Whether a row of a row group begins or ends in the `pad_id`."""
-        rows = parquet.read_row_group(group, columns=[self.name], use_threads=False).column(self.name)
-        ids, lengths = _values(rows, "", "", ""), _lengths(rows)
-        lengths = lengths[lengths > 0]
-        ends = np.cumsum(lengths)
-        return bool((ids[np.append(ends - lengths, ends - 1)] == self.pad_id).any())
 
     def holds(self, ids: np.ndarray) -> bool:
         """Whether every id is inside the vocabulary."""
@@ -304,23 +281,6 @@ def rows_inside(ids: np.ndarray, ends: np.ndarray, pad_id: int) -> tuple[np.ndar
     before, after = np.searchsorted(others, starts), np.searchsorted(others, ends)
     empty = before == after  # nothing but padding
     return np.where(empty, starts, others[before]), np.where(empty, starts, others[after - 1] + 1)
-
-
-def find_padding(ids: np.ndarray, ends: np.ndarray) -> int | None:
-    """The id that seems to fill rows up: many of them end, or begin, in a run of it; None: there is none.
-
-    Args:
-        ids: of all rows, end to end.
-        ends: (rows,) where each row ends in them.
-    """
-    starts, run = np.concatenate([[0], ends[:-1]]), np.arange(PAD_RUN)
-    long = ends - starts >= PAD_RUN
-    for edges in (ends[long, None] - 1 - run, starts[long, None] + run):  # (rows, PAD_RUN) places
-        outer = ids[edges]
-        found, counts = np.unique(outer[(outer == outer[:, :1]).all(1), 0], return_counts=True)
-        if len(found) and counts.max() >= max(2, PADDED_ROWS * len(ends)):
-            return int(found[counts.argmax()])
-    return None
 
 
 def _values(rows: pa.ChunkedArray, where: str, what: str, cure: str) -> np.ndarray:

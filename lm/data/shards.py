@@ -65,7 +65,6 @@ log = logging.getLogger(__name__)
 BLOCK_TOKENS = 2**20  # long enough to be read at full speed, short enough for a quick first batch
 FOOTERS_KEPT = 256  # parsed footers of files in use: parsing one takes a tenth of the time of reading a block
 FOOTER_THREADS = 16
-PROBED = 4  # shards of a source that are looked at for padding
 DECODED_TOKENS = 2**18  # to learn how many bytes of text they stand for
 SUFFIX = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
 NOT_SHARDS = re.compile(r"(\.(npy|bin|csv|tsv|txt|json|jsonl))$", re.IGNORECASE)
@@ -88,7 +87,6 @@ class Shard:
     column: Column  # how its token ids are read
     row_groups: tuple[int, ...] = ()  # tokens of each
     digest: str | None = None  # of its footer; None where the manifest has none
-    foreign: bool = False  # known to be made by others than `lm data prepare`
     labels: bool = False  # beside the ids, which say what is a target
     text_ratio: float | None = None  # bytes of the text over those of `Tokenizer.token_bytes`, where a manifest says it
     targets: bool = True  # there may be some
@@ -245,9 +243,8 @@ def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None) -> 
         except BadBlock as error:  # bad rows that are found before any work are a wrong request
             raise RequestError(str(error)) from error
         return replace(
-            shard, row_groups=counts, digest=digest, foreign=made_with is None,
-            labels=LABELS in column.beside(parquet.schema_arrow), targets=column.has_targets(parquet),
-            packed=PackedRows(*parse_json(packed)) if packed else None,
+            shard, row_groups=counts, digest=digest, labels=LABELS in column.beside(parquet.schema_arrow),
+            targets=column.has_targets(parquet), packed=PackedRows(*parse_json(packed)) if packed else None,
         )  # fmt: skip
 
 
@@ -522,34 +519,6 @@ class Shards:
         if self.packed is None or None in counts or not self.tokens:
             return None
         return sum(counts) / (self.tokens / (self.packed.seq_len + 1) * self.packed.seq_len)
-
-    def padding(self) -> tuple[int, str] | None:
-        """An id that seems to fill up rows though no mask says so, and where, in words; None: there is none.
-
-        The first row groups of a few shards are read, the first and the last shard among them.
-        """
-        for shard, parquet in self._probe([shard for shard in self.by_file.values() if shard.foreign]):
-            with suppress(RunError, *DAMAGE):  # training says what is damaged
-                if found := shard.column.padding(parquet, 0):
-                    place = f"shard {shard.file}, row group 0"
-                    return found[0], f"{place}: {found[1]:.0%} of the tokens are runs of id {found[0]} at ends of rows"
-        return None
-
-    def is_padded(self) -> bool:
-        """Whether a row begins or ends in the `pad_id`, among the first row groups of a few shards."""
-        for shard, parquet in self._probe(list(self.by_file.values())):
-            with suppress(RunError, *DAMAGE):
-                if shard.column.is_padded(parquet, 0):
-                    return True
-        return False
-
-    @staticmethod
-    def _probe(shards: list[Shard]) -> Iterator[tuple[Shard, pq.ParquetFile]]:
-        """A few shards, opened, the first and the last of those with rows among them."""
-        shards = [shard for shard in shards if shard.row_groups]
-        for index in sorted(set(np.linspace(0, len(shards) - 1, PROBED).astype(int).tolist())) if shards else ():
-            with suppress(RunError, *DAMAGE), shards[index].open() as (parquet, _):
-                yield shards[index], parquet
 
     @property
     def largest(self) -> Block:

@@ -26,7 +26,7 @@ def place(tmp_path_factory):
     write_rows(place / "val/0.parquet", rows(400))
     write_rows(place / "both/0.parquet", rows(900))
     shutil.copytree(place / "val", place / "both/val")
-    write_rows(place / "padded/0.parquet", [row + [1] * (80 - len(row)) for row in rows(*random.integers(9, 70, 30))])
+    write_rows(place / "padded/0.parquet", [row + [1] * 16 for row in rows(*[32] * 50)])
     return place
 
 
@@ -52,25 +52,25 @@ def test_training_data_that_contains_the_validation_data_is_refused(place):
     lm(place, "plan", "--config", config(place, "both", train="both/*.parquet", val="both/val"))
 
 
-def test_what_is_left_over_and_what_looks_like_padding_is_said(place):
-    """Short files are trained on; the cure that is said takes the warning away."""
+def test_what_is_left_over_is_said(place):
+    """And short files are trained on."""
     short = lm(place, "plan", "--config", config(place, "short")).stdout
     assert "train: 4.78K tokens in 100 shards, 149 samples, 12 tokens in none" in short
     assert "val: 15 of 400 tokens, 3.8%, are in no sample of 32 + 1" in short
     shown = json.loads(lm(place, "data", "inspect", "short", "--seq_len", "32", "--json").stdout)["splits"][""]
     assert (shown["samples"], shown["left_over"]) == (149, 12)
-    shown = lm(place, "data", "inspect", "padded", "--seq_len", "79").stdout
-    assert "30 samples at --seq_len 79, 29 tokens in none (1.2%)" in shown and "is this padding? shard" in shown
-    written = config(place, "padded", train="padded")
-    done = lm(place, "fit", "--config", written)
-    said, log = done.stderr.splitlines(), (place / "checkpoints/padded/log.txt").read_text()
-    padding, left = (next(line for line in said if part in line) for part in ("padded/0.parquet", "val: 15 of 400 tok"))
-    assert padding.endswith("of id 1 at ends of rows; if that is padding: --data.pad_id 1") and padding in log
+    shown = lm(place, "data", "inspect", "short", "--seq_len", "32").stdout
+    assert "149 samples at --seq_len 32, 12 tokens in none (0.3%)" in shown
+    done = lm(place, "fit", "--config", config(place, "short"))
+    log = (place / "checkpoints/short/log.txt").read_text()
+    left = next(line for line in done.stderr.splitlines() if "val: 15 of 400 tok" in line)
     assert left.endswith("; lower data.seq_len") and left in log
-    cured = lm(place, "plan", "--config", written, "--data.pad_id", "1").stdout
-    assert "padding" not in cured and "data.pad_id" not in cured
-    wrong = lm(place, "plan", "--config", config(place, "short", pad_id=0)).stdout
-    assert "data.pad_id 0 fills up no row of those of short that were looked at: it leaves nothing out" in wrong
+
+
+@pytest.mark.parametrize("pad_id, tokens", [(None, "2.4K"), (1, "1.6K")])
+def test_what_fills_rows_up_is_left_out_where_its_id_is_given(place, pad_id, tokens):
+    said = lm(place, "plan", "--config", config(place, "padded", train="padded", pad_id=pad_id)).stdout
+    assert f"train: {tokens} tokens in 1 shard" in said
 
 
 def test_a_run_is_not_resumed_over_other_windows(place):
@@ -85,14 +85,6 @@ def test_a_run_is_not_resumed_over_other_windows(place):
     assert "train: the same shards, cut into other windows" in said and "start a new run" in said
     record.write_text(json.dumps(shards))
     lm(place, *resume)
-
-
-def test_padding_is_named_by_a_validation_too(place):
-    lm(place, "fit", "--config", config(place, "validated"))
-    said = lm(place, "validate", "--run", "validated", "--data.val", "padded").stderr
-    assert "runs of id 1 at ends of rows; if that is padding: --data.pad_id 1" in said
-    left_out = lm(place, "validate", "--run", "validated", "--data.val", "padded", "--data.pad_id", "1").stderr
-    assert "--data.pad_id" not in left_out
 
 
 def test_files_that_are_no_shards_are_sent_to_prepare(place):

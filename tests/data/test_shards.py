@@ -542,12 +542,6 @@ def test_windows_to_validate_need_a_target(tmp_path):
     Shards.open(str(write_rows(tmp_path / "b.parquet", [[1, 2]] * 4))).require_targets(1, 1)
 
 
-@pytest.mark.parametrize("pad_id, padded", [(0, True), (5, True), (8, True), (4, False), (99, False)])
-def test_an_id_that_fills_up_rows_begins_or_ends_one(tmp_path, pad_id, padded):
-    path = write_columns(tmp_path / "a.parquet", [[5, 6, 4, 0], [], [1, 4, 4, 8]])
-    assert Shards.open(str(path), pad_id=pad_id).is_padded() == padded
-
-
 @pytest.mark.parametrize("rows, columns, pad_id, message", [
     ([[1, 2]], {"attention_mask": ([[0, 0]], INTS)}, None, "is all padding: column 'attention_mask' is 0 everywhere"),
     ([[0, 0]], {}, 0, "is all padding: column 'input_ids' is data.pad_id 0 everywhere"),
@@ -566,33 +560,20 @@ def test_shards_without_a_token_are_refused_by_their_cause(tmp_path, rows, colum
 PADDED = [[5, 6, 7, 0, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8], [0, 9, 0, 4, 5, 0, 0, 0]]
 
 
-def test_padding_without_a_mask_is_named_and_left_out_where_that_is_asked_for(tmp_path):
-    """The cure that the message names; an end-of-text token that fills rows up stays once."""
-    path = write_columns(tmp_path / "a.parquet", PADDED * 3)
-    pad_id, said = Shards.open(str(path)).padding()
-    assert pad_id == 0 and said == f"shard {path}, row group 0: 50% of the tokens are runs of id 0 at ends of rows"
-    shards = Shards.open(str(path), vocab_size=10, pad_id=pad_id)
+def test_an_id_that_fills_rows_up_is_left_out_where_it_is_given(tmp_path):
+    """Only then, only at the ends of rows, and an end-of-text token stays once; an error says which id to give."""
+    path, left = (write_columns(tmp_path / f"{step}.parquet", [row[::step] for row in PADDED] * 3) for step in (1, -1))
     kept = [5, 6, 7, 5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5]
-    assert shards.read(0).tolist() == kept * 3 and shards.tokens == 48 and shards.padding() is None
-    assert Shards.open(str(path), vocab_size=10, pad_id=9).padding()[0] == 0  # another id does not silence it
+    assert Shards.open(str(path), vocab_size=10).tokens == Shards.open(str(path), vocab_size=10, pad_id=9).tokens == 96
+    assert Shards.open(str(path), vocab_size=10, pad_id=0).read(0).tolist() == kept * 3
     ends = Shards.open(str(path), vocab_size=10, pad_id=0, eos_id=0).read(0).tolist()
     assert ends == [5, 6, 7, 0, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 4, 5, 0] * 3
-    left = write_columns(tmp_path / "left.parquet", [row[::-1] for row in PADDED])
-    assert Shards.open(str(left)).padding()[0] == 0
     assert Shards.open(str(left), vocab_size=10, pad_id=0).read(0).tolist() == [
-        7, 6, 5, 5, 8, 7, 6, 5, 4, 3, 2, 1, 5, 4, 0, 9]  # fmt: skip
+        7, 6, 5, 5, 8, 7, 6, 5, 4, 3, 2, 1, 5, 4, 0, 9] * 3  # fmt: skip
     negative = write_columns(tmp_path / "b.parquet", [[-1 if i == 0 else i for i in row] for row in PADDED[:3]])
     assert Shards.open(str(negative), vocab_size=10, pad_id=-1).tokens == 12
-    with pytest.raises(RequestError, match="b.parquet, row group 0, row 0: token id -1 .*; if .*: --data.pad_id -1$"):
+    with pytest.raises(RequestError, match="b.parquet, row group 0, row 0: token id -1 .* up: --data.pad_id -1$"):
         Shards.open(str(negative), vocab_size=10)
-    mask = [[int(i > 0) for i in row] for row in PADDED]
-    masked = write_columns(tmp_path / "c.parquet", PADDED, attention_mask=(mask, INTS))
-    assert Shards.open(str(masked)).padding() is None
-    random = np.random.default_rng(0)
-    text = write_columns(tmp_path / "d.parquet", random.integers(0, 50, (500, 16)).tolist(), group=500)
-    assert Shards.open(str(text)).padding() is None
-    write_columns(tmp_path / "e.parquet", [[0] * 8] * 4)  # nothing but one id is no padding
-    assert Shards.open(str(tmp_path / "e.parquet")).padding() is None
 
 
 # ---- what Arrow does not tell or takes for something else ------------------------------------------------------------
