@@ -167,7 +167,7 @@ def resolved_text(settings: dict[str, Any], overrides: list[str] | None = None) 
 
 def refuse_seed(seed: int) -> None:
     """Raise RequestError for a seed that the generators do not take."""
-    if not 0 <= seed < 2**32:
+    if isinstance(seed, bool) or not 0 <= seed < 2**32:
         raise RequestError(f"seed_everything {seed} must be a whole number from 0 to {2**32 - 1}")
 
 

@@ -37,7 +37,7 @@ from lm.model.estimates import (
     training_memory,
 )
 from lm.runs.mirror import Mirror
-from lm.runs.run import Run
+from lm.runs.run import Run, refuse_name
 from lm.system.files import DAMAGE, disk_space, nonnegative, parse_json
 from lm.system.hardware import Device, device_name, find_device
 from lm.system.process import program
@@ -356,6 +356,7 @@ def plan(config: Namespace, name: str) -> None:
         raise RequestError(f"--rate_usd_per_hr {config.rate_usd_per_hr} must not be below 0")
     if config.fit and config.strict:
         raise RequestError("--fit is about a device, and --strict looks at none: give one of them")
+    refuse_name(name)
     recipients = open_recipients([] if config.strict else config.notify or [])
     if config.test_notify:
         return send_test(recipients, name)

@@ -47,6 +47,8 @@ ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's ma
 def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     """Findings on the steps of the run, from the config alone."""
     total = steps["max_steps"]
+    if (drill := config.guards.inject_step) is not None and drill > total:
+        yield Finding("error", f"guards.inject_step {drill:,}: the run ends with step {total:,}", "inject it before")
     for name, count in (("val_interval", "validated"), ("checkpoint_interval", "saved")):
         interval = config.trainer[name]
         if interval > total:

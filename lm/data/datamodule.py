@@ -194,6 +194,8 @@ class DataModule(LightningDataModule):
                             )  # fmt: skip
                             continue
                         shards.require_windows(self.seq_len)
+                        if split == "train" and not self.mixed:  # the buffer of a mixture grows with its sources
+                            shards.require_buffer(self.shuffle_buffer)
                         if split != "train":
                             shards.require_targets(self.seq_len, self._limit(split))
                         opened[source.name] = shards

@@ -23,7 +23,7 @@ from lm.data.mixture import Mixture
 from lm.data.parquet import IGNORED, BadBlock, Tokens
 from lm.data.sampler import BLOCKS_AHEAD, Order
 from lm.data.shards import BLOCK_TOKENS, Shards
-from lm.errors import DataError, RequestError, RunError
+from lm.errors import DataError, RunError
 from lm.system.process import reader_pool
 from lm.system.remote import is_asked_to_wait
 
@@ -188,15 +188,11 @@ class Stream(IterableDataset):
     ) -> None:
         if global_batch % world:
             raise ValueError(f"global_batch {global_batch} is not a multiple of {world} ranks")
-        largest = shards.largest
-        if shuffle_buffer is not None and largest.tokens > shuffle_buffer:
-            raise RequestError(
-                f"{largest}: {largest.tokens} tokens in one piece, more than data.shuffle_buffer ({shuffle_buffer}); "
-                "raise data.shuffle_buffer, or write the shard again with smaller row groups (`lm data prepare`)"
-            )
+        if shuffle_buffer is not None:
+            shards.require_buffer(shuffle_buffer)
         self.shards, self.order, self.seq_len, self.start = shards, order, seq_len, start
         self.global_batch, self.rank, self.world = global_batch, rank, world
-        self.buffer = shuffle_buffer or (order.lanes + BLOCKS_AHEAD) * largest.tokens
+        self.buffer = shuffle_buffer or (order.lanes + BLOCKS_AHEAD) * shards.largest.tokens
         self.reading = reading
 
     def requests(self) -> Iterator[Request]:

@@ -450,6 +450,19 @@ class Shards:
                 return self.read(index)
         return np.empty(0, self.column.dtype)
 
+    def require_buffer(self, shuffle_buffer: int) -> None:
+        """Refuse a buffer that does not hold the largest block.
+
+        Raises:
+            RequestError: names the block.
+        """
+        if self.largest.tokens > shuffle_buffer:
+            raise RequestError(
+                f"{self.largest}: {self.largest.tokens} tokens in one piece, more than data.shuffle_buffer "
+                f"({shuffle_buffer}); raise data.shuffle_buffer, or write the shard again with smaller row groups "
+                "(`lm data prepare`)"
+            )
+
     def require_windows(self, seq_len: int) -> int:
         """The number of windows.
 

@@ -108,6 +108,12 @@ def process_exists(pid: int | None) -> bool:
         return not isinstance(error, ProcessLookupError)
 
 
+def refuse_name(name: str) -> None:
+    """Raise RequestError for the name of a run that would climb out of the folder of runs."""
+    if not re.fullmatch(r"[\w][\w.+=-]*", name):
+        raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only")
+
+
 class Run:
     """One run folder.
 
@@ -224,8 +230,7 @@ class Run:
         Raises:
             RequestError: the name would climb out of the root, or the folder cannot be made.
         """
-        if not re.fullmatch(r"[\w][\w.+=-]*", name):
-            raise RequestError(f"run name {name!r}: use letters, digits, '.', '_', '-', '+' and '=' only")
+        refuse_name(name)
         for attempt in count(1):
             path = Path(root) / (name if attempt == 1 else f"{name}-{attempt}")
             if taken(path.name):

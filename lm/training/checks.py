@@ -7,9 +7,11 @@ an option can never have are refused where it is declared, in the `config` files
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -101,6 +103,9 @@ def find(
         yield from of_ranks(trainer, known.devices)
     if trainer.precision.startswith("fp8"):
         yield from of_fp8(trainer, model.decoder, data, known)
+    if known.here and known.device.capability is None and isinstance(trainer.devices, list):
+        yield error(f"trainer.devices {trainer.devices} names GPUs, and this machine trains on {known.device.name}",
+                    "give a number")  # fmt: skip
     if not custom:  # of which building it finds out more
         yield from of_groups(model)
         yield from of_device(trainer, model, known.device) if known.device is not None else ()
@@ -122,6 +127,8 @@ def of_trainer(trainer: TrainerConfig) -> Iterator[Finding]:
         refuse_remote_root(trainer.default_root_dir)
     except RequestError as refused:
         yield error(str(refused))
+    if any(path.is_file() for path in (Path(trainer.default_root_dir), *Path(trainer.default_root_dir).parents)):
+        yield error(f"trainer.default_root_dir {trainer.default_root_dir} is a file, or in one", "give a folder")
     yield from of_callbacks(trainer.callbacks or [])
     if trainer.matmul_precision != "highest" and trainer.precision != "32-true":
         yield error(f"trainer.matmul_precision {trainer.matmul_precision} is for trainer.precision 32-true, and this "
@@ -163,6 +170,11 @@ INSTEAD: dict[type[Callback], str] = {
 
 def of_callbacks(given: list[Any]) -> Iterator[Finding]:
     """What is not a callback, and those of Lightning that cannot work here."""
+    stateful = [each for each in given if isinstance(each, Callback) and type(each).state_dict != Callback.state_dict]
+    for key, count in Counter(each.state_key for each in stateful).items():
+        if count > 1:
+            yield error(f"trainer.callbacks: {count} callbacks have their state under {key}, and one would be lost",
+                        "override `state_key`, or leave one out")  # fmt: skip
     for callback in given:
         if isinstance(callback, type):
             yield error(f"callbacks: {callback.__name__} is a class", f"give an object, {callback.__name__}()")

@@ -141,6 +141,8 @@ def test_only_errors_refuse(caplog):
     {"trainer.stop_within": 1e9}, {"trainer.histogram_interval": 0}, {"model.optimizer.eps": -1},
     {"trainer.callbacks": [{"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:01:00:00"}}]},
     {"samples.prompts": ["The letter of the captain was lost, and so the captain"]}, {"model.kernels": "on"},
+    {"trainer.default_root_dir": "texts/000.txt"}, {"data.shuffle_buffer": 10}, {"guards.inject_step": 400},
+    {"run": "a/b"}, {"seed_everything": True}, {"trainer.callbacks": [{"class_path": "recorder.Stateful"}] * 2},
     {"model.decoder.vocab_size": 5}, {"trainer.matmul_precision": "high", "trainer.precision": "bf16-mixed"},
 ], ids=str)  # fmt: skip
 def test_plan_and_fit_refuse_the_same_in_the_same_words(tmp_path, changes):
@@ -151,4 +153,5 @@ def test_plan_and_fit_refuse_the_same_in_the_same_words(tmp_path, changes):
     planned, trained = (lm(folder, command, "--config", config, expect=2).stderr for command in ("plan", "fit"))
     refused = trained.strip().splitlines()[-1]
     what = planned.strip().splitlines()[-1].removeprefix("lm plan: ").removeprefix("wrong: 1 error: ")
-    assert refused.removeprefix("lm fit: ").startswith(what) and not (folder / "checkpoints").exists()
+    assert refused.removeprefix("lm fit: ").startswith(what) or "seed_everything" in changes  # of which parsers know
+    assert not (folder / "checkpoints").exists()

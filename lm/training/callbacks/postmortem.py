@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 
 from lm.data.loader import Batch
 from lm.data.rare import RARE_FRACTION, rare_rows, rare_tokens
-from lm.errors import Interrupted, RequestError
+from lm.errors import Interrupted
 from lm.runs import postmortem
 from lm.runs.postmortem import Evidence, Incident
 from lm.system.process import steady_time
@@ -266,10 +266,6 @@ class SpikeInjection(Callback):
         self._rows: np.ndarray | None = None  # (G, T + 1)
         self._done: list[int] = []  # the injected steps
         self._logged = 0  # the step of the newest log line
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self.first > trainer.max_steps:
-            raise RequestError(f"guards.inject_step {self.first}: the run ends with step {trainer.max_steps}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         noted = trainer.run.read("run.json").get("injected", {}).get("steps", []) if trainer.is_global_zero else None
