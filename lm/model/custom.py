@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from lm.errors import RequestError, first_line
+from lm.errors import RequestError
 from lm.kernels.torch_private import buffers_of
 from lm.model.config import DecoderConfig
 from lm.model.decoder import MLP, Block, Decoder, Linear, Losses, RMSNorm, SelfAttention
@@ -136,33 +136,6 @@ def refuse_losses(decoder: nn.Module, shape: tuple[int, int], document_mask: boo
             f"{name} whose total is the mean of per_token: make it the sum, which is divided by all targets of the "
             f"step later; the gradients would be {ids.numel():,} times too small here"
         )
-
-
-def refuse_logits(decoder: nn.Module, wish: str) -> None:
-    """Refuse a model that computes no logits without labels. The forward pass is tried once.
-
-    Args:
-        wish: what needs logits, for the message.
-
-    Raises:
-        RequestError: it fails, or returns something else.
-    """
-    if isinstance(decoder, Decoder):
-        return
-    device = next((weight.device for weight in decoder.parameters()), None)
-    ids = torch.zeros(2, min(3, config_of(decoder).max_position_embeddings), dtype=torch.long, device=device)  # (B, T)
-    try:
-        with _tried(decoder), torch.no_grad():
-            found = decoder(ids)
-        wrong = f"returned {_kind_of(found)}"
-        if isinstance(found, Tensor) and found.ndim == 3 and found.shape[:2] == ids.shape:
-            return
-    except Exception as error:
-        wrong = f"fails with {type(error).__name__}: {first_line(error)}"
-    raise RequestError(
-        f"{type(decoder).__name__}.forward(input_ids), without labels, {wrong}, and {wish} needs logits (B, T, V), "
-        f"here {(*ids.shape, config_of(decoder).vocab_size)}"
-    )
 
 
 @contextmanager

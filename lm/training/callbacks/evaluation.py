@@ -14,11 +14,10 @@ from torch import Tensor
 
 from lm.data.loader import Batch
 from lm.data.tokenizer import Tokenizer
-from lm.errors import LmError, RequestError
+from lm.errors import LmError, RequestError, first_line
 from lm.evaluation.benchmark import check_items, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
 from lm.inference.generation import Sampling, generate
-from lm.model.custom import refuse_logits
 from lm.runs.evaluations import evaluation_metrics, evaluation_record
 from lm.system.files import append_line
 from lm.training.callback import Callback
@@ -39,7 +38,6 @@ class BetweenSteps(Callback, ABC):
     """
 
     name: str  # of what it does, for messages
-    option: str  # that asks for it
     interval: int | None  # None: after every validation
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -53,16 +51,6 @@ class BetweenSteps(Callback, ABC):
     def is_due(self, step: int, max_steps: int) -> bool:
         return step % self.interval == 0
 
-    @property
-    @abstractmethod
-    def asked(self) -> bool:
-        """Whether the config asks for it, once the fit is set up."""
-
-    def on_model_built(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.asked:
-            with trainer.precision_plugin.forward_context():
-                refuse_logits(pl_module.decoder, self.option)
-
     @abstractmethod
     def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
         """Do it, on every rank, and return metrics. The ranks of a sharded model must compute together."""
@@ -73,10 +61,12 @@ class BetweenSteps(Callback, ABC):
             torch.cuda.synchronize()  # what is still queued is training
         try:
             metrics = self.run(trainer, pl_module, sharded)
-        except (LmError, OSError, torch.OutOfMemoryError) as error:
-            if sharded and isinstance(error, torch.OutOfMemoryError):
+        except Exception as error:  # such as that of a custom model which computes no logits without labels
+            foreseen = isinstance(error, LmError | OSError)
+            if sharded and not foreseen:
                 raise  # the other ranks may be waiting for this one's part of the weights
-            log.warning("no %s at step %d: %s", self.name, trainer.global_step, error)
+            what = str(error) if foreseen else f"{type(error).__name__}: {first_line(error)}"
+            log.warning("no %s at step %d: %s", self.name, trainer.global_step, what)
             return
         if metrics:
             RunLog.of(trainer).log_metrics(trainer, pl_module, metrics)
@@ -88,7 +78,7 @@ class BetweenSteps(Callback, ABC):
 class Samples(BetweenSteps):
     """Writes texts to TensorBoard (`sample/0`, `sample/1`, ...) and to the run's `samples.jsonl`."""
 
-    name, option = "samples", "samples.prompts"
+    name = "samples"
 
     def __init__(self, config: SamplesConfig) -> None:
         self.config, self.interval = config, config.interval
@@ -100,10 +90,6 @@ class Samples(BetweenSteps):
         if stage == "fit":
             tokenizer = trainer.datamodule.tokenizer
             self.prompts = [tokenizer.encode(text) or [tokenizer.eos_id] for text in self.texts]
-
-    @property
-    def asked(self) -> bool:
-        return bool(self.prompts)
 
     def run(self, trainer: Trainer, pl_module: LightningModule, sharded: bool) -> dict[str, float]:
         if self.prompts and (trainer.is_global_zero or sharded):
@@ -165,7 +151,7 @@ class Evaluations(BetweenSteps):
     Ranks with a whole model each divide the items; those that share one do all of them together.
     """
 
-    name, option = "evaluation", "evaluation.tasks"
+    name = "evaluation"
 
     def __init__(self, config: EvaluationConfig) -> None:
         self.config, self.interval = config, config.interval
@@ -179,10 +165,6 @@ class Evaluations(BetweenSteps):
         """
         if stage == "fit":
             self.tasks = read_evaluation_tasks(self.config)
-
-    @property
-    def asked(self) -> bool:
-        return bool(self.tasks)
 
     def is_due(self, step: int, max_steps: int) -> bool:
         return step % self.interval == 0 or step == max_steps
