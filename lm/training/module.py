@@ -55,8 +55,8 @@ class LanguageModule(LightningModule):
     @arguments_from(ModelConfig)
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        # What a subclass adds is in `hparams`: checkpoints name it, to build the model again. Lightning looks for it in
-        # the frames of the constructors, from the caller of this one on.
+        # What a subclass adds is in `hparams`: checkpoints name it, to build the model again. Lightning reads it from the
+        # frames of the constructors, of which this one's is made by the decorator above.
         self.save_hyperparameters(
             ignore=[option.name for option in fields(ModelConfig)], frame=currentframe().f_back, logger=False
         )
@@ -154,7 +154,7 @@ class LanguageModule(LightningModule):
         Returns:
             The mean loss over the unmasked targets of all ranks, in nats: a scalar.
         """
-        number = self.global_step
+        number = self.global_step  # Lightning counts the update, also one that is skipped
         try:
             result = self.step(batch, number)
         except StepDropped:

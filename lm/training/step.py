@@ -24,7 +24,7 @@ class StepResult(NamedTuple):
     loss_sum: Tensor  # () their sum
     num_targets: Tensor  # () int64, their number
     grad_norm: Tensor  # () global L2 norm, before clipping
-    finite: Tensor  # () bool; where False, loss or gradient is NaN or infinite, and no rank has changed its weights
+    finite: Tensor  # () bool; False: loss or gradient is NaN or infinite, and no rank has changed its weights
     token_losses: list[Tensor]  # (b, T) of each micro-batch of this rank, in nats; 0 where masked
 
 
@@ -46,24 +46,25 @@ def optimizer_step(
     Args:
         batch: rows `(B, T + 1)` of this rank, a whole number of micro-batches.
         forward_backward: adds the gradient of one micro-batch to `.grad`, and returns the detached losses of its
-            tokens, `(b, T)`. The gradient is that of the summed loss over all positions of this rank's step, masked or
-            not; ranks average theirs, as DDP does.
+            tokens, `(b, T)`. The gradient is that of their sum, divided by all positions of this rank's step, masked or
+            not, and averaged over ranks, as DDP does it.
         optimizer: any of torch. One with an attribute `skip`, as `optim.build_optimizer` makes it, skips a step that is
             not finite by itself, without a wait for the device.
         micro_batch_size: rows that are run at once.
         tokens_per_step: positions of the step over all ranks, masked ones too.
-        lr_factor: of the learning rate that each parameter group began with, kept as its `peak_lr`.
+        lr_factor: factor on each group's initial learning rate, which is kept as its `peak_lr`.
         max_norm: clip the gradient to this norm; None: no clipping.
         update: changes the weights in place of `optimizer.step`.
         no_sync: a context in which backward passes leave gradients on their rank, such as DDP's.
-        loss_scale: the current scale of a GradScaler, whose `update` then skips gradients that are not finite.
+        loss_scale: the current scale of a GradScaler, by which `forward_backward` multiplied; `update` is then its
+            `step`, which divides by it and skips where a gradient is not finite.
     """
     *first, last = batch.split(micro_batch_size)  # (b, T + 1) each
     token_losses = []  # (b, T) each
     for micro_batch in first:
         with no_sync():
             token_losses.append(forward_backward(micro_batch))
-    token_losses.append(forward_backward(last))  # ranks average all gradients in its backward pass
+    token_losses.append(forward_backward(last))  # the last backward pass averages over ranks
 
     loss_sum = sum(losses.sum() for losses in token_losses)
     num_targets = torch.full((), batch.num_tokens, dtype=torch.int64, device=loss_sum.device)
@@ -77,15 +78,16 @@ def optimizer_step(
     if max_norm:
         rescale = rescale * (max_norm / (grad_norm + 1e-6)).clamp(max=1)
 
-    # All ranks have the same loss and norm, so they agree on whether to skip; one NaN would ruin the weights for good.
+    # All ranks have the same loss and norm, so they agree on whether to skip. Who skips: a GradScaler, an optimizer of
+    # ours, or else this function.
     update = update or optimizer.step
     finite = loss.isfinite() & grad_norm.isfinite()
     if loss_scale:
-        rescale = torch.where(finite, rescale, torch.nan)  # a GradScaler skips where a gradient is NaN
+        rescale = torch.where(finite, rescale, torch.nan)  # which the scaler looks for
     elif hasattr(optimizer, "skip"):
         optimizer.skip = ~finite
     elif not finite:  # waits for the device
-        update = nullcontext
+        update = lambda: None  # noqa: E731
     foreach_mul_(gradients, rescale.to(gradients[0].dtype))
 
     for group in optimizer.param_groups:
