@@ -55,8 +55,8 @@ class LanguageModule(LightningModule):
     @arguments_from(ModelConfig)
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        # What a subclass adds is in `hparams`: checkpoints name it, to build the model again. Lightning reads it from the
-        # frames of the constructors, of which this one's is made by the decorator above.
+        # What a subclass adds is in `hparams`: checkpoints name it, to build the model again. Lightning reads it from
+        # the frames of the constructors, of which this one's is made by the decorator above.
         self.save_hyperparameters(
             ignore=[option.name for option in fields(ModelConfig)], frame=currentframe().f_back, logger=False
         )
