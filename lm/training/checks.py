@@ -103,7 +103,8 @@ def find(
         yield from of_ranks(trainer, known.devices)
     if trainer.precision.startswith("fp8"):
         yield from of_fp8(trainer, model.decoder, data, known)
-    if known.here and known.device.capability is None and isinstance(trainer.devices, list):
+    cpu = known.here and known.device.capability is None and not torch.backends.mps.is_available()
+    if cpu and isinstance(trainer.devices, list):
         yield error(f"trainer.devices {trainer.devices} names GPUs, and this machine trains on {known.device.name}",
                     "give a number")  # fmt: skip
     if not custom:  # of which building it finds out more
