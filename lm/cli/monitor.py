@@ -26,7 +26,8 @@ from rich.text import Text
 from lm.cli.charts import chart
 from lm.cli.runs import STYLES, to_json
 from lm.errors import RequestError, RunError
-from lm.runs.history import LiveRun, Series, smooth
+from lm.runs.facts import LiveRun
+from lm.runs.history import Series, smooth
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.registry import find_run, known_folders, no_run
 from lm.runs.run import ROOT, Run

@@ -25,9 +25,8 @@ from lm import __version__
 from lm.cli.options import changed_settings
 from lm.cli.runs import describe_run
 from lm.errors import RequestError, RunError
-from lm.runs.evaluations import core_sentence, merge_evaluations
 from lm.runs.history import Expectation, read_samples
-from lm.runs.metrics import BY_SOURCE, METRICS, Metric
+from lm.runs.metrics import BY_SOURCE, METRICS, Metric, core_sentence, merge_evaluations
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
 from lm.system.units import format_bytes, format_count, format_duration, format_figure, plural

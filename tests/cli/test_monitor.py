@@ -25,7 +25,8 @@ from rich.text import Text
 from trainings import lm, make_workplace, start, write_config
 
 from lm.cli.monitor import page, source_lines
-from lm.runs.history import LiveRun, Series, thin
+from lm.runs.facts import LiveRun
+from lm.runs.history import Series, thin
 from lm.runs.run import Run
 
 GIB = 2**30

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lm.data.mixture import describe_change
 from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
+from lm.runs.facts import read_facts
 from lm.runs.history import acceptance, expectations
 from lm.runs.mirror import Mirror, Uploads
 from lm.runs.registry import record_run
@@ -163,7 +164,7 @@ class RunFolder(Callback):
         }  # fmt: skip
         run.describe(
             id=run.name, name=name, status="running", reason=None, device=device, world_size=trainer.world_size,
-            stretches=segments, turn=Run.next_turn(run.path.parent), tags=self._options.tags, note=self._options.note,
+            stretches=segments, turn=Run.next_start(run.path.parent), tags=self._options.tags, note=self._options.note,
             machine=machine, flops_per_token=trainer.lightning_module.flops_per_token(),
             mixture=trainer.datamodule.describe_mixture(), **facts,
         )  # fmt: skip
@@ -320,17 +321,15 @@ def _log_places(run: Run) -> None:
 
 def event_facts(run: Run) -> dict[str, Any]:
     """What the program is told of a run that has ended."""
-    described, state, budget = run.read("run.json"), run.read("state.json"), run.read("budget.json")
-    last = run.link("last")
+    facts, last = read_facts(run), run.link("last")
     return {
-        "event": described.get("status"), "reason": described.get("reason"),
-        "exit_code": EXIT_CODES.get(described.get("status"), 0),
-        "run": run.name, "path": str(run.path.resolve()), "host": described.get("host"),
+        "event": facts["status"], "exit_code": EXIT_CODES.get(facts["status"], 0), "run": run.name,
         "resume": [sys.executable, "-m", "lm", "fit", "--config", str(run.config.resolve()), "--ckpt_path", "auto"],
-        "cwd": os.getcwd(), "tags": described.get("tags", []), "note": described.get("note"),
-        "step": state.get("step"), "max_steps": state.get("max_steps"), "tokens": state.get("tokens"),
-        "metrics": state.get("metrics", {}), "checkpoint": str(last.resolve()) if last else None,
-        "spent_usd": nonnegative(budget.get("spent_usd")), "acceptance": described.get("acceptance"),
+        "cwd": os.getcwd(), "checkpoint": str(last.resolve()) if last else None,
+        "spent_usd": nonnegative((facts["budget"] or {}).get("spent_usd")),
+        **{name: facts[name] for name in (
+            "reason", "path", "host", "tags", "note", "step", "max_steps", "tokens", "metrics", "acceptance",
+        )},
     }  # fmt: skip
 
 
