@@ -354,9 +354,8 @@ class TrainingCLI(LightningCLI):
                 raise
             given = self.config[self.subcommand].trainer
             where = [f"trainer.{name}" for name in ("logger", "callbacks") if f"'{named[1]}'" in str(given[name])]
-            text = shorten(f"{named[1]}: {error}", [])
-            text = re.sub(r"(, or expected list)?, got (a |Namespace).*", "", text)
-            raise RequestError(f"{', '.join(where) or 'trainer'}: {text}") from error
+            text = shorten(str(error), []).removesuffix(f", got {named[1]}")
+            raise RequestError(f"{', '.join(where) or 'trainer'}: {named[1]}: {text}") from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}

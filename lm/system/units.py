@@ -17,11 +17,7 @@ class Count(int):
 
 
 def parse_count(value: str | int | float) -> Count:
-    """Read a count in any of the accepted spellings.
-
-    Raises:
-        ValueError: if it is not a whole number >= 0; the message shows what was given.
-    """
+    """Read a count in any of the accepted spellings; a ValueError shows what was given in place of one."""
     if isinstance(value, bool):
         raise ValueError(f"expected a count such as 1000, 32_768, 512K or 10B, got {value!r}")
     match = _PATTERN.fullmatch(str(value))
@@ -37,11 +33,7 @@ def parse_count(value: str | int | float) -> Count:
 
 
 def parse_bytes(value: str) -> int:
-    """Read a size such as `16GiB` or `80 GB`.
-
-    Raises:
-        ValueError: if it is none; the message shows what was given.
-    """
+    """Read a size such as `16GiB` or `80 GB`; a ValueError shows what was given in place of one."""
     number = re.fullmatch(r"(.*[KMGT]i?)B", value.strip(), re.IGNORECASE)
     if not number:
         raise ValueError(f"expected a size with its unit, such as 16GiB, got {value!r}")
