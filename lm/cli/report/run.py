@@ -1,0 +1,423 @@
+"""A run as one HTML page: `lm runs export --html` and `lm monitor --html`.
+
+`run.html` has the text and the tables, so they read without JavaScript, too. `page.js` draws the charts with uPlot from
+the JSON at the end of the page. Nothing here imports torch.
+"""
+
+import json as jsonlib
+import math
+import re
+import shlex
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from markupsafe import Markup
+
+from lm import __version__
+from lm.cli.options import changed_settings
+from lm.cli.report.page import printable, render, source, utc
+from lm.cli.runs import checks_of, describe_run, machine_of
+from lm.errors import RequestError, RunError
+from lm.runs.evaluations import core_sentence, merge_evaluations
+from lm.runs.history import read_samples
+from lm.runs.metrics import BY_SOURCE, METRICS, Metric
+from lm.runs.run import Run
+from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
+from lm.system.units import format_bytes, format_count, format_duration, format_figure
+
+OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced
+POINTS = 1000  # of a curve
+ALL_POINTS = 30_000  # of all curves together, as long as each has `FEWEST_POINTS`
+FEWEST_POINTS = 100
+CHARTS = 150
+SAMPLED_STEPS = 20
+SAMPLE_CHARACTERS = 4000
+EVALUATED_STEPS = 20
+ALERTS = 100
+POSTMORTEMS = 10
+POSTMORTEM_CHARACTERS = 40_000
+
+Tile = tuple[str, str, str]  # label, value, what stands below it
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def refuse_html_path(path: str) -> Path:
+    """The file for a page, if a page may be written there.
+
+    Raises:
+        RequestError: there is a folder, or a file that is no page of a run, which would be lost.
+    """
+    refuse_url("--html", path)
+    target = Path(path)
+    if target.is_dir():
+        raise RequestError(f"--html {target} is a folder; name a file in it, such as {target / 'run.html'}")
+    try:
+        with open(target, encoding="utf-8", errors="replace") as file:
+            ours = file.read(len(OPENING)) == OPENING
+    except FileNotFoundError:
+        return target.resolve()
+    except OSError as error:
+        raise RequestError(f"--html {target} cannot be read: {error.strerror}") from error
+    if not ours:
+        raise RequestError(f"--html {target} is there already and not the page of a run; choose another")
+    return target.resolve()  # a link stays one
+
+
+def write_page(run: Run, target: Path, reload: int | None = None) -> str:
+    """Write or replace the page of a run.
+
+    Args:
+        target: from `refuse_html_path`.
+        reload: seconds after which the page loads itself again, if the run is being trained; None: never.
+
+    Returns:
+        The status that the page shows.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    metrics = run.metrics()
+    found = describe_run(run, metrics)
+    text = page(run, found, metrics, reload)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, text, durable=False)
+    except OSError as error:
+        raise RunError(f"could not write {target}: {error.strerror or error}") from error
+    return found["status"]
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]], reload: int | None = None) -> str:
+    """The whole document.
+
+    Args:
+        found: `describe_run(run)`.
+        metrics: `run.metrics()`.
+        reload: as in `write_page`.
+    """
+    found = public({name: part for name, part in found.items() if name != "samples"})
+    live = found["status"] == "running"
+    data, figures = chart_data(run, metrics)
+    torch, started = found["versions"].get("torch"), found["started"]
+    made = [machine_of(found), f"torch {torch}" if torch else "", f"started {started}" if started else ""]
+    return render(
+        "run.html", kind="run", found=found, live=live, reload=reload if live else None, written=time.time(),
+        made="; ".join(filter(None, made)), checks=checks_of(found), tiles=list(_tiles(found)), figures=figures,
+        data=finite_or_none(data), evaluations=_evaluations(run), samples=_samples(run), alerts=_alerts(found),
+        postmortems=_postmortems(found), model=_model(found), changed=_changed(found["config"]),
+        whole_config=yaml.safe_dump(found["config"], allow_unicode=True, sort_keys=False, width=100),
+        checkpoints=_checkpoints(found), provenance=_provenance(found),
+        script=Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js"),
+    )  # fmt: skip
+
+
+def _tiles(found: dict[str, Any]) -> Iterable[Tile]:
+    """The figures at the top: losses, progress, time."""
+    curves = found["curves"]
+    for name, label in (("val/loss", "best validation loss"), ("val/bpb", "best bits per byte")):
+        if best := curves.get(name):
+            last = "" if best["last"] == best["lowest"] else f"; last {METRICS[name].shown(best['last'])}"
+            yield label, METRICS[name].shown(best["lowest"]), f"at step {best['lowest_step']:,}{last}"
+    if loss := curves.get("train/loss"):
+        yield "training loss", METRICS["train/loss"].shown(loss["last"]), f"from {loss['first']:.4f}"
+    if found["step"] is None:
+        yield "step", "none", "no step taken"
+    else:
+        share = f" ({found['step'] / found['max_steps']:.0%})" if found["max_steps"] else ""
+        yield "step", f"{found['step']:,}", f"of {found['max_steps']:,}{share}" if found["max_steps"] else ""
+    if found["tokens"] is not None:
+        of = f"of {format_count(float(found['max_tokens']))}" if found["max_tokens"] else ""
+        yield "tokens", format_count(float(found["tokens"])), of
+    if trained := found["seconds"]["computing"] + found["seconds"]["waiting for data"]:
+        left = f"{format_duration(found['eta_seconds'])} left" if found["eta_seconds"] else ""
+        yield "time trained", format_duration(trained), left
+    if speed := curves.get("perf/tokens_per_second"):
+        mfu = curves.get("perf/mfu")
+        yield "tokens a second", format_count(speed["median"]), "median" + (f"; MFU {mfu['median']:.1%}" if mfu else "")
+    if found["parameters"] is not None:
+        yield "parameters", format_count(float(found["parameters"])), ""
+
+
+def _shown(entries: list[Any], every: int) -> dict[str, Any]:
+    """What the page has of so many entries, and how many it leaves out."""
+    return {"shown": entries, "left_out": every - len(entries)}
+
+
+def _evaluations(run: Run) -> dict[str, Any]:
+    """The tables of each evaluation, the newest first."""
+    every = public(run.evaluations())
+    steps = sorted({one["step"] for one in every if one["step"] is not None}, reverse=True)
+    found = []
+    for step in steps[:EVALUATED_STEPS]:
+        merged = merge_evaluations(every, step)
+        tasks = [
+            (name, f"{task['accuracy']:.1%}", _interval(task["interval"], "{:.1%}"), f"{task['baseline']:.1%}",
+             f"{task['centered']:.3f}", f"{task['items']:,}", task["num_fewshot"])
+            for name, task in merged["tasks"].items()
+        ]  # fmt: skip
+        texts = [
+            (name, _figure(one["bits_per_byte"]), _interval(_around(one, "bits_per_byte", "stderr"), "{:.4f}"),
+             _figure(one["loss"]), _interval(_around(one, "loss", "loss_stderr"), "{:.4f}"), f"{one['tokens']:,}")
+            for name, one in merged["texts"].items()
+        ]  # fmt: skip
+        found.append({"title": f"Step {step:,}{core_sentence(merged)}", "tasks": tasks, "texts": texts})
+    return _shown(found, len(steps))
+
+
+def _around(text: dict[str, Any], value: str, error: str) -> tuple[float, float] | None:
+    """The 95 % interval of a mean, from its standard error."""
+    if text.get(value) is None or text.get(error) is None:
+        return None
+    return text[value] - 1.96 * text[error], text[value] + 1.96 * text[error]
+
+
+def _interval(ends: Sequence[float] | None, form: str) -> str:
+    return "" if ends is None else f"{form.format(ends[0])} to {form.format(ends[1])}"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _samples(run: Run) -> dict[str, Any]:
+    """What the model wrote by step, the newest first; of many steps some from the whole run."""
+    samples = read_samples(run)
+    every = sorted({sample["step"] for sample in samples}, reverse=True)
+    places = np.linspace(0, len(every) - 1, min(SAMPLED_STEPS, len(every)))
+    steps = list(dict.fromkeys(every[round(place)] for place in places))
+    found = [
+        (f"Step {step:,}", [(one["prompt"], _cut(str(one["text"]), SAMPLE_CHARACTERS))
+                            for one in samples if one["step"] == step])
+        for step in steps
+    ]  # fmt: skip
+    return _shown(found, len(every))
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def _alerts(found: dict[str, Any]) -> dict[str, Any]:
+    alerts = found["alerts"]
+    rows = [(f"{one['step']:,}", utc(one["time"]), one["guard"], one["action"], one["message"])
+            for one in reversed(alerts[-ALERTS:])]  # fmt: skip
+    return _shown(rows, len(alerts))
+
+
+def _postmortems(found: dict[str, Any]) -> dict[str, Any]:
+    """The pages of the newest post-mortems."""
+    folders = [Path(path) for path in reversed(found["post_mortems"])]
+    pages = []
+    for folder in folders[:POSTMORTEMS]:
+        step = folder.name.removeprefix("postmortem-").lstrip("0") or "0"
+        with suppress(OSError):  # it is being written
+            text = public((folder / "postmortem.md").read_text(encoding="utf-8", errors="replace"))
+            pages.append((f"Post-mortem of step {step}", _cut(text, POSTMORTEM_CHARACTERS)))
+    return _shown(pages, len(pages) + len(folders[POSTMORTEMS:]))
+
+
+def _model(found: dict[str, Any]) -> dict[str, Any]:
+    decoder = found["config"].get("model", {}).get("decoder")
+    shape = {name: value for name, value in decoder.items() if value is not None} if isinstance(decoder, dict) else {}
+    if found["checkpoints"]:  # in the config it may be left to the tokenizer
+        shape["vocab_size"] = Run(found["checkpoints"][-1]["path"]).read("config.json").get("vocab_size")
+    counted = {
+        "parameters": None if found["parameters"] is None else f"{found['parameters']:,}",
+        "operations of training": f"{found['flops']:.3g}" if found["flops"] else None,
+    }
+    return {**counted, **shape}
+
+
+def _changed(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings that are not the defaults."""
+    changed = {name: value for name, value in changed_settings(config).items() if name not in ("run", "tags", "note")}
+    return {name: jsonlib.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+            for name, value in changed.items()}  # fmt: skip
+
+
+def _checkpoints(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (f"{one['step']:,}", Path(one["path"]).name, format_bytes(one["bytes"]),
+         ", ".join(mark for mark in ("best", "last") if one[mark]))
+        for one in found["checkpoints"]
+    ]  # fmt: skip
+
+
+def _provenance(found: dict[str, Any]) -> dict[str, Any]:
+    """How the run was started, on what, with which versions, and what it cost."""
+    spent = (found["budget"] or {}).get("spent_usd")
+    versions = {"python": found["python"], **found["versions"]}
+    return {
+        "machine": machine_of(found),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "started": found["started"],
+        "command": shlex.join(public_command(["lm", *found["command"][1:]])) if found["command"] else None,
+        "git": found["git"],
+        "config, SHA-256": found["config_sha256"],
+        "cost": None if spent is None else f"{format_figure(spent)} USD",
+        "page": f"lm {__version__}; charts by uPlot, whose licence is in the source of this page",
+    }
+
+
+# ---- charts ----------------------------------------------------------------------------------------------------------
+
+PLACES = {  # the first part of a metric's name -> the heading over its chart, in the order of the page
+    "train": "Loss", "val": "Loss", "eval": "Evaluation", "optim": "Optimization", "perf": "Speed and machine",
+    "mem": "Speed and machine", "data": "Data",
+}  # fmt: skip
+OWN = "Other metrics"  # the heading over those of the user's own
+TITLES = {"train/perplexity": "perplexity", "val/perplexity": "perplexity"}  # of charts with several metrics
+EVALUATED = {"accuracy": "accuracy by task", "centered": "centred accuracy by task", "bpb": "bits per byte by text"}
+
+
+def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
+    """All curves of a run, and their figures as text.
+
+    Returns:
+        What `page.js` reads, and a row of the table of figures for each metric. The script reads
+        `charts`: each with `place`, `title`, `unit` and `curves`; a curve has `label`, `form` (of its values), `points`
+        (whether it is drawn as points, too, and never smoothed), `table`, and values as in `_bucketed`;
+        `tables`: x values by `step`, `tokens` and `hours`, each for all curves that were logged in the same lines;
+        `marks`: resumes and rollbacks, with `label` and their place on each axis;
+        `size`: the most log lines that a point of a curve stands for; `left_out`: charts that are left out.
+    """
+    lines = sorted(metrics, key=lambda line: line["step"])
+    places: dict[str, list[int]] = {}  # metric -> the lines that have it
+    for index, line in enumerate(lines):
+        for name in line.keys() - {"step", "tokens", "time"}:
+            places.setdefault(name, []).append(index)
+    order = {name: index for index, name in enumerate(METRICS)}
+    names = sorted(places, key=lambda name: (order.get(name, len(order)), name))
+    most = min(POINTS, max(FEWEST_POINTS, ALL_POINTS // max(1, len(names))))
+    axes, rows, size = _axes(lines), [], 1
+    tables: dict[tuple[int, ...], tuple[int, dict[str, list]]] = {}  # lines -> number and content of their table
+    charts: dict[tuple[str, str], dict[str, Any]] = {}
+    for name in names:
+        place, title, label, metric = _chart_of(public(name))
+        at, values = np.array(places[name]), np.array([lines[index][name] for index in places[name]], dtype=float)
+        each = math.ceil(len(at) / most)
+        middles = at[np.minimum(np.arange(0, len(at), each) + each // 2, len(at) - 1)]
+        table_of = tables.setdefault(
+            tuple(places[name]), (len(tables), {axis: all_x[middles].tolist() for axis, all_x in axes.items()})
+        )
+        chart = charts.setdefault((place, title), {"place": place, "title": title, "unit": metric.unit, "curves": []})
+        chart["curves"].append({
+            "label": printable(label), "form": metric.form, "points": name.startswith(("val/", "eval/")),
+            "table": table_of[0], **_bucketed(values, each),
+        })  # fmt: skip
+        rows.append(_figures(public(name), label, metric, values, axes["step"][at]))
+        size = max(size, each)
+    found = sorted(charts.values(), key=lambda chart: [*dict.fromkeys(PLACES.values()), OWN].index(chart["place"]))
+    return {
+        "charts": [{**chart, "title": printable(chart["title"])} for chart in found[:CHARTS]],
+        "tables": [table for _, table in tables.values()],
+        "marks": _marks(run, axes), "size": size, "left_out": max(0, len(found) - CHARTS),
+    }, rows  # fmt: skip
+
+
+def _axes(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """What curves are drawn over, for every line: never less than before, as where a clock was set back."""
+    steps, tokens, times = (
+        np.maximum.accumulate(np.nan_to_num([line.get(name, 0) for line in lines], posinf=0.0))
+        for name in ("step", "tokens", "time")
+    )
+    hours = (times - times[:1].sum()) / 3600
+    return {"step": steps.astype(np.int64), "tokens": tokens.astype(np.int64), "hours": hours.round(5)}
+
+
+def _chart_of(name: str) -> tuple[str, str, str, Metric]:
+    """The heading and the title of a metric's chart, and the label and the format of its curve."""
+    place = PLACES.get(name.partition("/")[0], OWN)
+    if metric := METRICS.get(name):
+        return place, metric.chart[1] if metric.chart else TITLES.get(name, metric.label), metric.label, metric
+    for base in BY_SOURCE:
+        if name.startswith(f"{base}/"):
+            return place, f"{METRICS[base].label} by source", name.removeprefix(f"{base}/"), METRICS[base]
+    task, _, kind = name.removeprefix("eval/").rpartition("/")
+    if name.startswith("eval/") and task and kind in EVALUATED:
+        return place, EVALUATED[kind], task, Metric(task, form="{:.1%}" if kind == "accuracy" else "{:.4f}")
+    return place, name, name, Metric(name)
+
+
+def _bucketed(values: np.ndarray, each: int) -> dict[str, list]:
+    """A curve with one point for each so many values: `mean`, their `low` and `high`, and `bad`.
+
+    What is not finite is left out; a point without any finite value is None. `bad` has the places of points that left
+    something out. `low` and `high` are there where a point stands for several values.
+    """
+    rows = np.full((-(-len(values) // each), each), np.nan)
+    rows.flat[: len(values)] = np.where(np.isfinite(values), values, np.nan)
+    low, high = np.fmin.reduce(rows, axis=1), np.fmax.reduce(rows, axis=1)
+    known = np.isfinite(rows).sum(axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = np.nansum(rows, axis=1) / known
+    bad = np.unique(np.flatnonzero(~np.isfinite(values)) // each).tolist()
+    found = {"mean": mean} if each == 1 else {"mean": mean, "low": low, "high": high}
+    return {**{name: [_rounded(value) for value in one.tolist()] for name, one in found.items()}, "bad": bad}
+
+
+def _rounded(value: float) -> float | None:
+    """Six significant digits, as a line of a chart has; None where it is not finite."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _figures(name: str, label: str, metric: Metric, values: np.ndarray, steps: np.ndarray) -> tuple[str, ...]:
+    finite = np.flatnonzero(np.isfinite(values))
+    lowest, highest = (finite[find(values[finite])] if len(finite) else None for find in (np.argmin, np.argmax))
+    ends = [("", "") if at is None else (metric.shown(float(values[at])), f"{steps[at]:,}") for at in (lowest, highest)]
+    bad = len(values) - len(finite)
+    full = label if label == name else f"{label} ({name})"
+    return full, metric.shown(float(values[-1])), *ends[0], *ends[1], f"{len(values):,}", f"{bad:,}" if bad else ""
+
+
+def _marks(run: Run, axes: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Resumes and rollbacks, by step, with their place on each axis."""
+    resumed = read_lines(run.path / "metrics.jsonl", ('"resumed_at"',))
+    found = {(line["resumed_at"], "resumed") for line in resumed if type(line.get("resumed_at")) is int}
+    for one in run.read("run.json").get("rollbacks", []):
+        found.add((one["step"], f"weights of step {one['to']:,}"))
+    steps = axes["step"]
+    places = {step: max(0, int(np.searchsorted(steps, step, side="right")) - 1) for step, _ in found}
+    return [
+        {"label": label, **{axis: values[places[step]].item() for axis, values in axes.items()}, "step": step}
+        for step, label in sorted(found) if len(steps)
+    ]  # fmt: skip
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------------
+
+USER = re.compile(r"(?<=://)(?:[^\s/@]*@|[^\s/:]*:(?!\d+/)[^\s]*@)")  # and the password, in a URL
+QUERY = re.compile(r"(://[^\s?#'\"]*)[?#][^\s'\"]*")  # which may be a signature
+SECRET = re.compile(r"passw|secret|credential|(api|access|private)_?key|(auth|access|api|hf|bearer)_?token", re.I)
+NOTIFY = "notify"  # addresses to which anybody who knows them can write
+
+
+def public(value: Any) -> Any:
+    """The same tree of values without passwords: users and queries of URLs, values with such a name, `notify`."""
+    if isinstance(value, dict):
+        return {name: "(left out)" if SECRET.search(str(name)) and part else public(part)
+                for name, part in value.items() if name != NOTIFY}  # fmt: skip
+    if isinstance(value, list | tuple):
+        return [public(part) for part in value]
+    return QUERY.sub(r"\1", USER.sub("", value)) if isinstance(value, str) else value
+
+
+def public_command(command: Iterable[Any]) -> list[str]:
+    """A command line without the options that `public` leaves out."""
+    shown, private = [], False
+    for argument in map(str, command):
+        if argument.startswith("--"):
+            option = argument.partition("=")[0]
+            private = option.startswith(f"--{NOTIFY}") or bool(SECRET.search(option))
+        if not private:
+            shown.append(public(argument))
+    return shown
