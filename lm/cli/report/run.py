@@ -28,7 +28,7 @@ from lm.runs.history import read_samples
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
-from lm.system.units import format_bytes, format_count, format_duration, format_figure
+from lm.system.units import format_bytes, format_figure
 
 OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced
 POINTS = 1000  # of a curve
@@ -41,8 +41,6 @@ EVALUATED_STEPS = 20
 ALERTS = 100
 POSTMORTEMS = 10
 POSTMORTEM_CHARACTERS = 40_000
-
-Tile = tuple[str, str, str]  # label, value, what stands below it
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
@@ -70,10 +68,9 @@ def refuse_html_path(path: str) -> Path:
 
 
 def write_page(run: Run, target: Path, reload: int | None = None) -> str:
-    """Write or replace the page of a run.
+    """Write or replace the page of a run at a path of `refuse_html_path`.
 
     Args:
-        target: from `refuse_html_path`.
         reload: seconds after which the page loads itself again, if the run is being trained; None: never.
 
     Returns:
@@ -97,13 +94,7 @@ def write_page(run: Run, target: Path, reload: int | None = None) -> str:
 
 
 def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]], reload: int | None = None) -> str:
-    """The whole document.
-
-    Args:
-        found: `describe_run(run)`.
-        metrics: `run.metrics()`.
-        reload: as in `write_page`.
-    """
+    """The whole document; `found` is `describe_run(run)`, `metrics` are `run.metrics()`."""
     found = public({name: part for name, part in found.items() if name != "samples"})
     live = found["status"] == "running"
     data, figures = chart_data(run, metrics)
@@ -111,40 +102,13 @@ def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]], reload:
     made = [machine_of(found), f"torch {torch}" if torch else "", f"started {started}" if started else ""]
     return render(
         "run.html", kind="run", found=found, live=live, reload=reload if live else None, written=time.time(),
-        made="; ".join(filter(None, made)), checks=checks_of(found), tiles=list(_tiles(found)), figures=figures,
+        made="; ".join(filter(None, made)), checks=checks_of(found), metrics=METRICS, figures=figures,
         data=finite_or_none(data), evaluations=_evaluations(run), samples=_samples(run), alerts=_alerts(found),
         postmortems=_postmortems(found), model=_model(found), changed=_changed(found["config"]),
         whole_config=yaml.safe_dump(found["config"], allow_unicode=True, sort_keys=False, width=100),
         checkpoints=_checkpoints(found), provenance=_provenance(found),
         script=Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js"),
     )  # fmt: skip
-
-
-def _tiles(found: dict[str, Any]) -> Iterable[Tile]:
-    """The figures at the top: losses, progress, time."""
-    curves = found["curves"]
-    for name, label in (("val/loss", "best validation loss"), ("val/bpb", "best bits per byte")):
-        if best := curves.get(name):
-            last = "" if best["last"] == best["lowest"] else f"; last {METRICS[name].shown(best['last'])}"
-            yield label, METRICS[name].shown(best["lowest"]), f"at step {best['lowest_step']:,}{last}"
-    if loss := curves.get("train/loss"):
-        yield "training loss", METRICS["train/loss"].shown(loss["last"]), f"from {loss['first']:.4f}"
-    if found["step"] is None:
-        yield "step", "none", "no step taken"
-    else:
-        share = f" ({found['step'] / found['max_steps']:.0%})" if found["max_steps"] else ""
-        yield "step", f"{found['step']:,}", f"of {found['max_steps']:,}{share}" if found["max_steps"] else ""
-    if found["tokens"] is not None:
-        of = f"of {format_count(float(found['max_tokens']))}" if found["max_tokens"] else ""
-        yield "tokens", format_count(float(found["tokens"])), of
-    if trained := found["seconds"]["computing"] + found["seconds"]["waiting for data"]:
-        left = f"{format_duration(found['eta_seconds'])} left" if found["eta_seconds"] else ""
-        yield "time trained", format_duration(trained), left
-    if speed := curves.get("perf/tokens_per_second"):
-        mfu = curves.get("perf/mfu")
-        yield "tokens a second", format_count(speed["median"]), "median" + (f"; MFU {mfu['median']:.1%}" if mfu else "")
-    if found["parameters"] is not None:
-        yield "parameters", format_count(float(found["parameters"])), ""
 
 
 def _shown(entries: list[Any], every: int) -> dict[str, Any]:
