@@ -14,6 +14,10 @@ Compile = Literal["none", "inductor", "triton_free"]
 ActivationCheckpointing = Literal["none", "selective", "block"]
 
 
+class Derived(int):
+    """A value that follows from other fields; `dataclasses.replace` works it out anew when one of them changes."""
+
+
 @dataclass
 class DecoderConfig:
     """A decoder-only transformer, in Hugging Face's names.
@@ -84,9 +88,13 @@ class DecoderConfig:
                 f"{self.hidden_size} / {self.num_attention_heads} = {self.hidden_size / self.num_attention_heads:.3f}"
             )
         # Fields that were left open follow from the rest, so that every reader of a config sees whole numbers.
-        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
-        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        self.intermediate_size = self.intermediate_size or -(-self.hidden_size // 24) * 64  # 64 / 24 = 8 / 3
+        for name, value in (
+            ("num_key_value_heads", self.num_attention_heads),
+            ("head_dim", self.hidden_size // self.num_attention_heads),
+            ("intermediate_size", -(-self.hidden_size // 24) * 64),  # 64 / 24 = 8 / 3
+        ):
+            if getattr(self, name) is None or isinstance(getattr(self, name), Derived):
+                setattr(self, name, Derived(value))
         if self.num_attention_heads % self.num_key_value_heads:
             raise RequestError(
                 f"num_key_value_heads {self.num_key_value_heads} does not divide num_attention_heads "
@@ -124,4 +132,4 @@ def matrix_rows(config: DecoderConfig) -> dict[str, int]:
     Returns:
         The end of a weight's name -> the rows of each matrix in it.
     """
-    return {"qkv_proj.weight": config.head_dim, "gate_up_proj.weight": config.intermediate_size}
+    return {"qkv_proj.weight": int(config.head_dim), "gate_up_proj.weight": int(config.intermediate_size)}

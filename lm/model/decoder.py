@@ -114,7 +114,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads, config.num_key_value_heads, config.head_dim)  # fmt: skip
+            config.num_attention_heads, int(config.num_key_value_heads), int(config.head_dim))  # fmt: skip
         self.dropout = config.dropout
         self.qkv_proj = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim)
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)

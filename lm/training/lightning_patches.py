@@ -7,7 +7,9 @@ private methods that `cli/config` overrides stay there. A test lets the others s
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
+from inspect import currentframe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +114,16 @@ def drop_sigterm_broadcast(trainer: lightning.Trainer) -> None:
 def attached_trainer(module: lightning.LightningModule) -> lightning.Trainer | None:
     """The Trainer of a module; None: it has none, where the public `trainer` raises."""
     return module._trainer
+
+
+def save_subclass_arguments(module: lightning.LightningModule, options: type) -> None:
+    """Put the arguments that a subclass adds to those of a dataclass of options into `module.hparams`.
+
+    Call it from an `__init__` that `arguments_from` decorates. Lightning reads the arguments from the frames of the
+    constructors, innermost first: the decorator's is two above this one.
+    """
+    ignored = [option.name for option in fields(options)]
+    module.save_hyperparameters(ignore=ignored, frame=currentframe().f_back.f_back, logger=False)
 
 
 def drop_step_context(trainer: lightning.Trainer) -> None:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
-from inspect import currentframe
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from lm.model.custom import (
     custom_flops_per_token,
     is_builtin,
     module_class,
-    plain_arguments,
     refuse_losses,
 )
 from lm.model.decoder import Decoder, Losses, document_ids_from
@@ -34,7 +32,7 @@ from lm.system.arguments import arguments_from
 from lm.training.callback import call_hook
 from lm.training.config import ModelConfig
 from lm.training.distributed import FullyShardedStrategy, gather_from_ranks
-from lm.training.lightning_patches import attached_trainer
+from lm.training.lightning_patches import attached_trainer, save_subclass_arguments
 from lm.training.lightning_step import LightningStep, StepDropped
 from lm.training.optim import build_optimizer
 from lm.training.plain_trainer import PlainRunState
@@ -49,17 +47,24 @@ log = logging.getLogger(__name__)
 class LanguageModule(LightningModule):
     """A decoder and how it is trained.
 
-    Its arguments are the fields of `ModelConfig`, where each is explained.
+    Its arguments are the fields of `ModelConfig`, where each is explained. A fit calls, in this order:
+
+        configure_callbacks          the state of the run is known
+        configure_model              the data is open, and so the vocabulary known: the decoder is built
+        on_load_checkpoint           of a run that is resumed
+        configure_optimizers
+        on_train_start
+        training_step                one optimizer step; once for each global batch
+        validation_step              after every `trainer.val_interval` steps, once for each batch
+        on_validation_epoch_end
+        on_save_checkpoint           after every `trainer.checkpoint_interval` steps
+        on_train_end
     """
 
     @arguments_from(ModelConfig)
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        # What a subclass adds is in `hparams`: checkpoints name it, to build the model again. Lightning reads it from
-        # the frames of the constructors, of which this one's is made by the decorator above.
-        self.save_hyperparameters(
-            ignore=[option.name for option in fields(ModelConfig)], frame=currentframe().f_back, logger=False
-        )
+        save_subclass_arguments(self, ModelConfig)  # `hparams`, by which a checkpoint's model is built again
         self.options = config
         self.automatic_optimization = False  # Lightning's batch is an optimizer step, and `training_step` takes it
         self.config = config.decoder  # with its vocabulary, once the data is open
@@ -72,7 +77,7 @@ class LanguageModule(LightningModule):
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Lightning's first hook: whose state is the run's, the Trainer's or, under a plain one, our own."""
+        """Take the Trainer's state of the run; a plain `lightning.Trainer` has none, and gets it as a callback."""
         self.run_state = self.trainer.run_state if isinstance(self.trainer, Trainer) else PlainRunState()
         return self.run_state.callbacks
 
@@ -85,7 +90,7 @@ class LanguageModule(LightningModule):
 
     def configure_model(self) -> None:
         """Build the decoder, once, when the tokenizer and so the vocabulary is known."""
-        if self.decoder is not None or attached_trainer(self) is None:  # `load_from_checkpoint` has no tokenizer
+        if self.decoder is not None or attached_trainer(self) is None:  # see `build_for_checkpoint`
             return
         data, strategy = self.trainer.datamodule, self.trainer.strategy
         self.config = replace(self.config, vocab_size=self.config.vocab_size or data.tokenizer.vocab_size)
@@ -95,7 +100,7 @@ class LanguageModule(LightningModule):
         dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
         self.built = build(
             self.config, options, strategy.root_device, dtype, (data.micro_batch_size, data.seq_len),
-            make=self.build_decoder, on_made=self._on_made,
+            make=self.build_decoder, on_made=self._take_decoder,
             agree=lambda choice: gather_from_ranks(choice)[0],  # the fastest on the first rank
             shard=strategy.shard if isinstance(strategy, FullyShardedStrategy) else None,
         )
@@ -117,13 +122,10 @@ class LanguageModule(LightningModule):
         """
         return Decoder(config)
 
-    def _on_made(self, decoder: nn.Module) -> None:
-        """Let callbacks have the first weights, before anything is compiled or sharded; try a custom model once."""
+    def _take_decoder(self, decoder: nn.Module) -> None:
+        """Show the first weights to callbacks, before anything is compiled or sharded; try a custom model's losses."""
         self.decoder, self.builtin = decoder, is_builtin(decoder)
         call_hook(self.trainer, "on_model_built", self)
-        if self.builtin:
-            return
-        plain_arguments(type(self), self.hparams)
         if self.fitting and not isinstance(decoder, Decoder):
             decoder.to(self.trainer.strategy.root_device)
             data = self.trainer.datamodule
@@ -230,7 +232,11 @@ class LanguageModule(LightningModule):
         self.run_state.restore(self, checkpoint)
 
     def build_for_checkpoint(self, config: DecoderConfig) -> None:
-        """Build the decoder of a checkpoint of a plain Trainer, for `load_from_checkpoint`."""
+        """Build the decoder of a plain Trainer's checkpoint.
+
+        `load_from_checkpoint` calls `configure_model` without a Trainer, and so without data and a vocabulary; the
+        decoder has to wait for `on_load_checkpoint`, where the checkpoint's own config is known.
+        """
         self.config = config
         self.decoder = attach_config(self.build_decoder(config), config)
 

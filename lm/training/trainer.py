@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lm.data.datamodule import DataModule
 from lm.errors import DataError, Interrupted, LmError, RequestError
+from lm.model.custom import plain_arguments
 from lm.runs.checkpoint import read_progress
 from lm.runs.mirror import Mirror
 from lm.runs.run import Run
@@ -275,6 +276,7 @@ def refuse_parts(model: Any, datamodule: Any) -> None:
     if isinstance(model, type) or not hasattr(model, "build_decoder"):  # its class imports this module
         raise RequestError(f"lm.Trainer trains an lm.LanguageModule, and this is {kind_of(model)}: build your model "
                            "in `build_decoder` of a subclass, or take lightning.Trainer")  # fmt: skip
+    plain_arguments(type(model), model.hparams)  # refuses what a checkpoint could not name
     if not isinstance(datamodule, DataModule):
         raise RequestError(f"lm.Trainer takes its data from an lm.DataModule, and this is {kind_of(datamodule)}: give "
                            "lm.DataModule(path), with a folder of `lm.prepare`")  # fmt: skip

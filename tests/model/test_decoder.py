@@ -547,3 +547,9 @@ def test_every_field_explains_itself_in_help():
     for field, words in explained.items():
         assert f"--decoder.{field}" in text and words in text
     assert all(f"--decoder.{field.name}" in text for field in fields(DecoderConfig))
+
+
+def test_what_follows_from_other_fields_changes_with_them():
+    """`dataclasses.replace` with another width works heads and MLP out anew, and keeps what was given."""
+    assert replace(DecoderConfig(hidden_size=512), hidden_size=1024) == DecoderConfig(hidden_size=1024)
+    assert replace(DecoderConfig(head_dim=32), hidden_size=1024).head_dim == 32
