@@ -43,10 +43,8 @@ from lm.cli.scale import (
     SEQ_LEN,
     TOKENS_PER_PARAMETER,
     VOCAB_SIZE,
-    OptimizerName,
     Recipe,
     scaled_config,
-    warmup_steps,
 )
 from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
@@ -58,6 +56,7 @@ from lm.system.arguments import call
 from lm.system.files import flatten, write_atomically
 from lm.system.stop_signals import STOP
 from lm.system.units import Count, format_bytes, format_count, format_duration, format_figure, plural
+from lm.training.builtin_optimizers import BUILTIN, OptimizerName
 from lm.training.trainer import device_count
 
 log = logging.getLogger(__name__)
@@ -371,7 +370,7 @@ def keep_length(config: dict[str, Any], recipe: Recipe, length: Length, typed: S
         steps = max(1, round(recipe.tokens / tokens))
         config["trainer"]["max_steps"] = steps
         if "model.schedule.warmup_steps" not in typed:
-            config["model"]["schedule"]["warmup_steps"] = warmup_steps(recipe.optimizer, steps, tokens)
+            config["model"]["schedule"]["warmup_steps"] = BUILTIN[recipe.optimizer].warmup_steps(steps, tokens)
 
 
 def tokenizer_size(data: str) -> int:
