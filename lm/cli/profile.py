@@ -23,8 +23,8 @@ from rich.table import Table
 from torch.autograd.profiler import record_function
 
 from lm.cli.bench import WARMUP, describe_training, fit_briefly, print_heading, synchronize
-from lm.cli.command_options import ProfileOptions
 from lm.cli.config import config_parser
+from lm.cli.options import ProfileOptions
 from lm.errors import RequestError, require_at_least
 from lm.system.files import refuse_url
 from lm.system.process import rank

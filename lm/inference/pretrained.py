@@ -1,7 +1,7 @@
 """A trained model to use: what `lm.load_model` returns, and what every command that needs a model loads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lm.data.tokenizer import Begin, Tokenizer
+from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
-from lm.inference.completion import Written, complete
+from lm.inference.completion import Written, gather_texts, generate_text
 from lm.inference.generation import Sampling
 from lm.model.build import BuildOptions, build
 from lm.model.config import DecoderConfig
@@ -109,16 +109,24 @@ class Pretrained:
         return next(self.decoder.parameters()).dtype
 
     def generate(
-        self, prompts: str | Sequence[str], *, max_new_tokens: int = 128,
-        sampling: Sampling = Sampling(temperature=0.8, top_k=50), stop: str | Sequence[str] = (),
-        seed: int | None = None, ignore_eos: bool = False, begin: Begin = "nothing", alternatives: int = 0,
+        self, prompts: str | Sequence[str], *, sampling: Sampling = Sampling(temperature=0.8, top_k=50),
+        alternatives: int = 0, **options: Any,
     ) -> list[Written]:  # fmt: skip
-        """Continue one text, or several together. Options and errors are those of `completion.stream_text`."""
-        prompts, stop = ([texts] if isinstance(texts, str) else texts for texts in (prompts, stop))
-        return complete(
-            self.decoder, self.tokenizer, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop,
-            seed=seed, ignore_eos=ignore_eos, begin=begin, alternatives=alternatives,
-        )  # fmt: skip
+        """Continue one text, or several together.
+
+        Args:
+            prompts: one text or several; an empty one begins a document.
+            sampling: how tokens are chosen, and where a text ends.
+            alternatives: how many of the likeliest tokens to report with every one that was chosen.
+            options: fields of `Sampling`, such as `max_new_tokens`, `stop` and `seed`, in place of those of `sampling`.
+
+        Raises:
+            RequestError: a number is out of range, or a prompt leaves no room for a token.
+            RunError: logits are not finite.
+        """
+        prompts, sampling = [prompts] if isinstance(prompts, str) else prompts, replace(sampling, **options)
+        news = generate_text(self.decoder, self.tokenizer, prompts, sampling, alternatives=alternatives)
+        return gather_texts(prompts, news)
 
 
 def load_pretrained(

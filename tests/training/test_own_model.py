@@ -16,7 +16,7 @@ from trainings import HERE, lm, make_workplace, write_config
 import lm as package
 from lm.cli.config import TrainingParser, config_parser
 from lm.errors import RequestError
-from lm.inference.generation import stream
+from lm.inference.generation import generate
 from lm.inspection.weights import distribution_drift, weight_drift
 from lm.model.build import BuildOptions, build
 from lm.model.custom import (
@@ -313,7 +313,7 @@ def test_a_config_of_its_own_survives():
     model = built.decoder
     assert vars(model).keys() == before and model.config.block_size == 8 and model.fused == "mine"
     assert config_of(model) is config and built.kernels == "the model's own, Configured"
-    written = list(stream(model, [[1, 2]], max_new_tokens=3, sampling=package.Sampling(temperature=0)))
+    written = list(generate(model, [[1, 2]], package.Sampling(temperature=0, max_new_tokens=3)))
     assert len(written) == 3
     refuse_losses(model, (2, 3))
 
