@@ -23,8 +23,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lm.cli.command_options import PlanOptions
-from lm.cli.options import CONFIG, SEED, find_config, read_config, refuse_unknown_options, training_options
+from lm.cli.options import (
+    CONFIG,
+    SEED,
+    PlanOptions,
+    find_config,
+    read_config,
+    refuse_unknown_options,
+    training_options,
+)
 from lm.cli.plan import PlanChecks, is_prepared, plan
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
@@ -371,10 +378,10 @@ class TrainingCLI(LightningCLI):
             read_budget_file(beside["guards"].budget)  # refuses a cap that cannot be counted
         notify = options.notify if self.subcommand == "fit" else ()
         standard = standard_callbacks(
-            TrainerConfig(**trainer_config), self.run_folder, **beside, notify=notify)  # fmt: skip
+            TrainerConfig(**trainer_config), self.run_folder, beside, notify)  # fmt: skip
         callbacks = [*self.own_callbacks, *standard, Summary()]
         if self.subcommand == "fit":
-            self.checks = PlanChecks(**beside)
+            self.checks = PlanChecks(beside)
             self.checks.resume(self.resumed_run, config.force)
             callbacks.append(self.checks)
         try:

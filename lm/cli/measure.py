@@ -35,8 +35,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from torch.autograd.profiler import record_function
 
-from lm.cli.command_options import BenchOptions, ProfileOptions
 from lm.cli.config import config_name, config_parser
+from lm.cli.options import BenchOptions, ProfileOptions
 from lm.cli.plan import find_tokenizer, with_vocabulary
 from lm.cli.runs import folder_bytes
 from lm.data.datamodule import DataModule
@@ -51,7 +51,7 @@ from lm.system.units import format_bytes, format_count, plural
 from lm.training.callbacks.guards import not_training
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
-from lm.training.config import DistributedConfig, TrainerConfig
+from lm.training.config import DistributedConfig, TrainerConfig, sections_of_callbacks
 from lm.training.distributed import srun_world, torchrun_world
 from lm.training.module import LanguageModule, training_class
 from lm.training.optim import state_size
@@ -206,7 +206,8 @@ def fit_briefly(
                             "with torchrun to measure several")  # fmt: skip
             request |= dict(devices=1, num_nodes=1, strategy="auto", distributed=DistributedConfig())
         run_folder = RunFolder(None, "bench", "", register=False)
-        standard = standard_callbacks(TrainerConfig(**request), run_folder, config.guards.harmless())
+        sections = sections_of_callbacks({"guards": config.guards.harmless()})
+        standard = standard_callbacks(TrainerConfig(**request), run_folder, sections)
         trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *standard, *callbacks]})
         watch(trainer)
         try:

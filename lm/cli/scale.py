@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
-from lm.model.estimates import flops_per_token, parameters
-from lm.system.units import Count, format_count, plural
+from lm.model.estimates import block_flops_per_token, flops_per_token, parameters
+from lm.system.units import Count, format_count, plural, spelled_count
 
+VOCAB_SIZE, SEQ_LEN = Count(32_768), Count(2_048)
 HEAD_DIM = 128
 ASPECT = 64  # width / depth
 PATTERN = "SSSL"  # S: a layer with a window, L: one with full attention
@@ -71,7 +72,7 @@ class Recipe:
     @property
     def block_flops(self) -> float:
         """Floating-point operations of the run in the blocks: all but the output matrix."""
-        return self.tokens * (self.flops_per_token - 6 * self.decoder.vocab_size * self.decoder.hidden_size)
+        return self.tokens * block_flops_per_token(self.decoder, self.decoder.max_position_embeddings)
 
     @property
     def learning_rate(self) -> float:
@@ -85,36 +86,22 @@ class Recipe:
 
 
 def recipe(
-    depth: int,
-    *,
-    tokens_per_parameter: float | None = None,
-    flops: float | None = None,
-    steps: int | None = None,
-    vocab_size: int = 32_768,
-    seq_len: int = 2_048,
-    aspect_ratio: float = ASPECT,
-    head_dim: int = HEAD_DIM,
-    pattern: str = PATTERN,
-    optimizer: OptimizerName = "muon",
-) -> Recipe:
-    """The recipe of a depth and a horizon.
+    decoder: DecoderConfig, *, tokens_per_parameter: float | None = None, flops: float | None = None,
+    steps: int | None = None, optimizer: OptimizerName = "muon",
+) -> Recipe:  # fmt: skip
+    """The recipe of a decoder for a horizon.
 
     Args:
-        depth: blocks.
+        decoder: as `shape` makes it.
         tokens_per_parameter: the horizon, as tokens for each parameter outside the embedding; or
         flops: as floating-point operations of the run; or
         steps: as optimizer steps. Exactly one of the three.
-        vocab_size: rows of the embedding.
-        seq_len: context, in tokens.
-        aspect_ratio: width / depth.
-        head_dim: width of a head.
-        pattern: of the layers' windows.
         optimizer: of the matrices in the blocks.
 
     Raises:
-        RequestError: the shape is impossible, or the horizon is less than one optimizer step.
+        RequestError: the horizon is less than one optimizer step.
     """
-    step = Recipe(shape(depth, vocab_size, seq_len, aspect_ratio, head_dim, pattern), 1, 1, optimizer)  # of one sample
+    step, seq_len = Recipe(decoder, 1, 1, optimizer), decoder.max_position_embeddings  # a step of one sample
     if steps is not None:
         wanted = tokens_of_steps(steps)
     elif flops is not None:
@@ -136,8 +123,8 @@ def recipe(
 
 
 def shape(
-    depth: int, vocab_size: int, seq_len: int, aspect_ratio: float = ASPECT, head_dim: int = HEAD_DIM,
-    pattern: str = PATTERN,
+    depth: int, vocab_size: int = VOCAB_SIZE, seq_len: int = SEQ_LEN, aspect_ratio: float = ASPECT,
+    head_dim: int = HEAD_DIM, pattern: str = PATTERN,
 ) -> DecoderConfig:  # fmt: skip
     """A decoder of `depth` blocks in the proportions below.
 
@@ -295,7 +282,6 @@ def _round_up(number: float, unit: int) -> int:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 DATA = "data/pretrain-32k"
-VOCAB_SIZE, SEQ_LEN = Count(32_768), Count(2_048)
 INTERVAL = 250  # optimizer steps between validations, and between checkpoints
 VALIDATED = 16  # batches a validation reads after so many steps: a fiftieth of their work
 
@@ -322,13 +308,13 @@ trainer:
 model:
   decoder:
     vocab_size: {vocab_size}  # rows of the embedding; at least the tokenizer's
-    hidden_size: {hidden_size}  # {aspect_ratio:g} x depth, rounded up to whole heads{of_aspect}
+    hidden_size: {hidden_size}  # {aspect_ratio:g} x depth, rounded up to whole heads (nanochat: {usual_aspect})
     num_hidden_layers: {depth}  # the depth
-    num_attention_heads: {heads}  # {head_dim} wide each{of_head_dim}
+    num_attention_heads: {heads}  # {head_dim} wide each (nanochat: {usual_head_dim})
     num_key_value_heads: {heads}  # one for every query head: the cache of a small model is small
     intermediate_size: {intermediate_size}  # 8/3 x hidden_size, rounded up to a multiple of 128 (arXiv:2002.05202)
     max_position_embeddings: {seq_len}  # context
-    window_pattern: {window_pattern}  # S: a sliding window, L: all{of_pattern}
+    window_pattern: {window_pattern}  # S: a sliding window, L: all (nanochat: {usual_pattern})
 {sliding_window}    qk_norm: true  # bounds the attention logits, so that large learning rates pass (arXiv:2309.14322)
     tie_word_embeddings: false  # the output matrix is not the embedding, and has its own learning rate
     zero_init_residual: true  # each block begins by passing its input on (arXiv:1706.02677)
@@ -428,26 +414,22 @@ def scaled_config(
     if not given:
         target_param_data_ratio = TOKENS_PER_PARAMETER
     made = recipe(
-        depth, tokens_per_parameter=target_param_data_ratio, flops=target_flops, steps=max_steps,
-        vocab_size=vocab_size, seq_len=seq_len, aspect_ratio=aspect_ratio, head_dim=head_dim, pattern=window_pattern,
-        optimizer=optimizer,
+        shape(depth, vocab_size, seq_len, aspect_ratio, head_dim, window_pattern), optimizer=optimizer,
+        tokens_per_parameter=target_param_data_ratio, flops=target_flops, steps=max_steps,
     )  # fmt: skip
-    shape_settings = {"aspect_ratio": (f"{aspect_ratio:g}", f"{ASPECT:g}"), "head_dim": (head_dim, HEAD_DIM),
-                      "window_pattern": (window_pattern, PATTERN)}  # fmt: skip
-    settings = {"vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN), "data": (data, DATA),
-                "optimizer": (optimizer, "muon"), **shape_settings}  # fmt: skip
-    changed = {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
-    lengths = {name: f"{value:.15g}" for name, value in given.items()}
-    options = "".join(f" {name} {value}" for name, value in {**lengths, **changed}.items())
-    sources = {name: "" if value != usual else " (nanochat)" for name, (value, usual) in shape_settings.items()}
-    command = f"lm scale --depth {depth}{options}"
-    return made, write_yaml(made, command, _horizon(made, given), data, aspect_ratio, sources)
+    settings = {
+        "vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN), "data": (data, DATA),
+        "optimizer": (optimizer, "muon"), "aspect_ratio": (f"{aspect_ratio:g}", f"{ASPECT:g}"),
+        "head_dim": (head_dim, HEAD_DIM), "window_pattern": (window_pattern, PATTERN),
+    }  # fmt: skip
+    typed = {name: f"{value:.15g}" for name, value in given.items()}
+    typed |= {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
+    command = " ".join([f"lm scale --depth {depth}", *(f"{name} {value}" for name, value in typed.items())])
+    return made, write_yaml(made, command, _horizon(made, given), data, aspect_ratio)
 
 
-def write_yaml(
-    made: Recipe, command: str, horizon: str, data: str, aspect_ratio: float, sources: dict[str, str]
-) -> str:
-    """The YAML of a recipe: `command` makes it again, `horizon` is why the run is so long, `sources` of the shape."""
+def write_yaml(made: Recipe, command: str, horizon: str, data: str, aspect_ratio: float) -> str:
+    """The YAML of a recipe: `command` makes it again, `horizon` is why the run is so long."""
     decoder = made.decoder
     memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
     numbers = {
@@ -471,19 +453,18 @@ def write_yaml(
         hidden_size=f"{decoder.hidden_size:_}", depth=decoder.num_hidden_layers, heads=decoder.num_attention_heads,
         intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
         window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=aspect_ratio,
-        head_dim=decoder.head_dim, of_aspect=sources["aspect_ratio"], of_head_dim=sources["head_dim"],
-        of_pattern=sources["window_pattern"] if decoder.sliding_window else "",
+        head_dim=decoder.head_dim, usual_aspect=ASPECT, usual_head_dim=HEAD_DIM, usual_pattern=PATTERN,
         embedding_lr=rate(EMBEDDING), embedding_factor=EMBEDDING,
         output_lr=rate(OUTPUT), output_factor=OUTPUT,
         weight_decay=f"{made.weight_decay:.3g}", memory="all" if memory > 1 else f"{100 * memory:.2g}%",
-        micro_batch=micro_batch(made.batch, decoder.max_position_embeddings), batch=_binary(made.batch_tokens),
+        micro_batch=micro_batch(made.batch, decoder.max_position_embeddings), batch=spelled_count(made.batch_tokens),
         samples=plural(made.batch, "sample"),
-        val_tokens=_binary(math.ceil(VALIDATED * interval / INTERVAL) * made.batch_tokens),
+        val_tokens=spelled_count(math.ceil(VALIDATED * interval / INTERVAL) * made.batch_tokens),
     )  # fmt: skip
 
 
 def _horizon(made: Recipe, given: dict[str, float]) -> str:
-    tokens, batch = format_count(made.tokens), _binary(made.batch_tokens)
+    tokens, batch = format_count(made.tokens), spelled_count(made.batch_tokens)
     if "--max_steps" in given:
         return f"as asked: {tokens} tokens, {made.tokens / made.multiplied:.3g} a parameter outside the embedding"
     if "--target_flops" in given:
@@ -493,14 +474,6 @@ def _horizon(made: Recipe, given: dict[str, float]) -> str:
     source = "" if given else " (arXiv:2203.15556)"
     count = format_count(made.multiplied)
     return f"{tokens} tokens in steps of {batch}: {ratio:g} for each of {count} outside the embedding{source}"
-
-
-def _binary(number: int) -> str:
-    """A count with a binary suffix where it is a multiple: 262_144 -> 256Ki."""
-    for size, suffix in ((2**20, "Mi"), (2**10, "Ki")):
-        if number % size == 0:
-            return f"{number // size}{suffix}"
-    return f"{number:_}"
 
 
 def _float(number: float) -> str:
