@@ -77,9 +77,7 @@ def choose_attention(name: Attention, device: torch.device, dtype: torch.dtype, 
 
     Args:
         name: a kernel that is named by hand, or `auto`, where they are measured.
-        device: where the model is.
         dtype: of queries, keys and values.
-        shape: of a micro-batch.
 
     Returns:
         None where there is nothing to choose: on other devices than CUDA's, and in fp32.
@@ -107,12 +105,7 @@ def choose_attention(name: Attention, device: torch.device, dtype: torch.dtype, 
 
 
 def fastest(times: dict[str, float], shape: Shape) -> Choice:
-    """The kernels that take the least time for all layers together.
-
-    Args:
-        times: as `measure` gives them.
-        shape: of a micro-batch.
-    """
+    """The kernels that take the least time for all layers together, by the times of `measure`."""
     causal = len(shape.windows) - len(shape.sequences)
 
     def total(choice: Choice) -> float:
@@ -174,7 +167,7 @@ def measure(
                     times[name] = _milliseconds(lambda: run(AttentionMask(None, None, None)), device)
             for window in dict.fromkeys(shape.sequences if name in FLASH else ()):
                 times[f"{name} {window}"] = _milliseconds(lambda: run(AttentionMask(window, offsets, None)), device)
-        except (RuntimeError, ImportError) as error:  # not installed, or not for these inputs
+        except (RuntimeError, ImportError, ValueError) as error:  # not installed, unknown, or not for these inputs
             failures[name] = str(error).strip().splitlines()[0]
     _use_flash(next(name for name, version in FLASH.items() if version == before))
     return times, failures

@@ -65,7 +65,6 @@ def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
 
     Args:
         decoder: has `layers` and `cross_entropy`; any other model is compiled as one.
-        mode: `none` leaves it as it is.
     """
     if mode == "none":
         return
