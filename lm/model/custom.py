@@ -107,14 +107,7 @@ def _kind_of(value: Any) -> str:
 
 
 def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
-    """Refuse a model that does not take what its forward pass would be given.
-
-    Args:
-        options: for each option of the forward pass, whether the config asks for it.
-
-    Raises:
-        RequestError: it takes no such argument.
-    """
+    """Raise RequestError for a model whose forward pass does not take labels, or an option that the config asks for."""
     name = type(decoder).__name__
     parameters = signature(decoder.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -131,14 +124,8 @@ def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
 def custom_config_json(
     config: DecoderConfig, eos_id: int | None, dtype: str, kind: type, init_args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The `config.json` of a custom model: the class that builds it, by name, and what it was made with.
-
-    Args:
-        config: `model.decoder`, with its vocabulary.
-        eos_id: the token that ends a document, if there is one.
-        dtype: of the stored weights.
-        kind: the subclass of `LanguageModule`.
-        init_args: its arguments beside those of `LanguageModule`.
+    """The `config.json` of a custom model: the subclass of `LanguageModule` that builds it, by name, and the arguments
+    that it was made with beside those of `LanguageModule`.
     """
     return {
         "architectures": [kind.__name__], "model_type": MODEL_TYPE, "init_args": plain_arguments(kind, init_args),
@@ -147,11 +134,9 @@ def custom_config_json(
 
 
 def known_class(document: Mapping[str, Any], kind: type | None, where: str, script: Path | None = None) -> type:
-    """The class that a `config.json` names.
+    """The class that a document of `custom_config_json` names, if it is `kind`, the one that is there.
 
     Args:
-        document: of `custom_config_json`.
-        kind: the class that is there.
         where: the folder, for the message.
         script: the file that trained the model, where that is known.
 
@@ -161,10 +146,10 @@ def known_class(document: Mapping[str, Any], kind: type | None, where: str, scri
     name = document["architectures"][0]
     if kind is None or kind.__name__ != name:
         there = "" if kind is None else f", and this is {kind.__name__}"
-        such = f"`python {script or 'my_model.py'} generate`"
         raise RequestError(
             f"{where} holds a model that the class {name} builds{there}: give the command to the file that has "
-            f"`lm.run({name})`, such as {such}; in Python, lm.load_model(path, module={name})"
+            f"`lm.run({name})`, such as `python {script or 'my_model.py'} generate`; in Python, "
+            f"lm.load_model(path, module={name})"
         )
     return kind
 
