@@ -28,7 +28,7 @@ from tokenizers import models
 
 from lm.cli.config import config_name, config_parser
 from lm.cli.options import BenchOptions
-from lm.cli.plan import find_tokenizer, with_vocabulary
+from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.cli.runs import folder_bytes
 from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter

@@ -10,7 +10,7 @@ from trainings import PLACES, lm, write_config
 
 from lm.cli.bench import FORMULAS, show_times
 from lm.cli.bench import step as command
-from lm.cli.plan import read_bench
+from lm.cli.plan_facts import read_bench
 from lm.training.trainer import Trainer
 
 SMALL = ("bench", "step", "--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")
