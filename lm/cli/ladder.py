@@ -28,10 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lm.cli.branch import tokens_of_a_step
-from lm.cli.command_options import PlanOptions
 from lm.cli.config import config_parser, quiet_lightning, resolved_text
 from lm.cli.ladder_report import Trained, print_report, report, write_report
-from lm.cli.options import split_overrides
+from lm.cli.options import PlanOptions, split_overrides
 from lm.cli.plan import examine
 from lm.cli.runs import to_json
 from lm.cli.runs_compare import PLAIN
@@ -43,10 +42,8 @@ from lm.cli.scale import (
     SEQ_LEN,
     TOKENS_PER_PARAMETER,
     VOCAB_SIZE,
-    OptimizerName,
     Recipe,
     scaled_config,
-    warmup_steps,
 )
 from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
@@ -57,7 +54,16 @@ from lm.system import process
 from lm.system.arguments import call
 from lm.system.files import flatten, write_atomically
 from lm.system.stop_signals import STOP
-from lm.system.units import Count, format_bytes, format_count, format_duration, format_figure, plural
+from lm.system.units import (
+    Count,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_figure,
+    format_time_and_cost,
+    plural,
+)
+from lm.training.builtin_optimizers import BUILTIN, OptimizerName
 from lm.training.trainer import device_count
 
 log = logging.getLogger(__name__)
@@ -371,7 +377,7 @@ def keep_length(config: dict[str, Any], recipe: Recipe, length: Length, typed: S
         steps = max(1, round(recipe.tokens / tokens))
         config["trainer"]["max_steps"] = steps
         if "model.schedule.warmup_steps" not in typed:
-            config["model"]["schedule"]["warmup_steps"] = warmup_steps(recipe.optimizer, steps, tokens)
+            config["model"]["schedule"]["warmup_steps"] = BUILTIN[recipe.optimizer].warmup_steps(steps, tokens)
 
 
 def tokenizer_size(data: str) -> int:
@@ -485,7 +491,7 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
     finished = sum(one.finished for one in wanted)
     total = "" if finished else ": how long they take is known when the first one has ended"
     if not math.isnan(seconds):
-        total = f"; all take {format_duration(seconds)} on one device{f', {format_figure(usd)} USD' * priced} ({basis})"
+        total = f"; all take {format_time_and_cost(seconds, usd if priced else None)} on one device ({basis})"
     console.print(f"{plural(len(wanted), 'training')}, {finished} of them finished{total}", soft_wrap=True)
 
 
@@ -547,8 +553,9 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
             left = [*waiting, *(each[0] for each in running.values())]
             eta = sum(expected_seconds(done, other.size.flops) for other in left) / (len(places) + len(running))
             found = save_report(options, trainings)
-            usd = f", {format_figure(eta / 3600 * options.rate_usd_per_hr)} USD" if options.rate_usd_per_hr else ""
-            about = f"; {plural(len(left), 'training')} left, about {format_duration(eta)}{usd}" if left else ""
+            usd = eta / 3600 * options.rate_usd_per_hr if options.rate_usd_per_hr else None
+            rest = format_time_and_cost(eta, usd)
+            about = f"; {plural(len(left), 'training')} left, about {rest}" if left else ""
             loss = next(each["loss"] for each in found["runs"] if each["run"] == one.run.name)
             if loss is None:
                 failed.append(one)

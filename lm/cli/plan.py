@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jsonargparse import Namespace
 from rich.console import Console
 
 from lm.cli import plan_checks as findings
-from lm.cli.command_options import PlanOptions
+from lm.cli.options import PlanOptions
 from lm.cli.rehearse import rehearse, show_rehearsal
 from lm.data.config import LEARNED, DataConfig, SourceConfig
 from lm.data.datamodule import DataModule
@@ -26,8 +27,8 @@ from lm.errors import LmError, RequestError, first_line
 from lm.model.config import DecoderConfig
 from lm.model.custom import attach_config, custom_flops_per_token, is_builtin
 from lm.model.estimates import (
-    ASSUMED_MFU,
     Step,
+    assumed_speed,
     checkpoint_bytes,
     describe_mfu,
     flops_per_token,
@@ -42,7 +43,7 @@ from lm.system.files import DAMAGE, disk_space, nonnegative, parse_json
 from lm.system.hardware import Device, device_name, find_device
 from lm.system.process import program
 from lm.system.remote import NoAnswer, Unreachable, call_within, is_remote
-from lm.system.units import format_bytes, format_count, format_duration, format_figure, parse_bytes, plural
+from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, parse_bytes, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import read_budget_file
 from lm.training.callbacks.notifications import open_recipients, send_test
@@ -51,10 +52,7 @@ from lm.training.config import (
     BudgetConfig,
     DistributedConfig,
     EarlyStoppingConfig,
-    EvaluationConfig,
-    GuardsConfig,
     OptimizerConfig,
-    SamplesConfig,
     TrainerConfig,
 )
 from lm.training.distributed import EXIT_WAIT
@@ -241,29 +239,25 @@ def time_facts(
         recomputed: operations a token that activation checkpointing does again.
     """
     peak, flops = device.peak_flops(precision), model["flops_per_token"]
-    assumed = not (measured or mfu)
     if measured:
         rate, basis = measured["tokens_per_second"], measured["basis"]
-    elif peak is not None and mfu:
+    elif peak is None:
+        return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give "
+                "--peak_tflops N or --bench FILE"}
+    elif mfu:
         rate, basis = mfu * peak / flops, f"{mfu:.0%} MFU, given"
-    elif peak is not None:
-        # What FP8 wins over bf16 is known when it is measured: not all products are in it, and converting costs.
-        fp8 = precision.startswith("fp8")
-        bf16 = peak / 2 if device.peak_tflops else device.peak_flops("bf16")
-        rate = ASSUMED_MFU * (bf16 if fp8 else peak) / (flops + recomputed)
-        basis = f"{ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
+    else:
+        rate, basis = assumed_speed(device, precision, flops + recomputed)
         if recomputed:
             basis += f"; {recomputed / flops:.0%} more work for activation checkpointing"
         if model["parameters"]["total"] < SMALL_MODEL or steps["micro_batch_size"] * steps["seq_len"] < SMALL_BATCH:
             basis += "; a model or micro-batch as small as this reaches less"
-    else:
-        return {"seconds": None, "basis": f"the peak of {device.name} in {precision} is not known: give "
-                "--peak_tflops N or --bench FILE"}
     rate *= steps["world_size"]
     seconds = steps["tokens"] / rate
     used = rate * flops / (peak * steps["world_size"]) if peak else None
     return {
-        "seconds": seconds, "tokens_per_second": rate, "basis": basis, "assumed": assumed, "mfu": used,
+        "seconds": seconds, "tokens_per_second": rate, "basis": basis, "assumed": not (measured or mfu),
+        "mfu": used,
         "mfu_full_attention": used and used * model["flops_per_token_full_attention"] / flops,
         "usd": None if usd_per_hour is None else seconds / 3600 * usd_per_hour,
     }  # fmt: skip
@@ -517,8 +511,6 @@ def examine(
     noted += findings.of_model(found["model"], found["steps"])
     noted += findings.of_optimizer(config.model.optimizer)
     noted += findings.of_rules(decoder, found["steps"], config)
-    if resumed is None:
-        noted += findings.of_alerts(decoder, found["steps"], config)
     if config.strict:
         return found, noted
     if device.capability is None and device.memory_bytes is not None:
@@ -584,11 +576,11 @@ class PlanChecks(Callback):
     """Makes the checks of `lm plan` when a fit begins: logs the warnings, and refuses a run with an error.
 
     Args:
-        guards, samples, evaluation: the sections of the config that are not the Trainer's, the model's or the data's.
+        sections: those of callbacks, by name.
     """
 
-    def __init__(self, guards: GuardsConfig, samples: SamplesConfig, evaluation: EvaluationConfig) -> None:
-        self._sections = {"guards": guards, "samples": samples, "evaluation": evaluation}
+    def __init__(self, sections: Mapping[str, Any]) -> None:
+        self._sections = sections
         self._resumed: Run | None = None
         self._force = False
         self._noted: list[str] = []  # to be logged once the run has a log
@@ -752,11 +744,10 @@ def _time_lines(found: dict[str, Any]) -> list[str]:
     time = found["time"]
     if time["seconds"] is None:
         return [f"unknown: {time['basis']}"]
-    cost = "" if time["usd"] is None else f", {format_figure(time['usd'])} USD"
-    rate = format_count(time["tokens_per_second"])
     mfu = describe_mfu(time["mfu"], time["mfu_full_attention"])
     return [
-        f"{format_duration(time['seconds'])} at {rate} tokens/s{cost} ({time['basis']})",
+        f"{format_time_and_cost(time['seconds'], time['usd'])} at {format_count(time['tokens_per_second'])} tokens/s "
+        f"({time['basis']})",
         *([f"MFU {mfu}"] if time["mfu"] else []),
     ]
 
@@ -766,11 +757,10 @@ def _disk_lines(found: dict[str, Any]) -> list[str]:
     mirror = f"; each is uploaded to {found['disk']['mirror']}" if found["disk"]["mirror"] else ""
     lines, facts = [f"{one} a checkpoint, {at_once} at once; {free} free{mirror}"], found["checkpoints"]
     if "lost_seconds" in facts:
-        usd = "" if facts["lost_usd"] is None else f", {format_figure(facts['lost_usd'])} USD"
         lines.append(
-            f"a crash loses at most {format_duration(facts['lost_seconds'])} of work{usd}, "
-            f"{plural(facts['interval'], 'step')}; saving takes {facts['saving_share']:.1%} of the time "
-            f"({facts['saving_basis']})"
+            f"a crash loses at most {plural(facts['interval'], 'step')} of work: "
+            f"{format_time_and_cost(facts['lost_seconds'], facts['lost_usd'])}; saving takes "
+            f"{facts['saving_share']:.1%} of the time ({facts['saving_basis']})"
         )
     return lines
 

@@ -7,9 +7,9 @@ from processor_time import run_python
 from trainings import write_config
 
 from lm.cli import options
-from lm.cli.command_options import PlanOptions
 from lm.cli.config import config_parser
 from lm.cli.main import TRAINING, main
+from lm.cli.options import PlanOptions
 from lm.errors import RequestError
 from lm.system.arguments import known_names
 

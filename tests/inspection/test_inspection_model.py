@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from lm.data.tokenizer import train_char
 from lm.errors import RequestError
-from lm.inference.completion import complete
 from lm.inference.pretrained import Pretrained
 from lm.inspection import attention, drawing, probabilities, weights
 from lm.inspection.drawing import figure, label_axes
@@ -230,7 +229,7 @@ def test_expectations_are_the_models_own_losses_ranks_and_entropies():
 @pytest.mark.parametrize("prompt", ["the people", ""])
 def test_what_was_written_cost_what_the_writer_said(prompt):
     model = ready()
-    written = complete(model.decoder, LETTERS, [prompt], max_new_tokens=20, seed=1, alternatives=2, ignore_eos=True)[0]
+    written = model.generate(prompt, max_new_tokens=20, seed=1, alternatives=2, ignore_eos=True)[0]
     found = probabilities.expectations_of(model, written, alternatives=2)
     assert len(found) == len(written.tokens) == 20
     for one, token in zip(found, written.tokens, strict=True):
@@ -291,7 +290,7 @@ def test_every_picture_of_a_model_is_drawn():
 
 def test_written_text_is_shown_with_its_alternatives():
     model = ready()
-    written = complete(model.decoder, LETTERS, ["a"], max_new_tokens=5, seed=3, alternatives=2, ignore_eos=True)[0]
+    written = model.generate("a", max_new_tokens=5, seed=3, alternatives=2, ignore_eos=True)[0]
     sheet = probabilities.alternatives_table(written, tokens=3).source
     assert sheet.count("<tr>") == 4 and "likeliest 2" in sheet and "likeliest 3" not in sheet
     page = probabilities.color_written(written).source

@@ -135,11 +135,6 @@ def test_a_window_counts_as_in_hugging_face():
         torch.testing.assert_close(model.hidden_states(ids), theirs(ids).last_hidden_state, atol=1e-5, rtol=1e-5)
 
 
-def test_positions_restart_with_every_document():
-    assert documents_from(IDS).positions.tolist() == [
-        [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2]]
-
-
 def test_a_mask_that_all_layers_share_is_made_once(monkeypatch):
     calls = []
     monkeypatch.setattr("lm.model.decoder.attention_mask", lambda *a: calls.append(a[1]) or attention_mask(*a))
