@@ -42,10 +42,8 @@ from lm.cli.scale import (
     SEQ_LEN,
     TOKENS_PER_PARAMETER,
     VOCAB_SIZE,
-    OptimizerName,
     Recipe,
     scaled_config,
-    warmup_steps,
 )
 from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
@@ -65,6 +63,7 @@ from lm.system.units import (
     format_time_and_cost,
     plural,
 )
+from lm.training.builtin_optimizers import BUILTIN, OptimizerName
 from lm.training.trainer import device_count
 
 log = logging.getLogger(__name__)
@@ -378,7 +377,7 @@ def keep_length(config: dict[str, Any], recipe: Recipe, length: Length, typed: S
         steps = max(1, round(recipe.tokens / tokens))
         config["trainer"]["max_steps"] = steps
         if "model.schedule.warmup_steps" not in typed:
-            config["model"]["schedule"]["warmup_steps"] = warmup_steps(recipe.optimizer, steps, tokens)
+            config["model"]["schedule"]["warmup_steps"] = BUILTIN[recipe.optimizer].warmup_steps(steps, tokens)
 
 
 def tokenizer_size(data: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from lm.cli.scale import batch_tokens, learning_rate
+from lm.cli.scale import batch_tokens
 from lm.data.config import SourceConfig
 from lm.data.prepare import describe_small_validation
 from lm.errors import RequestError
@@ -18,6 +18,7 @@ from lm.model.estimates import block_flops_per_token
 from lm.system.files import DiskSpace
 from lm.system.hardware import Device
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost
+from lm.training.builtin_optimizers import BUILTIN
 from lm.training.callbacks.evaluation import read_evaluation_tasks
 from lm.training.checks import Finding
 from lm.training.config import EvaluationConfig, OptimizerConfig
@@ -245,11 +246,11 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
                       f"--data.global_batch_tokens {max(1, round(best / at_once)) * at_once}")  # fmt: skip
     if config.model.optimizer.class_path:
         return  # no rule is known for it
-    optimizer = config.model.optimizer.name
-    best = learning_rate(optimizer, decoder, operations, batch)
-    why = f"{operations:.2g} operations in the blocks and {batch:,} tokens a step"
-    if optimizer == "muon":
-        why = f"{optimizer}, {decoder.num_hidden_layers} blocks and hidden_size {decoder.hidden_size:,}"
+    optimizer = BUILTIN[config.model.optimizer.name]
+    best = optimizer.learning_rate(decoder, operations, batch)
+    why = optimizer.rate_follows.format(
+        flops=operations, batch=batch, depth=decoder.num_hidden_layers, width=decoder.hidden_size
+    )
     if (times := max(rate / best, best / rate)) > FAR_RATE:
         yield Finding("warning" if rate > best else "advice", f"model.optimizer.lr {rate:g} is {times:.1f} times "
                       f"{'more' if rate > best else 'less'} than the {best:.2g} that `lm scale` takes for {why}",

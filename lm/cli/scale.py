@@ -1,7 +1,7 @@
 """`lm scale`: a whole config from a depth and a horizon, by published rules, with a reason on every line.
 
-Each rule is a pure function that names its source. They were found by others on other data, or by us on small models: a
-search starts there.
+Each rule is a pure function that names its source; `training/builtin_optimizers` has those of the learning rates. They
+were found by others on other data, or by us on small models: a search starts there.
 """
 
 import json
@@ -9,12 +9,13 @@ import math
 import re
 import shlex
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.model.estimates import block_flops_per_token, flops_per_token, parameters
 from lm.system.units import Count, format_count, plural, spelled_count
+from lm.training.builtin_optimizers import BUILTIN, MATRICES, OptimizerName, peak_rate
 
 VOCAB_SIZE, SEQ_LEN = Count(32_768), Count(2_048)
 HEAD_DIM = 128
@@ -22,8 +23,7 @@ ASPECT = 64  # width / depth
 PATTERN = "SSSL"  # S: a layer with a window, L: one with full attention
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; a batch of as many samples or more comes out even on 8, 4, 2 and 1
-MATRICES, EMBEDDING, OUTPUT = 3.0, 24.0, 4.8  # learning rate x width x sqrt(depth); MATRICES is for Muon
-OptimizerName = Literal["muon", "adamw"]
+EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
 DEVICE_TOKENS = 16_384  # the most tokens that a device runs at once, before `lm plan --fit` says how many fit
 
 
@@ -77,7 +77,7 @@ class Recipe:
     @property
     def learning_rate(self) -> float:
         """Peak learning rate of the matrices in the blocks."""
-        return learning_rate(self.optimizer, self.decoder, self.block_flops, self.batch_tokens)
+        return BUILTIN[self.optimizer].learning_rate(self.decoder, self.block_flops, self.batch_tokens)
 
     @property
     def weight_decay(self) -> float:
@@ -208,44 +208,6 @@ def micro_batch(batch: int, seq_len: int) -> int:
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def learning_rate(optimizer: OptimizerName, decoder: DecoderConfig, flops: float, batch: float) -> float:
-    """Peak learning rate of the matrices in the blocks.
-
-    Args:
-        optimizer: theirs.
-        decoder: whose matrices they are.
-        flops: floating-point operations of the whole run in the blocks; the output matrix does not count.
-        batch: tokens of an optimizer step.
-    """
-    if optimizer == "adamw":
-        return adamw_learning_rate(flops, batch)
-    return peak_rate(MATRICES, decoder.num_hidden_layers, decoder.hidden_size)
-
-
-def peak_rate(factor: float, depth: int, width: int) -> float:
-    """Peak learning rate `factor / (width x sqrt(depth))`.
-
-    Swept with models of 2 to 8 blocks, 64 to 256 wide, in 300 steps of 8Ki tokens: the best rates, of all parameters
-    together, are 2.9 to 3.2 of this unit for the matrices (tests/benchmarks/README.md); the root of the depth is that
-    of Yang et al., 2023, arXiv:2310.02244. At 2 blocks 75 steps want the same rate as 300, and steps of 32Ki tokens the
-    same as of 8Ki, so neither is in the rule; steps of 2Ki want half.
-
-    Published trainings have more: in this unit Moonlight's rates are 5 to 8.4 at depths 12 to 20 (Liu et al., 2025,
-    arXiv:2502.16982, table 2), nanochat's 9.6 at depth 12, in another architecture.
-    """
-    return factor / (width * math.sqrt(depth))
-
-
-def adamw_learning_rate(flops: float, batch: float) -> float:
-    """Peak learning rate of AdamW.
-
-    `0.3118 x flops^-0.1250` at a batch of `0.2920 x flops^0.3271` tokens, the two fitted together (DeepSeek-AI, 2024,
-    arXiv:2401.02954, section 3.1); from there to our batch with its square root (Malladi et al., 2022,
-    arXiv:2205.10287). Arguments are those of `learning_rate`.
-    """
-    return 0.3118 * flops**-0.1250 * math.sqrt(batch / (0.2920 * flops**0.3271))
-
-
 def weight_decay(learning_rate: float, steps: int, tokens_per_parameter: float) -> float:
     """Decoupled decay `1 / (timescale x learning_rate x steps)`.
 
@@ -255,15 +217,6 @@ def weight_decay(learning_rate: float, steps: int, tokens_per_parameter: float) 
     """
     timescale = 1.084 * tokens_per_parameter**-0.527
     return 1 / (timescale * learning_rate * steps)
-
-
-def warmup_steps(optimizer: OptimizerName, steps: int, batch: int) -> int:
-    """Optimizer steps of linear rise.
-
-    AdamW: a tenth of the run, at most 375M tokens (Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087,
-    table 2). Muon: 40 (nanochat, scripts/base_train.py), and at most a tenth of the run.
-    """
-    return math.floor(min(steps / 10, 375e6 / batch if optimizer == "adamw" else 40))
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -331,34 +284,6 @@ data:
   global_batch_tokens: {batch}  # {samples}: the power of two nearest to the best for this run (arXiv:2505.13738)
   val_tokens: {val_tokens}  # tokens of a validation; `lm test` takes all of them
 """
-
-
-OPTIMIZERS = {
-    "muon": """\
-    name: muon  # for the matrices in the blocks, and AdamW for the rest; --optimizer adamw for all
-    lr: {lr}  # peak: {matrices:g} / (hidden_size x sqrt(depth)), swept at depths 2 to 8
-    momentum: 0.95  # Muon: decay of the running mean of the gradient
-    betas: [0.8, 0.95]  # AdamW: decay of the running means of the gradient and of its square
-""",
-    "adamw": """\
-    name: adamw  # the rules for lr and weight_decay are fitted to it
-    lr: {lr}  # peak: for {flops} operations in the blocks (arXiv:2401.02954), at this batch (arXiv:2205.10287)
-    betas: [0.9, 0.95]  # decay of the running means of the gradient and of its square
-""",
-}
-SCHEDULES = {
-    "muon": """\
-    name: wsd  # constant, then a linear fall (nanochat)
-    warmup_steps: {warmup_steps}  # 40 (nanochat), but at most a tenth of the run
-    decay_ratio: 0.65  # fraction of the run in which the rate falls (nanochat)
-    final_fraction: 0.05  # of the peak, at the end (nanochat)
-""",
-    "adamw": """\
-    name: linear  # straight down to 0, better than a cosine to a tenth (arXiv:2502.15938)
-    warmup_steps: {warmup_steps}  # a tenth of the run, at most 375M tokens (arXiv:2509.25087)
-    final_fraction: 0.0  # of the peak, at the end
-""",
-}
 
 
 def scale(**options: Any) -> None:
@@ -430,11 +355,11 @@ def scaled_config(
 
 def write_yaml(made: Recipe, command: str, horizon: str, data: str, aspect_ratio: float) -> str:
     """The YAML of a recipe: `command` makes it again, `horizon` is why the run is so long."""
-    decoder = made.decoder
+    decoder, optimizer = made.decoder, BUILTIN[made.optimizer]
     memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
     numbers = {
         "lr": _float(made.learning_rate), "flops": _float(made.block_flops), "matrices": MATRICES,
-        "warmup_steps": f"{warmup_steps(made.optimizer, made.steps, made.batch_tokens):_}",
+        "warmup_steps": f"{optimizer.warmup_steps(made.steps, made.batch_tokens):_}",
     }  # fmt: skip
     interval = min(INTERVAL, made.steps)
     window = f"    sliding_window: {decoder.sliding_window:_}  # {WINDOW}\n" if decoder.sliding_window else ""
@@ -447,7 +372,7 @@ def write_yaml(made: Recipe, command: str, horizon: str, data: str, aspect_ratio
         title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
         f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/cli/scale.py.",
         command=command, name=f"depth{decoder.num_hidden_layers}", data=quoted,
-        optimizer=OPTIMIZERS[made.optimizer].format(**numbers), schedule=SCHEDULES[made.optimizer].format(**numbers),
+        optimizer=optimizer.optimizer_yaml.format(**numbers), schedule=optimizer.schedule_yaml.format(**numbers),
         steps=f"{made.steps:_}", horizon=horizon, interval=interval, vocab_size=f"{decoder.vocab_size:_}",
         tokenizer=f"bpe --vocab_size {decoder.vocab_size}" if decoder.vocab_size > 256 else "char",
         hidden_size=f"{decoder.hidden_size:_}", depth=decoder.num_hidden_layers, heads=decoder.num_attention_heads,

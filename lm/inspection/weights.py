@@ -91,11 +91,7 @@ class Histogram(NamedTuple):
 
 
 def matrices(decoder: Decoder) -> dict[str, Tensor]:
-    """The matrices of a model in fp32, fused ones taken apart.
-
-    Returns:
-        By name, as in Hugging Face's files: `model.layers.0.self_attn.q_proj.weight`.
-    """
+    """The matrices of a model in fp32 by their names in Hugging Face's files, so fused ones are taken apart."""
     weights = to_huggingface({name: weight.detach() for name, weight in decoder.named_parameters()}, decoder.config)
     return {name: weight.float() for name, weight in weights.items() if weight.ndim == 2}
 
@@ -160,10 +156,10 @@ def draw_spectra(found: Mapping[str, np.ndarray]) -> Figure:
     return picture
 
 
-Curve = Callable[[Axes, Any, Any], None]  # draws one weight's numbers in a colour
-
-
-def _by_kind(found: Mapping[str, Any], curve: Curve, x: str, y: str, scale: str = "linear") -> Figure:
+def _by_kind(
+    found: Mapping[str, Any], curve: Callable[[Axes, Any, Any], None], x: str, y: str, scale: str = "linear"
+) -> Figure:
+    """A panel for each kind of weight, in which `curve` draws each layer's numbers in a colour."""
     kinds: dict[str, dict[int | None, Any]] = {}
     for name, one in found.items():
         kinds.setdefault(kind_of(name), {})[layer_of(name)] = one

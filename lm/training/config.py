@@ -19,6 +19,7 @@ from lm.runs.history import refuse_wrong_ranges
 from lm.system.arguments import shown
 from lm.system.units import Count, format_figure
 from lm.training.alerts import AlertEvaluator
+from lm.training.builtin_optimizers import OptimizerName
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -81,7 +82,7 @@ class OptimizerConfig:
         RequestError: a number outside its range, or an option of AdamW or Muon for another class.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: OptimizerName = "adamw"
     class_path: str | None = None
     init_args: dict[str, Any] = field(default_factory=dict)
     lr: float = 3e-4

@@ -54,9 +54,7 @@ def model_folder(path, config, dtype="float32"):
 
 def compared(source: Path, folder: Path) -> str:
     """The loader, after the check of a folder made of `source`, with what the other process does done in this one."""
-    model = load_pretrained(source, device="cpu")
-    sequence = export.random_sequence(model)
-    return export.compare(model, sequence, *export.load_and_compute(folder, sequence))[0]
+    return export.check_reload(folder, load_pretrained(source, device="cpu"), export.load_and_compute)[0]
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -188,8 +186,8 @@ def test_the_card_has_the_evaluations_of_this_very_step(workplace, exported, tmp
     ]  # fmt: skip
     (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = model_card(model, Card("x"))
-    assert "| speeches, 5 shots | 30.0% right (95 % interval 20.0% to 40.0%) of 120; guessing gives 25.0% |" in text
-    assert "| bits per byte of book.txt | 1.2500 |" in text and "0.0667" in text
+    assert "| speeches | 30.0% right (20.0% to 40.0%), guessing 25.0%, centred 0.100; 120 items, 5 shots |" in text
+    assert "| book.txt | 1.2500 bits a byte, " in text and "0.0667" in text
     assert "90.0%" not in text and "/home/me" not in text
 
 

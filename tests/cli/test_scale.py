@@ -11,19 +11,10 @@ from trainings import lm, make_workplace
 
 from lm.cli.config import config_parser
 from lm.cli.main import main
-from lm.cli.scale import (
-    adamw_learning_rate,
-    batch_tokens,
-    peak_rate,
-    recipe,
-    shape,
-    tokens_of_steps,
-    warmup_steps,
-    weight_decay,
-    window_pattern,
-)
+from lm.cli.scale import batch_tokens, recipe, shape, tokens_of_steps, weight_decay, window_pattern
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
+from lm.training.builtin_optimizers import BUILTIN, adamw_learning_rate, peak_rate
 from lm.training.schedule import plan_steps
 
 DEPTHS = range(2, 33)
@@ -54,7 +45,7 @@ def test_deeper_is_never_smaller():
     widths = [one.decoder.hidden_size for one in made]
     assert widths == sorted(widths) and len(set(widths)) > 10
     by_muon = [one.learning_rate for one in made]
-    by_adamw = [adamw_learning_rate(one.block_flops, one.batch_tokens) / one.batch**0.5 for one in made]
+    by_adamw = [adamw_learning_rate(one.decoder, one.block_flops, one.batch_tokens) / one.batch**0.5 for one in made]
     for rates in (by_muon, by_adamw):
         assert rates == sorted(rates, reverse=True)
 
@@ -107,14 +98,14 @@ def test_the_rules_give_their_sources_figures():
     tokens = tokens_of_steps(10_000)
     assert 10_000 * batch_tokens(tokens) == pytest.approx(tokens)
     # At the batch that belongs to it, 3.6M tokens for 4.8e21 operations, the fitted rate is 6e-4.
-    assert adamw_learning_rate(4.8e21, 3.6e6) == pytest.approx(6e-4, rel=0.02)
-    assert adamw_learning_rate(4.8e21, 4 * 3.6e6) == pytest.approx(2 * adamw_learning_rate(4.8e21, 3.6e6))
+    assert adamw_learning_rate(None, 4.8e21, 3.6e6) == pytest.approx(6e-4, rel=0.02)
+    assert adamw_learning_rate(None, 4.8e21, 4 * 3.6e6) == pytest.approx(2 * adamw_learning_rate(None, 4.8e21, 3.6e6))
     # nanochat's Muon moves a square matrix by its rate of 0.02 times an orthogonal one, ours by lr x 0.2 x sqrt(width).
     assert peak_rate(9.6, 12, 768) * 0.2 * 768**0.5 == pytest.approx(0.02, rel=0.01)
     assert peak_rate(5.06, 12, 1_536) == pytest.approx(9.503e-4, rel=0.01)  # Moonlight's model of 399M parameters
     assert peak_rate(3.0, 4, 128) == pytest.approx(1.12e-2, rel=0.05)  # tiny.yaml
-    assert [warmup_steps("muon", steps, 2**18) for steps in (100, 10_000)] == [10, 40]
-    assert warmup_steps("adamw", 10_000, 2**18) == 1_000
+    assert [BUILTIN["muon"].warmup_steps(steps, 2**18) for steps in (100, 10_000)] == [10, 40]
+    assert BUILTIN["adamw"].warmup_steps(10_000, 2**18) == 1_000
     # The mean of the updates is over 22 % of a run at 20 tokens a parameter.
     assert 1 / (weight_decay(1e-3, 10_000, 20) * 1e-3 * 10_000) == pytest.approx(0.2236, rel=1e-3)
 

@@ -195,7 +195,7 @@ def test_groups_of_other_names_and_shapes():
     optimizer = build_optimizer(model, OptimizerConfig("muon", lr=0.1, groups=groups), {})
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert rates[id(model.table.weight)] == 1.0 and rates[id(model.lm_head.weight)] == 2.0
-    assert [group["rows"] for group in optimizer.param_groups if group["params"][0] is model.mix.weight] == [None]
+    assert [group["kind"] for group in optimizer.param_groups if group["params"][0] is model.mix.weight] == ["adamw"]
 
 
 def test_operations_are_counted_by_weights():
