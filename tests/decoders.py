@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from safetensors.torch import save_file
 
+from lm.inference.generation import generate
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 from lm.model.huggingface import config_json, generation_config_json, to_huggingface
@@ -42,3 +43,12 @@ def write_huggingface(model: Decoder, path, dtype: str = "float32"):
     (path / "config.json").write_text(json.dumps(config_json(model.config, 7, dtype)))
     (path / "generation_config.json").write_text(json.dumps(generation_config_json(7)))
     return path
+
+
+def written_by(decoder, prompts, *arguments, **options) -> list[tuple[list[int], str]]:
+    """What `generate` writes after each prompt: the tokens, without one that ends a document, and why it ended."""
+    tokens, reasons = [[] for _ in prompts], ["" for _ in prompts]
+    for new in generate(decoder, prompts, *arguments, **options):
+        tokens[new.row] += [] if new.reason == "eos" else [new.token]
+        reasons[new.row] = new.reason
+    return list(zip(tokens, reasons, strict=True))

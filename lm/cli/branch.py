@@ -7,7 +7,6 @@ space nor the other run any more, and the rest is a resume like any other.
 import logging
 import os
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from lm.runs.registry import find_run
 from lm.runs.run import ROOT, Run, hide_addresses
 from lm.system.arguments import call
 from lm.system.files import atomic_folder, dump_checksummed, parse_yaml
-from lm.system.process import under_srun, under_torchrun
+from lm.system.process import command_line, under_srun, under_torchrun
 from lm.system.units import Count
 from lm.training.config import ScheduleConfig
 from lm.training.schedule import lr_fraction
@@ -130,9 +129,10 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
         if options.make_only:
             print(run.resume_command())
             return
-        sys.argv[1:] = ["fit", f"--config={run.config}", f"--run={run.name}", "--ckpt_path=auto"]  # of other ranks, too
         quiet_lightning()
-        TrainingCLI(sys.argv[1:])
+        arguments = ["fit", f"--config={run.config}", f"--run={run.name}", "--ckpt_path=auto"]
+        with command_line(arguments):
+            TrainingCLI(arguments)
     except RequestError:
         if not (run.path / "metrics.jsonl").exists():  # it has not begun, and the name is free again
             run.release()

@@ -35,7 +35,7 @@ from lm.system.stop_signals import STOP
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.config import EvaluationConfig, GuardsConfig, RunOptions, SamplesConfig, TrainerConfig
+from lm.training.config import RunOptions, TrainerConfig, sections_of_callbacks
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer as BareTrainer
 from lm.training.trainer import kind_of, refuse_parts
@@ -80,7 +80,7 @@ def fit(
         ckpt_path: a checkpoint to resume from: a folder, `best`, `last`, or `auto`, the newest one there is.
         force: train although `lm plan` finds an error, and resume although the config is not the run's any more.
         callbacks: further ones, beside those of the config.
-        module: for a model of one's own, the subclass of `LanguageModule`; that of `lm.run` if not given.
+        module: for a custom model, the subclass of `LanguageModule`; that of `lm.run` if not given.
 
     Returns:
         The run; `run.checkpoint()` is its best checkpoint, and `run.metrics("val/loss")` its validations.
@@ -116,7 +116,7 @@ def evaluate(
         model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
         tasks, texts, shards, max_items, num_fewshot, batch_tokens: the options of `lm evaluate`.
         device: where to compute, if `model` is not loaded; the GPU if there is one.
-        module: for a model of one's own that is not loaded, its subclass of `LanguageModule`.
+        module: for a custom model that is not loaded, its subclass of `LanguageModule`.
 
     Returns:
         What `lm evaluate --json` prints: `tasks`, each with accuracy and confidence interval, `texts` with bits per
@@ -142,7 +142,7 @@ def generate(
     Args:
         model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
         prompts: one text or several.
-        module: for a model of one's own that is not loaded, its subclass of `LanguageModule`.
+        module: for a custom model that is not loaded, its subclass of `LanguageModule`.
         options: those of `Pretrained.generate`: `max_new_tokens`, `sampling`, `stop`, `seed` and so on.
 
     Returns:
@@ -160,32 +160,29 @@ class Trainer(BareTrainer):
 
     Args:
         run: name of the run.
-        guards: as the config's group `guards`.
-        samples: as its group `samples`.
-        evaluation: as its group `evaluation`.
         about: tags, a note, and what is done at the run's end.
         callbacks: further ones.
-        options: the fields of `training/config.TrainerConfig`, which are the config's under `trainer`; `stop_within`
-            is 0 if not given.
+        options: the fields of `training/config.TrainerConfig`, which are the config's under `trainer`, with 0 for
+            `stop_within` if it is not given; and its other groups, such as `guards=GuardsConfig(...)`, `samples`,
+            `evaluation`.
 
     Attributes:
         run: once a fit has begun, the run.
     """
 
     def __init__(
-        self, run: str = "run", *, guards: GuardsConfig | None = None, samples: SamplesConfig | None = None,
-        evaluation: EvaluationConfig | None = None, about: RunOptions | None = None,
-        callbacks: Sequence[Callback] = (), **options: Any,
-    ) -> None:  # fmt: skip
-        options.setdefault("stop_within", 0.0)  # a program of somebody else's does not end with the training
-        config = build_options(TrainerConfig, "lm.Trainer", **options)
+        self, run: str = "run", *, about: RunOptions | None = None, callbacks: Sequence[Callback] = (), **options: Any
+    ) -> None:
+        sections = sections_of_callbacks(options)
+        own = {name: value for name, value in options.items() if name not in sections}
+        own.setdefault("stop_within", 0.0)  # a program of somebody else's does not end with the training
+        config = build_options(TrainerConfig, "lm.Trainer", **own)
         self._name = run
         quiet_lightning()
         about = about or RunOptions()
         self._folder = RunFolder(None, run, "", options=about)
-        sections = guards or GuardsConfig(), samples or SamplesConfig(), evaluation or EvaluationConfig()
-        self._checks = PlanChecks(*sections)
-        standard = standard_callbacks(config, self._folder, *sections, about.notify)
+        self._checks = PlanChecks(sections)
+        standard = standard_callbacks(config, self._folder, sections, about.notify)
         super().__init__(**vars(replace(config, callbacks=[*callbacks, *standard, Summary(), self._checks])))
 
     def fit(
@@ -272,7 +269,7 @@ def _class_of_models(kind: type | None) -> Iterator[None]:
     """Inside the `with`, models are built by this class, if one is given.
 
     Raises:
-        RequestError: it is no subclass of `LanguageModule`.
+        RequestError: it is not a subclass of `LanguageModule`.
     """
     if kind is not None and not (isinstance(kind, type) and issubclass(kind, LanguageModule)):
         raise RequestError(f"module is {kind_of(kind)}, and has to be a subclass of lm.LanguageModule")

@@ -4,13 +4,10 @@ import difflib
 import json as jsonlib
 import logging
 import random
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +16,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from lm.data.tokenizer import Begin
 from lm.errors import LmError, RequestError, require_at_least
-from lm.inference.completion import NewText, Written, encode_prompt, gather_texts, stream_text
-from lm.inference.generation import Reason, Sampling, Step, check_step
+from lm.inference.completion import Written, encode_prompt, gather_texts, generate_text
+from lm.inference.decode_step import Step, check_step
+from lm.inference.generation import Reason, Sampling
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.compile import compile_decoder
 from lm.runs.resume import chosen_model
@@ -37,54 +34,15 @@ log = logging.getLogger(__name__)
 Compile = Literal["auto", "none", "inductor", "cuda_graphs"]
 STEPS: dict[str, Step] = {"none": "dynamic", "inductor": "static", "cuda_graphs": "cuda_graph"}
 TOGETHER = 64  # texts that are written at once, so that their cache fits
-LARGEST_SEED = 2**63 - 1  # that torch takes
 DRAWN_SEEDS = 2**32
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How to write, by the names that the command line has.
+class Settings(Sampling):
+    """`Sampling` by the names and with the defaults that the command line has."""
 
-    Args:
-        max_new_tokens: The most tokens that follow a prompt.
-        temperature: Logits are divided by it; 0 always takes the likeliest token.
-        top_k: Choose among this many of the likeliest tokens; `null`: among all.
-        top_p: Choose among the fewest tokens whose probabilities add up to this.
-        min_p: Leave out tokens with less than this share of the likeliest one's probability.
-        repetition_penalty: Above 1, tokens that were there before become less likely.
-        stop: Strings before which a text ends, as they are; a shell writes a line end as $'\\n'.
-        seed: Seed of the random numbers; a new one, which is printed, if not given.
-        ignore_eos: Continue after the end of a document.
-        begin: What stands before a prompt: `eos` if the prompt begins a document, or `nothing`.
-
-    Raises:
-        RequestError: a number is out of range.
-    """
-
-    max_new_tokens: Count = Count(128)
     temperature: float = 0.8
     top_k: Count | None = Count(50)
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    stop: list[str] = field(default_factory=list)
-    seed: int | None = None
-    ignore_eos: bool = False
-    begin: Begin = "nothing"
-
-    def __post_init__(self) -> None:
-        require_at_least(1, "", max_new_tokens=self.max_new_tokens)
-        if self.seed is not None and not 0 <= self.seed <= LARGEST_SEED:
-            raise RequestError(f"seed {self.seed} must lie in 0 to {LARGEST_SEED}")
-        self.sampling()
-
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
-
-    def options(self) -> dict[str, Any]:
-        """The arguments of `stream_text`."""
-        names = ("max_new_tokens", "seed", "stop", "ignore_eos", "begin")
-        return {"sampling": self.sampling(), **{name: getattr(self, name) for name in names}}
 
 
 def generate(
@@ -186,7 +144,7 @@ def read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None
         try:
             return [sys.stdin.read().removesuffix("\n")]
         except UnicodeDecodeError as error:
-            raise RequestError(f"standard input is no UTF-8 text: {error}") from error
+            raise RequestError(f"standard input is not UTF-8 text: {error}") from error
     return None
 
 
@@ -238,19 +196,14 @@ def write_texts(
     console, began, first_token = Console(stderr=True), time.perf_counter(), None
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"{len(prompts)} texts", total=len(prompts) * settings.max_new_tokens)
-
-        def counted(news: Iterable[NewText]) -> Iterator[NewText]:
-            nonlocal first_token
-            for new in news:
+        for first in range(0, len(prompts), TOGETHER):
+            some, news = prompts[first : first + TOGETHER], []
+            sampling = replace(settings, seed=settings.seed + first)
+            for new in generate_text(model.decoder, model.tokenizer, some, sampling, step=step):
                 first_token = first_token or time.perf_counter() - began
                 progress.advance(task)
-                yield new
-
-        for first in range(0, len(prompts), TOGETHER):
-            some = prompts[first : first + TOGETHER]
-            options = replace(settings, seed=settings.seed + first).options()
-            pieces = stream_text(model.decoder, model.tokenizer, some, **options, step=step)
-            written += gather_texts(some, counted(pieces))
+                news.append(new)
+            written += gather_texts(some, news)
     return written, first_token, time.perf_counter() - began
 
 
@@ -266,36 +219,19 @@ def stream_to_terminal(
         The text, also where Ctrl-C ended it; its tokens, rate, end and seed in a line; and why it ended.
     """
     began, text, tokens, reason = time.perf_counter(), "", 0, None
-    news: Iterator[NewText] = stream_text(model.decoder, model.tokenizer, [prompt], **settings.options(), step=step)
     print_text(prompt if begin is None else begin, "bold")
-    with closing(news), interruptible() as interrupted:
-        for new in news:
-            print_text(new.text)
-            text += new.text
-            tokens += new.token is not None
-            reason = "Ctrl-C" if interrupted.is_set() else new.reason
-            if reason is not None:
-                break
+    try:
+        with closing(generate_text(model.decoder, model.tokenizer, [prompt], settings, step=step)) as news:
+            for new in news:
+                text += new.text
+                tokens += new.token is not None
+                reason = new.reason
+                print_text(new.text)
+    except KeyboardInterrupt:  # ends the text alone
+        reason = "Ctrl-C"
     print_text("\n")
     rate = tokens / (time.perf_counter() - began)
     return text, f"{tokens} tokens, {rate:,.0f} tokens/s, ended by {reason}, seed {settings.seed}", reason
-
-
-@contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """While it lasts, the first Ctrl-C sets the event, so that the text ends in order; the next one raises."""
-    asked, before = threading.Event(), signal.getsignal(signal.SIGINT)
-
-    def ask(number: int, frame: Any) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def print_text(text: str, style: str | None = None) -> None:
@@ -340,7 +276,7 @@ class Repl:
                 print()
                 return
             except UnicodeDecodeError as error:
-                print(f"this is no UTF-8 text: {error}", file=sys.stderr)
+                print(f"this is not UTF-8 text: {error}", file=sys.stderr)
 
     def continue_text(self, line: str) -> None:
         """Continue a line; an empty one continues the whole text."""

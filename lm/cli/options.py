@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
@@ -19,11 +19,10 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 import docstring_parser
 
 import lm
-from lm.cli.command_options import COMMAND_OPTIONS
 from lm.errors import RequestError
 from lm.system.arguments import is_text, nearest_option, shown, unknown_options
 from lm.system.files import flatten, parse_yaml
-from lm.system.units import MULTIPLIERS, Count
+from lm.system.units import Count, spelled_count
 from lm.training.config import SECTIONS
 
 CONFIGS = (Path("configs"), Path(lm.__file__).parent.parent / "configs")
@@ -109,7 +108,77 @@ FIT = [
 ]  # fmt: skip
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------
+# ---- options of commands that take a training's too ------------------------------------------------------------------
+
+
+@dataclass
+class PlanOptions:
+    """The options of `lm plan` beside those of a training.
+
+    Args:
+        strict: Check the schema and the algebra alone: no data, no device.
+        device: What to plan for: h200, a100, 4090, ..., cpu, or auto.
+        memory: The device's memory, such as 16GiB; without --device it is any other GPU, an Ampere or later.
+        peak_tflops: The device's peak in this precision: dense TFLOP/s with fp32 accumulation.
+        mfu: Share of the device's peak to count with, causal attention counted as attended.
+        bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
+        rate_usd_per_hr: Price of the machine, where guards.budget has none; a cap_usd of the config is counted by it.
+        fit: Print the largest micro-batch that fits, and nothing else; with --json as `fit` beside the rest.
+        test_notify: Only send a test message to those under `notify`.
+        rehearse: Play the guards through on invented log lines, without training: what they would log and do.
+        json: Print one JSON object instead of a page.
+    """
+
+    strict: bool = False
+    device: str = "auto"
+    memory: str | None = None
+    peak_tflops: float | None = None
+    mfu: float | None = None
+    bench: Path | None = None
+    rate_usd_per_hr: float | None = None
+    fit: bool = False
+    test_notify: bool = False
+    rehearse: bool = False
+    json: bool = False
+
+
+@dataclass
+class BenchOptions:
+    """The options of `lm bench step` beside those of a training.
+
+    Args:
+        steps: Optimizer steps that are timed, in stretches of trainer.log_interval steps.
+        checkpoints: Checkpoints that are timed after them; 0 for none.
+        json: Print one JSON object instead of lines.
+        output: File to write the JSON object to.
+    """
+
+    steps: Count = Count(50)
+    checkpoints: int = 3
+    json: bool = False
+    output: Path | None = None
+
+
+@dataclass
+class ProfileOptions:
+    """The options of `lm profile` beside those of a training.
+
+    Args:
+        steps: Optimizer steps that are timed; checkpoints and validations are not among them.
+        trace: Trace a few more steps to this file, such as trace.json or trace.json.gz, for https://ui.perfetto.dev or
+            chrome://tracing, and list the most expensive operators.
+        json: Print one JSON object instead of tables.
+    """
+
+    steps: Count = Count(30)
+    trace: str | None = None
+    json: bool = False
+
+
+COMMAND_OPTIONS = {"plan": PlanOptions, "bench step": BenchOptions, "profile": ProfileOptions}
+
+
+# ---- options of a training -------------------------------------------------------------------------------------------
 
 
 def training_options(command: str) -> list[Option]:
@@ -196,7 +265,8 @@ def print_options(command: str, what: str, chosen: str | None = None) -> None:
 
 def _print_option(option: Option, width: int, short: bool) -> None:
     """Print an option: with the first sentence of its help beside it, or with all that is known of it below."""
-    default = f" [{_typed(option.default)}]" if option.default else ""
+    value = spelled_count(option.default) if isinstance(option.default, Count) else option.default
+    default = f" [{value}]" if option.default else ""
     if not short:
         print(f"  --{option.name}{'' if option.kind == 'bool' else f' {option.kind}'}{default}")
         print(textwrap.fill(option.help, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
@@ -209,15 +279,6 @@ def _print_option(option: Option, width: int, short: bool) -> None:
         print(f"{'':{COLUMN}}{line}")
 
 
-def _typed(value: Any) -> str:
-    """A default as one would type it: a large count with a suffix, such as 96Mi."""
-    if not isinstance(value, Count) or value < 10**6:
-        return str(value)
-    even = [suffix for suffix in reversed(MULTIPLIERS) if value % MULTIPLIERS[suffix] == 0]  # G before B: of bytes, too
-    suffix = max(even, key=MULTIPLIERS.get)
-    return f"{value // MULTIPLIERS[suffix]}{suffix.capitalize()}"
-
-
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +289,7 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
         RequestError: a name is unknown, or a config is not there or is damaged.
     """
     if arguments and not arguments[0].startswith("-"):
-        raise RequestError(f"{arguments[0]!r} is no option; did you mean `lm {command} --config {arguments[0]}`?")
+        raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {arguments[0]}`?")
     leaves = {option.name for option in (*training_options(command), *FIT)}  # a config may carry those of a fit
     unknown = {}
     files = [value for name, value in zip(arguments, arguments[1:]) if name in ("-c", "--config")]

@@ -1,6 +1,6 @@
 """The findings of `lm plan` on its numbers: errors, warnings and advice, each with the arithmetic and the cure.
 
-`cli/plan` computes the numbers; what options do not go together is in `training/checks`.
+`cli/plan_facts` computes the numbers; what options do not go together is in `training/checks`.
 """
 
 import math
@@ -9,16 +9,17 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from lm.cli.scale import batch_tokens, learning_rate
+from lm.cli.scale import batch_tokens
 from lm.data.config import SourceConfig
 from lm.data.prepare import describe_small_validation
+from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
-from lm.model.estimates import flops_per_token
+from lm.model.estimates import block_flops_per_token
 from lm.system.files import DiskSpace
 from lm.system.hardware import Device
-from lm.system.units import format_bytes, format_count, format_duration, format_figure
-from lm.training.alerts import true_of_untrained
+from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost
+from lm.training.builtin_optimizers import BUILTIN
 from lm.training.callbacks.evaluation import read_evaluation_tasks
 from lm.training.checks import Finding
 from lm.training.config import EvaluationConfig, OptimizerConfig
@@ -30,10 +31,8 @@ FEW_TOKENS = 5  # a parameter; 20 are the best for a budget of operations (Hoffm
 FIRST_TRY = 5e6  # parameters, below which a model is one to try things with
 NEARLY_FULL = 0.92  # of the device's memory
 HALF_EMPTY = 0.45
-CUDNN_GAIN = 1.7  # over flash attention 2 on Hopper, 1.7 to 2.3 times (transformers issue 48163)
 LONG_VALIDATION = 0.1  # share of the time
-KERNELS_FROM = (8, 0)  # compute capability, as in `kernels/operations`
-FP8_FROM = (8, 9)  # compute capability
+BF16_FROM = (8, 0)  # compute capability; TF32 too
 FAR_BATCH, FAR_RATE = 4, 3  # times the rules of `lm scale`, above or below
 RULES_FROM = 1e17  # operations in the blocks, the least that the rule of the rate was fitted to (arXiv:2401.02954)
 UNCLIPPED_RATE = 6e-4  # the highest of GPT-3's models, which were all clipped at 1.0 (Brown et al., 2020,
@@ -88,11 +87,14 @@ def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
                       "such matrices more slowly", f"--model.decoder.vocab_size {padded}")  # fmt: skip
 
 
-def of_vocabulary(tokenizer_size: int, vocab_size: int) -> Iterator[Finding]:
-    """Findings on the tokenizer's vocabulary and the model's."""
-    if vocab_size - tokenizer_size > max(ROWS, vocab_size // 10):
-        yield Finding("warning", f"{vocab_size - tokenizer_size:,} of {vocab_size:,} rows of the embedding belong to "
-                      f"no token of the tokenizer, which has {tokenizer_size:,}",
+def of_tokenizer(tokenizer: Tokenizer | None, decoder: DecoderConfig | None) -> Iterator[Finding]:
+    """Findings on the tokenizer, and on its vocabulary beside the model's."""
+    if tokenizer and tokenizer.lossy:
+        yield Finding("advice", tokenizer.lossy, "a model learns and writes texts as they are decoded")
+    rows, tokens = decoder.vocab_size if decoder else 0, tokenizer.vocab_size if tokenizer else 0
+    if tokens and rows - tokens > max(ROWS, rows // 10):
+        yield Finding("warning", f"{rows - tokens:,} of {rows:,} rows of the embedding belong to no token of the "
+                      f"tokenizer, which has {tokens:,}",
                       "if this is the right tokenizer, leave model.decoder.vocab_size out")  # fmt: skip
 
 
@@ -162,12 +164,11 @@ def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], de
     if precision != config.trainer.precision:
         yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is taken",
                       f"--trainer.precision {precision} says so")  # fmt: skip
-    if config.trainer.matmul_precision == "high" and (device.capability or (0, 0)) < (8, 0):
+    if config.trainer.matmul_precision == "high" and (device.capability or (0, 0)) < BF16_FROM:
         yield Finding("warning", f"trainer.matmul_precision high is TF32, which {device.name} does not have: it "
                       "changes nothing", "leave it out")  # fmt: skip
-    if precision.startswith("bf16") and device.capability is not None and device.capability < (8, 0):
+    if precision.startswith("bf16") and device.capability is not None and device.capability < BF16_FROM:
         yield Finding("warning", f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
-    yield from _of_windows(steps, device, config.model.decoder, config.model.document_mask)
     if memory["device"] is None:
         yield Finding("warning", f"how much memory {device.name} has is not known", "name one with --device")
     else:
@@ -175,22 +176,6 @@ def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], de
     if not disk.suffices:
         yield Finding("error", str(disk), "free some, set trainer.default_root_dir to another disk, or `lm fit` with "
                       "--force")  # fmt: skip
-
-
-def _of_windows(
-    steps: dict[str, Any], device: Device, decoder: DecoderConfig, documents: bool
-) -> Iterator[Finding]:  # fmt: skip
-    """On Hopper cuDNN's attention, which takes no windows, may do all tokens faster than flash attention a window."""
-    length = steps["seq_len"]
-    narrow = sorted({window for window in decoder.windows if window is not None and window < length})
-    if documents or not narrow or device.capability is None or device.capability[0] != 9:
-        return
-    window = narrow[-1]
-    share = (window - window * (window - 1) / (2 * length)) / ((length + 1) / 2)  # of the pairs of tokens
-    if share > 1 / CUDNN_GAIN:
-        yield Finding("advice", f"layers with a window of {window:,} do {share:.0%} of the work of full attention, "
-                      f"by a kernel that is {CUDNN_GAIN} times slower on {device.name}: they may cost time",
-                      "try model.decoder.window_pattern L with `lm bench step`")  # fmt: skip
 
 
 def _of_memory(
@@ -254,7 +239,7 @@ def of_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
 def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
     """Findings on a batch or a learning rate far from the rules of `lm scale`, which has their sources."""
     tokens, batch, rate = steps["tokens"], steps["tokens_per_step"], config.model.optimizer.lr
-    operations = tokens * (flops_per_token(decoder, steps["seq_len"]) - 6 * decoder.vocab_size * decoder.hidden_size)
+    operations = tokens * block_flops_per_token(decoder, steps["seq_len"])
     if operations < RULES_FROM:
         return
     best, at_once = batch_tokens(tokens), batch // steps["accumulate"]
@@ -265,26 +250,15 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
                       f"--data.global_batch_tokens {max(1, round(best / at_once)) * at_once}")  # fmt: skip
     if config.model.optimizer.class_path:
         return  # no rule is known for it
-    optimizer = config.model.optimizer.name
-    best = learning_rate(optimizer, decoder, operations, batch)
-    why = f"{operations:.2g} operations in the blocks and {batch:,} tokens a step"
-    if optimizer == "muon":
-        why = f"{optimizer}, {decoder.num_hidden_layers} blocks and hidden_size {decoder.hidden_size:,}"
+    optimizer = BUILTIN[config.model.optimizer.name]
+    best = optimizer.learning_rate(decoder, operations, batch)
+    why = optimizer.rate_follows.format(
+        flops=operations, batch=batch, depth=decoder.num_hidden_layers, width=decoder.hidden_size
+    )
     if (times := max(rate / best, best / rate)) > FAR_RATE:
         yield Finding("warning" if rate > best else "advice", f"model.optimizer.lr {rate:g} is {times:.1f} times "
                       f"{'more' if rate > best else 'less'} than the {best:.2g} that `lm scale` takes for {why}",
                       f"--model.optimizer.lr {best:.2g}")  # fmt: skip
-
-
-def of_alerts(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """Findings on alerts that are true of an untrained model."""
-    first = config.trainer.log_interval
-    later = max(steps["warmup_steps"], first)
-    held = true_of_untrained(config.guards.alerts, decoder, first, first * steps["tokens_per_step"])
-    for text, loss in held.items():
-        yield Finding("warning", f"alert `{text}` is true of an untrained model, whose loss is about {loss:.4g} with a "
-                      f"vocabulary of {decoder.vocab_size:,}: it does nothing before it was false once",
-                      f"change its bound, or write `({text}) and step > {later}`")  # fmt: skip
 
 
 def of_checkpoints(checkpoints: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
@@ -292,9 +266,9 @@ def of_checkpoints(checkpoints: dict[str, Any], steps: dict[str, Any]) -> Iterat
     if "lost_seconds" not in checkpoints:
         return
     lost, interval = checkpoints["lost_seconds"], checkpoints["interval"]
-    usd = "" if checkpoints["lost_usd"] is None else f", {format_figure(checkpoints['lost_usd'])} USD"
     if lost > MUCH_LOST:
-        yield Finding("warning", f"a crash loses up to {interval:,} steps, {format_duration(lost)} of work{usd}",
+        yield Finding("warning", f"a crash loses up to {interval:,} steps of work: "
+                      f"{format_time_and_cost(lost, checkpoints['lost_usd'])}",
                       f"--trainer.checkpoint_interval {max(1, int(interval * MUCH_LOST / 2 / lost))}: half an hour")
     if checkpoints["saving_share"] > LONG_SAVING and interval < steps["max_steps"]:
         enough = math.ceil(interval * checkpoints["saving_share"] / LONG_SAVING)

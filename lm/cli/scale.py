@@ -1,7 +1,7 @@
 """`lm scale`: a whole config from a depth and a horizon, by published rules, with a reason on every line.
 
-Each rule is a pure function that names its source. They were found by others on other data, or by us on small models: a
-search starts there.
+Each rule is a pure function that names its source; `training/builtin_optimizers` has those of the learning rates. They
+were found by others on other data, or by us on small models: a search starts there.
 """
 
 import json
@@ -9,20 +9,21 @@ import math
 import re
 import shlex
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
-from lm.model.estimates import flops_per_token, parameters
-from lm.system.units import Count, format_count, plural
+from lm.model.estimates import block_flops_per_token, flops_per_token, parameters
+from lm.system.units import Count, format_count, plural, spelled_count
+from lm.training.builtin_optimizers import BUILTIN, MATRICES, OptimizerName, peak_rate
 
+VOCAB_SIZE, SEQ_LEN = Count(32_768), Count(2_048)
 HEAD_DIM = 128
 ASPECT = 64  # width / depth
 PATTERN = "SSSL"  # S: a layer with a window, L: one with full attention
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
 DEVICES = 8  # of a node; a batch of as many samples or more comes out even on 8, 4, 2 and 1
-MATRICES, EMBEDDING, OUTPUT = 3.0, 24.0, 4.8  # learning rate x width x sqrt(depth); MATRICES is for Muon
-OptimizerName = Literal["muon", "adamw"]
+EMBEDDING, OUTPUT = 24.0, 4.8  # learning rate x width x sqrt(depth)
 DEVICE_TOKENS = 16_384  # the most tokens that a device runs at once, before `lm plan --fit` says how many fit
 
 
@@ -71,12 +72,12 @@ class Recipe:
     @property
     def block_flops(self) -> float:
         """Floating-point operations of the run in the blocks: all but the output matrix."""
-        return self.tokens * (self.flops_per_token - 6 * self.decoder.vocab_size * self.decoder.hidden_size)
+        return self.tokens * block_flops_per_token(self.decoder, self.decoder.max_position_embeddings)
 
     @property
     def learning_rate(self) -> float:
         """Peak learning rate of the matrices in the blocks."""
-        return learning_rate(self.optimizer, self.decoder, self.block_flops, self.batch_tokens)
+        return BUILTIN[self.optimizer].learning_rate(self.decoder, self.block_flops, self.batch_tokens)
 
     @property
     def weight_decay(self) -> float:
@@ -85,36 +86,22 @@ class Recipe:
 
 
 def recipe(
-    depth: int,
-    *,
-    tokens_per_parameter: float | None = None,
-    flops: float | None = None,
-    steps: int | None = None,
-    vocab_size: int = 32_768,
-    seq_len: int = 2_048,
-    aspect_ratio: float = ASPECT,
-    head_dim: int = HEAD_DIM,
-    pattern: str = PATTERN,
-    optimizer: OptimizerName = "muon",
-) -> Recipe:
-    """The recipe of a depth and a horizon.
+    decoder: DecoderConfig, *, tokens_per_parameter: float | None = None, flops: float | None = None,
+    steps: int | None = None, optimizer: OptimizerName = "muon",
+) -> Recipe:  # fmt: skip
+    """The recipe of a decoder for a horizon.
 
     Args:
-        depth: blocks.
+        decoder: as `shape` makes it.
         tokens_per_parameter: the horizon, as tokens for each parameter outside the embedding; or
         flops: as floating-point operations of the run; or
         steps: as optimizer steps. Exactly one of the three.
-        vocab_size: rows of the embedding.
-        seq_len: context, in tokens.
-        aspect_ratio: width / depth.
-        head_dim: width of a head.
-        pattern: of the layers' windows.
         optimizer: of the matrices in the blocks.
 
     Raises:
-        RequestError: the shape is impossible, or the horizon is less than one optimizer step.
+        RequestError: the horizon is less than one optimizer step.
     """
-    step = Recipe(shape(depth, vocab_size, seq_len, aspect_ratio, head_dim, pattern), 1, 1, optimizer)  # of one sample
+    step, seq_len = Recipe(decoder, 1, 1, optimizer), decoder.max_position_embeddings  # a step of one sample
     if steps is not None:
         wanted = tokens_of_steps(steps)
     elif flops is not None:
@@ -136,8 +123,8 @@ def recipe(
 
 
 def shape(
-    depth: int, vocab_size: int, seq_len: int, aspect_ratio: float = ASPECT, head_dim: int = HEAD_DIM,
-    pattern: str = PATTERN,
+    depth: int, vocab_size: int = VOCAB_SIZE, seq_len: int = SEQ_LEN, aspect_ratio: float = ASPECT,
+    head_dim: int = HEAD_DIM, pattern: str = PATTERN,
 ) -> DecoderConfig:  # fmt: skip
     """A decoder of `depth` blocks in the proportions below.
 
@@ -221,44 +208,6 @@ def micro_batch(batch: int, seq_len: int) -> int:
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def learning_rate(optimizer: OptimizerName, decoder: DecoderConfig, flops: float, batch: float) -> float:
-    """Peak learning rate of the matrices in the blocks.
-
-    Args:
-        optimizer: theirs.
-        decoder: whose matrices they are.
-        flops: floating-point operations of the whole run in the blocks; the output matrix does not count.
-        batch: tokens of an optimizer step.
-    """
-    if optimizer == "adamw":
-        return adamw_learning_rate(flops, batch)
-    return peak_rate(MATRICES, decoder.num_hidden_layers, decoder.hidden_size)
-
-
-def peak_rate(factor: float, depth: int, width: int) -> float:
-    """Peak learning rate `factor / (width x sqrt(depth))`.
-
-    Swept with models of 2 to 8 blocks, 64 to 256 wide, in 300 steps of 8Ki tokens: the best rates, of all parameters
-    together, are 2.9 to 3.2 of this unit for the matrices (tests/benchmarks/README.md); the root of the depth is that
-    of Yang et al., 2023, arXiv:2310.02244. At 2 blocks 75 steps want the same rate as 300, and steps of 32Ki tokens the
-    same as of 8Ki, so neither is in the rule; steps of 2Ki want half.
-
-    Published trainings have more: in this unit Moonlight's rates are 5 to 8.4 at depths 12 to 20 (Liu et al., 2025,
-    arXiv:2502.16982, table 2), nanochat's 9.6 at depth 12, in another architecture.
-    """
-    return factor / (width * math.sqrt(depth))
-
-
-def adamw_learning_rate(flops: float, batch: float) -> float:
-    """Peak learning rate of AdamW.
-
-    `0.3118 x flops^-0.1250` at a batch of `0.2920 x flops^0.3271` tokens, the two fitted together (DeepSeek-AI, 2024,
-    arXiv:2401.02954, section 3.1); from there to our batch with its square root (Malladi et al., 2022,
-    arXiv:2205.10287). Arguments are those of `learning_rate`.
-    """
-    return 0.3118 * flops**-0.1250 * math.sqrt(batch / (0.2920 * flops**0.3271))
-
-
 def weight_decay(learning_rate: float, steps: int, tokens_per_parameter: float) -> float:
     """Decoupled decay `1 / (timescale x learning_rate x steps)`.
 
@@ -268,15 +217,6 @@ def weight_decay(learning_rate: float, steps: int, tokens_per_parameter: float) 
     """
     timescale = 1.084 * tokens_per_parameter**-0.527
     return 1 / (timescale * learning_rate * steps)
-
-
-def warmup_steps(optimizer: OptimizerName, steps: int, batch: int) -> int:
-    """Optimizer steps of linear rise.
-
-    AdamW: a tenth of the run, at most 375M tokens (Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087,
-    table 2). Muon: 40 (nanochat, scripts/base_train.py), and at most a tenth of the run.
-    """
-    return math.floor(min(steps / 10, 375e6 / batch if optimizer == "adamw" else 40))
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -295,7 +235,6 @@ def _round_up(number: float, unit: int) -> int:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 DATA = "data/pretrain-32k"
-VOCAB_SIZE, SEQ_LEN = Count(32_768), Count(2_048)
 INTERVAL = 250  # optimizer steps between validations, and between checkpoints
 VALIDATED = 16  # batches a validation reads after so many steps: a fiftieth of their work
 
@@ -322,13 +261,13 @@ trainer:
 model:
   decoder:
     vocab_size: {vocab_size}  # rows of the embedding; at least the tokenizer's
-    hidden_size: {hidden_size}  # {aspect_ratio:g} x depth, rounded up to whole heads{of_aspect}
+    hidden_size: {hidden_size}  # {aspect_ratio:g} x depth, rounded up to whole heads (nanochat: {usual_aspect})
     num_hidden_layers: {depth}  # the depth
-    num_attention_heads: {heads}  # {head_dim} wide each{of_head_dim}
+    num_attention_heads: {heads}  # {head_dim} wide each (nanochat: {usual_head_dim})
     num_key_value_heads: {heads}  # one for every query head: the cache of a small model is small
     intermediate_size: {intermediate_size}  # 8/3 x hidden_size, rounded up to a multiple of 128 (arXiv:2002.05202)
     max_position_embeddings: {seq_len}  # context
-    window_pattern: {window_pattern}  # S: a sliding window, L: all{of_pattern}
+    window_pattern: {window_pattern}  # S: a sliding window, L: all (nanochat: {usual_pattern})
 {sliding_window}    qk_norm: true  # bounds the attention logits, so that large learning rates pass (arXiv:2309.14322)
     tie_word_embeddings: false  # the output matrix is not the embedding, and has its own learning rate
     zero_init_residual: true  # each block begins by passing its input on (arXiv:1706.02677)
@@ -345,34 +284,6 @@ data:
   global_batch_tokens: {batch}  # {samples}: the power of two nearest to the best for this run (arXiv:2505.13738)
   val_tokens: {val_tokens}  # tokens of a validation; `lm test` takes all of them
 """
-
-
-OPTIMIZERS = {
-    "muon": """\
-    name: muon  # for the matrices in the blocks, and AdamW for the rest; --optimizer adamw for all
-    lr: {lr}  # peak: {matrices:g} / (hidden_size x sqrt(depth)), swept at depths 2 to 8
-    momentum: 0.95  # Muon: decay of the running mean of the gradient
-    betas: [0.8, 0.95]  # AdamW: decay of the running means of the gradient and of its square
-""",
-    "adamw": """\
-    name: adamw  # the rules for lr and weight_decay are fitted to it
-    lr: {lr}  # peak: for {flops} operations in the blocks (arXiv:2401.02954), at this batch (arXiv:2205.10287)
-    betas: [0.9, 0.95]  # decay of the running means of the gradient and of its square
-""",
-}
-SCHEDULES = {
-    "muon": """\
-    name: wsd  # constant, then a linear fall (nanochat)
-    warmup_steps: {warmup_steps}  # 40 (nanochat), but at most a tenth of the run
-    decay_ratio: 0.65  # fraction of the run in which the rate falls (nanochat)
-    final_fraction: 0.05  # of the peak, at the end (nanochat)
-""",
-    "adamw": """\
-    name: linear  # straight down to 0, better than a cosine to a tenth (arXiv:2502.15938)
-    warmup_steps: {warmup_steps}  # a tenth of the run, at most 375M tokens (arXiv:2509.25087)
-    final_fraction: 0.0  # of the peak, at the end
-""",
-}
 
 
 def scale(**options: Any) -> None:
@@ -428,31 +339,27 @@ def scaled_config(
     if not given:
         target_param_data_ratio = TOKENS_PER_PARAMETER
     made = recipe(
-        depth, tokens_per_parameter=target_param_data_ratio, flops=target_flops, steps=max_steps,
-        vocab_size=vocab_size, seq_len=seq_len, aspect_ratio=aspect_ratio, head_dim=head_dim, pattern=window_pattern,
-        optimizer=optimizer,
+        shape(depth, vocab_size, seq_len, aspect_ratio, head_dim, window_pattern), optimizer=optimizer,
+        tokens_per_parameter=target_param_data_ratio, flops=target_flops, steps=max_steps,
     )  # fmt: skip
-    shape_settings = {"aspect_ratio": (f"{aspect_ratio:g}", f"{ASPECT:g}"), "head_dim": (head_dim, HEAD_DIM),
-                      "window_pattern": (window_pattern, PATTERN)}  # fmt: skip
-    settings = {"vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN), "data": (data, DATA),
-                "optimizer": (optimizer, "muon"), **shape_settings}  # fmt: skip
-    changed = {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
-    lengths = {name: f"{value:.15g}" for name, value in given.items()}
-    options = "".join(f" {name} {value}" for name, value in {**lengths, **changed}.items())
-    sources = {name: "" if value != usual else " (nanochat)" for name, (value, usual) in shape_settings.items()}
-    command = f"lm scale --depth {depth}{options}"
-    return made, write_yaml(made, command, _horizon(made, given), data, aspect_ratio, sources)
+    settings = {
+        "vocab_size": (vocab_size, VOCAB_SIZE), "seq_len": (seq_len, SEQ_LEN), "data": (data, DATA),
+        "optimizer": (optimizer, "muon"), "aspect_ratio": (f"{aspect_ratio:g}", f"{ASPECT:g}"),
+        "head_dim": (head_dim, HEAD_DIM), "window_pattern": (window_pattern, PATTERN),
+    }  # fmt: skip
+    typed = {name: f"{value:.15g}" for name, value in given.items()}
+    typed |= {f"--{name}": shlex.quote(str(value)) for name, (value, usual) in settings.items() if value != usual}
+    command = " ".join([f"lm scale --depth {depth}", *(f"{name} {value}" for name, value in typed.items())])
+    return made, write_yaml(made, command, _horizon(made, given), data, aspect_ratio)
 
 
-def write_yaml(
-    made: Recipe, command: str, horizon: str, data: str, aspect_ratio: float, sources: dict[str, str]
-) -> str:
-    """The YAML of a recipe: `command` makes it again, `horizon` is why the run is so long, `sources` of the shape."""
-    decoder = made.decoder
+def write_yaml(made: Recipe, command: str, horizon: str, data: str, aspect_ratio: float) -> str:
+    """The YAML of a recipe: `command` makes it again, `horizon` is why the run is so long."""
+    decoder, optimizer = made.decoder, BUILTIN[made.optimizer]
     memory = 1 / (made.learning_rate * made.weight_decay * made.steps)
     numbers = {
         "lr": _float(made.learning_rate), "flops": _float(made.block_flops), "matrices": MATRICES,
-        "warmup_steps": f"{warmup_steps(made.optimizer, made.steps, made.batch_tokens):_}",
+        "warmup_steps": f"{optimizer.warmup_steps(made.steps, made.batch_tokens):_}",
     }  # fmt: skip
     interval = min(INTERVAL, made.steps)
     window = f"    sliding_window: {decoder.sliding_window:_}  # {WINDOW}\n" if decoder.sliding_window else ""
@@ -465,25 +372,24 @@ def write_yaml(
         title=f"Depth {decoder.num_hidden_layers}: {format_count(made.parameters)} parameters on "
         f"{format_count(made.tokens)} tokens, {_float(made.flops)} operations. Why each number: lm/cli/scale.py.",
         command=command, name=f"depth{decoder.num_hidden_layers}", data=quoted,
-        optimizer=OPTIMIZERS[made.optimizer].format(**numbers), schedule=SCHEDULES[made.optimizer].format(**numbers),
+        optimizer=optimizer.optimizer_yaml.format(**numbers), schedule=optimizer.schedule_yaml.format(**numbers),
         steps=f"{made.steps:_}", horizon=horizon, interval=interval, vocab_size=f"{decoder.vocab_size:_}",
         tokenizer=f"bpe --vocab_size {decoder.vocab_size}" if decoder.vocab_size > 256 else "char",
         hidden_size=f"{decoder.hidden_size:_}", depth=decoder.num_hidden_layers, heads=decoder.num_attention_heads,
         intermediate_size=f"{decoder.intermediate_size:_}", seq_len=f"{decoder.max_position_embeddings:_}",
         window_pattern=decoder.window_pattern, sliding_window=window, aspect_ratio=aspect_ratio,
-        head_dim=decoder.head_dim, of_aspect=sources["aspect_ratio"], of_head_dim=sources["head_dim"],
-        of_pattern=sources["window_pattern"] if decoder.sliding_window else "",
+        head_dim=decoder.head_dim, usual_aspect=ASPECT, usual_head_dim=HEAD_DIM, usual_pattern=PATTERN,
         embedding_lr=rate(EMBEDDING), embedding_factor=EMBEDDING,
         output_lr=rate(OUTPUT), output_factor=OUTPUT,
         weight_decay=f"{made.weight_decay:.3g}", memory="all" if memory > 1 else f"{100 * memory:.2g}%",
-        micro_batch=micro_batch(made.batch, decoder.max_position_embeddings), batch=_binary(made.batch_tokens),
+        micro_batch=micro_batch(made.batch, decoder.max_position_embeddings), batch=spelled_count(made.batch_tokens),
         samples=plural(made.batch, "sample"),
-        val_tokens=_binary(math.ceil(VALIDATED * interval / INTERVAL) * made.batch_tokens),
+        val_tokens=spelled_count(math.ceil(VALIDATED * interval / INTERVAL) * made.batch_tokens),
     )  # fmt: skip
 
 
 def _horizon(made: Recipe, given: dict[str, float]) -> str:
-    tokens, batch = format_count(made.tokens), _binary(made.batch_tokens)
+    tokens, batch = format_count(made.tokens), spelled_count(made.batch_tokens)
     if "--max_steps" in given:
         return f"as asked: {tokens} tokens, {made.tokens / made.multiplied:.3g} a parameter outside the embedding"
     if "--target_flops" in given:
@@ -493,14 +399,6 @@ def _horizon(made: Recipe, given: dict[str, float]) -> str:
     source = "" if given else " (arXiv:2203.15556)"
     count = format_count(made.multiplied)
     return f"{tokens} tokens in steps of {batch}: {ratio:g} for each of {count} outside the embedding{source}"
-
-
-def _binary(number: int) -> str:
-    """A count with a binary suffix where it is a multiple: 262_144 -> 256Ki."""
-    for size, suffix in ((2**20, "Mi"), (2**10, "Ki")):
-        if number % size == 0:
-            return f"{number // size}{suffix}"
-    return f"{number:_}"
 
 
 def _float(number: float) -> str:

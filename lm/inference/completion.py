@@ -5,16 +5,15 @@ stop string.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RequestError
-from lm.inference.generation import NewToken, Reason, Sampling, Step, stream
+from lm.inference.decode_step import Step
+from lm.inference.generation import Reason, Sampling, generate
 from lm.model.decoder import Decoder
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no character, or not yet
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not a character, or not yet
 
 
 class Alternative(NamedTuple):
@@ -52,84 +51,61 @@ class Written(NamedTuple):
     reason: Reason  # end of a document, a stop string, `max_new_tokens` reached, or the context is full
 
 
-def complete(decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any) -> list[Written]:
-    """Continue texts, all of them together. Arguments and errors are those of `stream_text`."""
-    return gather_texts(prompts, stream_text(decoder, tokenizer, prompts, **options))
-
-
-def gather_texts(prompts: Sequence[str], news: Iterable[NewText]) -> list[Written]:
-    """The results of `stream_text`, put together."""
-    texts: list[list[str]] = [[] for _ in prompts]
-    tokens: list[list[Token]] = [[] for _ in prompts]
-    reasons: list[Reason] = ["length"] * len(prompts)
-    for new in news:
-        texts[new.row].append(new.text)
-        tokens[new.row] += [] if new.token is None else [new.token]
-        reasons[new.row] = new.reason or reasons[new.row]
-    rows = zip(prompts, texts, tokens, reasons, strict=True)
-    return [Written(prompt, "".join(text), written, reason) for prompt, text, written, reason in rows]
-
-
-def stream_text(
+def generate_text(
     decoder: Decoder,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
-    *,
-    max_new_tokens: int = 128,
     sampling: Sampling = Sampling(),
-    stop: Sequence[str] = (),
-    seed: int | None = None,
-    ignore_eos: bool = False,
-    begin: Begin = "nothing",
+    *,
     alternatives: int = 0,
     step: Step = "dynamic",
 ) -> Iterator[NewText]:
     """Continue texts and yield what follows as soon as it is sure; once for every token, row after row.
 
-    Args: as for `generation.stream`, and:
+    Args: as for `generation.generate`, and:
         prompts: an empty one begins a document.
-        stop: strings; a row ends before the first of them.
-        seed: of the random numbers; a new one if not given.
-        ignore_eos: continue after the end of a document, whose token is then part of the text, by its name.
-        begin: `eos` puts the end-of-text token before a prompt, which makes it the beginning of a document.
 
     Raises:
-        RequestError: as `generation.stream`; or a stop string is empty, or a prompt is no Unicode text.
+        RequestError: as `generation.generate`; or a prompt is not Unicode text.
         RunError: logits are not finite.
     """
-    if "" in stop:
-        raise RequestError("a stop string is empty: every text would end before it begins")
-    ids = [encode_prompt(tokenizer, prompt, begin) for prompt in prompts]
-    texts = [GrowingText(tokenizer, prompt, stop) for prompt in ids]
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    tokens = stream(
-        decoder, ids, max_new_tokens=max_new_tokens, sampling=sampling, alternatives=alternatives,
-        eos_id=None if ignore_eos else tokenizer.eos_id, generator=generator, step=step,
-        ended=lambda row, token: texts[row].add(token),
-    )  # fmt: skip
-    return _texts(tokens, texts)
+    ids = [encode_prompt(tokenizer, prompt, sampling.begin) for prompt in prompts]
+    texts = [GrowingText(tokenizer, prompt, sampling.stop) for prompt in ids]
+    eos_id = None if sampling.ignore_eos else tokenizer.eos_id
+    for new in generate(
+        decoder, ids, sampling, eos_id=eos_id, ended=lambda row, token: texts[row].add(token),
+        alternatives=alternatives, step=step,
+    ):  # fmt: skip
+        text = texts[new.row]
+        others = [Alternative(other, text.alternative_text(other), log) for other, log in new.alternatives]
+        taken = text.take(over=new.reason is not None)
+        token = None if new.reason == "eos" else Token(new.token, text.piece, new.log_probability, others)
+        yield NewText(new.row, taken, new.reason, token)
+
+
+def gather_texts(prompts: Sequence[str], news: Iterable[NewText]) -> list[Written]:
+    """The results of `generate_text`, put together."""
+    texts: list[list[NewText]] = [[] for _ in prompts]
+    for new in news:
+        texts[new.row].append(new)
+    written = []
+    for prompt, row in zip(prompts, texts, strict=True):
+        tokens = [new.token for new in row if new.token is not None]
+        written.append(Written(prompt, "".join(new.text for new in row), tokens, row[-1].reason))
+    return written
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, begin: Begin = "nothing") -> list[int]:
     """A prompt's ids, at least one: an empty prompt begins a document.
 
     Raises:
-        RequestError: the prompt is no Unicode text.
+        RequestError: the prompt is not Unicode text.
     """
     try:
         ids = tokenizer.encode(prompt)
     except TypeError as error:  # of the library, where half of a surrogate pair stands in it
-        raise RequestError(f"the prompt {prompt!r:.60} is no Unicode text: was it read as UTF-8?") from error
+        raise RequestError(f"the prompt {prompt!r:.60} is not Unicode text: was it read as UTF-8?") from error
     return [tokenizer.eos_id, *ids] if begin == "eos" or not ids else ids
-
-
-def _texts(tokens: Iterator[NewToken], texts: list["GrowingText"]) -> Iterator[NewText]:
-    for new in tokens:
-        text = texts[new.row]
-        others = [Alternative(other, text.alternative_text(other), log) for other, log in new.alternatives]
-        taken = text.take(over=new.reason is not None)
-        token = None if new.reason == "eos" else Token(new.token, text.piece, new.log_probability, others)
-        yield NewText(new.row, taken, new.reason, token)
 
 
 class GrowingText:

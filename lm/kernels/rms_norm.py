@@ -15,6 +15,7 @@ from lm.kernels.linear import Matrix
 from lm.kernels.runtime import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, few enough for short partial sums
+LANE_ELEMENTS = 16  # of a row, that a lane keeps in registers; half in the backward pass, which has three values of each
 
 
 def _cpu_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,9 +42,10 @@ def _cpu_backward(
 
 def constants(dtype: torch.dtype, weight_dtype: torch.dtype, width: int, vec: int) -> dict[str, object]:
     """Preprocessor constants of the kernels for rows of this width, loaded in vectors of `vec` elements."""
-    warps = [runtime.warps(width // vec, max(1, held // vec)) for held in (16, 8)]
-    return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype], WIDTH=width, VEC=vec, FORWARD_WARPS=warps[0],
-                BACKWARD_WARPS=warps[1])  # fmt: skip
+    forward, backward = (runtime.warps(width // vec, max(1, held // vec))
+                         for held in (LANE_ELEMENTS, LANE_ELEMENTS // 2))  # fmt: skip
+    return dict(T=runtime.TYPES[dtype], W=runtime.TYPES[weight_dtype], WIDTH=width, VEC=vec, FORWARD_WARPS=forward,
+                BACKWARD_WARPS=backward)  # fmt: skip
 
 
 def _program(width: int, x: Tensor, weight: Tensor, *tensors: Tensor | None) -> tuple[runtime.Program, int, int]:
@@ -104,40 +106,26 @@ BACKWARD = define(
 )
 
 
-class _Norm(torch.autograd.Function):
-    """`norm_linear`, or `rms_norm` where `weight` is None. The stream is None where `x` is it."""
+# ---- the norm --------------------------------------------------------------------------------------------------------
 
+
+class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor | None,
-        matrix: Matrix | None, scaling: Scaling | None,
-    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-        if residual is not None and residual.dtype != x.dtype:
-            raise TypeError(f"x and residual are one precision, and these are {x.dtype} and {residual.dtype}")
-        stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
-        ctx.adds, ctx.scaling = residual is not None, scaling
-        ctx.weight_dtype = None if weight is None else weight.dtype
-        saved = ()
-        if matrix is not None:
-            saved, y = linear.saved_for_dx(matrix), linear.forward(y, matrix, scaling)
-        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, *saved)
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor | None, Tensor]:
+        stream, y, rstd = FORWARD(x, residual, weight, eps)
+        ctx.adds = residual is not None
+        ctx.save_for_backward(stream if ctx.adds else x, weight, rstd)
         ctx.set_materialize_grads(False)
-        return stream if ctx.adds else None, y
+        return stream if ctx.adds else None, y  # without a residual `x` is the stream
 
     @staticmethod
-    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-        stream, norm_weight, rstd, *weight = ctx.saved_tensors
-        if dout is None:  # only the stream was used
-            return dstream, dstream if ctx.adds else None, *(None,) * 6
-        joined, wanted = ctx.weight_dtype is not None, ctx.needs_input_grad[4]
-        if joined:
-            dout = linear.gradient_matrix(dout, ctx.scaling, True, wanted)
-        dy = linear.dx(dout, weight, stream.dtype) if joined else dout  # (..., C)
-        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted)
-        dweight = None
-        if wanted:
-            dweight = linear.dweight(dout, y, ctx.scaling, ctx.weight_dtype)  # (out, C)
-        return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None, None
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:  # only the stream was used
+            return dstream, dstream if ctx.adds else None, None, None
+        dx, _, dweight = BACKWARD(dy, dstream, *ctx.saved_tensors, False)
+        return dx, dx if ctx.adds else None, dweight, None
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -153,10 +141,46 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         `(stream, y)`, like `x`. The statistics are fp32, of the stream as it is stored.
 
     Raises:
-        TypeError: `x` and `residual` are of different precisions.
+        TypeError: shapes or precisions do not fit, for which a kernel does not look.
     """
-    stream, y = _Norm.apply(x, residual, weight, eps, None, None, None)
+    _refuse_mismatch(x, residual, weight)
+    stream, y = _Norm.apply(x, residual, weight, eps)
     return x if stream is None else stream, y
+
+
+def _refuse_mismatch(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
+    if residual is not None and (residual.dtype, residual.shape) != (x.dtype, x.shape):
+        raise TypeError(f"x is {tuple(x.shape)} in {x.dtype}, and residual {tuple(residual.shape)} in {residual.dtype}")
+    if weight.shape != x.shape[-1:]:
+        raise TypeError(f"rows of x have {x.shape[-1]} elements, and the norm's weight is {tuple(weight.shape)}")
+
+
+# ---- the norm and a linear layer -------------------------------------------------------------------------------------
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, matrix: Matrix,
+        scaling: Scaling | None,
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        stream, y, rstd = FORWARD(x, residual, norm_weight, eps)
+        ctx.adds, ctx.scaling, ctx.weight_dtype = residual is not None, scaling, weight.dtype
+        ctx.save_for_backward(stream if ctx.adds else x, norm_weight, rstd, *linear.saved_for_dx(matrix))
+        ctx.set_materialize_grads(False)
+        return stream if ctx.adds else None, linear.forward(y, matrix, scaling)
+
+    @staticmethod
+    def backward(ctx: Any, dstream: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return dstream, dstream if ctx.adds else None, *(None,) * 5
+        stream, norm_weight, rstd, *weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4]
+        dout = linear.gradient_matrix(dout, ctx.scaling, True, wanted)
+        dy = linear.dx(dout, weight, stream.dtype)  # (..., C)
+        dx, y, dnorm = BACKWARD(dy, dstream, stream, norm_weight, rstd, wanted)
+        dweight = linear.dweight(dout, y, ctx.scaling, ctx.weight_dtype) if wanted else None  # (out, C)
+        return dx, dx if ctx.adds else None, dnorm, None, dweight, None, None
 
 
 def norm_linear(
@@ -174,6 +198,7 @@ def norm_linear(
     Returns:
         `(stream, y @ weight.T)`: `(..., C)` and `(..., out)`.
     """
+    _refuse_mismatch(x, residual, norm_weight)
     matrix = linear.weight_matrix(weight, x.dtype, scaling, copy)
-    stream, out = _Norm.apply(x, residual, norm_weight, eps, weight, matrix, scaling)
+    stream, out = _NormLinear.apply(x, residual, norm_weight, eps, weight, matrix, scaling)
     return x if stream is None else stream, out

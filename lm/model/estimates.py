@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
+from lm.system.hardware import Device
 
 ASSUMED_MFU = 0.4  # what published trainings of this size reach on one GPU: nanochat 41 to 50 %, OLMo-core 52 to 57 %
 CHUNK_BYTES = 256 * 2**20  # of logits, as in `kernels/cross_entropy`
@@ -70,12 +71,35 @@ def flops_per_token(config: DecoderConfig, seq_len: int, full_attention: bool = 
     return 6 * (counts["non_embedding"] + output) + 12 * config.num_attention_heads * config.head_dim * attended
 
 
+def block_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
+    """As `flops_per_token`, in the blocks alone: without the output matrix."""
+    return flops_per_token(config, seq_len) - 6 * config.vocab_size * config.hidden_size
+
+
 def recomputed_flops_per_token(config: DecoderConfig, seq_len: int, checkpointing: str) -> float:
     """Floating-point operations a token that `model.activation_checkpointing` does again, which MFU does not count: the
     forward pass of the blocks, a third of their operations, or that of their MLPs."""
     if checkpointing == "block":
-        return (flops_per_token(config, seq_len) - 6 * config.vocab_size * config.hidden_size) / 3
+        return block_flops_per_token(config, seq_len) / 3
     return 2 * parameters(config)["mlp"] if checkpointing == "selective" else 0.0
+
+
+def assumed_speed(device: Device, precision: str, flops_per_token: float) -> tuple[float, str] | None:
+    """Tokens a second of a device where nothing was measured, and what was assumed; None where its peak is not known.
+
+    FP8 counts as bf16. What it wins is known when it is measured: not all products are in it, and converting costs.
+
+    Args:
+        precision: of the matrix multiplications, as `hardware.peak_flops` takes it.
+        flops_per_token: with what activation checkpointing does again.
+    """
+    fp8 = precision.startswith("fp8")
+    given = device.peak_tflops is not None  # in this precision
+    peak = device.peak_flops("bf16" if fp8 and not given else precision)
+    if peak is None:
+        return None
+    speed = ASSUMED_MFU * (peak / 2 if fp8 and given else peak) / flops_per_token
+    return speed, f"{ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
 
 
 def describe_mfu(mfu: float | None, full: float | None) -> str:

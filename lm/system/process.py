@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -73,6 +74,18 @@ def launch_command(arguments: str, other: Path | None = None) -> str:
         start = f"srun {' '.join(known)} {start}"
         unknown.append("with the other options of srun")
     return f"{start} {arguments}" + f"  # {', '.join(unknown)}" * bool(unknown)
+
+
+@contextmanager
+def command_line(arguments: list[str]) -> Iterator[None]:
+    """Inside the `with`, these are the arguments of this process: other ranks are started with them, and `run.json` has
+    them."""
+    before = sys.argv
+    sys.argv = [before[0], *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def under_srun() -> bool:

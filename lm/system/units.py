@@ -32,6 +32,13 @@ def parse_count(value: str | int | float) -> Count:
     return Count(int(number))
 
 
+def spelled_count(number: int) -> str:
+    """A count as one would type it, with the largest suffix that divides it: 262_144 -> 256Ki, 10_000_000 -> 10M."""
+    dividing = {size: suffix for suffix, size in MULTIPLIERS.items() if number and number % size == 0}
+    size = max(dividing, default=1)
+    return f"{number // size}{dividing.get(size, '').capitalize()}"
+
+
 def parse_bytes(value: str) -> int:
     """Read a size such as `16GiB` or `80 GB`; a ValueError shows what was given in place of one."""
     number = re.fullmatch(r"(.*[KMGT]i?)B", value.strip(), re.IGNORECASE)
@@ -75,3 +82,8 @@ def format_duration(seconds: float, parts: int = 2) -> str:
         if count or not said:
             said.append(f"{count} {unit}")
     return " ".join(said)
+
+
+def format_time_and_cost(seconds: float, usd: float | None) -> str:
+    """A time with what it costs: `2 h 10 min, 6.40 USD`; the time alone where no price is known."""
+    return format_duration(seconds) + ("" if usd is None else f", {format_figure(usd)} USD")

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import CheckpointIO
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError
@@ -26,9 +27,9 @@ from lm.model.huggingface import config_json, from_huggingface, generation_confi
 from lm.runs.checkpoint import TENSORS, read_folder, write_folder
 from lm.runs.run import Run
 from lm.system.files import remove_folder
+from lm.training.config import OptimizerConfig
 from lm.training.distributed import gather_from_ranks
-from lm.training.optim import chosen_optimizer, index_state, name_state, parameter_names, refuse_other_optimizer
-from lm.training.optimizer_class import changed_settings, other_entries, refuse_unkept
+from lm.training.optimizer_class import changed_settings, other_entries, refuse_unkept, same_class
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
         config = module.options.optimizer
         if config.class_path is not None:  # before the first step it was tried, and it may keep more since
             refuse_unkept(config.class_path, optimizer, whole)
-        state = name_state(whole, parameter_names(module.decoder, optimizer))
+        state = name_state(whole["state"], parameter_names(module.decoder, optimizer))
         checkpoint["optimizer"] = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         checkpoint["optimizer_values"] = {
             "written_by": chosen_optimizer(config),
@@ -207,14 +208,66 @@ def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None
         optimizer = module.configure_optimizers()
         state = optimizer.state_dict()
         nothing = {"written_by": None, "state": {}, "groups": [], "of_no_parameter": {}, "entries": {}}
-        values = nothing | checkpoint.pop("optimizer_values", {})  # an earlier version of lm wrote fewer
-        slots = checkpoint.pop("optimizer") | values["state"]
-        refuse_other_optimizer(values["written_by"], slots, module.options.optimizer)
-        # An imported model has no state, and a class may need what it made when it was built.
-        state["state"] |= index_state(slots, module.decoder, optimizer) | values["of_no_parameter"]
+        values = nothing | checkpoint.pop("optimizer_values", {})  # an imported model has none
+        refuse_other_optimizer(values["written_by"], module.options.optimizer)
+        slots = index_state(checkpoint.pop("optimizer") | values["state"], parameter_names(module.decoder, optimizer))
+        state["state"] |= slots | values["of_no_parameter"]  # a class may need what it made when it was built
         for group, changed in zip(state["param_groups"], values["groups"]):
             group |= changed
         checkpoint["optimizer_states"] = [state | values["entries"]]
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The names of an optimizer's parameters, in the order in which its state counts them."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def name_state(state: dict[Any, Any], names: list[str]) -> dict[str, Any]:
+    """State by index, `{index: {slot: value}}`, as values `<parameter>/<slot>`; state of no parameter is left out."""
+    return {
+        f"{names[key]}/{slot}": value
+        for key, slots in state.items() if isinstance(key, int)
+        for slot, value in slots.items()
+    }  # fmt: skip
+
+
+def index_state(values: dict[str, Any], names: list[str]) -> dict[int, dict[str, Any]]:
+    """The inverse of `name_state`."""
+    states: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        name, _, slot = key.partition("/")
+        states.setdefault(name, {})[slot] = value
+    return {index: states[name] for index, name in enumerate(names) if name in states}
+
+
+def chosen_optimizer(config: OptimizerConfig) -> dict[str, str]:
+    """The option that chooses the optimizer, `name` or `class_path`, and its value."""
+    return {"name": config.name} if config.class_path is None else {"class_path": config.class_path}
+
+
+def refuse_other_optimizer(written: dict[str, str] | None, config: OptimizerConfig) -> None:
+    """Refuse the state of another optimizer than the config's.
+
+    Args:
+        written: `chosen_optimizer` of the checkpoint; None: it has no state.
+        config: the settings now.
+    """
+    now = chosen_optimizer(config)
+    if written is None or written == now:
+        return
+    [[before, then], [option, value]] = [*written.items(), *now.items()]
+    if before == option == "class_path" and same_class(then, value):
+        return
+    raise RequestError(f"this is a checkpoint of another optimizer, of model.optimizer.{before} {then}, and the config "
+                       f"has {option} {value}: give {before} {then}"
+                       + (" and no class_path" if option == "class_path" != before else ""))  # fmt: skip
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
 def _refuse_other_class(files: dict[str, str], module: LightningModule) -> None:
@@ -254,6 +307,9 @@ def refuse_other_tokenizer(files: dict[str, str], tokenizer: Tokenizer) -> None:
             f"({len(own.vocabulary):,} tokens), so the same ids mean other texts; make the data with `lm data prepare "
             "--tokenizer` and the checkpoint's folder"
         )
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
 
 
 def rng_state() -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import logging
 import math
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict, Union
 
@@ -18,6 +19,7 @@ from lm.runs.history import refuse_wrong_ranges
 from lm.system.arguments import shown
 from lm.system.units import Count, format_figure
 from lm.training.alerts import AlertEvaluator
+from lm.training.builtin_optimizers import OptimizerName
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -67,7 +69,7 @@ class OptimizerConfig:
     Args:
         name: `adamw`; or `muon`: Muon for the matrices inside the blocks and AdamW for the rest, with updates of one
             size, so that they share learning rate and decay.
-        class_path: In place of `name`, an optimizer of torch's or one's own, such as `torch.optim.SGD`.
+        class_path: In place of `name`, one of torch's optimizers or a custom one, such as `torch.optim.SGD`.
         init_args: Arguments of that class, all but lr and weight_decay.
         lr: Peak learning rate.
         betas: AdamW: decay rates of the running means of the gradient and of its square.
@@ -80,7 +82,7 @@ class OptimizerConfig:
         RequestError: a number outside its range, or an option of AdamW or Muon for another class.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: OptimizerName = "adamw"
     class_path: str | None = None
     init_args: dict[str, Any] = field(default_factory=dict)
     lr: float = 3e-4
@@ -577,11 +579,13 @@ class RunOptions:
 
 
 class Section(NamedTuple):
-    """A section of a config."""
+    """A section of a config. One more with a callback is its dataclass and a row here, the callback, and a line for it
+    in `callbacks/standard`."""
 
     name: str  # of the section; empty for options that are in none
     options: type
     frequent: tuple[str, ...] = ()  # what a first training needs: the short help shows these
+    of_callbacks: bool = False  # callbacks take it; the others are the Trainer's, the model's, the data's or the run's
 
 
 SECTIONS = (
@@ -593,7 +597,12 @@ SECTIONS = (
         "decoder.max_position_embeddings", "optimizer.lr", "schedule.warmup_steps", "compile",
     )),
     Section("data", DataConfig, ("path", "prepare.input", "micro_batch_size", "global_batch_tokens", "val_tokens")),
-    Section("guards", GuardsConfig, ("alerts", "budget.cap_usd")),
-    Section("samples", SamplesConfig, ("prompts",)),
-    Section("evaluation", EvaluationConfig, ("tasks",)),
+    Section("guards", GuardsConfig, ("alerts", "budget.cap_usd"), of_callbacks=True),
+    Section("samples", SamplesConfig, ("prompts",), of_callbacks=True),
+    Section("evaluation", EvaluationConfig, ("tasks",), of_callbacks=True),
 )  # fmt: skip
+
+
+def sections_of_callbacks(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections that callbacks take, by name; what is not given has its defaults."""
+    return {section.name: given.get(section.name) or section.options() for section in SECTIONS if section.of_callbacks}

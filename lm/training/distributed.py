@@ -45,7 +45,6 @@ from lm.system.process import PARENT, code_for_launcher, under_torchrun
 from lm.system.units import plural
 from lm.training.config import DistributedConfig
 from lm.training.lightning_patches import OwnLauncher, ScriptLauncher, set_group_timeout
-from lm.training.muon import Muon
 
 log = logging.getLogger(__name__)
 EXIT_WAIT = 5.0  # seconds that one process gives another to end by itself
@@ -302,9 +301,9 @@ class ReplicatedStrategy(OwnLauncher, DDPStrategy):
         _set_rank_timeout(self.rank_timeout)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """All of the optimizer's state on rank zero."""
+        """All of the optimizer's state on rank zero: by `gathered_state_dict` of one that divides it over the ranks."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        return optimizer.gathered_state_dict() if isinstance(optimizer, Muon) else optimizer.state_dict()
+        return getattr(optimizer, "gathered_state_dict", optimizer.state_dict)()
 
 
 def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:

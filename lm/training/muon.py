@@ -2,18 +2,12 @@
 
 Muon steps along the momentum of a matrix with its singular values made equal, so that rare directions move as much as
 common ones (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/). `training/optim` says which parameter
-goes where.
-
-Over several devices each matrix has an owner, the rank that orthogonalises it:
-
-| ranks hold         | momentum is kept  | before                           | after                              |
-|--------------------|-------------------|----------------------------------|------------------------------------|
-| whole models (DDP) | by the owner      | the owner has all it needs       | owners send updates to all ranks   |
-| shards (FSDP2)     | in shards         | owners get shards of the updates | owners send each rank its shard    |
+goes where. `Muon.step_alone` is the step on one device, in three functions; with several ranks the same three compute,
+and updates travel between them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +20,8 @@ from torch.optim.adamw import adamw
 from lm.kernels.torch_private import foreach_lerp_, foreach_mul_, foreach_sub_
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
-ADAMW_SLOTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps of each parameter
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steepest at 0, and bounded after any number of rounds
 ROUNDS = 5
-MUON_SLOTS = ("momentum_buffer",)  # what a step leaves for the next one, of each parameter
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -56,10 +48,43 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-class Muon(Optimizer):
-    """One step of Muon for the groups that name `rows`, and of AdamW for the others.
+def nesterov(momenta: list[Tensor], gradients: list[Tensor], decay: float, skip: Tensor) -> list[Tensor]:
+    """Move the momenta on, in place, and look ahead along the gradients; where `skip` is true the momenta stay."""
+    updates = [torch.where(skip, *pair) for pair in zip(momenta, gradients, strict=True)]  # momenta move towards these
+    if updates:
+        foreach_lerp_(momenta, updates, 1 - decay)  # momentum = decay * momentum + (1 - decay) * gradient
+        foreach_lerp_(updates, momenta, decay)  # update = decay * momentum + (1 - decay) * gradient
+    return [update.to(update_dtype(update.device)) for update in updates]
 
-    A group with `rows` holds parameters of one shape. Each is a stack of matrices with `rows` rows: the heads of an
+
+def update_dtype(device: torch.device) -> torch.dtype:
+    """Half the bytes and twice the speed and more on a GPU since Ampere; the values need not be exact, only alike."""
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if fast else torch.float32
+
+
+def orthogonal(updates: Tensor, rows: int) -> Tensor:
+    """Updates `(n, height, columns)`, each a stack of matrices with `rows` rows, with each matrix orthogonalised.
+
+    Their root mean square is then 0.2.
+    """
+    count, height, columns = updates.shape
+    matrices = updates.view(count * height // rows, rows, columns)
+    return orthogonalize(matrices).mul_(0.2 * math.sqrt(max(rows, columns))).reshape(updates.shape)
+
+
+def descend(weights: list[Tensor], updates: Iterable[Tensor], lr: float, weight_decay: float, skip: Tensor) -> None:
+    """Decay the weights and subtract the updates, in place; where `skip` is true the weights stay."""
+    updates = [update.to(weight.dtype) for update, weight in zip(updates, weights, strict=True)]
+    foreach_mul_(weights, torch.where(skip, 1.0, 1 - lr * weight_decay))
+    foreach_mul_(updates, torch.where(skip, 0.0, lr))
+    foreach_sub_(weights, updates)
+
+
+class Muon(Optimizer):
+    """One step of Muon for the groups of the kind `muon`, and of AdamW for the others.
+
+    A group of Muon's holds parameters of one shape. Each is a stack of matrices with `rows` rows: the heads of an
     attention, gate and up of an MLP, or the parameter itself. They are orthogonalised one by one, all in one batch of
     multiplications. Joined they would share one set of singular values, and the matrix with the largest gradient would
     get most of the update (heads: Kimi Team, 2026, arXiv:2607.24653, section 2.5).
@@ -72,45 +97,34 @@ class Muon(Optimizer):
     take the step; the work is divided by `assign_owners`.
 
     Args:
-        groups: dictionaries with `params`, and if they differ from the rest `lr`, `weight_decay`, `rows`.
-        lr: learning rate.
-        weight_decay: decoupled decay.
-        betas: AdamW's decay rates of the running means of the gradient and of its square.
-        eps: AdamW's, added to the denominator.
-        momentum: decay rate of Muon's running mean of the gradient, which is used with Nesterov's look ahead.
+        groups: dictionaries with `params`; Muon's have `kind` and `rows`. `lr` and `weight_decay` if they differ.
+        lr, weight_decay, betas, eps, momentum: as in `OptimizerConfig`.
 
     Attributes:
         skip: a bool scalar on the device; the step is not taken where it is true.
     """
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        lr: float,
-        weight_decay: float,
-        betas: tuple[float, float],
-        eps: float,
+        self, groups: list[dict[str, Any]], lr: float, weight_decay: float, betas: tuple[float, float], eps: float,
         momentum: float,
-    ) -> None:
-        super().__init__(
-            groups, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum, rows=None)
-        )
+    ) -> None:  # fmt: skip
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum, kind="adamw")
+        super().__init__(groups, defaults)
         self.skip: Tensor | None = None
-        for group in self.param_groups:
-            group["fused"] = group["rows"] is None and all(p.device.type in ("cuda", "cpu") for p in group["params"])
-        self._ranks = _ranks_of(next((group["params"][0] for group in self._hidden), None))
-        costs = [_cost(*group["params"][0].shape, group["rows"]) for group in self._hidden]
-        counts = [len(group["params"]) for group in self._hidden]
-        owners = assign_owners(costs, counts, self._ranks.world)
+        for group in self.groups("adamw"):
+            group["fused"] = all(p.device.type in ("cuda", "cpu") for p in group["params"])
+        hidden = self.groups("muon")
+        self._ranks = ranks_of(hidden[0]["params"][0] if hidden else None)
+        costs = [_cost(*group["params"][0].shape, group["rows"]) for group in hidden]
+        owners = assign_owners(costs, [len(group["params"]) for group in hidden], self._ranks.world)
         self._owners = {
-            p: rank for group, ranks in zip(self._hidden, owners, strict=True)
+            p: rank for group, ranks in zip(hidden, owners, strict=True)
             for p, rank in zip(group["params"], ranks, strict=True)
         }  # fmt: skip
 
-    @property
-    def _hidden(self) -> list[dict[str, Any]]:
-        """The groups that Muon updates."""
-        return [group for group in self.param_groups if group["rows"] is not None]
+    def groups(self, kind: str) -> list[dict[str, Any]]:
+        """The groups that `muon` or `adamw` updates."""
+        return [group for group in self.param_groups if group["kind"] == kind]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -121,18 +135,64 @@ class Muon(Optimizer):
         skip = self.skip
         if skip is None:
             skip = torch.zeros((), dtype=torch.bool, device=self.param_groups[0]["params"][0].device)
-        # Nothing is waited for before it is needed: while updates travel, those of the next group are computed.
-        hidden = [group for group in self._hidden if _with_gradient(group)]
-        collected = [self._collect(group, skip) for group in hidden]
-        computed = []
-        for group in hidden:
-            computed.append(self._orthogonalize(group, collected.pop(0)))
-        for group in self.param_groups:
-            if group["rows"] is None:
-                self._adamw(group, skip)
-        for group in hidden:
-            self._apply(group, skip, computed.pop(0))
+        hidden = [group for group in self.groups("muon") if with_gradient(group)]
+        if self._ranks.world == 1:
+            for group in hidden:
+                self.step_alone(group, skip)
+            self._step_adamw(skip)
+        else:
+            self._step_together(hidden, skip)
         return loss
+
+    def step_alone(self, group: dict[str, Any], skip: Tensor) -> None:
+        """Muon on one device."""
+        parameters = with_gradient(group)
+        momenta = [local(self._momentum(p)) for p in parameters]
+        updates = nesterov(momenta, [local(p.grad) for p in parameters], group["momentum"], skip)
+        updates = orthogonal(torch.stack(updates), group["rows"])  # (n, height, columns)
+        descend([local(p) for p in parameters], updates, group["lr"], group["weight_decay"], skip)
+
+    def _momentum(self, p: Tensor) -> Tensor:
+        if not self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return self.state[p]["momentum_buffer"]
+
+    def _step_adamw(self, skip: Tensor) -> None:
+        for group in self.groups("adamw"):
+            parameters, fused = with_gradient(group), group["fused"]
+            if not parameters or (not fused and skip.item()):  # only the fused one reads `skip` on the device
+                continue
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p].update(
+                        step=torch.zeros((), device=p.device if fused else "cpu"),
+                        exp_avg=torch.zeros_like(p),
+                        exp_avg_sq=torch.zeros_like(p),
+                    )
+            update = fused_adamw if fused else plain_adamw
+            update(parameters, [self.state[p] for p in parameters], group, skip)
+
+    # ---- several ranks ------------------------------------------------------------------------------------------
+
+    def _step_together(self, hidden: list[dict[str, Any]], skip: Tensor) -> None:
+        """`step_alone` of all groups, each matrix by its owner; and AdamW.
+
+        Nothing is waited for before it is needed: while updates travel, those of the next group are computed.
+        """
+        exchanges = [
+            (ShardExchange if self._ranks.sharded else ReplicaExchange)(with_gradient(group), self._owners, self._ranks)
+            for group in hidden
+        ]
+        for group, exchange in zip(hidden, exchanges, strict=True):
+            momenta = [local(self._momentum(p)) for p in exchange.held]
+            gradients = [local(p.grad) for p in exchange.held]
+            exchange.send_to_owners(nesterov(momenta, gradients, group["momentum"], skip))
+        for group, exchange in zip(hidden, exchanges, strict=True):
+            exchange.send_back(orthogonal(exchange.receive_own(), group["rows"]))
+        self._step_adamw(skip)
+        for group, exchange in zip(hidden, exchanges, strict=True):
+            weights = [local(p) for p in exchange.parameters]
+            descend(weights, exchange.receive_all(), group["lr"], group["weight_decay"], skip)
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """`state_dict` with the momentum of all matrices on rank zero; to be called on every rank."""
@@ -158,87 +218,33 @@ class Muon(Optimizer):
         }  # fmt: skip
         super().load_state_dict({**state_dict, "state": kept})
 
-    # ---- matrices -----------------------------------------------------------------------------------------------
 
-    def _collect(self, group: dict[str, Any], skip: Tensor) -> Callable[[], Tensor]:
-        """Move the momentum on, and send updates to their owners.
+# ---- AdamW -----------------------------------------------------------------------------------------------------------
 
-        Returns:
-            A function that waits for them: the updates of this rank's own matrices, `(own, rows, columns)`.
-        """
-        ranks, parameters = self._ranks, _with_gradient(group)
-        own = [p for p in parameters if self._owners[p] == ranks.rank]
-        held = parameters if ranks.sharded else own  # their momentum is here, or a shard of it
-        momenta = [_local(self._momentum(p)) for p in held]
-        # A gradient equal to the momentum leaves it as it is.
-        updates = [torch.where(skip, momentum, _local(p.grad)) for momentum, p in zip(momenta, held, strict=True)]
-        if held:
-            foreach_lerp_(momenta, updates, 1 - group["momentum"])
-            foreach_lerp_(updates, momenta, group["momentum"])
-        # Half the bytes and twice the speed and more on a GPU since Ampere; the values need not be exact, only alike.
-        fast = skip.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = torch.bfloat16 if fast else torch.float32
-        updates = [update.to(dtype) for update in updates]
-        if ranks.sharded:
-            return _send_to_owners(updates, self._counts(parameters), parameters[0].shape, ranks)
-        stack = torch.stack(updates) if own else skip.new_empty(0, *parameters[0].shape, dtype=dtype)
-        return lambda: stack
 
-    def _orthogonalize(self, group: dict[str, Any], collected: Callable[[], Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Orthogonalise this rank's own matrices, and send them to all ranks.
+def plain_adamw(parameters: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], skip: Tensor) -> None:
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), for devices without a fused kernel of torch's."""
+    beta1, beta2 = group["betas"]
+    for p, state in zip(parameters, states, strict=True):
+        weight, gradient, average, square = map(local, (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+        state["step"] += 1
+        step = state["step"].item()
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        average.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (square.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+        weight.addcdiv_(average, denominator, value=-group["lr"] / (1 - beta1**step))
 
-        Returns:
-            A function that waits for the ranks' updates: of each parameter `(rows, columns)`, or its shard.
-        """
-        ranks, counts = self._ranks, self._counts(_with_gradient(group))
-        stack = collected()  # (own, rows, columns)
-        count, rows, columns = stack.shape
-        matrices = stack.view(count * rows // group["rows"], group["rows"], columns)
-        stack = orthogonalize(matrices).mul_(0.2 * math.sqrt(max(matrices.shape[1:]))).reshape(stack.shape)
-        if ranks.world == 1:
-            return lambda: stack
-        return (_send_shards if ranks.sharded else _send_to_all)(stack, counts, ranks)
 
-    def _apply(self, group: dict[str, Any], skip: Tensor, computed: Callable[[], Sequence[Tensor]]) -> None:
-        """Decay the weights and subtract the updates."""
-        parameters = _with_gradient(group)
-        lr, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
-        weights = [_local(p) for p in parameters]
-        updates = [update.to(p.dtype) for update, p in zip(computed(), parameters, strict=True)]
-        foreach_mul_(weights, torch.where(skip, 1.0, decay))
-        foreach_mul_(updates, torch.where(skip, 0.0, lr))
-        foreach_sub_(weights, updates)
-
-    def _momentum(self, p: Tensor) -> Tensor:
-        if not self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        return self.state[p]["momentum_buffer"]
-
-    def _counts(self, parameters: list[Tensor]) -> list[int]:
-        """How many of these matrices each rank owns; those of a rank are consecutive."""
-        owners = [self._owners[p] for p in parameters]
-        return [owners.count(rank) for rank in range(self._ranks.world)]
-
-    # ---- the rest -----------------------------------------------------------------------------------------------
-
-    def _adamw(self, group: dict[str, Any], skip: Tensor) -> None:
-        parameters, fused = _with_gradient(group), group["fused"]
-        if not parameters or (not fused and skip.item()):  # only the fused one reads `skip` on the device
-            return
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p].update(
-                    step=torch.zeros((), device=p.device if fused else "cpu"),
-                    exp_avg=torch.zeros_like(p),
-                    exp_avg_sq=torch.zeros_like(p),
-                )
-        averages, squares, steps = ([_local(self.state[p][slot]) for p in parameters] for slot in ADAMW_SLOTS)
-        beta1, beta2 = group["betas"]
-        adamw(
-            [_local(p) for p in parameters], [_local(p.grad) for p in parameters], averages, squares, [], steps,
-            fused=fused or None, found_inf=skip.float() if fused else None, amsgrad=False, beta1=beta1, beta2=beta2,
-            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-        )  # fmt: skip
+def fused_adamw(parameters: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], skip: Tensor) -> None:
+    """The same, in one kernel for all parameters, which reads `skip` on the device."""
+    averages, squares, steps = ([local(state[slot]) for state in states] for slot in ("exp_avg", "exp_avg_sq", "step"))
+    beta1, beta2 = group["betas"]
+    adamw(
+        [local(p) for p in parameters], [local(p.grad) for p in parameters], averages, squares, [], steps,
+        fused=True, found_inf=skip.float(), amsgrad=False, beta1=beta1, beta2=beta2,
+        lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+    )  # fmt: skip
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
@@ -253,7 +259,8 @@ class Ranks(NamedTuple):
     sharded: bool = False  # every rank holds rows of every matrix, not whole ones
 
 
-def _ranks_of(parameter: Tensor | None) -> Ranks:
+def ranks_of(parameter: Tensor | None) -> Ranks:
+    """The ranks among which a parameter, and others like it, are divided."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         dim = next(dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0))
@@ -292,75 +299,94 @@ def assign_owners(costs: Sequence[int], counts: Sequence[int], world: int) -> li
     return owners
 
 
-def _send_to_all(stack: Tensor, counts: list[int], ranks: Ranks) -> Callable[[], list[Tensor]]:
-    """Gather whole matrices: from this rank `(own, rows, columns)`; a list of all ranks', once they arrived."""
-    slots = max(counts)
-    own = stack
-    if len(stack) < slots:
-        own = stack.new_zeros(slots, *stack.shape[1:])
-        own[: len(stack)] = stack
-    everyones = own.new_empty(ranks.world * slots, *stack.shape[1:])
-    work = ALL_GATHER(everyones, own, group=ranks.group, async_op=True)
+class ReplicaExchange:
+    """A group's updates on their way between ranks that hold whole models (DDP).
 
-    def arrived() -> list[Tensor]:
-        work.wait()
-        return [everyones[rank * slots + i] for rank, count in enumerate(counts) for i in range(count)]
+    An owner keeps the momentum of its matrices and has all that it needs; it sends what it computed to all ranks.
 
-    return arrived
-
-
-def _send_to_owners(shards: list[Tensor], counts: list[int], shape: torch.Size, ranks: Ranks) -> Callable[[], Tensor]:
-    """Gather every matrix on its owner.
-
-    Args:
-        shards: this rank's, `(its rows, columns)`, in the order of the owners.
-        counts: matrices of each owner.
-        shape: of a whole matrix.
-        ranks: that take part.
-
-    Returns:
-        A function that waits for this rank's own matrices, `(own, rows, columns)`.
+    Attributes:
+        parameters: of the group, those of an owner in a row.
+        held: those whose momentum, or a shard of it, is kept here.
     """
-    own, rows = counts[ranks.rank], _rows_of_ranks(shape[0], ranks.world)
-    sizes = [own * r * shape[1] for r in rows]
-    arrived = _exchange(shards, [count * shards[0].numel() for count in counts], sizes, ranks)
-    return lambda: torch.cat(
-        [piece.view(own, r, shape[1]) for piece, r in zip(arrived().split(sizes), rows, strict=True)], dim=1
-    )
+
+    def __init__(self, parameters: list[Tensor], owners: dict[Tensor, int], ranks: Ranks) -> None:
+        self.parameters, self.ranks = parameters, ranks
+        self.held = [p for p in parameters if owners[p] == ranks.rank]
+        self.counts = [sum(owners[p] == rank for p in parameters) for rank in range(ranks.world)]  # matrices of each
+
+    def send_to_owners(self, updates: list[Tensor]) -> None:
+        """Begin with the updates of `held`."""
+        p = self.parameters[0]
+        nothing = p.new_empty(0, *p.shape, dtype=update_dtype(p.device))
+        self.own = torch.stack(updates) if updates else nothing
+
+    def receive_own(self) -> Tensor:
+        """The updates of this rank's own matrices: `(own, height, columns)`."""
+        return self.own
+
+    def send_back(self, own: Tensor) -> None:
+        """Send what this rank computed for its own matrices, `(own, height, columns)`."""
+        if missing := max(self.counts) - len(own):
+            own = torch.cat((own, own.new_zeros(missing, *own.shape[1:])))  # all ranks send as much
+        self.buffer = own.new_empty(self.ranks.world * len(own), *own.shape[1:])
+        self.work = ALL_GATHER(self.buffer, own.contiguous(), group=self.ranks.group, async_op=True)
+
+    def receive_all(self) -> list[Tensor]:
+        """What all ranks computed: an update, or its shard, for each of `parameters`."""
+        self.work.wait()
+        of_ranks = self.buffer.unflatten(0, (self.ranks.world, -1))
+        return [update for updates, count in zip(of_ranks, self.counts) for update in updates[:count]]
 
 
-def _send_shards(stack: Tensor, counts: list[int], ranks: Ranks) -> Callable[[], Sequence[Tensor]]:
-    """The inverse of `_send_to_owners`: from this rank `(own, rows, columns)`; its shards of all, once they arrived."""
-    columns, rows = stack.shape[2], _rows_of_ranks(stack.shape[1], ranks.world)
-    mine = rows[ranks.rank]
-    sizes = [len(stack) * r * columns for r in rows]
-    arrived = _exchange(stack.split(rows, dim=1), sizes, [count * mine * columns for count in counts], ranks)
-    return lambda: arrived().view(sum(counts), mine, columns)
+class ShardExchange(ReplicaExchange):
+    """The same between ranks that hold shards of rows (FSDP2), of the momentum too.
+
+    An owner gets the shards of its updates from all ranks, and sends each its shard of what it computed.
+    """
+
+    def __init__(self, parameters: list[Tensor], owners: dict[Tensor, int], ranks: Ranks) -> None:
+        super().__init__(parameters, owners, ranks)
+        self.held = parameters
+        height, self.columns = parameters[0].shape
+        self.rows = rows_of_ranks(height, ranks.world)
+        self.of_shards = [count * self.rows[ranks.rank] * self.columns for count in self.counts]  # of each owner
+        self.of_own = [self.counts[ranks.rank] * rows * self.columns for rows in self.rows]  # from each rank
+
+    def _exchange(self, parts: Iterable[Tensor], sent: list[int], received: list[int]) -> None:
+        """All to all: so many elements to each rank, and so many from each."""
+        outgoing = torch.cat([part.flatten() for part in parts])
+        self.buffer = outgoing.new_empty(sum(received))
+        self.work = dist.all_to_all_single(
+            self.buffer, outgoing, received, sent, group=self.ranks.group, async_op=True
+        )
+
+    def send_to_owners(self, updates: list[Tensor]) -> None:
+        self._exchange(updates, self.of_shards, self.of_own)
+
+    def receive_own(self) -> Tensor:
+        self.work.wait()
+        shards = zip(self.buffer.split(self.of_own), self.rows, strict=True)
+        return torch.cat([shard.view(self.counts[self.ranks.rank], rows, self.columns) for shard, rows in shards], dim=1)
+
+    def send_back(self, own: Tensor) -> None:
+        self._exchange(own.split(self.rows, dim=1), self.of_own, self.of_shards)
+
+    def receive_all(self) -> Tensor:
+        self.work.wait()
+        return self.buffer.view(len(self.parameters), self.rows[self.ranks.rank], self.columns)
 
 
-def _exchange(parts: Sequence[Tensor], sent: list[int], received: list[int], ranks: Ranks) -> Callable[[], Tensor]:
-    """All to all: elements that go to each rank, joined, for those from each, joined, once they arrived."""
-    outgoing = torch.cat([part.flatten() for part in parts])
-    incoming = outgoing.new_empty(sum(received))
-    work = dist.all_to_all_single(incoming, outgoing, received, sent, group=ranks.group, async_op=True)
-
-    def arrived() -> Tensor:
-        work.wait()
-        return incoming
-
-    return arrived
-
-
-def _rows_of_ranks(rows: int, world: int) -> list[int]:
+def rows_of_ranks(height: int, world: int) -> list[int]:
     """Rows of each rank's shard, as FSDP2 divides them: equal but for the last ones, which may be smaller or empty."""
-    most = -(-rows // world)
-    return [min(most, max(0, rows - rank * most)) for rank in range(world)]
+    most = -(-height // world)
+    return [min(most, max(0, height - rank * most)) for rank in range(world)]
 
 
-def _with_gradient(group: dict[str, Any]) -> list[Tensor]:
+def with_gradient(group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of a group that have a gradient."""
     return [p for p in group["params"] if p.grad is not None]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """The shard of a tensor that this rank holds; all of it where it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -7,7 +7,7 @@ They get our parameter groups, learning rates and clipping; a step that is not f
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -19,13 +19,6 @@ from lm.runs.checkpoint import encode
 from lm.training.config import OURS
 
 TRIAL = 256  # rows and columns of the matrix that an optimizer is tried on
-
-
-class Trial(NamedTuple):
-    """What an optimizer keeps, as one step on a small matrix and a vector shows."""
-
-    values: float  # for each value of a matrix
-    slots: set[str]  # their names; with other parameters, or later, there may be others
 
 
 def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
@@ -49,8 +42,8 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
     return made
 
 
-def try_optimizer(class_path: str, init_args: dict[str, Any], weight_decay: float = 0.0) -> Trial:
-    """Take one step on a small matrix and a vector, on the CPU.
+def try_optimizer(class_path: str, init_args: dict[str, Any], weight_decay: float = 0.0) -> float:
+    """Take one step on a small matrix and a vector, on the CPU; how many values are kept for each value of the matrix.
 
     Raises:
         RequestError: as for `build_by_class`.
@@ -66,9 +59,8 @@ def try_optimizer(class_path: str, init_args: dict[str, Any], weight_decay: floa
             message = f"{_called(class_path, init_args)}: its step fails: {first_line(error)}"
             raise RequestError(message) from error
     refuse_unkept(class_path, optimizer, optimizer.state_dict())
-    matrix, vector = (dict(optimizer.state[parameter]) for parameter in parameters)
-    kept = sum(value.numel() for value in matrix.values() if isinstance(value, Tensor) and value.ndim)
-    return Trial(kept / parameters[0].numel(), {*matrix, *vector})
+    state = optimizer.state[parameters[0]].values()
+    return sum(value.numel() for value in state if isinstance(value, Tensor) and value.ndim) / parameters[0].numel()
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -158,23 +150,14 @@ def _load_exactly(optimizer: Optimizer) -> None:
         indices = [index for group in given["param_groups"] for index in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for index, parameter in zip(indices, parameters, strict=True):
-            if index in given["state"]:
-                optimizer.state[parameter] = _uncast(given["state"][index], optimizer.state[parameter])
+            for slot, value in given["state"].get(index, {}).items():
+                if slot != "step":  # which torch leaves as it is
+                    moved = apply_to_collection(value, Tensor, Tensor.to, parameter.device)
+                    optimizer.state[parameter][slot] = moved
         given.clear()
 
     optimizer.register_load_state_dict_pre_hook(before)
     optimizer.register_load_state_dict_post_hook(after)
-
-
-def _uncast(saved: Any, loaded: Any) -> Any:
-    """The saved value, its tensors on the devices where torch has put them."""
-    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(saved, dict) and isinstance(loaded, dict):
-        return {key: _uncast(saved[key], value) if key in saved else value for key, value in loaded.items()}
-    if isinstance(saved, list | tuple) and type(saved) is type(loaded):
-        return type(saved)(_uncast(*pair) for pair in zip(saved, loaded, strict=True))
-    return saved if isinstance(saved, str) else loaded  # torch takes a text for a list of its letters
 
 
 # ---- the class -------------------------------------------------------------------------------------------------------

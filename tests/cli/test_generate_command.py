@@ -20,8 +20,6 @@ from lm import load_model
 from lm.cli import generate
 from lm.cli.main import main
 from lm.data.tokenizer import train_char
-from lm.inference.completion import complete
-from lm.inference.generation import Sampling
 
 PROMPTS = ["The letter", "", "of"]
 
@@ -72,8 +70,7 @@ def test_one_prompt_is_continued(typed, workplace):
     """By the best checkpoint of the newest run, which is said; and the same again from the seed."""
     code, out, err = typed("--prompt", "The letter", "--max_new_tokens", "8", "--seed", "4")
     model = load_model(workplace / "checkpoints" / "small" / "best")
-    sampling = Sampling(0.8, 50)
-    [written] = complete(model.decoder, model.tokenizer, ["The letter"], max_new_tokens=8, sampling=sampling, seed=4)
+    [written] = model.generate("The letter", max_new_tokens=8, seed=4)
     assert (code, out) == (0, f"The letter{written.text}\n")
     assert "step-00000003" in err and "seed 4" in err and "compile none" in err
     assert typed("--prompt", "The letter", "--max_new_tokens", "8", "--seed", "4", "--run", "small")[1] == out

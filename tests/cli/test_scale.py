@@ -11,18 +11,10 @@ from trainings import lm, make_workplace
 
 from lm.cli.config import config_parser
 from lm.cli.main import main
-from lm.cli.scale import (
-    adamw_learning_rate,
-    batch_tokens,
-    peak_rate,
-    recipe,
-    tokens_of_steps,
-    warmup_steps,
-    weight_decay,
-    window_pattern,
-)
+from lm.cli.scale import batch_tokens, recipe, shape, tokens_of_steps, weight_decay, window_pattern
 from lm.model.estimates import flops_per_token, parameters
 from lm.system.units import parse_count
+from lm.training.builtin_optimizers import BUILTIN, adamw_learning_rate, peak_rate
 from lm.training.schedule import plan_steps
 
 DEPTHS = range(2, 33)
@@ -46,21 +38,21 @@ def read(text, folder):
 
 def test_deeper_is_never_smaller():
     """Width, parameters, tokens and batch only grow with the depth, and the best rates only fall."""
-    made = [recipe(depth, tokens_per_parameter=20) for depth in DEPTHS]
+    made = [recipe(shape(depth), tokens_per_parameter=20) for depth in DEPTHS]
     for what in ("parameters", "tokens", "batch", "flops"):
         values = [getattr(one, what) for one in made]
         assert values == sorted(values), what
     widths = [one.decoder.hidden_size for one in made]
     assert widths == sorted(widths) and len(set(widths)) > 10
     by_muon = [one.learning_rate for one in made]
-    by_adamw = [adamw_learning_rate(one.block_flops, one.batch_tokens) / one.batch**0.5 for one in made]
+    by_adamw = [adamw_learning_rate(one.decoder, one.block_flops, one.batch_tokens) / one.batch**0.5 for one in made]
     for rates in (by_muon, by_adamw):
         assert rates == sorted(rates, reverse=True)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_heads_are_whole_and_the_last_layer_sees_all(depth):
-    decoder = recipe(depth, tokens_per_parameter=20).decoder
+    decoder = recipe(shape(depth), tokens_per_parameter=20).decoder
     assert decoder.hidden_size == 128 * decoder.num_attention_heads
     assert 64 * depth <= decoder.hidden_size < 64 * depth + 128
     assert decoder.windows[-1] is None and decoder.windows[0] == 512
@@ -69,13 +61,14 @@ def test_heads_are_whole_and_the_last_layer_sees_all(depth):
 
 
 def test_the_shape_can_be_another_one(tmp_path):
-    """The command in the header makes the same config again, and no line names a source for a number that was given."""
+    """The command in the header makes the same config again, and beside a number that was given stands the source's."""
     options = ("--depth", 10, "--aspect_ratio", 96, "--head_dim", 64, "--window_pattern", "SL")
     text = scale(*options)
     decoder = read(text, tmp_path).model.decoder
     assert (decoder.hidden_size, decoder.num_attention_heads, decoder.head_dim) == (960, 15, 64)
     assert decoder.windows == [512, None] * 5
-    assert f"lm scale {' '.join(map(str, options))} >" in text and "96 x depth, rounded up to whole heads\n" in text
+    assert f"lm scale {' '.join(map(str, options))} >" in text
+    assert "96 x depth, rounded up to whole heads (nanochat: 64)\n" in text
     assert read(scale("--depth", 4, "--window_pattern", "L"), tmp_path).model.decoder.windows == [None] * 4
     for wrong in ("--window_pattern=LX", "--head_dim=0", "--head_dim=63", "--aspect_ratio=-1"):
         assert main(["scale", "--depth", "4", wrong]) == 2
@@ -83,20 +76,20 @@ def test_the_shape_can_be_another_one(tmp_path):
 
 @pytest.mark.parametrize("depth", [2, 5, 12, 26])
 def test_each_horizon_comes_out_within_a_step(depth):
-    by_ratio = recipe(depth, tokens_per_parameter=12.5)
+    by_ratio = recipe(shape(depth), tokens_per_parameter=12.5)
     count = parameters(by_ratio.decoder)["total"] - by_ratio.decoder.vocab_size * by_ratio.decoder.hidden_size
     assert abs(by_ratio.tokens - 12.5 * count) <= by_ratio.batch_tokens / 2
-    by_flops = recipe(depth, flops=3e18)
+    by_flops = recipe(shape(depth), flops=3e18)
     each = flops_per_token(by_flops.decoder, 2_048)
     assert abs(by_flops.tokens * each - 3e18) <= by_flops.batch_tokens * each / 2
-    assert recipe(depth, steps=777).steps == 777
+    assert recipe(shape(depth), steps=777).steps == 777
 
 
 def test_two_ways_to_say_one_horizon_give_one_recipe():
-    by_ratio = recipe(12, tokens_per_parameter=20)
-    by_flops = recipe(12, flops=20 * by_ratio.multiplied * by_ratio.flops_per_token)
+    by_ratio = recipe(shape(12), tokens_per_parameter=20)
+    by_flops = recipe(shape(12), flops=20 * by_ratio.multiplied * by_ratio.flops_per_token)
     assert by_flops == by_ratio
-    assert recipe(12, steps=by_ratio.steps) == by_ratio
+    assert recipe(shape(12), steps=by_ratio.steps) == by_ratio
 
 
 def test_the_rules_give_their_sources_figures():
@@ -105,14 +98,14 @@ def test_the_rules_give_their_sources_figures():
     tokens = tokens_of_steps(10_000)
     assert 10_000 * batch_tokens(tokens) == pytest.approx(tokens)
     # At the batch that belongs to it, 3.6M tokens for 4.8e21 operations, the fitted rate is 6e-4.
-    assert adamw_learning_rate(4.8e21, 3.6e6) == pytest.approx(6e-4, rel=0.02)
-    assert adamw_learning_rate(4.8e21, 4 * 3.6e6) == pytest.approx(2 * adamw_learning_rate(4.8e21, 3.6e6))
+    assert adamw_learning_rate(None, 4.8e21, 3.6e6) == pytest.approx(6e-4, rel=0.02)
+    assert adamw_learning_rate(None, 4.8e21, 4 * 3.6e6) == pytest.approx(2 * adamw_learning_rate(None, 4.8e21, 3.6e6))
     # nanochat's Muon moves a square matrix by its rate of 0.02 times an orthogonal one, ours by lr x 0.2 x sqrt(width).
     assert peak_rate(9.6, 12, 768) * 0.2 * 768**0.5 == pytest.approx(0.02, rel=0.01)
     assert peak_rate(5.06, 12, 1_536) == pytest.approx(9.503e-4, rel=0.01)  # Moonlight's model of 399M parameters
     assert peak_rate(3.0, 4, 128) == pytest.approx(1.12e-2, rel=0.05)  # tiny.yaml
-    assert [warmup_steps("muon", steps, 2**18) for steps in (100, 10_000)] == [10, 40]
-    assert warmup_steps("adamw", 10_000, 2**18) == 1_000
+    assert [BUILTIN["muon"].warmup_steps(steps, 2**18) for steps in (100, 10_000)] == [10, 40]
+    assert BUILTIN["adamw"].warmup_steps(10_000, 2**18) == 1_000
     # The mean of the updates is over 22 % of a run at 20 tokens a parameter.
     assert 1 / (weight_decay(1e-3, 10_000, 20) * 1e-3 * 10_000) == pytest.approx(0.2236, rel=1e-3)
 
@@ -123,7 +116,7 @@ def test_every_depth_is_a_config_that_comes_out_even(depth, tmp_path):
     text = scale("--depth", depth)
     assert max(map(len, text.splitlines())) <= 120
     config = read(text, tmp_path)
-    made = recipe(depth, tokens_per_parameter=20)
+    made = recipe(shape(depth), tokens_per_parameter=20)
     assert config.model.decoder == made.decoder
     assert config.model.optimizer.name == made.optimizer == "muon"
     assert config.model.optimizer.lr == pytest.approx(made.learning_rate, rel=0.005)

@@ -19,8 +19,8 @@ from mutations import NUMBERS, TEXTS, VALUES, bounds, changed, damaged, examples
 from trainings import CONFIG
 
 from lm.cli import config as config_module
-from lm.cli.command_options import PlanOptions
 from lm.cli.main import main
+from lm.cli.options import PlanOptions
 from lm.cli.plan import examine
 from lm.data.shards import Shards
 from lm.errors import LmError

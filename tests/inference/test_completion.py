@@ -8,13 +8,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from lm.data.tokenizer import Tokenizer, train_bpe, train_char
 from lm.errors import RequestError
-from lm.inference.completion import BROKEN, GrowingText, complete, stream_text
+from lm.inference.completion import BROKEN, GrowingText, gather_texts, generate_text
 from lm.inference.generation import Sampling
 from lm.model.decoder import Decoder
 from lm.training.callbacks.evaluation import continued
 
 TEXT = "Zwölf Boxkämpfer jagen 维克托 über den Sylter Deich. \U0001f469\u200d\U0001f680 — naïve façade, 12 °C!\n\n ok "
-GREEDY = Sampling(temperature=0)
 
 
 def sentencepiece_like() -> Tokenizer:
@@ -125,13 +124,17 @@ def pair():
     return trained_like(SMALL), tokenizer
 
 
+def complete(decoder, tokenizer, prompts, *, alternatives=0, **options):
+    news = generate_text(decoder, tokenizer, prompts, Sampling(**options), alternatives=alternatives)
+    return gather_texts(prompts, news)
+
+
 PROMPTS = ["\u0101\u0102\u0103\u0104", "", "\u0110"]
 
 
 def test_texts_tokens_and_figures_belong_together(pair):
     decoder, tokenizer = pair
-    options = {"max_new_tokens": 20, "sampling": Sampling(0.8, top_p=0.9), "seed": 5, "alternatives": 3}
-    options["ignore_eos"] = True
+    options = {"max_new_tokens": 20, "temperature": 0.8, "top_p": 0.9, "seed": 5, "alternatives": 3, "ignore_eos": True}
     written = complete(decoder, tokenizer, PROMPTS, **options)
     assert [one.prompt for one in written] == PROMPTS
     for one in written:
@@ -145,10 +148,6 @@ def test_texts_tokens_and_figures_belong_together(pair):
                 assert other.text == tokenizer.decode([other.id])
     assert written == complete(decoder, tokenizer, PROMPTS, **options)
     assert written != complete(decoder, tokenizer, PROMPTS, **{**options, "seed": 6})
-    pieces = ["", "", ""]
-    for new in stream_text(decoder, tokenizer, PROMPTS, **options):
-        pieces[new.row] += new.text
-    assert pieces == [one.text for one in written]
 
 
 def test_a_stop_string_and_the_end_of_a_document_end_a_row_alone(pair):
@@ -169,14 +168,12 @@ def test_a_stop_string_and_the_end_of_a_document_end_a_row_alone(pair):
         assert (one.reason == "eos") == (tokenizer.eos_id in [token.id for token in other.tokens])
 
 
-def test_wrong_requests_are_refused_at_once(pair):
-    with pytest.raises(RequestError, match="a stop string is empty"):
-        stream_text(*pair, ["\u0101"], stop=["a", ""])
+def test_a_prompt_that_is_too_long_is_refused(pair):
     with pytest.raises(RequestError, match="prompt 0 leaves no room"):
-        stream_text(*pair, ["\u0101" * 64])
+        next(generate_text(*pair, ["\u0101" * 64]))
 
 
 def test_a_vocabulary_that_is_wider_than_the_tokenizers_is_no_harm():
     tokenizer = train_char(["abc"])
-    [written] = complete(Decoder(SMALL), tokenizer, ["abc"], max_new_tokens=30, sampling=Sampling(2.0), seed=0)
+    [written] = complete(Decoder(SMALL), tokenizer, ["abc"], max_new_tokens=30, temperature=2.0, seed=0)
     assert len(written.tokens) == 30 and set(written.text) <= set("abc<|endoftext|>unknown")

@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoders import SHAPES, SMALL, trained_like, write_huggingface
+from decoders import SHAPES, SMALL, trained_like, write_huggingface, written_by
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from lm.errors import RequestError, RunError
-from lm.inference import generation
-from lm.inference.generation import Cache, Completion, Sampling, generate, stream
+from lm.inference import decode_step
+from lm.inference.decode_step import Cache
+from lm.inference.generation import Sampling, generate
 from lm.kernels.operations import FUSED
 from lm.model.compile import compile_decoder
 from lm.model.decoder import Decoder
 from lm.model.fused import fuse
 
-GREEDY = Sampling(temperature=0)
 UNEQUAL = [[5, 3, 8, 1, 90, 4, 7, 7, 2], [9], [40, 41, 42]]
 
 
@@ -25,20 +25,8 @@ def config(request):
     return request.param
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def read(decoder, ids, sizes, dtype=torch.float32):
-    """Logits after each of the pieces that rows `(B, T)` are cut into, read one after the other with a cache."""
-    cache = Cache(decoder.config, *ids.shape, ids.device, dtype)
-    pieces = ids.split(sizes, dim=1)
-    with torch.no_grad():
-        steps = [
-            decoder(piece, continuation=cache.extend(piece.shape[1], torch.full((len(ids),), piece.shape[1])))
-            for piece in pieces
-        ]
-    return torch.stack(steps, dim=1)  # (B, pieces, V)
+def greedy(count: int) -> Sampling:
+    return Sampling(temperature=0, max_new_tokens=count)
 
 
 # ---- the same as without a cache, as alone, and as transformers -----------------------------------------------------
@@ -48,26 +36,29 @@ def read(decoder, ids, sizes, dtype=torch.float32):
 @pytest.mark.parametrize("sizes", [[1] * 40, [17] + [1] * 23, [6, 1, 13, 20]], ids=["singly", "prompt", "pieces"])
 def test_logits_with_a_cache_are_those_without(config, sizes, ops):
     """At every position, beyond the windows too, and however the tokens are divided."""
-    decoder = trained_like(config)
+    decoder, cache = trained_like(config), Cache(config, 2, 40, torch.device("cpu"), torch.float32)
     fuse(decoder, ops)
     ids = torch.randint(config.vocab_size, (2, 40))
-    ends = torch.tensor(sizes).cumsum(0) - 1
+    ends = torch.tensor(sizes).cumsum(0)
     with torch.no_grad():
-        expected = decoder(ids)[:, ends]
-    torch.testing.assert_close(read(decoder, ids, sizes), expected, atol=3e-5, rtol=1e-5)
+        for piece, end in zip(ids.split(sizes, dim=1), ends, strict=True):
+            length = piece.shape[1]
+            got = decoder(piece, continuation=cache.extend(length, torch.full((2,), length), int(end)))
+            torch.testing.assert_close(got, decoder(ids)[:, end - 1], atol=3e-5, rtol=1e-5)
 
 
 def test_rows_of_unequal_length_are_continued_by_pieces_of_unequal_length(config):
     decoder, cache = trained_like(config), Cache(config, 2, 40, torch.device("cpu"), torch.float32)
     rows = torch.randint(config.vocab_size, (2, 40))
-    begun = [0, 0]
+    begun, used = [0, 0], 0
     for counts in ([9, 3], [1, 6], [1, 1], [7, 4]):
         ids = torch.zeros(2, max(counts), dtype=torch.long)
         for row, count in enumerate(counts):
             ids[row, :count] = rows[row, begun[row] : begun[row] + count]
             begun[row] += count
+        used += max(counts)
         with torch.no_grad():
-            got = decoder(ids, continuation=cache.extend(max(counts), torch.tensor(counts)))
+            got = decoder(ids, continuation=cache.extend(max(counts), torch.tensor(counts), used))
             expected = [decoder(rows[None, row, : begun[row]])[0, -1] for row in range(2)]
         torch.testing.assert_close(got, torch.stack(expected), atol=3e-5, rtol=1e-5)
 
@@ -76,12 +67,12 @@ def test_greedy_tokens_are_those_of_transformers(config, tmp_path):
     """Until a context of 64 is full."""
     decoder = trained_like(config)
     theirs = AutoModelForCausalLM.from_pretrained(write_huggingface(decoder, tmp_path)).eval()
-    prompt = torch.randint(config.vocab_size, (1, 11), generator=seeded())
+    prompt = torch.randint(config.vocab_size, (1, 11), generator=torch.Generator().manual_seed(0))
     expected = theirs.generate(prompt, do_sample=False, use_cache=True, max_new_tokens=53, eos_token_id=None,
                                pad_token_id=0)  # fmt: skip
-    [got] = generate(decoder, prompt.tolist(), max_new_tokens=53, sampling=GREEDY)
-    assert got == (expected[0, 11:].tolist(), "length")
-    assert len(set(got.tokens)) > 5  # the comparison is of something
+    [(tokens, reason)] = written_by(decoder, prompt.tolist(), greedy(53))
+    assert (tokens, reason) == (expected[0, 11:].tolist(), "length")
+    assert len(set(tokens)) > 5  # the comparison is of something
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
@@ -94,19 +85,18 @@ def test_greedy_tokens_of_unequal_prompts_are_those_of_transformers(config, pena
                         repetition_penalty=penalty)[0, len(prompt):].tolist()
         for prompt in UNEQUAL
     ]  # fmt: skip
-    got = generate(decoder, UNEQUAL, max_new_tokens=30, sampling=Sampling(temperature=0, repetition_penalty=penalty))
-    assert [completion.tokens for completion in got] == expected
+    got = written_by(decoder, UNEQUAL, replace(greedy(30), repetition_penalty=penalty))
+    assert [tokens for tokens, _ in got] == expected
     assert penalty == 1 or all(len(set(tokens)) > 10 for tokens in expected)
 
 
 @pytest.mark.parametrize("ops", [None, FUSED], ids=["plain", "fused"])
 def test_a_static_step_gives_the_same_tokens(config, ops, monkeypatch):
     """With more slots in sight than are used, and where they must be doubled on the way."""
-    monkeypatch.setattr(generation, "SMALLEST", 16)
+    monkeypatch.setattr(decode_step, "SMALLEST", 16)
     decoder = trained_like(config)
     fuse(decoder, ops)
-    options = {"max_new_tokens": 50, "sampling": GREEDY}
-    dynamic, static = (list(stream(decoder, UNEQUAL, **options, step=step)) for step in ("dynamic", "static"))
+    dynamic, static = (list(generate(decoder, UNEQUAL, greedy(50), step=step)) for step in ("dynamic", "static"))
     assert [new[:3] for new in dynamic] == [new[:3] for new in static]
     one, two = (torch.tensor([new.log_probability for new in news]) for news in (dynamic, static))
     torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
@@ -115,28 +105,20 @@ def test_a_static_step_gives_the_same_tokens(config, ops, monkeypatch):
 def test_compiled_blocks_are_compiled_once_for_all_static_steps():
     torch._dynamo.reset()
     decoder = trained_like(replace(SMALL, window_pattern="SL", sliding_window=5))
-    expected = generate(decoder, UNEQUAL, max_new_tokens=12, sampling=GREEDY)
+    expected = written_by(decoder, UNEQUAL, greedy(12))
     compile_decoder(decoder, "triton_free")
     graphs = []
     for _ in range(2):
-        tokens = [[] for _ in UNEQUAL]
-        for new in stream(decoder, UNEQUAL, max_new_tokens=12, sampling=GREEDY, step="static"):
-            tokens[new.row].append(new.token)
-        assert tokens == [completion.tokens for completion in expected]
+        assert written_by(decoder, UNEQUAL, greedy(12), step="static") == expected
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] > 0
 
 
-def test_a_cuda_graph_is_refused_where_there_is_no_device_for_it():
-    with pytest.raises(RequestError, match="a step of generation cannot be a CUDA graph on cpu"):
-        stream(trained_like(SMALL), [[1]], max_new_tokens=2, step="cuda_graph")
-
-
 def test_a_prompt_in_a_batch_becomes_what_it_becomes_alone(config):
     decoder = trained_like(config)
-    together = generate(decoder, UNEQUAL, max_new_tokens=30, sampling=GREEDY)
-    assert together == [generate(decoder, [prompt], max_new_tokens=30, sampling=GREEDY)[0] for prompt in UNEQUAL]
-    assert len({tuple(completion.tokens) for completion in together}) == 3
+    together = written_by(decoder, UNEQUAL, greedy(30))
+    assert together == [written_by(decoder, [prompt], greedy(30))[0] for prompt in UNEQUAL]
+    assert len({tuple(tokens) for tokens, _ in together}) == 3
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16", "float64"])
@@ -145,20 +127,20 @@ def test_every_precision_generates(precision):
     decoder = trained_like(replace(SMALL, qk_norm=True, num_key_value_heads=2))
     decoder = decoder if precision == "mixed" else decoder.to(getattr(torch, precision))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed"), torch.no_grad():
-        [completion] = generate(decoder, [[1, 2, 3]], max_new_tokens=20, sampling=GREEDY)
-        logits = decoder(torch.tensor([[1, 2, 3, *completion.tokens]])).float()[0, 2:-1]
-    chosen = logits.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        [(tokens, _)] = written_by(decoder, [[1, 2, 3]], greedy(20))
+        logits = decoder(torch.tensor([[1, 2, 3, *tokens]])).float()[0, 2:-1]
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert (logits.amax(1) - chosen).max() <= (1e-5 if precision.startswith("float") else 0.1)
 
 
 # ---- the choice, and the figures that come with it ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.5, 10, 0.9, 0.01, 1.2)], ids=["greedy", "filtered"])
+@pytest.mark.parametrize("sampling", [greedy(20), Sampling(0.5, 10, 0.9, 0.01, 1.2, max_new_tokens=20, seed=0)])
 def test_log_probabilities_are_those_of_the_model_itself(sampling):
     """At temperature 1 over the whole vocabulary, and so are the alternatives'."""
     decoder, prompt = trained_like(SMALL), [5, 6, 7]
-    news = list(stream(decoder, [prompt], max_new_tokens=20, sampling=sampling, generator=seeded(), alternatives=4))
+    news = list(generate(decoder, [prompt], sampling, alternatives=4))
     with torch.no_grad():
         tokens = torch.tensor([prompt + [new.token for new in news]])
         expected = decoder(tokens)[0, 2:-1].log_softmax(-1)  # (20, V)
@@ -168,119 +150,104 @@ def test_log_probabilities_are_those_of_the_model_itself(sampling):
     assert [[token for token, _ in new.alternatives] for new in news] == ids.tolist()
     torch.testing.assert_close(torch.tensor([[log for _, log in new.alternatives] for new in news]), values,
                                atol=1e-5, rtol=1e-5)  # fmt: skip
-    assert all(new.alternatives == [] for new in stream(decoder, [prompt], max_new_tokens=2))
+    assert all(new.alternatives == [] for new in generate(decoder, [prompt], greedy(2)))
 
 
 def test_seeds_reproduce_and_differ():
-    decoder = trained_like(SMALL)
-    options = {"max_new_tokens": 20, "sampling": Sampling(top_k=50)}
-    first, again, other = (generate(decoder, UNEQUAL, **options, generator=seeded(seed)) for seed in (1, 1, 2))
+    decoder, sampling = trained_like(SMALL), Sampling(top_k=50, max_new_tokens=20)
+    first, again, other = (written_by(decoder, UNEQUAL, replace(sampling, seed=seed)) for seed in (1, 1, 2))
     assert first == again and all(one != two for one, two in zip(first, other, strict=True))
-    unseeded = [generate(decoder, UNEQUAL, **options) for _ in range(2)]
-    assert unseeded[0] != unseeded[1]
+    assert written_by(decoder, UNEQUAL, sampling) != written_by(decoder, UNEQUAL, sampling)
 
 
 # ---- where it ends --------------------------------------------------------------------------------------------------
 
 
 def test_a_row_ends_with_its_document_and_the_others_continue():
-    decoder = trained_like(SMALL)
-    plain = generate(decoder, UNEQUAL, max_new_tokens=25, generator=seeded())
-    eos = plain[1].tokens[4]
-    stopped = generate(decoder, UNEQUAL, max_new_tokens=25, eos_id=eos, generator=seeded())
-    for before, after in zip(plain, stopped, strict=True):
-        if eos in before.tokens:
-            assert after == Completion(before.tokens[: before.tokens.index(eos)], "eos")
-        else:
-            assert after == before
-    assert stopped[1].reason == "eos" and len(stopped[1].tokens) <= 4
+    decoder, sampling = trained_like(SMALL), Sampling(max_new_tokens=25, seed=0)
+    plain = written_by(decoder, UNEQUAL, sampling)
+    eos = plain[1][0][4]
+    stopped = written_by(decoder, UNEQUAL, sampling, eos_id=eos)
+    for (tokens, reason), after in zip(plain, stopped, strict=True):
+        assert after == ((tokens[: tokens.index(eos)], "eos") if eos in tokens else (tokens, reason))
+    assert stopped[1][1] == "eos" and len(stopped[1][0]) <= 4
 
 
 def test_a_caller_ends_a_row_and_is_not_asked_about_the_end_of_a_document():
-    decoder = trained_like(SMALL)
-    plain = generate(decoder, UNEQUAL, max_new_tokens=12, generator=seeded())
-    eos, asked = plain[2].tokens[3], []
+    decoder, sampling = trained_like(SMALL), Sampling(max_new_tokens=12, seed=0)
+    plain = written_by(decoder, UNEQUAL, sampling)
+    eos, asked = plain[2][0][3], []
 
     def ended(row, token):
         asked.append((row, token))
         return row == 0 and sum(one == 0 for one, _ in asked) == 5
 
-    news = list(stream(decoder, UNEQUAL, max_new_tokens=12, generator=seeded(), eos_id=eos, ended=ended))
+    news = list(generate(decoder, UNEQUAL, sampling, eos_id=eos, ended=ended))
     last = {new.row: new for new in news if new.reason}
-    assert last[0].reason == "stop" and [new.token for new in news if new.row == 0] == plain[0].tokens[:5]
+    assert last[0].reason == "stop" and [new.token for new in news if new.row == 0] == plain[0][0][:5]
     assert last[2].reason == "eos" and (2, eos) not in asked
     assert asked == [(new.row, new.token) for new in news if new.reason != "eos"]
 
 
 def test_a_full_context_ends_a_row_and_says_so():
     decoder = trained_like(replace(SMALL, max_position_embeddings=16, window_pattern="SL", sliding_window=4))
-    completions = generate(decoder, [[1] * 13, [2] * 4, [3] * 10], max_new_tokens=6, sampling=GREEDY)
-    assert [(len(tokens), reason) for tokens, reason in completions] == [(3, "context"), (6, "length"), (6, "length")]
-    assert completions[1] == generate(decoder, [[2] * 4], max_new_tokens=6, sampling=GREEDY)[0]
-    [all_of_it] = generate(decoder, [[2]], max_new_tokens=10**9, sampling=GREEDY)
-    assert len(all_of_it.tokens) == 15 and all_of_it.reason == "context"
+    written = written_by(decoder, [[1] * 13, [2] * 4, [3] * 10], greedy(6))
+    assert [(len(tokens), reason) for tokens, reason in written] == [(3, "context"), (6, "length"), (6, "length")]
+    assert written[1] == written_by(decoder, [[2] * 4], greedy(6))[0]
+    [(tokens, reason)] = written_by(decoder, [[2]], greedy(10**9))
+    assert len(tokens) == 15 and reason == "context"
 
 
 def test_an_empty_prompt_begins_a_document():
     decoder = trained_like(SMALL)
-    options = {"max_new_tokens": 9, "sampling": GREEDY}
-    [began], [same] = (generate(decoder, [prompt], eos_id=7, **options) for prompt in ([], [7]))
-    assert began == same
-    with pytest.raises(RequestError, match="prompt 0 is empty"):
-        generate(decoder, [[]], **options)
-    assert generate(decoder, [], **options) == []
+    assert written_by(decoder, [[]], greedy(9), eos_id=7) == written_by(decoder, [[7]], greedy(9), eos_id=7)
+    assert written_by(decoder, [], greedy(9)) == []
 
 
 @pytest.mark.parametrize("prompt, options, words", [
-    ([1] * 64, {}, "prompt 0 leaves no room for a new token: it has 64 tokens, and max_position_embeddings is 64; "
-                   "shorten it by 1"),
+    ([], {}, "prompt 0 is empty"),
+    ([1] * 64, {}, "it has 64 tokens, and max_position_embeddings is 64; shorten it by 1"),
     ([1, 101], {}, "token id 101 is outside the vocabulary of 101"),
     ([-1], {}, "token id -1 is outside"),
-    ([1], {"max_new_tokens": 0}, "max_new_tokens 0 must be at least 1"),
-    ([1], {"alternatives": 102}, "alternatives 102 must lie in 0 to 101, the vocabulary"),
-    ([1], {"alternatives": -1}, "alternatives -1 must lie"),
+    ([1], {"step": "cuda_graph"}, "cannot be a CUDA graph on cpu"),
 ])  # fmt: skip
 def test_wrong_requests_are_refused_before_anything_is_computed(prompt, options, words):
     with pytest.raises(RequestError, match=words):
-        stream(Decoder(SMALL), [prompt], **{"max_new_tokens": 4, **options})
+        next(generate(Decoder(SMALL), [prompt], **options))
 
 
-def test_weights_that_are_broken_are_said_to_be():
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_weights_that_are_broken_are_said_to_be(temperature):
     decoder = trained_like(SMALL)
     decoder.norm.weight.data[0] = torch.nan
-    for temperature in (0, 1):
-        with pytest.raises(RunError, match="not finite"):
-            generate(decoder, [[1]], max_new_tokens=4, sampling=Sampling(temperature))
+    with pytest.raises(RunError, match="not finite"):
+        next(generate(decoder, [[1]], Sampling(temperature)))
 
 
 # ---- streaming, and what is left behind -----------------------------------------------------------------------------
 
 
 def test_tokens_are_handed_out_one_by_one():
-    decoder, calls = trained_like(SMALL), []
+    decoder, calls, tokens = trained_like(SMALL), [], [[], []]
     decoder.register_forward_hook(lambda *_: calls.append(1))
-    whole = generate(decoder, UNEQUAL[1:], max_new_tokens=5, sampling=GREEDY)
-    calls.clear()
-    tokens = [[], []]
-    for new in stream(decoder, UNEQUAL[1:], max_new_tokens=5, sampling=GREEDY):
+    for new in generate(decoder, UNEQUAL[1:], greedy(5)):
         tokens[new.row].append(new.token)
         assert len(calls) == len(tokens[new.row])  # nothing was computed ahead
         assert new.reason == ("length" if len(calls) == 5 else None)
-    assert tokens == [completion.tokens for completion in whole]
 
 
 def test_generation_leaves_no_trace():
     """Modes of all modules, gradients, random numbers, and whether gradients are recorded between tokens."""
-    decoder = Decoder(replace(SMALL, dropout=0.5))
+    decoder, sampling = Decoder(replace(SMALL, dropout=0.5)), Sampling(max_new_tokens=8, seed=0)
     decoder.layers[1].eval()
     modes = [module.training for module in decoder.modules()]
     before = torch.get_rng_state()
-    first = generate(decoder, UNEQUAL, max_new_tokens=8, generator=seeded())
+    first = written_by(decoder, UNEQUAL, sampling)
     assert [module.training for module in decoder.modules()] == modes
     assert torch.equal(torch.get_rng_state(), before)
-    assert first == generate(decoder.eval(), UNEQUAL, max_new_tokens=8, generator=seeded())  # nothing was dropped
+    assert first == written_by(decoder.eval(), UNEQUAL, sampling)  # nothing was dropped
     decoder.train()
-    broken_off = stream(decoder, UNEQUAL, max_new_tokens=8)
+    broken_off = generate(decoder, UNEQUAL, sampling)
     next(broken_off)
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     broken_off.close()
@@ -292,13 +259,13 @@ def test_generation_leaves_no_trace():
 def test_compiled_blocks_are_neither_compiled_again_nor_forgotten():
     torch._dynamo.reset()
     decoder = trained_like(replace(SMALL, window_pattern="SL", sliding_window=5)).train()
-    expected = generate(decoder, UNEQUAL, max_new_tokens=12, sampling=GREEDY)
+    expected = written_by(decoder, UNEQUAL, greedy(12))
     compile_decoder(decoder, "triton_free")
     forwards = [layer.forward for layer in decoder.layers]
     ids = torch.randint(101, (2, 32))
     decoder(ids, labels=ids).total.backward()
     graphs = counters["stats"]["unique_graphs"]
-    assert generate(decoder, UNEQUAL, max_new_tokens=12, sampling=GREEDY) == expected
+    assert written_by(decoder, UNEQUAL, greedy(12)) == expected
     decoder(ids, labels=ids).total.backward()
     assert counters["stats"]["unique_graphs"] == graphs > 0
     assert [layer.forward for layer in decoder.layers] == forwards

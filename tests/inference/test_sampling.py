@@ -105,6 +105,9 @@ def test_a_low_temperature_is_greedy_and_nothing_overflows():
     ({"min_p": -0.1}, r"min_p -0.1 must lie in \[0, 1\]"),
     ({"min_p": 1.5}, "min_p 1.5"),
     ({"repetition_penalty": 0.0}, "repetition_penalty 0.0 must be above 0"),
+    ({"max_new_tokens": 0}, "max_new_tokens 0 must be at least 1"),
+    ({"seed": -1}, "seed -1 must lie"),
+    ({"stop": ["a", ""]}, "a stop string is empty"),
 ])  # fmt: skip
 def test_numbers_that_mean_nothing_are_refused(options, words):
     with pytest.raises(RequestError, match=words):

@@ -256,10 +256,16 @@ def test_where_only_the_stream_is_used_it_alone_has_a_gradient():
     assert w.grad is None and m.grad is None
 
 
-def test_a_residual_of_another_precision_is_refused():
-    x, residual, w = norm_arguments()
-    with pytest.raises(TypeError, match="torch.bfloat16 and torch.float32"):
-        rms_norm.rms_norm(x.bfloat16(), residual, w, EPS)
+@pytest.mark.parametrize("residual, weight, words", [
+    (torch.zeros(2, 16), torch.zeros(16), r"\(2, 16\) in torch.bfloat16, and residual \(2, 16\) in torch.float32"),
+    (torch.zeros(1, 16).bfloat16(), torch.zeros(16), r"residual \(1, 16\)"),
+    (None, torch.zeros(15), r"weight is \(15,\)"),
+])  # fmt: skip
+def test_shapes_and_precisions_that_do_not_fit_are_refused(residual, weight, words):
+    x = torch.zeros(2, 16).bfloat16()
+    for function in (rms_norm.rms_norm, lambda *inputs: rms_norm.norm_linear(*inputs, torch.zeros(8, 16))):
+        with pytest.raises(TypeError, match=words):
+            function(x, residual, weight, EPS)
 
 
 def test_where_a_kernel_does_not_load_plain_pytorch_is_taken_and_the_reason_said(monkeypatch):

@@ -15,7 +15,7 @@ from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start
 from lm.training.callbacks.budget import STALE, Budget, Cost, Meter, Sidecar, judge, read_budget_file
-from lm.training.callbacks.logging import Pace
+from lm.training.callbacks.logging import StepTimeEstimator
 from lm.training.config import BudgetConfig
 from lm.training.run_state import RunState
 
@@ -53,7 +53,7 @@ def test_the_age_of_the_process_is_known():
 
 def test_a_slow_stretch_is_not_the_pace():
     """Compilation, or a disk that hangs for ten minutes, says nothing of the steps to come."""
-    pace = Pace()
+    pace = StepTimeEstimator()
     assert pace.rest(100, 0) is None
     pace.steps.extend([2.0, 2.0, 300.0, 2.0, 2.0])
     pace.validations.extend([30.0, 12.0, 12.0])
@@ -62,7 +62,7 @@ def test_a_slow_stretch_is_not_the_pace():
 
 def test_pauses_that_come_again_are_part_of_the_pace_and_a_single_one_is_not():
     """Evaluations of 120 s every 250 steps make a step of 0.1 s one of 0.58 s."""
-    pace = Pace()
+    pace = StepTimeEstimator()
     pace.steps.append(0.1)
     pace.pauses.append((250, 500.0))  # the first of a session, which compiled something
     assert pace.rest(1000, 0) == pytest.approx(100.0)

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from decoders import written_by
 from test_guards import KEEP_ALL, fit, same, tensors
 from trainings import make_workplace
 
-from lm.inference.generation import Sampling, generate
+from lm.inference.generation import Sampling
 from lm.kernels.operations import choose_kernels
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
@@ -58,5 +59,5 @@ def test_kernels_generate_what_plain_pytorch_does():
     prompts, written = [[1, 2, 3], [5], list(range(20))], []
     for ops in (None, choose_kernels("on", torch.device("cuda"))[0]):
         fuse(decoder, ops)
-        written.append(generate(decoder, prompts, max_new_tokens=40, sampling=Sampling(temperature=0)))
+        written.append(written_by(decoder, prompts, Sampling(temperature=0, max_new_tokens=40)))
     assert written[0] == written[1]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
-from torch import nn
 from torch.distributed.tensor import DTensor
 from trainings import lm, make_workplace, write_config
 
@@ -17,8 +16,6 @@ from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.training.callbacks.guards import Rollback, ValidationTrend
 from lm.training.config import GuardsConfig, ScheduleConfig
-from lm.training.muon import Muon
-from lm.training.optim import AdamW
 from lm.training.step import StepResult
 from lm.training.step_stats import StepStats
 
@@ -233,27 +230,6 @@ def test_all_ranks_agree(workplace, strategy):
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_an_optimizer_that_skips_leaves_everything_as_it_is(name):
-    weight = nn.Parameter(torch.randn(8, 4))
-    common = dict(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    if name == "adamw":
-        optimizer = AdamW([weight], fused=True, **common)
-    else:
-        optimizer = Muon([{"params": [weight], "rows": 8}], momentum=0.9, **common)
-    weight.grad = torch.randn(8, 4)
-    optimizer.step()
-    before = json.dumps([weight.tolist(), {key: value.tolist() for key, value in optimizer.state[weight].items()}])
-    weight.grad = torch.full((8, 4), math.nan)
-    optimizer.skip = torch.tensor(True)
-    optimizer.step()
-    after = json.dumps([weight.tolist(), {key: value.tolist() for key, value in optimizer.state[weight].items()}])
-    assert after == before
-    weight.grad, optimizer.skip = torch.randn(8, 4), torch.tensor(False)
-    optimizer.step()
-    assert not torch.equal(weight, torch.tensor(json.loads(before)[0]))
 
 
 def test_the_sums_leave_out_steps_that_were_not_applied_but_for_overflows_of_the_scaler():

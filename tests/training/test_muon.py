@@ -38,7 +38,7 @@ def gradients(parameters, seed):
 
 
 def groups_of(parameters):
-    return [{"params": [p], "rows": p.shape[0]} for p in parameters]
+    return [{"params": [p], "kind": "muon", "rows": p.shape[0]} for p in parameters]
 
 
 # ---- one step -------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_parts_of_a_fused_matrix_move_as_if_they_were_apart():
     apart = parameters(*[(8, 16)] * 6)
     fused = [nn.Parameter(torch.cat([p.detach() for p in apart[i : i + 3]])) for i in (0, 3)]
     one = Muon(groups_of(apart), **SETTINGS)
-    other = Muon([{"params": fused, "rows": 8}], **SETTINGS)
+    other = Muon([{"params": fused, "kind": "muon", "rows": 8}], **SETTINGS)
     for seed in range(3):
         gradients(apart, seed)
         for i, p in enumerate(apart):
@@ -132,8 +132,7 @@ class NoWait(TorchDispatchMode):
 def test_a_skipped_step_changes_nothing_and_the_host_does_not_wait(make):
     ours = parameters((24, 16), (16,))
     settings = {name: value for name, value in SETTINGS.items() if make is Muon or name != "momentum"}
-    groups = [{"params": ours[:1], "rows": 24}, {"params": ours[1:], "rows": None}]
-    optimizer = make(groups, **settings, **({"fused": True} if make is AdamW else {}))
+    optimizer = make([{"params": ours[:1], "kind": "muon", "rows": 24}, {"params": ours[1:]}], **settings)
     gradients(ours, 1)
     optimizer.step()
     before = deepcopy(([p.detach() for p in ours], optimizer.state_dict()["state"]))
@@ -171,7 +170,7 @@ def test_under_a_gradient_scaler_it_takes_the_same_steps_and_none_from_infinity(
     plain = parameters((24, 16), (16,))
     scaled = deepcopy(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    optimizers = [Muon([{"params": [w], "rows": 24}, {"params": [b]}], **SETTINGS) for w, b in (plain, scaled)]
+    optimizers = [Muon([{"params": [w], "kind": "muon", "rows": 24}, {"params": [b]}], **SETTINGS) for w, b in (plain, scaled)]
     for step in range(3):
         gradients(plain, step)
         optimizers[0].step()
@@ -239,13 +238,6 @@ def test_a_checkpoint_keeps_momentum_of_matrices_and_averages_of_the_rest(workpl
         assert found == ({"momentum_buffer"} if hidden else {"exp_avg", "exp_avg_sq", "step"}), name
 
 
-def test_a_run_does_not_resume_with_another_optimizer(workplace):
-    other = {"model.optimizer.name": "adamw", "trainer.max_steps": 14}
-    ended = fit(workplace, "straight", "--ckpt_path", "auto", expect=2, **other)
-    line = ended.stderr.strip().splitlines()[-1]
-    assert line.startswith("lm fit: this is a checkpoint of another optimizer") and "give name muon" in line
-
-
 def test_a_group_takes_its_own_rate_through_the_schedule(workplace):
     """An embedding whose rate is next to nothing stays where it began; the rest does not."""
     still = {"model.optimizer.groups": {"embedding": {"lr": 1e-30, "weight_decay": 0.0}}}
@@ -257,14 +249,6 @@ def test_a_group_takes_its_own_rate_through_the_schedule(workplace):
     assert same == {"model.embed_tokens.weight"}
     rates = [json.loads(line).get("optim/lr") for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert rates[0] == 5e-3  # the optimizer's own, halfway through the warm-up
-
-
-def test_a_schedule_by_shares_of_the_run(workplace):
-    by_ratio = {"warmup_ratio": 0.25, "name": "wsd", "decay_ratio": 0.5, "final_fraction": 0.0}
-    fit(workplace, "ratio", **{"model.schedule": by_ratio, "trainer.max_steps": 8})
-    lines = (workplace / "checkpoints" / "ratio" / "metrics.jsonl").read_text().splitlines()
-    rates = [entry["optim/lr"] for entry in map(json.loads, lines) if "optim/lr" in entry]
-    assert rates == pytest.approx([5e-3, 1e-2, 1e-2, 1e-2, 7.5e-3, 5e-3, 2.5e-3, 0.0])
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
@@ -281,12 +265,14 @@ def alone(workplace):
 
 # Shape: rows. Over three ranks the first one's shards have 6, 6 and 4 rows, and its matrices begin somewhere else; one
 # row leaves two ranks without.
-GROUPS = {(16, 20): 4, (24, 16): 24, (1, 16): 1, (16,): None}
+MUON_GROUPS = {(16, 20): 4, (24, 16): 24, (1, 16): 1}
 COPIES = 4  # parameters of each shape: more matrices than ranks, and not a multiple of them
 
 
 def several_groups():
-    return [{"params": parameters(*[shape] * COPIES), "rows": rows} for shape, rows in GROUPS.items()]
+    muon = [{"params": parameters(*[shape] * COPIES), "kind": "muon", "rows": rows}
+            for shape, rows in MUON_GROUPS.items()]  # fmt: skip
+    return [*muon, {"params": parameters(*[(16,)] * COPIES)}]
 
 
 def take_steps(groups, place=lambda tensor: tensor):
@@ -328,7 +314,7 @@ def steps_of_a_rank(rank: int, world: int, rendezvous: str, weights, state) -> N
         group["params"] = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in group["params"]]
     optimizer, shards = take_steps(groups, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
     torch.testing.assert_close([p.full_tensor().detach() for p in shards], weights, rtol=0, atol=1e-6)
-    adamw = AdamW(shards, lr=1.0, fused=True)
+    adamw = AdamW([{"params": shards}], lr=1.0)
     for adamw.skip in (torch.tensor(True), torch.tensor(False)):
         before = [p.full_tensor().detach() for p in shards]
         with NoWait():

@@ -2,13 +2,13 @@
 
 import pytest
 
-from lm.training.callbacks.logging import Pace
+from lm.training.callbacks.logging import StepTimeEstimator
 
 
 @pytest.mark.parametrize("log_interval", [10, 100])  # with 100 a validation lies between any two lines
 def test_the_time_left_is_right_to_a_second_after_a_hang_too(log_interval):
     """2,000 steps of 0.5 s, compilation in the first, a validation of 20 s every 100; the disk hangs for 600 s once."""
-    pace, now, lines, estimates = Pace(), 0.0, {}, {}
+    pace, now, lines, estimates = StepTimeEstimator(), 0.0, {}, {}
     for step in range(1, 2001):
         now += 0.5 + (60.0 if step == 1 else 0.0) + (600.0 if step == 1005 else 0.0)
         if step % log_interval == 0:

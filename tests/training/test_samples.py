@@ -7,6 +7,7 @@ import time
 import pytest
 import tokenizers
 import torch
+from decoders import written_by
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
@@ -40,14 +41,14 @@ class Obstacles(Callback):
         if trainer.is_global_zero:
             (trainer.run.path / "samples.jsonl").mkdir()
 
-    def generate(self, decoder, prompts, **options):
+    def generate(self, decoder, prompts, sampling):
         time.sleep(PAUSE)
         kept = decoder.norm.weight.detach().clone()
         try:
             with torch.no_grad():
                 if self.trainer.global_step == 8:
                     decoder.norm.weight.fill_(torch.nan)
-            return generate(decoder, prompts, **options)
+            yield from generate(decoder, prompts, sampling)
         finally:
             with torch.no_grad():
                 decoder.norm.weight.copy_(kept)
@@ -78,10 +79,8 @@ def said_by(checkpoint):
     decoder, tokenizer = Decoder(config), Tokenizer.load(checkpoint)
     decoder.load_state_dict(from_huggingface(load_file(checkpoint / "model.safetensors"), config))
     prompts = [tokenizer.encode(text) or [tokenizer.eos_id] for text in PROMPTS]
-    completions = generate(
-        decoder, prompts, max_new_tokens=12, sampling=Sampling(0.5, 5), generator=torch.Generator().manual_seed(3),
-    )  # fmt: skip
-    return [continued(tokenizer, prompt, made.tokens) for prompt, made in zip(prompts, completions, strict=True)]
+    written = written_by(decoder, prompts, Sampling(0.5, 5, max_new_tokens=12, seed=3))
+    return [continued(tokenizer, prompt, tokens) for prompt, (tokens, _) in zip(prompts, written, strict=True)]
 
 
 # ---- in a training --------------------------------------------------------------------------------------------------

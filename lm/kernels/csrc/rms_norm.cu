@@ -7,6 +7,9 @@
 //
 // -DT, -DW: number formats of activations and of the weight. -DWIDTH. -DVEC: neighbours loaded at once; divides WIDTH.
 // -DFORWARD_WARPS, -DBACKWARD_WARPS: of a block, at most 32.
+//
+// Of the prelude: load and store move VEC neighbours at once, widen and narrow convert them to float and back, and
+// block_sum gives every thread the sum over its block.
 #include "prelude.cuh"
 
 constexpr int PIECES = WIDTH / VEC;  // of a row

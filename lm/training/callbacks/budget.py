@@ -19,7 +19,7 @@ from lm.system.process import seconds_since_process_start
 from lm.system.units import format_figure
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero
-from lm.training.callbacks.logging import Pace, remaining
+from lm.training.callbacks.logging import StepTimeEstimator, remaining
 from lm.training.config import BudgetConfig
 from lm.training.trainer import Trainer
 
@@ -159,9 +159,9 @@ class Budget(Callback):
     cap, a warning; a projection over it, or too high a rate, a checkpoint and the end; the cap spent, the end without
     a checkpoint.
 
-    The first steps are slow and say little. So a projection (see `Pace`) ends a run only once it is measured over
-    `SETTLED_LINES` and is over the cap for the `PROJECTIONS`th time in a row. Before that, and where steps become slow
-    all of a sudden, the last log line that leaves time for one more and a checkpoint ends the run.
+    The first steps are slow and say little. So a projection (see `StepTimeEstimator`) ends a run only once it is
+    measured over `SETTLED_LINES` and is over the cap for the `PROJECTIONS`th time in a row. Before that, and where
+    steps become slow all of a sudden, the last log line that leaves time for one more and a checkpoint ends the run.
 
     Args:
         clock: seconds; must not jump.
@@ -175,7 +175,7 @@ class Budget(Callback):
         self._clock, self._age = clock, age
         self.meter: Meter | None = None  # on rank zero, from the start of a training
         self._sidecar: Sidecar | None = None
-        self._pace = Pace()
+        self._pace = StepTimeEstimator()
         self._interval: tuple[float, int] | None = None  # seconds and steps between the newest log lines
         self._written = -math.inf
         self._sidecar_end: float | None = None  # US dollars that the sidecar projects

@@ -101,15 +101,13 @@ class Samples(BetweenSteps):
 
     def written(self, trainer: Trainer, pl_module: LightningModule) -> list[str]:
         config, tokenizer = self.config, trainer.datamodule.tokenizer
+        sampling = Sampling(config.temperature, config.top_k, max_new_tokens=config.max_new_tokens, seed=config.seed)
+        tokens: list[list[int]] = [[] for _ in self.prompts]
         with trainer.precision_plugin.forward_context():
             # No token ends a row here: ranks that share a model must all take the same number of steps.
-            completions = generate(
-                pl_module.decoder, self.prompts, max_new_tokens=config.max_new_tokens,
-                sampling=Sampling(config.temperature, config.top_k),
-                generator=torch.Generator().manual_seed(config.seed),
-            )  # fmt: skip
-        pairs = zip(self.prompts, completions, strict=True)
-        return [continued(tokenizer, prompt, completion.tokens) for prompt, completion in pairs]
+            for new in generate(pl_module.decoder, self.prompts, sampling):
+                tokens[new.row].append(new.token)
+        return [continued(tokenizer, *pair) for pair in zip(self.prompts, tokens, strict=True)]
 
     def _write_samples(self, trainer: Trainer, texts: list[str]) -> None:
         step = trainer.global_step

@@ -58,7 +58,7 @@ class RunLog(Callback):
     def __init__(self, interval: int) -> None:
         self.interval = interval
         self.latest: dict[str, Any] = {}  # the newest value of each metric
-        self.pace = Pace()
+        self.pace = StepTimeEstimator()
         self._validation_began = 0.0
         self._before: dict[str, Any] = {}  # what Lightning's `log` was given before the validation
         self._of_validations: set[str] = set()  # names that it was given in validations
@@ -229,7 +229,7 @@ def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
 KEPT_LINES = 100  # of the newest, that a pace is the median of
 
 
-class Pace:
+class StepTimeEstimator:
     """How long the steps of a training take, and its rest: one estimate for log lines, progress bar and budget.
 
     A step counts as the median over log lines, a validation as the median of all, so that one slow stretch does not

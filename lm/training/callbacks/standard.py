@@ -1,6 +1,6 @@
 """The callbacks of every training in their order, made from the sections of its config."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -15,29 +15,29 @@ from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
 from lm.training.callbacks.throughput import Throughput, ThroughputFloor
-from lm.training.config import EvaluationConfig, GuardsConfig, SamplesConfig, TrainerConfig
+from lm.training.config import TrainerConfig
 
 
 def standard_callbacks(
     trainer: TrainerConfig,
     run_folder: RunFolder,
-    guards: GuardsConfig = GuardsConfig(),
-    samples: SamplesConfig = SamplesConfig(),
-    evaluation: EvaluationConfig = EvaluationConfig(),
+    sections: Mapping[str, Any],
     notify: Sequence[Any] = (),
 ) -> list[Callback]:
-    """The callbacks of `lm fit` in their order, from the config under `trainer:`, `guards:` and so on.
+    """The callbacks of `lm fit` in their order.
 
     The run's folder comes first, so that those after it may write. Of the guards those that find something come first,
     then the post-mortem of it, then the rollback.
 
     Args:
         trainer: the options of the `Trainer`.
+        sections: those of callbacks, as `sections_of_callbacks` gives them.
         notify: addresses to send messages to, as under `notify:`.
 
     Raises:
         RequestError: an address cannot be used.
     """
+    guards, samples, evaluation = (sections[name] for name in ("guards", "samples", "evaluation"))
     early, every = trainer.early_stopping, trainer.histogram_interval
     stopping = [] if early.patience is None else [EarlyStopping(early.patience, early.min_delta)]
     injection = [] if guards.inject_step is None else [SpikeInjection(guards.inject_step)]

@@ -10,18 +10,19 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lm.errors import first_line
-from lm.model.estimates import ASSUMED_MFU, recomputed_flops_per_token
+from lm.model.estimates import assumed_speed, recomputed_flops_per_token
 from lm.runs.checkpoint import read_progress
 from lm.runs.history import read_samples
 from lm.runs.metrics import METRICS
-from lm.system.hardware import device_name
+from lm.system.hardware import Device, device_name
 from lm.system.process import program
-from lm.system.units import format_count, format_duration, format_figure, plural
+from lm.system.units import format_count, format_duration, format_time_and_cost, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.budget import Budget
 from lm.training.callbacks.evaluation import Samples
 from lm.training.callbacks.logging import RunLog
 from lm.training.config import SamplesConfig
+from lm.training.precision import multiplication_precision
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -109,20 +110,20 @@ def _devices(trainer: Trainer) -> str:
 
 def _expected(trainer: Trainer, module: LightningModule) -> str:
     """How long the rest of the run takes, reckoned as `lm plan` does without a measurement."""
-    if not trainer.device_peak:
+    device = Device(device_name(trainer.strategy.root_device), None, None, trainer.peak_tflops)
+    checkpointing, seq_len = module.options.activation_checkpointing, trainer.datamodule.seq_len
+    flops = module.flops_per_token() + recomputed_flops_per_token(module.config, seq_len, checkpointing)
+    precision = multiplication_precision(str(trainer.precision), trainer.matmul_precision)
+    if (assumed := assumed_speed(device, precision, flops)) is None:
         return "not known before two log lines"
-    fp8 = str(trainer.precision).startswith("fp8")
-    checkpointing = module.options.activation_checkpointing
-    again = recomputed_flops_per_token(module.config, trainer.datamodule.seq_len, checkpointing)
-    rate = ASSUMED_MFU * trainer.device_peak / (1 + fp8) * trainer.world_size / (module.flops_per_token() + again)
+    speed, basis = assumed
     tokens = (trainer.steps.max_steps - trainer.global_step) * trainer.steps.tokens_per_step
-    return f"{_time_and_cost(trainer, tokens / rate)}, at {ASSUMED_MFU:.0%} MFU{' of bf16' * fp8}, assumed"
+    return f"{_time_and_cost(trainer, tokens / (speed * trainer.world_size))}, at {basis}"
 
 
 def _time_and_cost(trainer: Trainer, seconds: float) -> str:
     meter = next((each.meter for each in trainer.callbacks if isinstance(each, Budget)), None)
-    cost = f", {format_figure(seconds / 3600 * meter.rate)} USD" if meter and meter.rate else ""
-    return f"{format_duration(seconds)}{cost}"
+    return format_time_and_cost(seconds, seconds / 3600 * meter.rate if meter and meter.rate else None)
 
 
 def _origin(trainer: Trainer) -> str:
