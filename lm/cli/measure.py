@@ -37,7 +37,7 @@ from torch.autograd.profiler import record_function
 
 from lm.cli.config import config_name, config_parser
 from lm.cli.options import BenchOptions, ProfileOptions
-from lm.cli.plan import find_tokenizer, with_vocabulary
+from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.cli.runs import folder_bytes
 from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
