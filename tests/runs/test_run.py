@@ -9,6 +9,7 @@ import pytest
 from lm.errors import RequestError
 from lm.inspection.data import samples_at
 from lm.runs.checkpoint import point, write_folder
+from lm.runs.config_diff import differences
 from lm.runs.resume import find_checkpoint, refuse_changed_config
 from lm.runs.run import Run
 
@@ -188,6 +189,13 @@ def test_an_option_that_is_newer_than_a_run_is_taken_as_off(tmp_path):
     config["model"]["decoder"]["zero_init_residual"] = True
     with pytest.raises(RequestError, match="another model.decoder.zero_init_residual"):
         refuse_changed_config(run, config, force=False)
+
+
+def test_an_option_that_one_version_lacks_is_no_difference_where_it_is_off():
+    """A value that both configs set is one, also where it is 0 in one and nothing in the other."""
+    assert differences([{"data": {"packed": False}}, {"data": {"pad_id": None}, "run": "b"}, {"run": "a"}]) == {}
+    assert differences([{"data": {"pad_id": 0}}, {"data": {"pad_id": None}}]) == {"data.pad_id": [0, None]}
+    assert differences([{"data": {"pad_id": 5}}, {}]) == {"data.pad_id": [5, None]}
 
 
 def test_a_config_of_a_run_that_is_damaged_is_named_and_not_compared(tmp_path):
