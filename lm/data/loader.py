@@ -119,7 +119,7 @@ class Batch:
         return None if self.row_documents is None else 1 << (sum(self.row_documents) - 1).bit_length()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The same batch on another device; `non_blocking` from pinned memory overlaps the copy with compute."""
+        """The same batch on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
@@ -174,12 +174,10 @@ class Stream(IterableDataset):
         seq_len: T, the targets of a row.
         start: the first sample that was not trained on yet.
         global_batch: samples of an optimizer step over all ranks.
-        rank: this process; it takes every `world`-th sample of a step.
-        world: number of processes.
+        rank: this process, of `world`; it takes every `world`-th sample of a step.
         shuffle_buffer: tokens of decoded blocks to hold at most; None takes what the order's lanes need.
 
     Raises:
-        ValueError: `global_batch` is not a multiple of `world`.
         RequestError: a block alone is larger than the shuffle buffer.
     """
 
@@ -218,8 +216,7 @@ class Windows(IterableDataset):
         seq_len: T, the targets of a row.
         micro_batch: B, the rows of a batch.
         limit: how many windows; None takes all.
-        rank: this process; each takes one run of consecutive windows.
-        world: number of processes.
+        rank: this process, of `world`; each takes one run of consecutive windows.
         source: of a mixture, to say of every row.
     """
 

@@ -110,7 +110,7 @@ def find_files(inputs: Sequence[str]) -> list[TextFile]:
         The files by name, each once.
 
     Raises:
-        RequestError: there is nothing, or something that is no text; names it.
+        RequestError: there is nothing, or something that is not text; names it.
     """
     found: dict[Hashable, TextFile] = {}
     for file in (file for source in inputs for file in _find(source)):
@@ -224,12 +224,7 @@ class Piece(NamedTuple):
 
 
 def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tuple[str, str]]:
-    """Whole documents of files, folders, globs or URLs, with the place of each, in order.
-
-    Raises:
-        RequestError: an input is not there or holds no text.
-        RunError: a file cannot be read; names the file and line or row.
-    """
+    """Whole documents of files, folders, globs or URLs, with the place of each, in order."""
     for file in find_files(inputs):
         held = []
         for piece in read_pieces(file, text_key=text_key):
@@ -245,7 +240,6 @@ def read_pieces(
     """Documents of a part of a file; empty ones are left out.
 
     Args:
-        file: of any kind.
         part: which part, from 0; the documents of all parts one after the other are those of the file.
         parts: how many parts there are; more than 1 for divisible files only.
         text_key: key or column of the text.
@@ -332,11 +326,7 @@ def _json_text(line: bytes, key: str) -> str:
     """
     try:
         entry = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte 0x{error.object[error.start]:02x} is not UTF-8 text") from error
-    except RecursionError:
-        raise ValueError("values are nested too deep to be read") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not a JSON object on one line ({first_line(error)})") from error
     if not isinstance(entry, dict):
         raise ValueError(f"a JSON {type(entry).__name__} where one object a line is expected")
@@ -346,7 +336,7 @@ def _json_text(line: bytes, key: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"{key!r} is not a text but {json.dumps(text)[:40]}")
     if not text.isascii() and SURROGATE.search(text):
-        raise ValueError(f"{key!r} holds half of a surrogate pair, which is no character")
+        raise ValueError(f"{key!r} holds half of a surrogate pair, which is not a character")
     return text
 
 
@@ -403,8 +393,7 @@ def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
         while data := following:
             following = stream.read(dtype.itemsize * PIECE)
             if len(data) % dtype.itemsize:
-                problem = "an odd number of bytes" if count is None else "no whole number of token ids: it is truncated"
-                raise RunError(f"{file.name} has {problem}, so it is not a file of {dtype.name} token ids")
+                raise RunError(f"{file.name} ends inside of a token id: it is truncated, or not of {dtype.name} ids")
             ids = np.frombuffer(data, dtype)  # (n,)
             outside = (ids >= tokenizer.vocab_size) | (ids < 0)
             if outside.any():
@@ -427,11 +416,7 @@ def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
 
 
 def _npy_header(file: TextFile, stream: BinaryIO) -> tuple[np.dtype, int]:
-    """Read up to the values of a `.npy`; returns their type and how many there are.
-
-    Raises:
-        RequestError: it is not an array of whole numbers with one axis.
-    """
+    """Read up to the values of a `.npy`; returns their type and how many there are."""
     try:
         version = np.lib.format.read_magic(stream)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
