@@ -21,12 +21,11 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
-from lm.system.remote import File, file_identity, is_remote, list_files, open_file, open_filesystem
+from lm.system.remote import file_identity, is_remote, list_files, open_file, open_filesystem
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class TextFile:
     size: int  # bytes, as it is stored
     modified: int | str | None  # ns, or what a store calls the content; None where the file system does not say
     split: str | None = None  # "train" or "val", where the names of the files decide it
-    address: str = field(default="", repr=False, compare=False)  # that is opened: `name`, or at the commit listed
+    address: str = field(default="", repr=False, compare=False)  # where it is, of a hub at the commit that was listed
 
     @property
     def text_bytes(self) -> int:
@@ -87,7 +86,7 @@ class TextFile:
 
     def open(self) -> pa.NativeFile:
         """The file as it is, seekable."""
-        return open_file(*_locate(self.address or self.name), self.name)
+        return open_file(*open_filesystem(self.address)[:2], self.name)
 
     def stream(self) -> BinaryIO:
         """Its content, decompressed; seekable where it is not compressed."""
@@ -154,8 +153,11 @@ def _named_split(name: str) -> str | None:
 
 def _find(source: str) -> Iterator[TextFile]:
     if source.startswith(EMBEDDED):
-        [file] = list_files(_locate(source)[1]).files.values()
-        yield _text_file(source, file)
+        path = Path(__file__).parent / "corpus" / f"{source.removeprefix(EMBEDDED)}.parquet"
+        if not path.exists():
+            raise RequestError(f"{source}: there is no such text in the package; there is embedded:sotu")
+        # When it was installed does not matter.
+        yield TextFile(source, "parquet", None, path.stat().st_size, None, address=str(path))
         return
     listing = list_files(source)
     files = listing.files
@@ -175,20 +177,11 @@ def _find(source: str) -> Iterator[TextFile]:
     for file in files.values():
         name = listing.name(file)
         name = name if is_remote(name) else posixpath.normpath(name)
-        cure = NOT_TEXT.get(_split_suffixes(name)[0])
-        if cure:
+        suffix, packed = _split_suffixes(file.path)
+        if cure := NOT_TEXT.get(suffix):
             raise RequestError(f"{name} is not plain text: {cure.format(quote(name))}; or leave it out")
-        yield _text_file(name, file, listing.address(file))
-
-
-def _locate(source: str) -> tuple[pafs.FileSystem, str]:
-    """The file system of a file, and its path there."""
-    if source.startswith(EMBEDDED):
-        path = Path(__file__).parent / "corpus" / f"{source.removeprefix(EMBEDDED)}.parquet"
-        if not path.exists():
-            raise RequestError(f"{source}: there is no such text in the package; there is embedded:sotu")
-        return pafs.LocalFileSystem(), str(path)
-    return open_filesystem(source)[:2]
+        kind, compression = KINDS.get(suffix, "text"), COMPRESSIONS.get(packed)
+        yield TextFile(name, kind, compression, file.size, file.modified, address=listing.address(file))
 
 
 def _split_suffixes(path: str) -> tuple[str, str]:
@@ -201,14 +194,6 @@ def _is_known(path: str) -> bool:
     """Whether a file of a folder is read; flat ids are not, since they often stand beside their text."""
     suffix = _split_suffixes(path)[0]
     return suffix in TEXT_SUFFIXES or KINDS.get(suffix, "flat") != "flat"
-
-
-def _text_file(name: str, file: File, address: str = "") -> TextFile:
-    suffix, packed = _split_suffixes(file.path)
-    modified = None if name.startswith(EMBEDDED) else file.modified  # when it was installed does not matter
-    return TextFile(
-        name, KINDS.get(suffix, "text"), COMPRESSIONS.get(packed), file.size, modified, address=address
-    )
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------

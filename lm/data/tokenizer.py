@@ -499,7 +499,7 @@ def _word_finder(tokenizer: Tokenizer) -> Callable[[str], list[str]] | None:
         return None
     pattern = _pattern(about.get("pre_tokenizer") or {})
     expression = None if pattern is None or not _only_special_added(tokenizer) else translate(pattern)
-    if expression is None or not _cuts_alike(expression.findall, tokenizer):
+    if expression is None or not _finds_same_words(expression.findall, tokenizer):
         return None
     return expression.findall
 
@@ -522,7 +522,7 @@ def _pattern(step: dict) -> str | None:
     return split["pattern"].get("Regex") if plain and isolated else None
 
 
-def _cuts_alike(find: Callable[[str], list[str]], tokenizer: Tokenizer) -> bool:
+def _finds_same_words(find: Callable[[str], list[str]], tokenizer: Tokenizer) -> bool:
     """Whether words are the same as those of `tokenizers` for every text of up to three of KINDS, and longer ones."""
     draw = random.Random(0)
     runs = ("".join(sign * draw.randint(1, 9) for sign in draw.choices(KINDS, k=12)) for _ in range(500))
