@@ -63,12 +63,15 @@ def test_every_source_goes_through_its_own_order(lengths, probe):
 
 
 def test_a_phase_that_changes_no_share_changes_no_sample():
-    """So a phase may be split on resume."""
+    """So a phase may be split on resume; a run whose phases were recorded apart had another order."""
     sources, one = [SourceConfig("a", weight=2), SourceConfig("b", weight=1)], PhaseConfig(640, {"b": 1})
     split = [PhaseConfig(320, {"a": 0.5, "b": 0.25}), one, PhaseConfig(960, {"b": 7})]
     assert phases_of(sources, split, 32) == phases_of(sources, [one], 32) == [Phase(0, (2, 1)), Phase(20, (0, 1))]
+    recorded = {"sources": ["a", "b"], "phases": [[0, [2, 1]], [10, [2, 1]]]}
     now = {"sources": ["a", "b"], "phases": [[0, [2, 1]]]}
     assert describe_change(now, now, 30) == ("", "")
+    reason, _ = describe_change(recorded, now, 30)
+    assert reason == "from sample 10 on, of 30 seen, the turns of its sources began at sample 10, and begin at 0"
 
 
 def test_one_source_is_its_order():
