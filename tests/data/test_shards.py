@@ -379,16 +379,6 @@ def test_windows_run_across_the_files_of_a_split(tmp_path):
     assert str(cut.blocks[0]).startswith(f"shard {tmp_path}/000.parquet, row group 0, up to shard {tmp_path}/0")
 
 
-def test_a_block_of_another_cut_is_another_order(tmp_path):
-    """What a run keeps of its shards tells it, and where each file is a block the record is that of such a run."""
-    write_short(tmp_path)
-    joined, alone = (Shards.open(str(tmp_path), block_tokens=count).fingerprint() for count in (None, 1))
-    assert describe_difference([entry[:4] for entry in alone], alone) == ""
-    assert describe_difference(alone, json.loads(json.dumps(joined))) == (
-        "the same shards, cut into other windows than by the lm of that time"
-    )
-
-
 def test_a_damaged_file_of_a_block_is_named(tmp_path):
     write_short(tmp_path)
     shards = Shards.open(str(tmp_path), vocab_size=1000)
