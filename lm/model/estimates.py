@@ -114,33 +114,19 @@ def describe_mfu(mfu: float | None, full: float | None) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """How a micro-batch is computed.
+    """How a micro-batch is computed."""
 
-    Args:
-        micro_batch_size: sequences of a micro-batch.
-        seq_len: tokens of a sequence.
-        precision: a trainer's, such as "bf16-mixed".
-        kernels: whether the forward pass is the fused one, of our kernels.
-        compile: as `model.compile`.
-        accumulate: micro-batches of an optimizer step.
-        cuda_graphs: as `model.cuda_graphs`.
-        world_size: devices; with `sharded`, each holds a part of weights, gradients and optimizer state.
-        sharded: FSDP2.
-        gathered: with `sharded`, blocks whose whole weights are there at once.
-        checkpointing: as `model.activation_checkpointing`.
-    """
-
-    micro_batch_size: int
-    seq_len: int
-    precision: str = "32-true"
-    kernels: bool = False
-    compile: str = "none"
-    accumulate: int = 1
-    cuda_graphs: bool = False
-    world_size: int = 1
-    sharded: bool = False
-    checkpointing: str = "none"
-    gathered: int = 2
+    micro_batch_size: int  # sequences
+    seq_len: int  # tokens of a sequence
+    precision: str = "32-true"  # a trainer's
+    kernels: bool = False  # whether the forward pass is the fused one, of our kernels
+    compile: str = "none"  # as `model.compile`
+    accumulate: int = 1  # micro-batches of an optimizer step
+    cuda_graphs: bool = False  # as `model.cuda_graphs`
+    world_size: int = 1  # devices
+    sharded: bool = False  # FSDP2: each device holds a part of weights, gradients and optimizer state
+    checkpointing: str = "none"  # as `model.activation_checkpointing`
+    gathered: int = 2  # with `sharded`, blocks whose whole weights are there at once
 
     @property
     def tokens(self) -> int:
@@ -171,11 +157,6 @@ ADAMW = OptimizerState()
 
 def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = ADAMW) -> dict[str, int]:
     """Bytes on one device at the worst moment of a step.
-
-    Args:
-        config: the decoder.
-        step: how it is computed.
-        state: values that the optimizer keeps.
 
     Returns:
         `weights`, `gradients`, `optimizer`, `casts` (half-precision copies of the weights), `activations` (kept for
@@ -331,9 +312,6 @@ def largest_micro_batch(
 
     Returns:
         Sequences; None if not even one fits.
-
-    Raises:
-        RequestError: there is no sample.
     """
     if samples is None:
         steps = {2**n: 1 for n in range(32)}  # micro-batch -> micro-batches of a step

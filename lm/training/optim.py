@@ -1,7 +1,7 @@
 """The optimizer of a decoder: which settings each parameter has, and the class that is built.
 
-`training/builtin_optimizers` names ours, `training/optimizer_class` takes any other. The learning rate over the steps is
-in `training/schedule`.
+`training/builtin_optimizers` names ours, `training/optimizer_class` takes any other. The learning rate over the steps
+is in `training/schedule`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

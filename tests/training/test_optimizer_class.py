@@ -191,7 +191,7 @@ def test_plan_counts_what_it_keeps(place, path, values):
         ({"class_path": "torch.optim.Muon"}, "only supports 2D parameters"),
         ({"class_path": "torch.optim.Nope"}, "has no attribute 'Nope'; give a class such as torch.optim.SGD"),
         ({"class_path": "my_optimizer.Lion"}, "No module named 'my_optimizer'; give a class"),
-        ({"class_path": "torch.nn.Linear"}, "is no torch.optim.Optimizer"),
+        ({"class_path": "torch.nn.Linear"}, "is not a torch.optim.Optimizer"),
         ({"class_path": "my_optimizers.Hoarder"}, "keeps 'kept' of a parameter, and a checkpoint cannot hold a value of"),
         ({"class_path": "torch.optim.SGD", "init_args": {"speed": 1}}, "unexpected keyword argument 'speed'"),
         ({"class_path": "torch.optim.SGD", "init_args": {"momentum": "high"}, "weight_decay": 0},
