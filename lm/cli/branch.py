@@ -7,7 +7,6 @@ space nor the other run any more, and the rest is a resume like any other.
 import logging
 import os
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,12 @@ from lm.cli.config import TrainingCLI, quiet_lightning, resolved_text
 from lm.cli.options import split_overrides
 from lm.errors import RequestError, require_at_least
 from lm.runs.checkpoint import find_damage, read_document, read_progress
+from lm.runs.history import differences
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, Run, hide_addresses
 from lm.system.arguments import call
 from lm.system.files import atomic_folder, dump_checksummed, flatten, parse_yaml
-from lm.system.process import under_srun, under_torchrun
+from lm.system.process import command_line, under_srun, under_torchrun
 from lm.system.units import Count
 from lm.training.config import ScheduleConfig
 from lm.training.schedule import lr_fraction
@@ -133,9 +133,10 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
         if options.make_only:
             print(run.resume_command())
             return
-        sys.argv[1:] = ["fit", f"--config={run.config}", f"--run={run.name}", "--ckpt_path=auto"]  # of other ranks, too
         quiet_lightning()
-        TrainingCLI(sys.argv[1:])
+        arguments = ["fit", f"--config={run.config}", f"--run={run.name}", "--ckpt_path=auto"]
+        with command_line(arguments):
+            TrainingCLI(arguments)
     except RequestError:
         if not (run.path / "metrics.jsonl").exists():  # it has not begun, and the name is free again
             run.release()
@@ -218,13 +219,11 @@ def refuse_other_run(trunk: Run, before: dict[str, Any], after: dict[str, Any]) 
     Raises:
         RequestError: what makes the weights or the optimizer's state those of another run.
     """
-    first, second = flatten(before), flatten(after)
-    off = {key for key in second if key not in first and not second[key]}  # options that the other run did not have
+    known = flatten(before)  # an option that the other run did not have counts where it is used
     changes = {
-        key: [first.get(key), second.get(key)]
-        for key in sorted((first.keys() | second.keys()) - {"run", "trainer.default_root_dir"} - off)
-        if first.get(key) != second.get(key)
-    }
+        key: values for key, values in differences([before, after]).items()
+        if key != "trainer.default_root_dir" and (key in known or values[1])
+    }  # fmt: skip
     fixed = [
         key for key in changes
         if key in ("seed_everything", "model.optimizer.name", "model.optimizer.class_path")

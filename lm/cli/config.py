@@ -5,7 +5,6 @@
 
 import logging
 import os
-import re
 import sys
 import tempfile
 import warnings
@@ -18,9 +17,10 @@ from typing import Any, get_args
 
 import torch
 import yaml
-from jsonargparse import ActionConfigFile, Namespace
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_dumper
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lm.cli.options import (
@@ -32,7 +32,8 @@ from lm.cli.options import (
     refuse_unknown_options,
     training_options,
 )
-from lm.cli.plan import PlanChecks, is_prepared, plan
+from lm.cli.plan import PlanChecks, plan
+from lm.cli.plan_facts import is_prepared
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.inference.pretrained import read_object
@@ -42,14 +43,14 @@ from lm.runs.mirror import Mirror, refuse_remote_root
 from lm.runs.registry import find_run, record_run
 from lm.runs.resume import checkpoint_folder, find_checkpoint, is_of_a_run, refuse_changed_config, repair_links
 from lm.runs.run import ROOT, Run
-from lm.system.arguments import OneLineErrors, Parser, shorten, shown, spell_out
+from lm.system.arguments import OneLineErrors, Parser, shown, spell_out
 from lm.system.hardware import has_fp8
-from lm.system.process import rank
+from lm.system.process import command_line, rank
 from lm.training.callbacks.budget import read_budget_file
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
-from lm.training.config import SECTIONS, ModelConfig, RunOptions, TrainerConfig
+from lm.training.config import SECTIONS, ModelConfig, RunOptions, TrainerConfig, sections_of_callbacks
 from lm.training.module import LanguageModule, training_class
 from lm.training.trainer import Trainer
 
@@ -80,10 +81,12 @@ class ConfigFile(ActionConfigFile):
 
 
 class TrainingOptions:
-    """For parsers: `model.optimizer.class_path` is an option like the others.
+    """For parsers: `model.optimizer.class_path` is an option like the others, and a callback or logger that does not
+    take its arguments is named.
 
     Raises:
-        RequestError: the class that was given to `lm.run` does not take the options of a model.
+        RequestError: the class that was given to `lm.run` does not take the options of a model; or a callback or logger
+            fails.
     """
 
     def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
@@ -100,6 +103,26 @@ class TrainingOptions:
             if action.dest == "model.optimizer":  # jsonargparse takes a class_path for one of `OptimizerConfig` itself
                 action.basetype = None
         return added
+
+    def instantiate_classes(self, *args: Any, **kwargs: Any) -> Namespace:
+        failures: list[RequestError] = []  # jsonargparse's own error is about every type that it tried
+
+        def make(kind: type, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return kind(*args, **kwargs)
+            except Exception as error:
+                option = "callbacks" if issubclass(kind, Callback) else "logger"
+                failures.append(RequestError(f"trainer.{option}: {kind.__name__}: {' '.join(str(error).split())}"))
+                raise
+
+        for base in (Callback, Logger):
+            self.add_instantiator(make, base)
+        try:
+            return super().instantiate_classes(*args, **kwargs)
+        except ValueError as error:
+            if failures:
+                raise failures[0] from error
+            raise
 
 
 class ConfigParser(TrainingOptions, Parser):
@@ -167,9 +190,26 @@ def resolved_text(settings: dict[str, Any], overrides: list[str] | None = None) 
         parser.read(arguments)  # refuses what does not fit
         config = parser.parse_args(arguments)
         link_seq_len(config)
-        for name in ("config", "ckpt_path", "run"):
-            config.pop(name, None)
-        return parser.dump(config, skip_none=False, skip_check=True)
+        config.pop("run")
+        return config_text(parser, config)
+
+
+class ConfigDumper(yaml.SafeDumper):
+    """Writes what YAML has no type for as text: the arguments of a callback may be an enum or a torch.device."""
+
+
+ConfigDumper.add_multi_representer(
+    object, lambda dumper, value: dumper.represent_str(f"{getattr(value, 'value', value)}")
+)
+set_dumper("config", lambda content: yaml.dump(content, Dumper=ConfigDumper, allow_unicode=True, sort_keys=False))
+
+
+def config_text(parser: ArgumentParser, config: Namespace) -> str:
+    """A parsed config as YAML, with all options but those of the command that was typed."""
+    kept = config.clone()
+    for name in ("config", "ckpt_path", "force"):
+        kept.pop(name, None)
+    return parser.dump(kept, format="config", skip_none=False, skip_check=True)
 
 
 def refuse_seed(seed: int) -> None:
@@ -229,7 +269,7 @@ def link_rate(config: Namespace) -> None:
                     "--guards.budget.rate_usd_per_hr %g", rate)  # fmt: skip
 
 
-def take_what_is_here(config: Namespace) -> None:
+def fall_back_to_available_hardware(config: Namespace) -> None:
     """Evaluate a run of another machine with what this one has in place of kernels and FP8 that it lacks; logs it."""
     model = config.model
     cuda = config.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
@@ -312,13 +352,13 @@ class TrainingCLI(LightningCLI):
     # ---- between parsing and building ---------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        config = self.config[self.subcommand]
+        """Find the run and the checkpoint that are meant, and compare the config with the run's."""
+        config, fit = self.config[self.subcommand], self.subcommand == "fit"
+        root, name = config.trainer.default_root_dir, config.run or config_name(config)
         refuse_nulls(config)
-        root = config.trainer.default_root_dir
         refuse_remote_root(root)
         link_seq_len(config)
-        name = config.run or config_name(config)
-        if self.subcommand == "fit" and config.trainer.mirror:
+        if fit and config.trainer.mirror:
             mirror = Mirror(config.trainer.mirror)
             if rank() == 0:
                 mirror.check(root)
@@ -327,61 +367,36 @@ class TrainingCLI(LightningCLI):
         self.checkpoint, self.resumed_run = find_checkpoint(
             config.ckpt_path, name, root, named=config.run is not None, command=self.subcommand
         )
-        if self.subcommand != "fit":
+        if not fit:
             log.info("run %s, checkpoint %s", self.resumed_run.name if self.resumed_run else "none", self.checkpoint)
-            take_what_is_here(config)
-            config.trainer.devices, config.trainer.num_nodes = (
-                (1, 1) if self.subcommand == "predict" else (config.trainer.devices, config.trainer.num_nodes)
-            )
-        config.run = self.resumed_run.name if self.resumed_run and self.subcommand == "fit" else name
-        self.config_text = self._resolved_config(config)
+            fall_back_to_available_hardware(config)
+        if self.subcommand == "predict":
+            config.trainer.devices, config.trainer.num_nodes = 1, 1
+        config.run = self.resumed_run.name if self.resumed_run and fit else name
+        self.config_text = config_text(self._parser(self.subcommand), config)
         self.stays_stopped = False
-        if self.subcommand == "fit" and self.resumed_run and self.checkpoint:
+        if fit and self.resumed_run and self.checkpoint:
             changed = refuse_changed_config(self.resumed_run, yaml.safe_load(self.config_text), force=config.force)
             early = self.resumed_run.read("run.json").get("reason") == "early stopping"
             stoppers = ("trainer.early_stopping", "trainer.callbacks")
             self.stays_stopped = early and not any(key.startswith(stoppers) for key in changed)
 
-    def _resolved_config(self, config: Namespace) -> str:
-        # A callback's arguments may be of any type, such as an enum or a torch.device.
-        yaml.SafeDumper.add_multi_representer(
-            object, lambda dumper, value: dumper.represent_str(f"{getattr(value, 'value', value)}")
-        )
-        kept = config.clone()
-        for name in ("config", "ckpt_path", "force"):
-            kept.pop(name, None)
-        return self._parser(self.subcommand).dump(kept, skip_none=False, skip_check=True)
-
-    def instantiate_classes(self) -> None:
-        try:
-            super().instantiate_classes()
-        except ValueError as error:
-            named = re.search(r"class_path='(\S+?)'", str(error))  # in the config, such as a callback
-            if named is None or not str(error).startswith("Does not validate against any of the Union subtypes"):
-                raise
-            given = self.config[self.subcommand].trainer
-            where = [f"trainer.{name}" for name in ("logger", "callbacks") if f"'{named[1]}'" in str(given[name])]
-            text = shorten(f"{named[1]}: {error}", [])
-            text = re.sub(r"(, or expected list)?, got (a |Namespace).*", "", text)
-            raise RequestError(f"{', '.join(where) or 'trainer'}: {text}") from error
-
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer_config = {**self._get(self.config_init, "trainer"), **kwargs}
-        config = self.config[self.subcommand]
-        auto = config.ckpt_path == "auto"
+        config, fit = self.config[self.subcommand], self.subcommand == "fit"
         options = RunOptions(**{option.name: config[option.name] for option in fields(RunOptions)})
         self.run_folder = RunFolder(
-            self.resumed_run, config.run, self.config_text, config.force, auto=auto, options=options
-        )
-        beside = {name: self._get(self.config_init, name) for name in other_sections() if name}
-        if self.subcommand == "fit":
-            read_budget_file(beside["guards"].budget)  # refuses a cap that cannot be counted
-        notify = options.notify if self.subcommand == "fit" else ()
+            self.resumed_run, config.run, self.config_text, config.force, auto=config.ckpt_path == "auto",
+            options=options,
+        )  # fmt: skip
+        sections = sections_of_callbacks(self.config_init[self.subcommand])
         standard = standard_callbacks(
-            TrainerConfig(**trainer_config), self.run_folder, beside, notify)  # fmt: skip
+            TrainerConfig(**trainer_config), self.run_folder, sections, options.notify if fit else ()
+        )
         callbacks = [*self.own_callbacks, *standard, Summary()]
-        if self.subcommand == "fit":
-            self.checks = PlanChecks(beside)
+        if fit:
+            read_budget_file(sections["guards"].budget)  # refuses a cap that cannot be counted
+            self.checks = PlanChecks(sections)
             self.checks.resume(self.resumed_run, config.force)
             callbacks.append(self.checks)
         try:
@@ -485,7 +500,7 @@ def main(arguments: list[str]) -> None:
         refuse_unknown_class(run)
         there = ["--run", run.name, "--trainer.default_root_dir", str(run.path.parent)]
         rest = ["--config", str(run.config), *there, *rest]
-    sys.argv = [sys.argv[0], *arguments]
     if not {"", os.getcwd()} & set(sys.path):  # `lm` finds a callback in the working directory as `python -m lm` does
         sys.path.insert(0, os.getcwd())
-    TrainingCLI([command, *spell_out(rest, FLAGS, LISTS)])
+    with command_line([command, *rest]):
+        TrainingCLI([command, *spell_out(rest, FLAGS, LISTS)])

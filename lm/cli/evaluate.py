@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +22,7 @@ from rich.table import Table
 
 from lm.errors import RequestError, require_at_least
 from lm.evaluation import benchmark
-from lm.evaluation.bits_per_byte import CorpusResult, shards_bits_per_byte, texts_bits_per_byte
+from lm.evaluation.bits_per_byte import shards_bits_per_byte, texts_bits_per_byte
 from lm.evaluation.scoring import Begin
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import Pretrained, load_pretrained
@@ -131,8 +133,7 @@ def measure(
     }  # fmt: skip
     checkpoint = model.path.resolve().name
     by_task = {result.label: result.as_dict() for result in results}
-    by_text = {name: result.as_dict() for name, result in corpora.items()}
-    found = evaluation_record(model.step, checkpoint, by_task, benchmark.core(results), by_text, asked)
+    found = evaluation_record(model.step, checkpoint, by_task, benchmark.core(results), corpora, asked)
     if owner is not None and model.step is not None:  # an average is at no step of the run's curves
         try:
             keep_evaluation(owner, found)
@@ -145,26 +146,26 @@ def measure(
 def measure_corpora(
     model: Pretrained, run: Run | None, texts: Sequence[str], shards: Sequence[str], stride: int | None,
     most: int | None, batch_tokens: int, bar: Bar,
-) -> dict[str, CorpusResult]:  # fmt: skip
-    """Bits per byte of each text and of the shards, by short names.
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """The fields of `CorpusResult` of each text and of the shards, by short names.
 
     Windows are as long as those that the run was trained on, and attention is kept inside documents where it was then.
     """
     config = run.settings() if run else {}
     seq_len = config.get("data", {}).get("seq_len")
     document_mask = config.get("model", {}).get("document_mask", False)
-    found: dict[str, CorpusResult] = {}
+    found: dict[str, dict[str, Any]] = {}
     names = short_names([*texts, *shards])
     for name, source in zip(names, texts):
-        found[name] = texts_bits_per_byte(
+        found[name] = asdict(texts_bits_per_byte(
             model.decoder, model.tokenizer, [source], seq_len=seq_len, stride=stride, max_documents=most,
-            batch_tokens=batch_tokens, progress=lambda done, name=name: bar(name, done, None),
-        )  # fmt: skip
+            batch_tokens=batch_tokens, progress=partial(bar, name),
+        ))  # fmt: skip
     for name, source in zip(names[len(texts) :], shards, strict=True):
-        found[name] = shards_bits_per_byte(
+        found[name] = asdict(shards_bits_per_byte(
             model.decoder, model.tokenizer, source, seq_len=seq_len, max_windows=most, document_mask=document_mask,
-            batch_tokens=batch_tokens, progress=lambda done, total, name=name: bar(name, done, total),
-        )  # fmt: skip
+            batch_tokens=batch_tokens, progress=partial(bar, name),
+        ))  # fmt: skip
     return found
 
 

@@ -144,7 +144,7 @@ def read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None
         try:
             return [sys.stdin.read().removesuffix("\n")]
         except UnicodeDecodeError as error:
-            raise RequestError(f"standard input is no UTF-8 text: {error}") from error
+            raise RequestError(f"standard input is not UTF-8 text: {error}") from error
     return None
 
 
@@ -276,7 +276,7 @@ class Repl:
                 print()
                 return
             except UnicodeDecodeError as error:
-                print(f"this is no UTF-8 text: {error}", file=sys.stderr)
+                print(f"this is not UTF-8 text: {error}", file=sys.stderr)
 
     def continue_text(self, line: str) -> None:
         """Continue a line; an empty one continues the whole text."""

@@ -33,7 +33,7 @@ COMMANDS = {
     "export": ("lm.cli.convert:export", "a Hugging Face folder with a model card, reloaded and compared"),
     "import": ("lm.cli.convert:import_model", "a Hugging Face model as a checkpoint that a training starts from"),
     "average": ("lm.cli.average:average", "the mean of the weights of several checkpoints, as a checkpoint"),
-    "profile": ("lm.cli.profile:profile", "where the time of a training step goes, by part; a trace"),
+    "profile": ("lm.cli.measure:profile", "where the time of a training step goes, by part; a trace"),
     "runs ls": ("lm.cli.runs:ls", "every run: its status, step, losses, tokens a second and age"),
     "runs show": ("lm.cli.runs:show", "one run on a page: progress, losses, model, checkpoints, machine"),
     "runs check": ("lm.cli.runs:check", "whether a run ended as its config expects, also as exit code"),
@@ -43,7 +43,7 @@ COMMANDS = {
     "runs rebuild": ("lm.cli.runs:rebuild", "rebuild the registry of runs from the run folders"),
     "monitor": ("lm.cli.monitor:monitor", "watch runs live in the terminal or a browser, or print their state as JSON"),
     "doctor": ("lm.cli.doctor:doctor", "whether this machine can train: GPU, kernels, disk, data, each with a cure"),
-    "bench step": ("lm.cli.bench:step", "time of a training step, and what a checkpoint costs"),
+    "bench step": ("lm.cli.measure:bench_step", "time of a training step, and what a checkpoint costs"),
 }
 
 # Names that people may try -> the command.

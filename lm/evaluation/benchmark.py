@@ -1,6 +1,6 @@
 """Benchmarks: how many answers of each task are right, with intervals, and CORE, one number for many tasks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from lm.model.custom import config_of
 from lm.model.decoder import Decoder
 
 BATCH_TOKENS = 16_384
-GROUP = 512  # items whose prompts are held at once
+GROUP = 128  # items whose prompts are held at once
 
 Progress = Callable[[str, int, int], None]
 
@@ -82,15 +82,12 @@ def evaluate(
     share: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
 ) -> list[TaskResult]:
-    """Ask a model every item of every task.
+    """Ask a model every item of every task: a result for each task, in order.
 
     The decoder is in evaluation mode meanwhile and without gradients, and no random numbers are drawn, so that a
     training may call this between two steps, under its own autocast.
 
     Args:
-        decoder: on any device, in any precision.
-        tokenizer: the one it was trained with.
-        tasks: from `read_tasks`.
         batch_tokens: the most tokens of a batch, padding included; results do not depend on it.
         max_items: the most items of a task, always the same ones.
         begin: what a sequence begins with: `eos`, as every document does in training, or `nothing`, as
@@ -99,28 +96,19 @@ def evaluate(
             results. Not where ranks share one model (FSDP2): there all ask everything, in step.
         progress: called with a task's label, how many of its items are done, and how many there are.
 
-    Returns:
-        A result for each task, in order.
-
     Raises:
         RequestError: `max_items` leaves too few items for a task's `num_fewshot`, or a number is out of range.
         RunError: a log-probability is not finite.
     """
     for task in tasks:
         check_items(task, max_items)
-    results = []
+    results, (rank, world) = [], share
     for task in tasks:
-        items, (rank, world) = chosen_items(task, max_items), share
-
-        def ask() -> list[Outcome]:
-            own = range(rank, len(items), world)
-            return _outcomes(decoder, tokenizer, task, items, own, batch_tokens, begin, report)
-
-        def report(done: float) -> None:
-            if progress is not None:
-                progress(task.label, round(done * len(items)), len(items))
-
-        results.append(_result(task, ask() if world == 1 else _gathered(ask, world)))
+        items = chosen_items(task, max_items)
+        own = range(rank, len(items), world)
+        results.append(_result(task, _of_all_ranks(
+            _outcomes(decoder, tokenizer, task, items, own, batch_tokens, begin, progress), world
+        )))  # fmt: skip
     return results
 
 
@@ -133,11 +121,13 @@ def check_items(task: Task, max_items: int | None) -> None:
         )
 
 
-def _gathered(ask: Callable[[], list[Outcome]], world: int) -> list[Outcome]:
+def _of_all_ranks(own: Iterator[Outcome], world: int) -> list[Outcome]:
     """The outcomes of all ranks in the order of the items. Where one rank fails, all do, and none waits for it."""
+    if world == 1:
+        return list(own)
     found: list[Outcome] | None = None
     try:
-        found = ask()
+        found = list(own)
     finally:
         gathered: list[Any] = [None] * world
         torch.distributed.all_gather_object(gathered, found)
@@ -149,28 +139,24 @@ def _gathered(ask: Callable[[], list[Outcome]], world: int) -> list[Outcome]:
 
 def _outcomes(
     decoder: Decoder, tokenizer: Tokenizer, task: Task, items: Sequence[Item], indices: Sequence[int],
-    batch_tokens: int, begin: Begin, report: Callable[[float], None],
-) -> list[Outcome]:  # fmt: skip
-    """The outcomes of some items; `report` is called with the fraction that is done."""
-    outcomes: list[Outcome] = []
-    for first in range(0, len(indices), GROUP):
-        group = indices[first : first + GROUP]
-        written = list(prompts(task, items, group, tokenizer, config_of(decoder).max_position_embeddings, begin))
-        rows = [Row(prompt.ids, min(prompt.start, prompt.answer)) for answers in written for prompt in answers]
-
-        def done(part: float) -> None:
-            report((first + part * len(group)) / len(indices))
-
-        scores = iter(score(decoder, rows, batch_tokens, done=done))
+    batch_tokens: int, begin: Begin, progress: Progress | None,
+) -> Iterator[Outcome]:  # fmt: skip
+    """The outcomes of the items at these indices."""
+    context = config_of(decoder).max_position_embeddings
+    for start in range(0, len(indices), GROUP):
+        group = indices[start : start + GROUP]
+        written = list(prompts(task, items, group, tokenizer, context, begin))
+        rows = [Row(prompt.ids, prompt.first) for answers in written for prompt in answers]
+        scores = iter(score(decoder, rows, batch_tokens))
         for index, answers in zip(group, written, strict=True):
-            outcomes.append(_outcome(task, items[index], answers, [next(scores) for _ in answers]))
-    return outcomes
+            yield _outcome(task, items[index], answers, [next(scores) for _ in answers])
+        if progress is not None:
+            progress(task.label, group[-1] + 1, len(items))
 
 
 def _outcome(task: Task, item: Item, answers: Sequence[Prompt], scores: Sequence[Score]) -> Outcome:
-    first = [min(prompt.start, prompt.answer) for prompt in answers]  # token that each score begins with
-    means = [s.log_probabilities[p.start - f :].mean(dtype=float) for p, s, f in zip(answers, scores, first)]
-    own = [s.log_probabilities[p.answer - f :] for p, s, f in zip(answers, scores, first)]
+    means = [s.log_probabilities[p.start - p.first :].mean(dtype=float) for p, s in zip(answers, scores)]
+    own = [s.log_probabilities[p.answer - p.first :] for p, s in zip(answers, scores)]
     sums = np.array([values.sum(dtype=float) for values in own])  # (answers,)
     cut = any(prompt.cut for prompt in answers)
     if task.kind == "language_modeling":

@@ -1,14 +1,15 @@
 """Bits per byte of texts and of shards: how well a model predicts data that it has not seen."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from lm.data.loader import Windows
+from lm.data.parquet import COLUMN
 from lm.data.shards import Shards
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
@@ -20,6 +21,8 @@ from lm.model.custom import config_of
 from lm.model.decoder import Decoder
 
 GROUP = 16  # batches whose rows are held at once, to read those of similar length together
+
+Progress = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,13 @@ class CorpusResult:
     bytes: int  # predicted
     samples: int  # documents of texts, windows of shards
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+
+class Window(NamedTuple):
+    """A part of a sample."""
+
+    sample: int  # its number; parts of one sample follow each other
+    row: Row
+    counted: np.ndarray | None = None  # (n,) bool, the predictions that count; all of them without it
 
 
 def texts_bits_per_byte(
@@ -50,9 +57,8 @@ def texts_bits_per_byte(
     seq_len: int | None = None,
     stride: int | None = None,
     max_documents: int | None = None,
-    text_key: str = "text",
     batch_tokens: int = BATCH_TOKENS,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> CorpusResult:
     """Measure texts; each document begins after an end-of-text token, as in training.
 
@@ -63,9 +69,8 @@ def texts_bits_per_byte(
             window's first tokens have little before them. With less, each token is still predicted once, with at
             least `seq_len - stride` tokens before it where the document has them.
         max_documents: the most documents, from the first.
-        text_key: key or column of the text.
         batch_tokens: the most tokens of a batch.
-        progress: called with the number of tokens done.
+        progress: called with the number of tokens done, and of all where that is known.
 
     Raises:
         RequestError: an input is missing or holds no text, or a number is out of range.
@@ -78,19 +83,17 @@ def texts_bits_per_byte(
     require_at_least(1, "", max_documents=max_documents)
     sizes: list[int] = []  # bytes of each document, from its text
 
-    def rows() -> Iterator[tuple[int, Row]]:
-        for sample, (_, text) in enumerate(islice(read_documents(inputs, text_key), max_documents)):
+    def windows() -> Iterator[Window]:
+        for sample, (_, text) in enumerate(islice(read_documents(inputs), max_documents)):
             sizes.append(len(text.encode()))
-            for row in _windows([tokenizer.eos_id, *tokenizer.encode(text)], seq_len, stride):
-                yield sample, row
+            for row in _rows([tokenizer.eos_id, *tokenizer.encode(text)], seq_len, stride):
+                yield Window(sample, row)
 
-    sums = _Sums(tokenizer.token_bytes())
-    for _ in sums.add(decoder, rows(), batch_tokens, seq_len):
-        if progress is not None:
-            progress(sums.counted)
-    if not sums.counted:
+    sums = _measure(decoder, windows(), tokenizer.token_bytes(), batch_tokens, seq_len, progress=progress)
+    if not len(sums):
         raise RequestError(f"{', '.join(inputs)}: there is no text to predict")
-    return sums.result(sizes)
+    nats, tokens, _, _ = sums.T
+    return _result(nats, tokens, nats, np.array(sizes[: len(nats)]))
 
 
 def shards_bits_per_byte(
@@ -98,23 +101,20 @@ def shards_bits_per_byte(
     tokenizer: Tokenizer,
     source: str | Sequence[str],
     *,
-    column: str = "input_ids",
+    column: str = COLUMN,
     seq_len: int | None = None,
     max_windows: int | None = None,
     document_mask: bool = False,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> CorpusResult:
-    """Measure the windows of shards of token ids, as a validation does.
+    """Measure the windows of shards of token ids, as a validation does. What is not said is as for texts.
 
     Args:
         source: folders, globs, files or URLs of shards, as `data.val` takes them.
         column: of the token ids.
-        seq_len: predicted tokens of a window; the decoder's context if not given.
         max_windows: the most windows, from the first.
         document_mask: keep attention inside a document, as `model.document_mask` does.
-        batch_tokens: the most tokens of a batch.
-        progress: called with the number of windows done, and of all.
 
     Raises:
         RequestError: there are no such shards, another tokenizer made them, or a number is out of range.
@@ -123,21 +123,16 @@ def shards_bits_per_byte(
     seq_len = _seq_len(decoder, seq_len)
     require_at_least(1, "", max_windows=max_windows)
     shards = Shards.open(source, column, tokenizer.vocab_size, tokenizer.sha256)
-    shards.require_windows(seq_len)
-    shards.require_targets(seq_len, max_windows)
-    windows = Windows(shards, seq_len=seq_len, micro_batch=1, limit=max_windows)
-    sums = _Sums(shards.token_bytes(tokenizer))
-
-    def rows() -> Iterator[tuple[int, Row]]:
-        for sample, batch in enumerate(windows):
-            if batch.mask is not None:
-                sums.targets[sample] = batch.mask[0].numpy()
-            yield sample, Row(batch.tokens[0].numpy(), 1)
-
-    for samples in sums.add(decoder, rows(), batch_tokens, seq_len, tokenizer.eos_id if document_mask else None):
-        if progress is not None:
-            progress(samples, windows.total)
-    return sums.result()
+    shards.require_windows(seq_len, max_windows)
+    batches = Windows(shards, seq_len=seq_len, micro_batch=1, limit=max_windows)
+    windows = (
+        Window(sample, Row(batch.tokens[0].numpy(), 1), None if batch.mask is None else batch.mask[0].numpy())
+        for sample, batch in enumerate(batches)
+    )
+    return _result(*_measure(
+        decoder, windows, shards.token_bytes(tokenizer), batch_tokens, seq_len,
+        documents_end=tokenizer.eos_id if document_mask else None, total=batches.total * seq_len, progress=progress,
+    ).T)  # fmt: skip
 
 
 def _seq_len(decoder: Decoder, wanted: int | None) -> int:
@@ -147,7 +142,7 @@ def _seq_len(decoder: Decoder, wanted: int | None) -> int:
     return wanted or context
 
 
-def _windows(ids: list[int], seq_len: int, stride: int) -> Iterator[Row]:
+def _rows(ids: list[int], seq_len: int, stride: int) -> Iterator[Row]:
     """Rows of a document, in which each token but the first is predicted once.
 
     The first window predicts `seq_len` tokens; each of the next ones ends `stride` tokens later, or at the end of the
@@ -162,50 +157,38 @@ def _windows(ids: list[int], seq_len: int, stride: int) -> Iterator[Row]:
         done = end
 
 
-class _Sums:
-    """Sums over samples: nats and tokens, and the same of tokens that stand for text, with their bytes."""
+def _measure(
+    decoder: Decoder, windows: Iterator[Window], token_bytes: np.ndarray, batch_tokens: int, seq_len: int, *,
+    documents_end: int | None = None, total: int | None = None, progress: Progress | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Sums of each sample, `(samples, 4)`: nats, tokens, nats of tokens that stand for text, and their bytes."""
+    samples: list[np.ndarray] = []
+    done = 0  # tokens
+    while group := list(islice(windows, GROUP * max(1, batch_tokens // seq_len))):
+        scores = score(decoder, [window.row for window in group], batch_tokens, documents_end=documents_end)
+        for (sample, row, counted), scored in zip(group, scores, strict=True):
+            nats, sizes = -scored.log_probabilities.astype(np.float64), token_bytes[row.ids[row.start :]]  # (n,) each
+            done += len(nats)
+            if counted is not None:
+                nats, sizes = nats[counted], sizes[counted]
+            while len(samples) <= sample:
+                samples.append(np.zeros(4))
+            samples[sample] += nats.sum(), len(nats), nats[sizes > 0].sum(), sizes.sum()
+        if progress is not None:
+            progress(done, total)
+    return np.array(samples)
 
-    def __init__(self, token_bytes: np.ndarray) -> None:
-        self.token_bytes = token_bytes  # (V,)
-        self.samples: list[np.ndarray] = []  # (4,) each: nats, tokens, nats of text, bytes of text
-        self.targets: dict[int, np.ndarray] = {}  # (n,) bool, which predictions of a sample count; missing: all
-        self.counted = 0  # tokens so far
 
-    def add(
-        self, decoder: Decoder, rows: Iterable[tuple[int, Row]], batch_tokens: int, seq_len: int,
-        documents_end: int | None = None,
-    ) -> Iterator[int]:  # fmt: skip
-        """Score rows, each with the number of its sample; yields the number of samples so far, a group at a time."""
-        rows = iter(rows)
-        size = GROUP * max(1, batch_tokens // seq_len)
-        while group := list(islice(rows, size)):
-            scores = score(decoder, [row for _, row in group], batch_tokens, documents_end=documents_end)
-            for (sample, row), scored in zip(group, scores, strict=True):
-                self._count(sample, row, -scored.log_probabilities.astype(np.float64))
-            yield len(self.samples)
-
-    def _count(self, sample: int, row: Row, nats: np.ndarray) -> None:
-        sizes = self.token_bytes[row.ids[row.start :]]  # (n,)
-        if (counts := self.targets.pop(sample, None)) is not None:
-            nats, sizes = nats[counts], sizes[counts]
-        while len(self.samples) <= sample:
-            self.samples.append(np.zeros(4))
-        self.samples[sample] += nats.sum(), len(nats), nats[sizes > 0].sum(), sizes.sum()
-        self.counted += len(nats)
-
-    def result(self, sizes: Sequence[int] | None = None) -> CorpusResult:
-        """The means; `sizes` are the bytes of each sample where its text is known."""
-        nats, tokens, text_nats, text_bytes = np.array(self.samples).T  # (samples,) each
-        if sizes is not None:
-            text_nats, text_bytes = nats, np.array(sizes[: len(nats)])
-        loss, size = nats.sum() / tokens.sum(), text_bytes.sum()
-        return CorpusResult(
-            loss=float(loss),
-            perplexity=perplexity(loss),
-            bits_per_byte=float(text_nats.sum() / size / math.log(2)) if size else math.nan,
-            stderr=ratio_error(text_nats, text_bytes) / math.log(2) if size else math.nan,
-            loss_stderr=ratio_error(nats, tokens),
-            tokens=int(tokens.sum()),
-            bytes=round(size),
-            samples=len(self.samples),
-        )
+def _result(nats: np.ndarray, tokens: np.ndarray, text_nats: np.ndarray, text_bytes: np.ndarray) -> CorpusResult:
+    """The means of sums of samples, `(samples,)` each."""
+    loss, size = nats.sum() / tokens.sum(), text_bytes.sum()
+    return CorpusResult(
+        loss=float(loss),
+        perplexity=perplexity(loss),
+        bits_per_byte=float(text_nats.sum() / size / math.log(2)) if size else math.nan,
+        stderr=ratio_error(text_nats, text_bytes) / math.log(2) if size else math.nan,
+        loss_stderr=ratio_error(nats, tokens),
+        tokens=int(tokens.sum()),
+        bytes=round(size),
+        samples=len(nats),
+    )

@@ -6,7 +6,7 @@ computed only for the tokens that are asked for, some at a time: all of them wou
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lm.data.tokenizer import Begin, Tokenizer
 from lm.errors import RunError, require_at_least
-from lm.evaluation.tasks import Item, Task
+from lm.evaluation.tasks import COLUMNS, Item, Kind, Task
 from lm.model.custom import config_of
 from lm.model.decoder import Decoder, document_ids_from, evaluating
 
@@ -44,24 +44,14 @@ class Score(NamedTuple):
 
 
 def score(
-    decoder: Decoder,
-    rows: Sequence[Row],
-    batch_tokens: int,
-    *,
-    documents_end: int | None = None,
-    done: Callable[[float], None] | None = None,
+    decoder: Decoder, rows: Sequence[Row], batch_tokens: int, *, documents_end: int | None = None
 ) -> list[Score]:
-    """Score rows.
+    """Score rows of any lengths: a score for each, in order.
 
     Args:
         decoder: on any device, in any precision; with FSDP2 all ranks score the same rows.
-        rows: of any lengths.
         batch_tokens: the most tokens of a batch, padding included; a batch has one row at least.
         documents_end: the token that ends a document, where attention is to stay inside documents.
-        done: called after each batch with the share of the rows that are scored.
-
-    Returns:
-        The score of each row, in order.
 
     Raises:
         RequestError: `batch_tokens` is below 1.
@@ -74,8 +64,6 @@ def score(
         for batch in _batches(rows, batch_tokens):
             found = _score(decoder, [rows[index] for index in batch], documents_end)
             scores.update(zip(batch, found, strict=True))
-            if done is not None:
-                done(len(scores) / len(rows))
     return [scores[index] for index in range(len(rows))]
 
 
@@ -116,16 +104,12 @@ def _score(decoder: Decoder, rows: Sequence[Row], documents_end: int | None) -> 
 def _logits(
     decoder: Decoder, inputs: Tensor, asked: Tensor, documents: Tensor | None, targets: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits in fp32 of the tokens that are asked for, a part at a time, with the targets of that part.
+    """Logits in fp32 of the n tokens that are asked for, a part at a time, with the targets of that part.
 
-    Args:
-        inputs: `(B, T)`.
-        asked: `(B, T)` bool, n of them.
-        documents: `(B, T)` or none.
-        targets: `(n,)`.
+    Inputs, `asked` and documents are `(B, T)`, targets `(n,)`.
     """
     size = max(1, LOGITS // config_of(decoder).vocab_size)
-    # The weights of a sharded model are whole inside of its forward pass only, and one's own has no other.
+    # The weights of a sharded model are whole inside of its forward pass only; a custom model has nothing else.
     if isinstance(decoder, FSDPModule) or not isinstance(decoder, Decoder):
         options = {} if documents is None else {"document_ids": documents}
         parts = decoder(inputs, **options)[asked].split(size)  # (n, V)
@@ -153,6 +137,11 @@ class Prompt(NamedTuple):
     bytes: int  # the same in UTF-8
     cut: int  # tokens that it lost at its beginning, because it is longer than the context
 
+    @property
+    def first(self) -> int:
+        """The first token to predict."""
+        return min(self.start, self.answer)
+
 
 def chosen_items(task: Task, max_items: int | None) -> list[Item]:
     """The items to ask, in their order: shuffled, always in the same way, and at most so many."""
@@ -170,63 +159,51 @@ def prompts(
     item's number, and a blank line stands after each.
 
     Args:
-        task: of the items.
         items: all that are asked, from `chosen_items`; solved examples are drawn from them too.
         indices: of the items to write out.
-        tokenizer: of the model.
         context: the most tokens that the model reads at once.
         begin: `eos` or `nothing`; a prompt whose answer is all there is begins with `eos` anyway.
     """
-    pieces = [_pieces(task, items, index) for index in indices]
-    texts = [text for questions, _ in pieces for question in questions for text in question]
-    encoded = iter(tokenizer.encode_batch(texts))
-    for questions, answers in pieces:
-        pairs = [(next(encoded), next(encoded)) for _ in questions]
-        yield list(_rows(task, pairs, answers, tokenizer.eos_id, context, begin))
-
-
-def _pieces(task: Task, items: Sequence[Item], index: int) -> tuple[list[tuple[str, str]], list[str]]:
-    """For each possible answer the text before it and the whole text, and the answers themselves."""
-    item, delimiter = items[index], task.continuation_delimiter
-    examples = "".join(_solved(task, example) + "\n\n" for example in _examples(items, index, task.num_fewshot))
-    if task.kind == "multiple_choice":
-        contexts, answers = [item["query"]] * len(item["choices"]), item["choices"]
-    elif task.kind == "schema":
-        contexts, answers = item["context_options"], [item["continuation"]] * len(item["context_options"])
-    else:
-        contexts, answers = [item["context"].strip()], [item["continuation"]]
-    before = [examples + context + delimiter for context in contexts]
+    questions = [_question(task, items, index) for index in indices]
     # A blank at the end of the text before it belongs to the answer's first token.
-    return [(text.rstrip(), text + answer) for text, answer in zip(before, answers, strict=True)], answers
+    texts = [text for pairs in questions for before, answer in pairs for text in (before.rstrip(), before + answer)]
+    encoded = iter(tokenizer.encode_batch(texts))
+    for pairs in questions:
+        befores, wholes = zip(*((next(encoded), next(encoded)) for _ in pairs))
+        answers = [answer for _, answer in pairs]
+        yield list(_prompts(task.kind, befores, wholes, answers, tokenizer.eos_id, context, begin))
 
 
-def _examples(items: Sequence[Item], index: int, count: int) -> list[Item]:
-    """Solved examples for an item: other items, drawn by its number."""
-    others = [other for other in range(len(items)) if other != index] if count else []
-    return [items[other] for other in random.Random(EXAMPLES_SEED + index).sample(others, count)]
+def _question(task: Task, items: Sequence[Item], index: int) -> list[tuple[str, str]]:
+    """For each possible answer of an item the text before it, and the answer itself."""
+    delimiter = task.continuation_delimiter
+    others = [other for other in range(len(items)) if other != index] if task.num_fewshot else []
+    drawn = [items[other] for other in random.Random(EXAMPLES_SEED + index).sample(others, task.num_fewshot)]
+    solved = (_answers(task, item)[item["gold"] if "gold" in COLUMNS[task.kind] else 0] for item in drawn)
+    examples = "".join(f"{before}{delimiter}{answer}\n\n" for before, answer in solved)
+    return [(examples + before + delimiter, answer) for before, answer in _answers(task, items[index])]
 
 
-def _solved(task: Task, item: Item) -> str:
-    """An item with its right answer."""
+def _answers(task: Task, item: Item) -> list[tuple[str, str]]:
+    """The possible answers of an item, each after the question that it answers."""
     if task.kind == "multiple_choice":
-        return item["query"] + task.continuation_delimiter + item["choices"][item["gold"]]
+        return [(item["query"], choice) for choice in item["choices"]]
     if task.kind == "schema":
-        return item["context_options"][item["gold"]] + task.continuation_delimiter + item["continuation"]
-    return item["context"].strip() + task.continuation_delimiter + item["continuation"]
+        return [(option, item["continuation"]) for option in item["context_options"]]
+    return [(item["context"].strip(), item["continuation"])]
 
 
-def _rows(
-    task: Task, pairs: list[tuple[list[int], list[int]]], answers: list[str], eos_id: int, context: int, begin: Begin
-) -> Iterator[Prompt]:
-    """The prompts of an item; `pairs` has for each possible answer the ids of the text before it, and of the whole."""
-    wholes = [whole for _, whole in pairs]
-    shortest = min(map(len, wholes))
-    shared_end = min(_shared([whole[::-1] for whole in wholes]), shortest)
-    for (before, whole), answer in zip(pairs, answers, strict=True):
+def _prompts(
+    kind: Kind, befores: Sequence[list[int]], wholes: Sequence[list[int]], answers: Sequence[str], eos_id: int,
+    context: int, begin: Begin,
+) -> Iterator[Prompt]:  # fmt: skip
+    """The prompts of an item, of the ids of the text before each answer, and of that text with the answer."""
+    shared_end = _shared([whole[::-1] for whole in wholes])
+    for before, whole, answer in zip(befores, wholes, answers, strict=True):
         own = min(_shared([before, whole]), len(whole) - 1)  # a token across the border belongs to the answer
-        if task.kind == "multiple_choice":
-            start = min(_shared(wholes), shortest - 1)
-        elif task.kind == "schema":
+        if kind == "multiple_choice":
+            start = min(_shared(wholes), min(map(len, wholes)) - 1)
+        elif kind == "schema":
             start = min(len(whole) - shared_end, len(whole) - 1)
         else:
             start = own
@@ -239,8 +216,5 @@ def _rows(
 
 def _shared(sequences: Sequence[Sequence[int]]) -> int:
     """How many tokens all sequences begin with."""
-    shortest = min(sequences, key=len)
-    for place, token in enumerate(shortest):
-        if any(sequence[place] != token for sequence in sequences):
-            return place
-    return len(shortest)
+    differing = (place for place, tokens in enumerate(zip(*sequences)) if len(set(tokens)) > 1)
+    return next(differing, min(map(len, sequences)))

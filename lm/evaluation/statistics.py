@@ -28,9 +28,6 @@ def wilson(right: int, total: int) -> Interval:
     """The interval of a share (Wilson, 1927, "Probable inference, the law of succession, and statistical inference").
 
     It stays inside [0, 1] and has a width where all or none are right, unlike share +- Z x standard error.
-
-    Args:
-        right: how many of `total`, which is at least 1.
     """
     share, spread = right / total, Z**2 / total
     middle = (share + spread / 2) / (1 + spread)
@@ -46,12 +43,9 @@ def standard_error(right: int, total: int) -> float:
 
 
 def centered(share: float, baseline: float) -> float:
-    """An accuracy on the scale between guessing, 0, and all right, 1.
+    """An accuracy on the scale between guessing, whose share is `baseline`, 0, and all right, 1.
 
     Li et al., 2024, "DataComp-LM" (arXiv:2406.11794), section 3.5.
-
-    Args:
-        baseline: the share that guessing gets, below 1.
     """
     return (share - baseline) / (1 - baseline)
 
@@ -69,12 +63,9 @@ def mean_interval(values: Sequence[float], intervals: Sequence[Interval]) -> Int
 
 
 def ratio_error(above: np.ndarray, below: np.ndarray) -> float:
-    """The standard error of `above.sum() / below.sum()` where pairs were drawn together, say documents.
+    """The standard error of `above.sum() / below.sum()`, `(n,)` each, whose pairs, say documents, were drawn together.
 
-    The linear approximation of a ratio (Cochran, 1977, "Sampling techniques", section 6.4).
-
-    Args:
-        above, below: `(n,)`; nan for fewer than two pairs.
+    The linear approximation of a ratio (Cochran, 1977, "Sampling techniques", section 6.4); NaN for fewer than two.
     """
     count = len(above)
     if count < 2:
@@ -122,8 +113,8 @@ class TokenLoss(KeepsPrecision, Metric):
         Args:
             token_losses: `(B, T)` fp32, nats.
             labels: `(B, T)`, -100 where a token does not count.
-            token_bytes: `(V,)` fp64, the bytes of text that each token stands for, 0 for special tokens; without it
-                there are no bits per byte. `(sources, V)` where sources are kept apart.
+            token_bytes: `(V,)` fp64, the bytes of text that each token stands for, 0 for special tokens; `(sources, V)`
+                where sources are kept apart. Without it there are no bits per byte.
             sources: `(B,)`, the source of each row, where they are kept apart.
         """
 
@@ -142,12 +133,7 @@ class TokenLoss(KeepsPrecision, Metric):
             self.text_bytes = add(self.text_bytes, sizes)
 
     def compute(self) -> dict[str, Tensor]:
-        """The means so far, over all ranks.
-
-        Returns:
-            `loss` (nats a token), `perplexity` (its exponential), `bits_per_byte` and `tokens` (how many counted), as
-            fp64 scalars; what nothing was counted for is NaN.
-        """
+        """The means so far over all ranks, in fp64, and how many tokens counted; NaN where none did."""
         loss = self.nats / self.tokens
         return {
             "loss": loss,
@@ -162,12 +148,8 @@ def loss_metrics(
 ) -> dict[str, Tensor]:
     """What `TokenLoss.compute` found, by the names of metrics: `val/loss`, `val/bpb` and `val/perplexity`.
 
-    Of a mixture they are means over the sources, and each source has its own beside them, such as `val/loss/books`.
-
-    Args:
-        prefix: `val` or `test`.
-        sources: names of a mixture's.
-        shares: `(sources,)` which part of the training is of each.
+    Of a mixture they are means over the sources, weighted by their `shares` of the training `(sources,)`, and each
+    source has its own beside them, such as `val/loss/books`.
     """
     metrics = {f"{prefix}/{short}": result[name] for name, short in {"loss": "loss", "bits_per_byte": "bpb"}.items()}
     if shares is not None:

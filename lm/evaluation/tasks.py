@@ -28,6 +28,7 @@ COLUMNS: dict[Kind, dict[str, type]] = {
     "schema": {"context_options": list, "continuation": str, "gold": int},
     "language_modeling": {"context": str, "continuation": str},
 }
+CHOSEN_FROM = {"multiple_choice": "choices", "schema": "context_options"}
 KEYS = ("label", "dataset_uri", "num_fewshot", "icl_task_type", "continuation_delimiter", "has_categories")
 
 Item = Mapping[str, Any]
@@ -52,16 +53,12 @@ class Task:
 
 
 def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Task]:
-    """Read tasks.
+    """The tasks of files, in their order; for each of several numbers of solved items a task, called `LABEL_Nshot`.
 
     Args:
         paths: a YAML with `icl_tasks:`, a `.jsonl` or `.parquet` file of items, whose kind follows from its columns, or
             `embedded:sotu`.
         num_fewshot: instead of what the files say; a file of items alone says 0.
-
-    Returns:
-        The tasks in the order of the files; where a YAML gives several numbers of solved items, a task for each,
-        called `LABEL_Nshot`.
 
     Raises:
         RequestError: a file is missing or not what it should be; names it and the task or line.
@@ -126,22 +123,18 @@ def _from_yaml(file: Path, num_fewshot: int | None) -> Iterator[Task]:
 
 def _checked(entry: dict[str, Any], place: str) -> tuple[str, str, Kind, list[int], str]:
     """Label, file, kind, numbers of solved items and delimiter of an entry of the YAML."""
-    unknown = [key for key in entry if key not in KEYS]
-    if unknown:
+    if unknown := [key for key in entry if key not in KEYS]:
         raise RequestError(f"{place}: {', '.join(map(repr, unknown))} is not known here; take it out")
-    for key in ("label", "dataset_uri"):
+    entry = {"num_fewshot": 0, "continuation_delimiter": " ", **entry}
+    for key in ("label", "dataset_uri", "continuation_delimiter"):
         if not isinstance(entry.get(key), str):
             raise RequestError(f"{place}: {key} must be a text, got {entry.get(key)!r}")
-    kind, shots = entry.get("icl_task_type"), entry.get("num_fewshot", [0])
-    delimiter = entry.get("continuation_delimiter", " ")
-    if kind not in COLUMNS:
+    if (kind := entry.get("icl_task_type")) not in COLUMNS:
         raise RequestError(f"{place}: icl_task_type {kind!r} is none of {', '.join(COLUMNS)}")
-    shots = [shots] if isinstance(shots, int) else shots
-    if not isinstance(shots, list) or not shots or not all(type(count) is int and count >= 0 for count in shots):
+    shots = entry["num_fewshot"] if isinstance(entry["num_fewshot"], list) else [entry["num_fewshot"]]
+    if not shots or not all(type(count) is int and count >= 0 for count in shots):
         raise RequestError(f"{place}: num_fewshot must be a list of whole numbers, got {entry['num_fewshot']!r}")
-    if not isinstance(delimiter, str):
-        raise RequestError(f"{place}: continuation_delimiter must be a text, got {delimiter!r}")
-    return entry["label"], entry["dataset_uri"], kind, shots, delimiter
+    return entry["label"], entry["dataset_uri"], kind, shots, entry["continuation_delimiter"]
 
 
 def _source(folder: Path, uri: str, place: str) -> Path:
@@ -180,21 +173,21 @@ def _items(file: Path) -> list[Item]:
         except (pa.ArrowException, OSError, ValueError) as error:
             raise RequestError(f"{file} cannot be read ({str(error).splitlines()[0]}); is it damaged?") from error
     else:
-        items = []
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    items.append(parse_json(line))
-                except ValueError as error:
-                    raise RequestError(f"{file}, line {number}: not a JSON object on one line ({error})") from error
-                if not isinstance(items[-1], dict):
-                    kind = type(items[-1]).__name__
-                    raise RequestError(f"{file}, line {number}: a JSON {kind} where one object a line is expected")
+        lines = enumerate(file.read_bytes().split(b"\n"), start=1)
+        items = [_item(line, f"{file}, line {number}") for number, line in lines if line.strip()]
     if not items:
         raise RequestError(f"{file} has no items")
     return items
+
+
+def _item(line: bytes, place: str) -> Item:
+    try:
+        item = parse_json(line)
+    except ValueError as error:
+        raise RequestError(f"{place}: not a JSON object on one line ({error})") from error
+    if not isinstance(item, dict):
+        raise RequestError(f"{place}: a JSON {type(item).__name__} where one object a line is expected")
+    return item
 
 
 def _kind(item: Item, file: Path) -> Kind:
@@ -224,10 +217,10 @@ def _check(item: Item, kind: Kind, place: str) -> None:
         if not item["continuation"].strip():
             raise RequestError(f"{place}: the continuation is empty")
         return
-    options = item["choices" if kind == "multiple_choice" else "context_options"]
+    options = item[CHOSEN_FROM[kind]]
     if len(options) < 2 or not all(isinstance(option, str) for option in options):
         raise RequestError(f"{place}: two texts or more are needed to choose from, got {options!r:.60}")
-    if not all(options) and kind == "multiple_choice" or kind == "schema" and not item["continuation"]:
+    if not all(options if kind == "multiple_choice" else [item["continuation"]]):
         raise RequestError(f"{place}: an answer is empty")
     if not 0 <= item["gold"] < len(options):
         raise RequestError(f"{place}: gold {item['gold']} is not one of {len(options)} answers, counted from 0")
@@ -237,5 +230,4 @@ def _chance(items: list[Item], kind: Kind) -> float:
     """The share that guessing gets: one over the number of answers, on average; no text is written by chance."""
     if kind == "language_modeling":
         return 0.0
-    options = "choices" if kind == "multiple_choice" else "context_options"
-    return sum(1 / len(item[options]) for item in items) / len(items)
+    return sum(1 / len(item[CHOSEN_FROM[kind]]) for item in items) / len(items)

@@ -13,7 +13,7 @@ from lm.inference.decode_step import Step
 from lm.inference.generation import Reason, Sampling, generate
 from lm.model.decoder import Decoder
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no character, or not yet
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not a character, or not yet
 
 
 class Alternative(NamedTuple):
@@ -66,7 +66,7 @@ def generate_text(
         prompts: an empty one begins a document.
 
     Raises:
-        RequestError: as `generation.generate`; or a prompt is no Unicode text.
+        RequestError: as `generation.generate`; or a prompt is not Unicode text.
         RunError: logits are not finite.
     """
     ids = [encode_prompt(tokenizer, prompt, sampling.begin) for prompt in prompts]
@@ -99,12 +99,12 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, begin: Begin = "nothing") -
     """A prompt's ids, at least one: an empty prompt begins a document.
 
     Raises:
-        RequestError: the prompt is no Unicode text.
+        RequestError: the prompt is not Unicode text.
     """
     try:
         ids = tokenizer.encode(prompt)
     except TypeError as error:  # of the library, where half of a surrogate pair stands in it
-        raise RequestError(f"the prompt {prompt!r:.60} is no Unicode text: was it read as UTF-8?") from error
+        raise RequestError(f"the prompt {prompt!r:.60} is not Unicode text: was it read as UTF-8?") from error
     return [tokenizer.eos_id, *ids] if begin == "eos" or not ids else ids
 
 

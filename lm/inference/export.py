@@ -11,14 +11,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from huggingface_hub import ModelCardData
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,7 +29,7 @@ from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.huggingface import config_json
 from lm.runs.checkpoint import read_progress
-from lm.runs.evaluations import merge_evaluations
+from lm.runs.evaluations import evaluation_rows, merge_evaluations
 from lm.runs.history import time_spent
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
@@ -66,52 +66,46 @@ BEGINNING = (
 
 @dataclass(frozen=True)
 class Card:
-    """What a person says of a model.
+    """What a person says of a model."""
 
-    Args:
-        name: what the card calls it.
-        license: an SPDX identifier, or "unknown".
-        language: ISO 639 codes.
-    """
-
-    name: str
-    license: str = "unknown"
-    language: tuple[str, ...] = ()
+    name: str  # what the card calls it
+    license: str = "unknown"  # an SPDX identifier
+    language: tuple[str, ...] = ()  # ISO 639 codes
 
 
 def model_card(model: Pretrained, card: Card) -> str:
-    """The text of the `README.md`.
+    """The text of the `README.md` of a model in the number format of the export.
 
-    Args:
-        model: in the number format of the export; the run that its folder is in, if any, is its history.
-        card: what a person says of it.
+    The run that the model's folder is in, if any, is its history.
     """
     run = Run.of(model.path)
-    parts = [f"# {card.name}", _opening(model, run), "## Shape", _table(_shape(model))]
+    sections = {"Shape": _table(_shape(model))}
     if run is not None:
-        parts += ["## Data", _table(data_rows(model, run)), *mixture_parts(model, run)]
-        parts += ["## Training", _table(training_rows(model, run))]
+        sections["Data"] = "\n\n".join([_table(data_rows(model, run)), *mixture_parts(model, run)])
+        sections["Training"] = _table(training_rows(model, run))
         if results := result_rows(model, run):
-            parts += ["## Results", _table(results)]
-    parts += ["## Use", USE.format(name=card.name)]
+            sections["Results"] = _table(results)
+    sections["Use"] = USE.format(name=card.name)
     if run is not None:
-        parts.append(BEGINNING.format(eos=model.tokenizer.eos_token))
-    parts += ["## Limits", _limits(model, card), "## Versions", _table(_versions(run))]
-    front = yaml.safe_dump(_front_matter(model, card, run), sort_keys=False, allow_unicode=True)
-    return f"---\n{front}---\n\n" + "\n\n".join(parts) + "\n"
+        sections["Use"] += "\n\n" + BEGINNING.format(eos=model.tokenizer.eos_token)
+    sections |= {"Limits": _limits(model, card), "Versions": _table(_versions(run))}
+    text = "".join(f"\n## {title}\n\n{content}\n" for title, content in sections.items())
+    head = f"# {card.name}\n\n{_opening(model, run)}\n"
+    return f"---\n{_front_matter(model, card, run).to_yaml()}\n---\n\n{head}{text}"
 
 
-def _front_matter(model: Pretrained, card: Card, run: Run | None) -> dict[str, Any]:
+def _front_matter(model: Pretrained, card: Card, run: Run | None) -> ModelCardData:
     known = card.license.lower() in LICENSES
     found = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", name) for name in (sources(run) if run else [])]
-    return {
-        **({"language": list(card.language)} if card.language else {}),
-        **({"license": card.license.lower()} if known else {"license": "other", "license_name": card.license}),
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["causal-lm", _architecture(model)["model_type"]],
-        **({"datasets": sorted({match[1] for match in found if match})} if any(found) else {}),
-    }
+    return ModelCardData(
+        language=list(card.language) or None,
+        license=card.license.lower() if known else "other",
+        license_name=None if known else card.license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["causal-lm", _architecture(model)["model_type"]],
+        datasets=sorted({match[1] for match in found if match}) or None,
+    )
 
 
 def _opening(model: Pretrained, run: Run | None) -> str:
@@ -173,15 +167,12 @@ def _versions(run: Run | None) -> Rows:
 
 def _table(rows: Rows) -> str:
     """Rows of two columns; those without a value are left out."""
-    return "\n".join(["| | |", "|---|---|", *(_line(row) for row in rows.items() if row[1] is not None)])
+    return _columns(("", ""), [row for row in rows.items() if row[1] is not None])
 
 
-def _line(cells: Sequence[Any]) -> str:
-    return f"| {' | '.join(map(_cell, cells))} |"
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("\n", " ").replace("|", "\\|")
+def _columns(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [[str(cell).replace("\n", " ").replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(head), *lines[1:]])
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -190,14 +181,13 @@ def _cell(value: Any) -> str:
 def data_rows(model: Pretrained, run: Run) -> Rows:
     """What the model was trained and validated on, and the tokenizer."""
     kind = model.tokenizer.description["model"].get("type", "")
-    rows: Rows = {
+    return {
         "sources": None if mixed(run) else _first_names(sources(run)) or None,
         "tokenizer": f"{'byte-level ' if model.tokenizer.byte_level else ''}{kind}, "
         f"{len(model.tokenizer.vocabulary):,} tokens",
+        "training data": _extent(run, "train"),
+        "validation data": _extent(run, "val"),
     }
-    for split, label in (("train", "training data"), ("val", "validation data")):
-        rows[label] = _extent(run, split)
-    return rows
 
 
 def mixture_parts(model: Pretrained, run: Run) -> list[str]:
@@ -220,8 +210,7 @@ def mixture_parts(model: Pretrained, run: Run) -> list[str]:
         data, files = _extent(run, "train", source) or "", _first_names(files_of(run, source))
         rows.append((source, *shares, f"{taken[number]:,}", epochs, data, files))
     head = ("source", "share of the samples", *later, "tokens trained on", "epochs", "training data", "made of")
-    table = "\n".join([_line(head), "|" + "---|" * len(head), *map(_line, rows)])
-    return ["The model was trained on a mixture of sources:", table]
+    return ["The model was trained on a mixture of sources:", _columns(head, rows)]
 
 
 def mixed(run: Run) -> bool:
@@ -340,17 +329,14 @@ def seq_len_of(model: Pretrained, run: Run) -> int:
 
 def _optimizer_rows(module: dict[str, Any]) -> Rows:
     optimizer, schedule = module.get("optimizer") or {}, module.get("schedule") or {}
-    betas = " and ".join(map(str, optimizer.get("betas", [])))
-    name, settings = optimizer.get("name"), f"betas {betas}"
-    if optimizer.get("class_path"):
-        settings = ", ".join(f"{key} {value}" for key, value in (optimizer.get("init_args") or {}).items())
-        name, settings = optimizer["class_path"], settings or "no other arguments"
     rows: Rows = {"dropout": (module.get("decoder") or {}).get("dropout") or None}
     if optimizer:
-        rows["optimizer"] = (
-            f"{name}, learning rate {optimizer.get('lr')}, {settings}, weight decay "
-            f"{optimizer.get('weight_decay')}"
-        )
+        own = {"betas": " and ".join(map(str, optimizer.get("betas", [])))}
+        if optimizer.get("class_path"):
+            own = optimizer.get("init_args") or {}
+        settings = {"learning rate": optimizer.get("lr"), **own, "weight decay": optimizer.get("weight_decay")}
+        name = optimizer.get("class_path") or optimizer.get("name")
+        rows["optimizer"] = ", ".join([str(name), *(f"{key} {value}" for key, value in settings.items())])
     if schedule:
         warmup = schedule.get("warmup_steps")
         rows["schedule"] = f"{schedule.get('name')}" + (f" after {warmup:,} steps of warm-up" if warmup else "")
@@ -382,19 +368,10 @@ def result_rows(model: Pretrained, run: Run) -> Rows:
                 for name, metric in METRICS.items() if name.startswith("val/") and name + end in line
             }  # fmt: skip
     found = merge_evaluations(run.evaluations(), model.step)
-    if found is None:
-        return rows
-    for name, texts in found["texts"].items():
-        if texts["bits_per_byte"] is not None:
-            rows[f"bits per byte of {public_name(name)}"] = f"{texts['bits_per_byte']:.4f}"
-    for name, task in found["tasks"].items():
-        low, high = task["interval"]
-        rows[f"{name}, {task['num_fewshot']} shots"] = (
-            f"{task['accuracy']:.1%} right (95 % interval {low:.1%} to {high:.1%}) of {task['items']:,}; guessing "
-            f"gives {task['baseline']:.1%}"
-        )
-    if found["core"] is not None:
-        rows["mean of the accuracies, each centred on guessing"] = f"{found['core']:.4f}"
+    if found is not None:
+        rows |= {public_name(name): text for name, text in evaluation_rows(found).items()}
+        core = found["core"]
+        rows["mean of the accuracies, each centred on guessing"] = None if core is None else f"{core:.4f}"
     return rows
 
 
@@ -405,8 +382,12 @@ LAST = 32  # tokens of a sequence whose logits are compared: those that have all
 LONGEST = 2048  # sequence
 TOLERANCE = 1e-4  # of the largest logit: both sides multiply in fp32, in another order
 
+Loaded = tuple[str, list[list[int]], Tensor]  # by what, the ids of `TEXTS`, the last logits of a sequence `(LAST, V)`
 
-def check_reload(folder: Path, model: Pretrained) -> tuple[str, float]:
+
+def check_reload(
+    folder: Path, model: Pretrained, load: Callable[[Path, list[int]], Loaded] | None = None
+) -> tuple[str, float]:
     """Load a folder in a new process and compare it with the model that it was made of.
 
     The new process uses transformers where that is installed, else this package. Compared are the ids of some texts,
@@ -415,6 +396,7 @@ def check_reload(folder: Path, model: Pretrained) -> tuple[str, float]:
     Args:
         folder: a Hugging Face model.
         model: with the very weights that the folder is to have; they are widened to fp32 here, in place.
+        load: `load_and_compute`, to do it in this process.
 
     Returns:
         What loaded the folder, and the largest difference between logits, as a share of the largest logit.
@@ -422,27 +404,16 @@ def check_reload(folder: Path, model: Pretrained) -> tuple[str, float]:
     Raises:
         RunError: the folder could not be loaded, or anything differs.
     """
-    sequence = random_sequence(model)
-    return compare(model, sequence, *_load_in_new_process(folder, sequence))
-
-
-def random_sequence(model: Pretrained) -> list[int]:
-    """Random ids, so many that a wrong window shows."""
     widest = max((window or 0 for window in model.config.windows), default=0)
-    length = min(model.config.max_position_embeddings, widest + 2 * LAST, LONGEST)
-    return torch.randint(model.tokenizer.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-def compare(
-    model: Pretrained, sequence: list[int], loader: str, ids: list[list[int]], logits: Tensor
-) -> tuple[str, float]:
-    """Compare a model with what `load_and_compute` got from a folder; see `check_reload`."""
+    length = min(model.config.max_position_embeddings, widest + 2 * LAST, LONGEST)  # so many that a wrong window shows
+    ids = torch.randint(model.tokenizer.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    loader, found, logits = (load or _load_in_new_process)(folder, ids[0].tolist())
     problems = []
-    for text, found in zip(TEXTS, ids, strict=True):
-        if found != (wanted := model.tokenizer.backend.encode(text).ids):
-            problems.append(f"{text!r} is {found} to the tokenizer, not {wanted}")
+    for text, encoded in zip(TEXTS, found, strict=True):
+        if encoded != (wanted := model.tokenizer.backend.encode(text).ids):
+            problems.append(f"{text!r} is {encoded} to the tokenizer, not {wanted}")
     with torch.no_grad():
-        expected = model.decoder.float().cpu()(torch.tensor([sequence]))[0, -LAST:]
+        expected = model.decoder.float().cpu()(ids)[0, -LAST:]
     difference = ((logits - expected).abs().max() / expected.abs().max()).item()
     if not difference <= TOLERANCE:  # NaN too
         problems.append(f"the logits differ by {difference:.1e} of the largest")
@@ -452,8 +423,8 @@ def compare(
 
 
 @torch.no_grad()
-def load_and_compute(folder: Path, sequence: list[int]) -> tuple[str, list[list[int]], Tensor]:
-    """What loads a folder here, the ids of `TEXTS`, and the logits `(LAST or fewer, V)` at the end of a sequence."""
+def load_and_compute(folder: Path, sequence: list[int]) -> Loaded:
+    """Load a folder in this process, with transformers if it is installed."""
     ids = torch.tensor([sequence])
     if find_spec("transformers") is None:
         model = load_pretrained(folder, device="cpu", dtype=torch.float32)
@@ -470,7 +441,7 @@ def load_and_compute(folder: Path, sequence: list[int]) -> tuple[str, list[list[
     return loader, texts, logits[0, -LAST:].clone()
 
 
-def _load_in_new_process(folder: Path, sequence: list[int]) -> tuple[str, list[list[int]], Tensor]:
+def _load_in_new_process(folder: Path, sequence: list[int]) -> Loaded:
     """`load_and_compute` in a new process, `python -m lm.inference.export`."""
     package = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))

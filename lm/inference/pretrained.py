@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lm.system.files import parse_json
 from lm.system.remote import is_remote
 
 INDEX = "model.safetensors.index.json"
+LONGEST_REASON = 400  # characters of what torch says of weights that do not fit
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -35,9 +37,8 @@ INDEX = "model.safetensors.index.json"
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All weights of a folder, under Hugging Face's names, on the CPU. Nothing is unpickled.
 
-    Args:
-        folder: a checkpoint of ours, whose digests are checked, or a Hugging Face model: a `model.safetensors`, or
-            several files and their index.
+    The folder is a checkpoint of ours, whose digests are checked, or a Hugging Face model: a `model.safetensors`, or
+    several files and their index.
 
     Raises:
         RequestError: there are no weights, or they are damaged; the message names the file.
@@ -95,12 +96,10 @@ class Pretrained:
 
     @property
     def config(self) -> DecoderConfig:
-        """The decoder's shape."""
         return config_of(self.decoder)
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
         return next(self.decoder.parameters()).device
 
     @property
@@ -133,19 +132,11 @@ def load_pretrained(
     path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
     eos_token: str | None = None, module: type | None = None,
 ) -> Pretrained:  # fmt: skip
-    """Load a model for use.
+    """Load a model for use. The other arguments, and the errors, are those of `lm.load_model`.
 
     Args:
-        path: a run's folder or name, of which the best checkpoint is taken, or the last where none was validated; a
-            checkpoint's folder, also by URL; or any folder with a Llama, Qwen3 or Ministral of Hugging Face's and a
-            `tokenizer.json`.
-        device: if not given, the GPU where there is one, else the CPU.
-        dtype: of the weights; as they are stored if not given.
+        path: also the URL of a checkpoint's folder.
         eos_token: the token that ends a document, where the folder does not say.
-        module: the subclass of `LanguageModule` that builds the model, where it is none of these.
-
-    Raises:
-        RequestError: there is no model, it is damaged, or it is of another architecture; or there is no such device.
     """
     folder = checkpoint_folder(str(path)) if is_remote(str(path)) else Path(path)
     if not folder.is_dir():
@@ -166,9 +157,12 @@ def load_pretrained(
             raise RequestError(f"{folder}: the weights of a layer do not fit together ({error})") from error
         with torch.device("meta"):
             decoder = Decoder(config)
-    _refuse_other_shapes(folder, decoder, weights)
-    wanted = {name: weight.to(device, dtype or weight.dtype) for name, weight in weights.items()}
-    decoder.load_state_dict(wanted, assign=True)
+    try:
+        decoder.load_state_dict(weights, assign=True)
+    except RuntimeError as error:  # of other names or shapes, or integers
+        reason = shorten(str(error).partition("\n")[2], LONGEST_REASON)
+        raise RequestError(f"{folder}: the weights and config.json do not belong together: {reason}") from error
+    decoder.to(device, dtype)
     decoder.eval().requires_grad_(False)
     built = build(config, BuildOptions(), device, next(decoder.parameters()).dtype, make=lambda config: decoder)
     tokenizer = Tokenizer.load(folder, eos_token)
@@ -214,16 +208,3 @@ def _device(name: str | torch.device) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RequestError(f"device {name}: there is none here; give cpu, or cuda where there is a GPU") from error
     return torch.device(name)
-
-
-def _refuse_other_shapes(folder: Path, decoder: Decoder, weights: dict[str, torch.Tensor]) -> None:
-    wanted = decoder.state_dict()
-    if name := min(wanted.keys() ^ weights.keys(), default=None):
-        where = "there is none in the weights" if name in wanted else "the model has none"
-        raise RequestError(f"{folder}: {name}: {where}: they do not belong together")
-    for name, weight in wanted.items():
-        if not weights[name].is_floating_point() and weight.is_floating_point():
-            raise RequestError(f"{folder}: {name} is {weights[name].dtype}, which this decoder does not compute with")
-        if weights[name].shape != weight.shape:
-            have, want = tuple(weights[name].shape), tuple(weight.shape)
-            raise RequestError(f"{folder}: {name} is {have} in the weights, and config.json makes it {want}")

@@ -1,11 +1,13 @@
 """A run's data: its documents and tokens, the vocabulary in use, the samples of a step, and how far texts are apart."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from lm.data.datamodule import DataModule
@@ -17,10 +19,9 @@ from lm.inspection.drawing import BLUE, VERMILION, Html, figure, label_axes, tab
 from lm.runs.run import Run
 from lm.system.arguments import Parser
 from lm.system.files import DAMAGE
-from lm.system.remote import is_remote
 
 SHARES = (0.5, 0.9, 0.99)  # of a text, for which `measure_use` says how many tokens make it up
-PLACES = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # keys of `data:` that are files or folders
+PATHS = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # options of `data:` that are files or folders
 BINS = 40
 TEXT_WIDTH = 90  # characters of a line of a sample
 
@@ -48,31 +49,22 @@ def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np
 
 
 def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = None) -> Documents:
-    """The sizes of documents; a last one that does not end is left out.
+    """The sizes of the documents before token `stop`; a last one that does not end is left out.
 
     Args:
         shards: laid end to end; a document may continue in the next shard.
         tokenizer: that they were made with; its end-of-text token ends a document.
-        stop: the first token that is not looked at; all are, if not given.
     """
     sizes = shards.token_bytes(tokenizer)
-    found_tokens, found_bytes = [], []
-    open_tokens = open_bytes = 0  # of the document that continues from the piece before
+    ends, bytes_at_ends = [np.zeros(1, np.int64)], [np.zeros(1)]  # counted from the first token
+    seen_tokens, seen_bytes = 0, 0.0
     for tokens in shards.pieces(stop):
-        ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
-        upto = np.concatenate([[0], np.cumsum(sizes[tokens])])  # bytes before each token
-        edges = np.concatenate([[0], ends])
-        of_tokens, of_bytes = np.diff(edges), np.diff(upto[edges])
-        if len(ends):
-            of_tokens[0] += open_tokens
-            of_bytes[0] += open_bytes
-            open_tokens = open_bytes = 0
-        open_tokens += len(tokens) - int(edges[-1])
-        open_bytes += upto[-1] - upto[edges[-1]]
-        found_tokens.append(of_tokens)
-        found_bytes.append(of_bytes)
-    nothing = [np.zeros(0, dtype=np.int64)]
-    return Documents(np.concatenate(found_tokens or nothing), np.concatenate(found_bytes or nothing))
+        ends_here = np.flatnonzero(tokens == tokenizer.eos_id) + 1
+        upto = np.concatenate([[seen_bytes], seen_bytes + np.cumsum(sizes[tokens])])  # bytes before each token
+        ends.append(seen_tokens + ends_here)
+        bytes_at_ends.append(upto[ends_here])
+        seen_tokens, seen_bytes = seen_tokens + len(tokens), upto[-1]
+    return Documents(np.diff(np.concatenate(ends)), np.diff(np.concatenate(bytes_at_ends)))
 
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------------
@@ -137,29 +129,22 @@ class Moved(NamedTuple):
 
 def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """The Jensen-Shannon divergence of distributions (Lin, "Divergence measures based on the Shannon entropy", IEEE
-    Transactions on Information Theory 37, 1991), in bits.
+    Transactions on Information Theory 37, 1991), in bits: `(...)` of two `(..., V)`, each divided by its sum.
 
-    Args:
-        p, q: (..., V), not negative; each is divided by its sum, so counts will do.
-
-    Returns:
-        (...), float64, from 0 (the same) to 1 (nothing in common); NaN where a sum is zero.
+    It is 0 for the same distribution and 1 for nothing in common; NaN where a sum is zero.
     """
     return divergence_parts(p, q).sum(-1)
 
 
 def divergence_parts(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """What each outcome adds to `jensen_shannon`: (..., V), none of it negative."""
+    """What each outcome adds to `jensen_shannon`: (..., V), none of it negative.
+
+    That is the entropy of the mean of both, less the mean of their entropies.
+    """
     with np.errstate(invalid="ignore"):
-        p, q = (counts / counts.sum(-1, keepdims=True) for counts in (np.asarray(p, float), np.asarray(q, float)))
-    middle = (p + q) / 2
-    return np.maximum(0, (_log_ratio(p, middle) + _log_ratio(q, middle)) / 2)
-
-
-def _log_ratio(p: np.ndarray, middle: np.ndarray) -> np.ndarray:
-    """`p log2(p / middle)`, which is 0 where p is."""
-    ratio = np.divide(p, middle, out=np.ones_like(middle), where=p != 0)
-    return p * np.log2(ratio)
+        p, q = (torch.from_numpy(counts / counts.sum(-1, keepdims=True)) for counts in map(np.float64, (p, q)))
+    parts = torch.special.entr((p + q) / 2) - (torch.special.entr(p) + torch.special.entr(q)) / 2
+    return parts.clamp(min=0).numpy() / math.log(2)
 
 
 def most_moved(before: np.ndarray, after: np.ndarray, tokenizer: Tokenizer, most: int = 15) -> list[Moved]:
@@ -194,9 +179,7 @@ def open_data(run: Run) -> DataModule:
     config = run.settings()
     if not isinstance(config.get("data"), dict) or type(config.get("seed_everything")) is not int:
         raise RequestError(f"{run.config} has no `data:` or no seed, so the samples of the run are not known")
-    there = run.started_in()
-    described = _places_from_anywhere(there, config["data"])
-    described["sources"] = [_places_from_anywhere(there, source) for source in described.get("sources") or ()] or None
+    described = _with_paths_from(run.started_in(), config["data"])
     parser = Parser(exit_on_error=False)
     parser.add_class_arguments(DataModule, "data")
     data = parser.instantiate_classes(parser.parse_object({"data": described})).data
@@ -205,27 +188,21 @@ def open_data(run: Run) -> DataModule:
     return data
 
 
-def _places_from_anywhere(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: _from_anywhere(folder, value) if key in PLACES else value for key, value in settings.items()}
+def _with_paths_from(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `data`, or of a source of a mixture, with paths that hold in any working directory."""
 
+    def absolute(value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, list):
+            return [absolute(one) for one in value]
+        return value if value is None or "://" in value or folder == Path.cwd() else str(folder / value)
 
-def _from_anywhere(folder: Path, value: str | list[str] | None) -> str | list[str] | None:
-    """A path of a config, or several, as seen from any working directory."""
-    if isinstance(value, list):
-        return [_from_anywhere(folder, one) for one in value]
-    if value is None or is_remote(value) or value.startswith("file://"):
-        return value
-    return str(folder / value) if folder != Path.cwd() else value
+    paths = {name: absolute(options[name]) for name in PATHS if name in options}
+    sources = [_with_paths_from(folder, source) for source in options.get("sources") or ()]
+    return options | paths | ({"sources": sources} if sources else {})
 
 
 def read_step(run: Run, data: DataModule, step: int | None = None, limit: int | None = None) -> list[Sample]:
-    """The samples of an optimizer step, in order.
-
-    Args:
-        run: that took the step.
-        data: `open_data(run)`.
-        step: from 1; the last one taken if not given.
-        limit: how many of them; all if not given.
+    """The first `limit` samples of an optimizer step of the run, in order; of the last one that it took, if not given.
 
     Raises:
         RequestError: the run has not taken this step.
@@ -322,10 +299,9 @@ def splits_table(shards: Mapping[str, Shards], documents: Mapping[str, Documents
     """The data to train and to validate on: shards by split, and the documents of the part that was looked at."""
     rows = []
     for name, one in documents.items():
-        longest = int(one.tokens.max()) if len(one.tokens) else 0
-        middle = int(np.median(one.tokens)) if len(one.tokens) else 0
+        lengths = one.tokens if len(one.tokens) else np.zeros(1, int)
         rows.append((name, shards[name].document_tokens, len(shards[name].fingerprint()), int(one.tokens.sum()),
-                     len(one.tokens), middle, longest, one.bytes_per_token))  # fmt: skip
+                     len(one.tokens), int(np.median(lengths)), int(lengths.max()), one.bytes_per_token))  # fmt: skip
     names = ("split", "tokens", "shards", "tokens looked at", "documents in them", "median length (tokens)",
              "longest (tokens)", "bytes a token")  # fmt: skip
     return table(rows, names)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,11 +90,7 @@ class Histogram(NamedTuple):
 
 
 def matrices(decoder: Decoder) -> dict[str, Tensor]:
-    """The matrices of a model in fp32, fused ones taken apart.
-
-    Returns:
-        By name, as in Hugging Face's files: `model.layers.0.self_attn.q_proj.weight`.
-    """
+    """The matrices of a model in fp32 by their names in Hugging Face's files, so fused ones are taken apart."""
     weights = to_huggingface({name: weight.detach() for name, weight in decoder.named_parameters()}, decoder.config)
     return {name: weight.float() for name, weight in weights.items() if weight.ndim == 2}
 
@@ -160,10 +155,10 @@ def draw_spectra(found: Mapping[str, np.ndarray]) -> Figure:
     return picture
 
 
-Curve = Callable[[Axes, Any, Any], None]  # draws one weight's numbers in a colour
-
-
-def _by_kind(found: Mapping[str, Any], curve: Curve, x: str, y: str, scale: str = "linear") -> Figure:
+def _by_kind(
+    found: Mapping[str, Any], curve: Callable[[Axes, Any, Any], None], x: str, y: str, scale: str = "linear"
+) -> Figure:
+    """A panel for each kind of weight, in which `curve` draws each layer's numbers in a colour."""
     kinds: dict[str, dict[int | None, Any]] = {}
     for name, one in found.items():
         kinds.setdefault(kind_of(name), {})[layer_of(name)] = one
@@ -208,15 +203,13 @@ def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
     """How every weight differs between two models of the same shape, in the order of the model.
 
     Raises:
-        RequestError: they are of different shapes; the message has the settings, or else the weight.
+        RequestError: a weight differs in shape, or one of them lacks it.
     """
     first, second = (_named_weights(model) for model in (before, after))
-    if name := next((name for name in first | second if _shape(first, name) != _shape(second, name)), None):
-        configs = [asdict(model.config) for model in (before, after)]
-        differing = [f"{key} {value} and {configs[1][key]}" for key, value in configs[0].items()
-                     if value != configs[1][key]]  # fmt: skip
-        of_weight = f"{name} {_shape(first, name)} and {_shape(second, name)}"
-        raise RequestError(f"the models differ in shape: {', '.join(differing) or of_weight}")
+    for name in first | second:
+        shapes = [tuple(weights[name].shape) if name in weights else "absent" for weights in (first, second)]
+        if shapes[0] != shapes[1]:
+            raise RequestError(f"the models differ in shape: {name} is {shapes[0]} and {shapes[1]}")
     changes = []
     for name, weight in first.items():
         old, new = weight.double().cpu().flatten(), second[name].double().cpu().flatten()
@@ -229,10 +222,6 @@ def _named_weights(decoder: nn.Module) -> dict[str, Tensor]:
     """Weights under Hugging Face's names; of a model of one's own under its names."""
     weights = dict(decoder.named_parameters())
     return to_huggingface(weights, decoder.config) if is_builtin(decoder) else weights
-
-
-def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | str:
-    return tuple(weights[name].shape) if name in weights else "absent"
 
 
 def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[str]) -> Divergence:

@@ -23,11 +23,6 @@ foreach_zero_ = torch._foreach_zero_
 scaled_mm = torch._scaled_mm  # its public name, torch.nn.functional.scaled_mm, is one that torch 2.11 cannot compile
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own buffers, to be read and replaced; `named_buffers` leaves out those that are None."""
-    return module._buffers
-
-
 class KeepsPrecision:
     """A base of modules, named first, that `to(torch.bfloat16)` leaves in their precision; they still change device.
 

@@ -53,12 +53,7 @@ class AttentionMask(NamedTuple):
 
 
 def documents_from(document_ids: Tensor, limit: int | None = None) -> Documents:
-    """Positions that restart with every document.
-
-    Args:
-        document_ids: `(B, T)`, not decreasing along a row.
-        limit: there are no more documents than this in all rows; None: not known.
-    """
+    """Positions that restart with every document, by ids `(B, T)`; `limit` as in `Documents`."""
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)  # (B, T)
     positions = index - torch.where(_begins(document_ids), index, 0).cummax(1).values
     return Documents(document_ids, positions.int(), limit)
@@ -73,17 +68,7 @@ def kernel_for(
     device_type: str, capability: tuple[int, int], dtype: torch.dtype, window: int | None, documents: bool,
     head_dim: int, dropout: float,
 ) -> Kernel:  # fmt: skip
-    """The kernel for a mask on a device.
-
-    Args:
-        device_type: such as "cuda".
-        capability: compute capability of a CUDA device.
-        dtype: of queries, keys and values.
-        window: tokens that a token attends to; None: all before it.
-        documents: whether rows are divided into documents.
-        head_dim: width of a head.
-        dropout: probability of dropping a weight.
-    """
+    """The kernel for layers with this window, where rows are divided into documents or not, on a device."""
     if window is None and not documents:
         return "causal"
     flash = device_type == "cuda" and capability >= FLASH_FROM and dtype in HALF and head_dim <= FLASH_WIDEST
@@ -105,8 +90,6 @@ def attention_mask(
         x: hidden states `(B, T, C)`; only their shape, device and precision are used.
         window: tokens that a token attends to, itself included; None: all before it.
         documents: None: each row is one.
-        head_dim: width of a head.
-        dropout: of attention weights.
     """
     batch, length = x.shape[:2]
     if window is not None and window >= length:
@@ -221,10 +204,6 @@ def backends(capability: tuple[int, int], masked: bool) -> list[SDPBackend]:
 
     cuDNN's is the fastest on Hopper. It is left out on Blackwell, where it corrupts results with fewer than 8 key
     heads (pytorch issue 193893), and with masks, for which its backward pass may give NaN (pytorch issue 196678).
-
-    Args:
-        capability: compute capability of the device.
-        masked: whether a mask is given.
     """
     hopper = [SDPBackend.CUDNN_ATTENTION] if capability[0] == 9 and not masked else []
     flash = [SDPBackend.FLASH_ATTENTION] if capability >= FLASH_FROM else []
@@ -249,20 +228,17 @@ def chosen_kernels(
 ) -> Iterator[None]:
     """Inside the `with`, `scaled_dot_product_attention` takes the best kernel for a device that gives right results.
 
-    An order that is set already stays, unless `first` asks for another.
-
-    Args:
-        device: of the tensors.
-        masks: of the layers.
-        first: the kernel to prefer where there is no dense mask; None: the one that is usually best.
+    An order that is set already stays, unless `first` asks for another. Where there is no dense mask, `first` is
+    preferred to the one that is usually best.
     """
     if device.type != "cuda" or (_order_is_set and first is None):
         yield
         return
     masked = any(mask.dense is not None for mask in masks)
-    known = backends(_capability(device), masked)
-    preferred = [first] if first is not None and not masked else []
-    with kernel_order([*preferred, *(b for b in known if b not in preferred)]):
+    order = backends(_capability(device), masked)
+    if first is not None and not masked:
+        order = [first, *(backend for backend in order if backend != first)]
+    with kernel_order(order):
         yield
 
 

@@ -7,7 +7,6 @@ versions and shape, so that a run that is resumed takes the same kernels again.
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -77,9 +76,7 @@ def choose_attention(name: Attention, device: torch.device, dtype: torch.dtype, 
 
     Args:
         name: a kernel that is named by hand, or `auto`, where they are measured.
-        device: where the model is.
         dtype: of queries, keys and values.
-        shape: of a micro-batch.
 
     Returns:
         None where there is nothing to choose: on other devices than CUDA's, and in fp32.
@@ -107,12 +104,7 @@ def choose_attention(name: Attention, device: torch.device, dtype: torch.dtype, 
 
 
 def fastest(times: dict[str, float], shape: Shape) -> Choice:
-    """The kernels that take the least time for all layers together.
-
-    Args:
-        times: as `measure` gives them.
-        shape: of a micro-batch.
-    """
+    """The kernels that take the least time for all layers together, by the times of `measure`."""
     causal = len(shape.windows) - len(shape.sequences)
 
     def total(choice: Choice) -> float:
@@ -171,32 +163,23 @@ def measure(
             _use_flash(name if name in FLASH else "flash")
             if len(shape.sequences) < len(shape.windows):
                 with kernel_order([_backend(name)]):
-                    times[name] = _milliseconds(lambda: run(AttentionMask(None, None, None)), device)
+                    times[name] = _milliseconds(lambda: run(AttentionMask(None, None, None)))
             for window in dict.fromkeys(shape.sequences if name in FLASH else ()):
-                times[f"{name} {window}"] = _milliseconds(lambda: run(AttentionMask(window, offsets, None)), device)
-        except (RuntimeError, ImportError) as error:  # not installed, or not for these inputs
+                times[f"{name} {window}"] = _milliseconds(lambda: run(AttentionMask(window, offsets, None)))
+        except (RuntimeError, ImportError, ValueError) as error:  # not installed, unknown, or not for these inputs
             failures[name] = str(error).strip().splitlines()[0]
     _use_flash(next(name for name, version in FLASH.items() if version == before))
     return times, failures
 
 
-def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
-    """The fastest of several runs, which are as many as fit into `SECONDS`, and two at least."""
-    best, until = float("inf"), time.perf_counter() + SECONDS
+def _milliseconds(run: Callable[[], None]) -> float:
+    """The fastest of several rounds; on a GPU a round queues many runs before it waits."""
+    from torch.utils.benchmark import Timer  # is slow to import, and most trainings measure nothing
+
     for _ in range(2):  # libraries choose and load their code
         run()
-    while best == float("inf") or time.perf_counter() < until:
-        _wait(device)
-        started = time.perf_counter()
-        run()
-        _wait(device)
-        best = min(best, time.perf_counter() - started)
-    return best * 1e3
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=SECONDS).times) * 1e3
 
 
 def _backend(name: str) -> SDPBackend:

@@ -101,7 +101,7 @@ def build(
             None if choice is None else choice.backend,
         )  # fmt: skip
 
-    checkpoint_activations(decoder, options.activation_checkpointing, options.compile)
+    checkpoint_activations(decoder, options.activation_checkpointing)
     compile_decoder(decoder, options.compile)
     if shard is not None:
         shard(decoder)

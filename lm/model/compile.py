@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from lm.errors import RequestError
 from lm.kernels.torch_private import foreach_zero_, set_compile_options, uncompiled_backend
 from lm.model.config import ActivationCheckpointing, Compile
-from lm.model.fused import FusedBlock, is_fused
+from lm.model.fused import FusedBlock
 
 RECOMPUTED_FROM = "2.13"  # torch version in which compiled code recomputes what our autograd functions save
 
@@ -25,7 +24,7 @@ def keeps_all(kernels: bool, compile: Compile) -> bool:
     return kernels and compile != "none" and torch.__version__ < RECOMPUTED_FROM
 
 
-def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing, compile: Compile = "none") -> None:
+def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing) -> None:
     """Recompute activations in the backward pass instead of keeping them (Chen et al., 2016, arXiv:1604.06174).
 
     Call it after `model/fused.fuse` and before `compile_decoder`. Results are the same to the bit.
@@ -34,18 +33,9 @@ def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing, co
         decoder: changed in place.
         mode: `block` keeps what goes into a block and runs its forward pass again; `selective` does so with the MLP
             alone, which keeps the most; `none` leaves the decoder as it is.
-        compile: as it will be compiled.
-
-    Raises:
-        RequestError: this torch keeps all of a compiled block of our kernels.
     """
     if mode == "none":
         return
-    if keeps_all(is_fused(decoder), compile):
-        raise RequestError(
-            f"model.activation_checkpointing {mode} with our kernels and model.compile {compile} saves no memory "
-            f"before torch {RECOMPUTED_FROM}, and this is {torch.__version__}: set model.compile none, or update torch"
-        )
     for layer in decoder.layers:
         if mode == "block":
             owner, name = layer, "forward"
@@ -65,7 +55,6 @@ def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
 
     Args:
         decoder: has `layers` and `cross_entropy`; any other model is compiled as one.
-        mode: `none` leaves it as it is.
     """
     if mode == "none":
         return

@@ -7,35 +7,35 @@ that a decoder can do but our kernels and Hugging Face's names; or any module wi
 
 that returns logits `(B, T, V)`, and with labels `Losses`, for which `model/decoder.losses_of` is there: the sum over
 the targets, which has a gradient, and each target's part, which needs none. The logits of a token depend on it and on
-those before it alone. `document_ids` and `z_loss` are given, as `Decoder.forward` explains
-them, where the config has `model.document_mask` or `model.z_loss`.
+those before it alone. `document_ids` and `z_loss` are given, as `Decoder.forward` explains them, where the config has
+`model.document_mask` or `model.z_loss`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from lm.errors import RequestError
-from lm.kernels.torch_private import buffers_of
 from lm.model.config import DecoderConfig
-from lm.model.decoder import MLP, Block, Decoder, Linear, Losses, RMSNorm, SelfAttention
+from lm.model.decoder import IGNORED, MLP, Block, Decoder, Linear, Losses, RMSNorm, SelfAttention
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.fused import FusedBlock, FusedDecoder
 from lm.model.low_precision import LowPrecisionLinear
 
 BUILTIN = {Decoder, FusedDecoder, Block, FusedBlock, SelfAttention, MLP, RMSNorm, Linear, LowPrecisionLinear,
          nn.Embedding, nn.Linear, nn.Dropout, nn.ModuleList}  # fmt: skip
+MEAN_OR_SUM = 0.01  # how far a total may be from one of them and still count as it; they differ by the targets
 MODEL_TYPE = "lm_custom"  # in config.json; Hugging Face has no such type and says so
 
 _configs: WeakKeyDictionary[nn.Module, DecoderConfig] = WeakKeyDictionary()  # of custom models
+_checked: WeakSet[nn.Module] = WeakSet()  # custom models whose first losses of a training were right
 _module_class: type | None = None  # the LanguageModule of this process that is not the stock one
 
 
@@ -64,20 +64,40 @@ def call_for_losses(
     The arguments are those of `Decoder.forward`.
 
     Raises:
-        RequestError: a custom model returns something else.
+        RequestError: a custom model returns something else; in training also a total that is a mean or has no gradient.
     """
     if isinstance(decoder, Decoder):
         return decoder(input_ids, labels, document_ids, z_loss, max_documents=max_documents)
     options = {"document_ids": document_ids} if document_ids is not None else {}
     found = decoder(input_ids, labels=labels, **options, **({"z_loss": z_loss} if z_loss else {}))
+    called = f"{type(decoder).__name__}.forward(input_ids, labels=labels) returned"
     two = isinstance(found, tuple) and len(found) == 2 and all(isinstance(each, Tensor) for each in found)
-    if two and found[0].numel() == 1 and found[1].shape == labels.shape:
-        return Losses(found[0], found[1].detach())
-    raise RequestError(
-        f"{type(decoder).__name__}.forward(input_ids, labels=labels) returned {_kind_of(found)}: it returns "
-        f"Losses(total, per_token), total one number and per_token {tuple(labels.shape)}, as "
-        "lm.model.decoder.losses_of makes them"
-    )
+    if not two or found[0].numel() != 1 or found[1].shape != labels.shape:
+        raise RequestError(
+            f"{called} {_kind_of(found)}: it returns Losses(total, per_token), total one number and per_token "
+            f"{tuple(labels.shape)}, as lm.model.decoder.losses_of makes them"
+        )
+    losses = Losses(found[0], found[1].detach())
+    if torch.is_grad_enabled() and decoder not in _checked:
+        _refuse_losses(decoder, losses, labels, called)
+        _checked.add(decoder)
+    return losses
+
+
+def _refuse_losses(decoder: nn.Module, losses: Losses, labels: Tensor, called: str) -> None:
+    """Refuse the first losses of a training if they would train nothing, or, in silence, far too slowly."""
+    if any(weight.requires_grad for weight in decoder.parameters()) and not losses.total.requires_grad:
+        raise RequestError(
+            f"{called} Losses whose total has no gradient: add up the losses of the targets before they are detached; "
+            "only per_token is, as lm.model.decoder.losses_of does it"
+        )
+    found, total_sum = losses.total.item(), losses.per_token.sum().item()
+    means = [total_sum / count for count in (labels.numel(), max(1, int((labels != IGNORED).sum())))]
+    if min(abs(found - mean) for mean in means) <= MEAN_OR_SUM * abs(found) < abs(found - total_sum):
+        raise RequestError(
+            f"{called} Losses whose total is the mean of per_token: make it the sum, which is divided by all targets "
+            f"of the step later; the gradients would be up to {labels.numel():,} times too small here"
+        )
 
 
 def _kind_of(value: Any) -> str:
@@ -87,14 +107,7 @@ def _kind_of(value: Any) -> str:
 
 
 def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
-    """Refuse a model that does not take what its forward pass would be given.
-
-    Args:
-        options: for each option of the forward pass, whether the config asks for it.
-
-    Raises:
-        RequestError: it takes no such argument.
-    """
+    """Raise RequestError for a model whose forward pass does not take labels, or an option that the config asks for."""
     name = type(decoder).__name__
     parameters = signature(decoder.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -105,71 +118,14 @@ def refuse_contract(decoder: nn.Module, options: Mapping[str, bool]) -> None:
             raise RequestError(f"{name}.forward takes no {option}, and {because}")
 
 
-MEAN_OR_SUM = 0.01  # how far a total may be from one of them and still count as it; they differ by the targets
-
-
-def refuse_losses(decoder: nn.Module, shape: tuple[int, int], document_mask: bool = False) -> None:
-    """Refuse a model whose losses train nothing, or too little. The forward pass is tried once.
-
-    Args:
-        shape: `(B, T)` of the batch to try.
-        document_mask: whether rows are divided into documents.
-
-    Raises:
-        RequestError: it returns something else than `Losses`, or their total has no gradient or is a mean.
-    """
-    device = next((weight.device for weight in decoder.parameters()), None)
-    ids = torch.arange(shape[0] * shape[1], device=device).view(shape) % config_of(decoder).vocab_size  # (B, T)
-    documents = torch.zeros_like(ids) if document_mask else None
-    with _tried(decoder), torch.enable_grad():
-        total, per_token = call_for_losses(decoder, ids, ids, document_ids=documents)
-    name = f"{type(decoder).__name__}.forward(input_ids, labels=labels) returned Losses"
-    if any(weight.requires_grad for weight in decoder.parameters()) and not total.requires_grad:
-        raise RequestError(
-            f"{name} whose total has no gradient: add up the losses of the targets before they are detached; only "
-            "per_token is, as lm.model.decoder.losses_of does it"
-        )
-    found, total_sum = total.item(), per_token.sum().item()
-    mean, near = total_sum / ids.numel(), MEAN_OR_SUM * abs(found)
-    if abs(found - mean) <= near < abs(found - total_sum):
-        raise RequestError(
-            f"{name} whose total is the mean of per_token: make it the sum, which is divided by all targets of the "
-            f"step later; the gradients would be {ids.numel():,} times too small here"
-        )
-
-
-@contextmanager
-def _tried(decoder: nn.Module) -> Iterator[None]:
-    """Inside the `with`, a forward pass leaves no trace: not in buffers, not in the random numbers, no dropout."""
-    modes = {part: part.training for part in decoder.modules()}
-    buffers = {part: dict(buffers_of(part)) for part in modes}
-    devices = {weight.device for weight in decoder.parameters() if weight.device.type == "cuda"}
-    decoder.eval()
-    for part, kept in buffers.items():
-        buffers_of(part).update({name: None if buffer is None else buffer.clone() for name, buffer in kept.items()})
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
-            buffers_of(part).update(buffers[part])
-
-
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def custom_config_json(
     config: DecoderConfig, eos_id: int | None, dtype: str, kind: type, init_args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The `config.json` of a custom model: the class that builds it, by name, and what it was made with.
-
-    Args:
-        config: `model.decoder`, with its vocabulary.
-        eos_id: the token that ends a document, if there is one.
-        dtype: of the stored weights.
-        kind: the subclass of `LanguageModule`.
-        init_args: its arguments beside those of `LanguageModule`.
+    """The `config.json` of a custom model: the subclass of `LanguageModule` that builds it, by name, and the arguments
+    that it was made with beside those of `LanguageModule`.
     """
     return {
         "architectures": [kind.__name__], "model_type": MODEL_TYPE, "init_args": plain_arguments(kind, init_args),
@@ -178,11 +134,9 @@ def custom_config_json(
 
 
 def known_class(document: Mapping[str, Any], kind: type | None, where: str, script: Path | None = None) -> type:
-    """The class that a `config.json` names.
+    """The class that a document of `custom_config_json` names, if it is `kind`, the one that is there.
 
     Args:
-        document: of `custom_config_json`.
-        kind: the class that is there.
         where: the folder, for the message.
         script: the file that trained the model, where that is known.
 
@@ -192,10 +146,10 @@ def known_class(document: Mapping[str, Any], kind: type | None, where: str, scri
     name = document["architectures"][0]
     if kind is None or kind.__name__ != name:
         there = "" if kind is None else f", and this is {kind.__name__}"
-        such = f"`python {script or 'my_model.py'} generate`"
         raise RequestError(
             f"{where} holds a model that the class {name} builds{there}: give the command to the file that has "
-            f"`lm.run({name})`, such as {such}; in Python, lm.load_model(path, module={name})"
+            f"`lm.run({name})`, such as `python {script or 'my_model.py'} generate`; in Python, "
+            f"lm.load_model(path, module={name})"
         )
     return kind
 

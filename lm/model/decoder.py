@@ -67,14 +67,8 @@ class Rotary(NamedTuple):
 def rotary_table(length: int, head_dim: int, theta: float, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Cosines and sines: pair `i` of a head turns by the angle `position * theta ** (-2i / head_dim)`.
 
-    The table is no buffer: it is computed in fp32 for every batch, so no cast and no meta device can spoil it, and
+    The table is not a buffer: it is computed in fp32 for every batch, so no cast and no meta device can spoil it, and
     that costs next to nothing.
-
-    Args:
-        length: positions, from 0.
-        head_dim: width of a head, even.
-        theta: base of the wavelengths.
-        device: of the tables.
 
     Returns:
         Two tensors `(length, head_dim / 2)` in fp32.
@@ -180,9 +174,6 @@ class Continuation(NamedTuple):
 
 class Decoder(nn.Module):
     """A decoder-only transformer with the architecture of Llama, or of Qwen3 with `qk_norm`.
-
-    Args:
-        config: its shape.
 
     Raises:
         RequestError: the vocabulary is not known yet.
@@ -299,12 +290,8 @@ def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:
 
     So a document is computed as it is when a text is evaluated or continued: the token is its first context.
 
-    Args:
-        input_ids: `(B, T)`.
-        eos_id: the token that ends a document.
-
     Returns:
-        `(B, T)` whole numbers from 0, never decreasing along a row.
+        For ids `(B, T)` whole numbers `(B, T)` from 0, never decreasing along a row.
     """
     number = (input_ids == eos_id).cumsum(1)  # (B, T)
     return number - number[:, :1]

@@ -24,14 +24,11 @@ LEFT_OUT_OF_BOTH = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embed
                     "initializer_range": 0.02}
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
             "max_position_embeddings")
+SHAPE = (*REQUIRED, "num_key_value_heads", "head_dim", *LEFT_OUT_OF_BOTH)  # of which the names are our own, too
 
 
 def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """The decoder's weights under Hugging Face's names.
-
-    Args:
-        state: `Decoder.state_dict()`.
-        config: its shape.
+    """The weights of `Decoder.state_dict()` under Hugging Face's names.
 
     Returns:
         Views of the same weights, fused ones taken apart; no `lm_head.weight` where it is tied to the embedding.
@@ -97,7 +94,7 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
     readers that know only that, if all layers after it have windows.
 
     Args:
-        config: the decoder's shape, with its vocabulary.
+        config: with its vocabulary.
         eos_id: the token that ends a document, if there is one.
         dtype: of the stored weights: "float32", "bfloat16" or "float16".
     """
@@ -118,18 +115,7 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
                         "mlp_bias": False}
     return {
         **architecture,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "initializer_range": config.initializer_range,
+        **{name: getattr(config, name) for name in SHAPE},
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "bos_token_id": None,
@@ -145,10 +131,7 @@ def generation_config_json(eos_id: int | None) -> dict[str, Any]:
 
 
 def config_from_json(document: dict[str, Any]) -> DecoderConfig:
-    """The shape that a Hugging Face `config.json` describes.
-
-    Args:
-        document: its content, of a Llama, a Qwen3 or a Ministral.
+    """The shape that a Hugging Face `config.json` of a Llama, a Qwen3 or a Ministral describes.
 
     Raises:
         RequestError: for another architecture, a missing shape, or a feature that this decoder does not have, by name.
@@ -165,10 +148,9 @@ def config_from_json(document: dict[str, Any]) -> DecoderConfig:
     given = {**LEFT_OUT_OF_BOTH, **LEFT_OUT[architecture], **document}
     if "rope_theta" in rope:
         given["rope_theta"] = rope["rope_theta"]
-    names = (*REQUIRED, *LEFT_OUT_OF_BOTH, *LEFT_OUT[architecture])
     pattern, window = _windows(document, architecture)
     return DecoderConfig(
-        **{name: given[name] for name in names},
+        **{name: given[name] for name in SHAPE},
         qk_norm=architecture == "Qwen3ForCausalLM",
         window_pattern=pattern,
         sliding_window=window,

@@ -83,18 +83,24 @@ def describe_evaluation(evaluation: Evaluation | None) -> list[str]:
     """An evaluation in lines: its step, the mean, and each task and text, with 95 % intervals."""
     if evaluation is None:
         return []
-    lines = [f"step {evaluation['step']:,}" + core_sentence(evaluation)]
+    head = f"step {evaluation['step']:,}" + core_sentence(evaluation)
+    return [head, *(f"{name}: {text}" for name, text in evaluation_rows(evaluation).items())]
+
+
+def evaluation_rows(evaluation: Evaluation) -> dict[str, str]:
+    """The results of each task and text by its name, with 95 % intervals."""
+    rows = {}
     for name, task in evaluation["tasks"].items():
         low, high = task["interval"]
-        lines.append(
-            f"{name}: {task['accuracy']:.1%} right ({low:.1%} to {high:.1%}), guessing {task['baseline']:.1%}, "
+        rows[name] = (
+            f"{task['accuracy']:.1%} right ({low:.1%} to {high:.1%}), guessing {task['baseline']:.1%}, "
             f"centred {task['centered']:.3f}; {task['items']:,} items, {task['num_fewshot']} shots"
         )
     for name, texts in evaluation["texts"].items():
         bits = "" if texts["bits_per_byte"] is None else f"{texts['bits_per_byte']:.4f} bits a byte, "
         loss = "not finite" if texts["loss"] is None else f"{texts['loss']:.4f}"
-        lines.append(f"{name}: {bits}loss {loss} over {texts['tokens']:,} tokens")
-    return lines
+        rows[name] = f"{bits}loss {loss} over {texts['tokens']:,} tokens"
+    return rows
 
 
 def core_sentence(evaluation: Evaluation) -> str:

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -91,6 +92,18 @@ def _torchrun_options() -> list[str]:
         if torchrun and typed[-len(own) :] == own:
             return typed[torchrun[0] + 1 : -len(own)]
     return []
+
+
+@contextmanager
+def command_line(arguments: list[str]) -> Iterator[None]:
+    """Inside the `with`, these are the arguments of this process: other ranks are started with them, and `run.json` has
+    them."""
+    before = sys.argv
+    sys.argv = [before[0], *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def under_srun() -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lm.data.loader import Batch
@@ -24,7 +23,6 @@ from lm.model.custom import (
     custom_flops_per_token,
     is_builtin,
     module_class,
-    refuse_losses,
 )
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
@@ -81,11 +79,6 @@ class LanguageModule(LightningModule):
         self.run_state = self.trainer.run_state if isinstance(self.trainer, Trainer) else PlainRunState()
         return self.run_state.callbacks
 
-    @property
-    def fitting(self) -> bool:
-        """Whether this is a fit, also while it validates."""
-        return self.trainer.state.fn == TrainerFn.FITTING
-
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
@@ -123,14 +116,9 @@ class LanguageModule(LightningModule):
         return Decoder(config)
 
     def _take_decoder(self, decoder: nn.Module) -> None:
-        """Show the first weights to callbacks, before anything is compiled or sharded; try a custom model's losses."""
+        """Show the first weights to callbacks, before anything is compiled or sharded."""
         self.decoder, self.builtin = decoder, is_builtin(decoder)
         call_hook(self.trainer, "on_model_built", self)
-        if self.fitting and not isinstance(decoder, Decoder):
-            decoder.to(self.trainer.strategy.root_device)
-            data = self.trainer.datamodule
-            with self.trainer.precision_plugin.forward_context():
-                refuse_losses(decoder, (min(2, data.micro_batch_size), data.seq_len), self.options.document_mask)
 
     def losses(self, batch: Batch) -> Losses:
         """The losses of a batch: their sum in nats, which is differentiable, and each token's loss, which is not."""

@@ -107,7 +107,7 @@ PYTHON
 
 missing() {
     local said
-    said=$("$python" -c 'import lm.__main__, lm.cli.bench, lm.cli.data, pytest' 2>&1) || tail -n 1 <<< "$said"
+    said=$("$python" -c 'import lm.__main__, lm.cli.measure, lm.cli.data, pytest' 2>&1) || tail -n 1 <<< "$said"
 }
 
 lacks=$(missing)

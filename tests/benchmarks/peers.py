@@ -33,8 +33,8 @@ FORMULAS = {
 
 
 def main(arguments: list[str]) -> None:
-    from lm.cli.bench import find_vocab_size
     from lm.cli.config import config_name, config_parser
+    from lm.cli.measure import find_vocab_size
     from lm.errors import RequestError
     from lm.system.arguments import spell_out
     from lm.system.files import write_atomically
@@ -210,7 +210,7 @@ def contend(task: dict[str, Any]) -> None:
     import torch
     from peer_models import Training, build
 
-    from lm.cli.bench import peak_memory, synchronize
+    from lm.cli.measure import now, peak_memory
     from lm.model.config import DecoderConfig
     from lm.model.estimates import flops_per_token
     from lm.system.hardware import device_name, keep_freed_memory, peak_flops
@@ -235,7 +235,7 @@ def contend(task: dict[str, Any]) -> None:
     age = seconds_since_process_start()
     for _ in range(WARMUP - 1):
         training.step()
-    synchronize(device)
+    now(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the others want to be there, too
     name = device_name(device)
@@ -248,12 +248,10 @@ def contend(task: dict[str, Any]) -> None:
         "peak_flops": peak_flops(name, "tf32" if task["precision"] == "32-true" else task["precision"]),
     }) + "\n")  # fmt: skip
     for _ in sys.stdin:
-        synchronize(device)
-        begun = time.perf_counter()
+        begun = now(device)
         for _ in range(task["steps"]):
             training.step()
-        synchronize(device)
-        answers.write(json.dumps({"seconds": (time.perf_counter() - begun) / task["steps"]}) + "\n")
+        answers.write(json.dumps({"seconds": (now(device) - begun) / task["steps"]}) + "\n")
 
 
 def show(found: dict[str, Any]) -> None:

@@ -47,12 +47,6 @@ def test_what_was_taken_is_said_once(tmp_path):
     assert "attention: " in said[0] and "compile: none" in said[0]
 
 
-def test_an_unknown_choice_is_refused(tmp_path):
-    for key in ("kernels", "compile"):
-        ended = fit(make_workplace(tmp_path / key), "small", f"--model.{key}", "fast", expect=2)
-        assert key in ended.stderr and len(ended.stderr.strip().splitlines()) == 1
-
-
 # ---- compile --------------------------------------------------------------------------------------------------------
 
 

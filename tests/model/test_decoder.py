@@ -3,13 +3,12 @@
 import copy
 import math
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from emulation.flash_on_cpu import flash_on_cpu  # noqa: F401
-from jsonargparse import ArgumentParser
 from torch._dynamo.utils import counters
 
 from lm.errors import RequestError
@@ -18,7 +17,7 @@ from lm.model import attention
 from lm.model.attention import AttentionMask, documents_from, kernel_for
 from lm.model.compile import checkpoint_activations, compile_decoder, triton_free
 from lm.model.config import DecoderConfig
-from lm.model.decoder import Decoder, RMSNorm, Rotary, document_ids_from, initialize, rotary_table, rotate
+from lm.model.decoder import Decoder, RMSNorm, Rotary, document_ids_from, initialize, rotary_table
 from lm.model.fused import fuse
 from lm.model.low_precision import WeightCopies
 
@@ -84,19 +83,6 @@ def test_losses_are_fp32_cross_entropy_of_the_logits_and_zero_where_ignored(conf
     torch.testing.assert_close(total, losses.sum())
 
 
-def test_ignored_labels_give_no_gradient():
-    model = Decoder(SMALL)
-    ids, labels = batch(rows=1)
-    model(ids, labels=torch.full_like(labels, -100)).total.backward()
-    assert all(parameter.grad.abs().sum() == 0 for parameter in model.parameters())
-
-
-def test_a_fresh_model_guesses_uniformly():
-    model = Decoder(replace(SMALL, initializer_range=0.02))
-    ids, labels = batch()
-    assert model(ids, labels=labels).per_token.mean().item() == pytest.approx(math.log(53), abs=0.1)
-
-
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_future_does_not_change_the_past(config, documents):
     model = Decoder(config).eval()
@@ -107,15 +93,6 @@ def test_the_future_does_not_change_the_past(config, documents):
     before, after = model(ids, document_ids=number), model(changed, document_ids=number)
     torch.testing.assert_close(after[:, :15], before[:, :15], rtol=0, atol=1e-5)
     assert (after[:, 15:] - before[:, 15:]).abs().amax(-1).min() > 1e-3
-
-
-def test_every_token_sees_the_whole_past():
-    model = Decoder(SMALL)
-    embedded = []
-    model.embed_tokens.register_forward_hook(lambda _module, _inputs, out: embedded.append(out) or out.retain_grad())
-    ids, _ = batch(rows=1)
-    model(ids)[0, -1].square().sum().backward()
-    assert embedded[0].grad.abs().sum(-1).min() > 0
 
 
 def test_micro_batches_add_up_to_the_batch():
@@ -189,12 +166,6 @@ def test_rotations_restart_with_every_document():
     assert rotations[0].positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]]
 
 
-def test_one_document_is_the_plain_causal_model(config):
-    model = Decoder(config).eval()
-    ids, _ = batch()
-    torch.testing.assert_close(model(ids, document_ids=torch.zeros_like(ids)), model(ids), atol=1e-5, rtol=1e-5)
-
-
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
@@ -204,17 +175,6 @@ def test_rms_norm_keeps_fp32_statistics_in_bf16():
     exact = F.rms_norm(x.double(), (512,), eps=1e-5).bfloat16()
     assert normed.dtype == torch.bfloat16
     assert (normed == exact).float().mean() > 0.999  # one rounding, at the end
-
-
-def test_rotary_products_depend_only_on_distance():
-    rotary = Rotary(*rotary_table(1024, 64, 10000.0), None)
-    q, k = (rotate(torch.randn(1, 1, 1, 64, dtype=torch.float64).expand(1, 1024, 1, 64), rotary)[0] for _ in range(2))
-
-    def product(i, j):
-        return (q[i] * k[j]).sum()  # of one query and one key, at any positions
-
-    torch.testing.assert_close(product(7, 3), product(1007, 1003), rtol=1e-4, atol=1e-4)
-    assert (product(7, 3) - product(7, 4)).abs() > 1e-3
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
@@ -328,9 +288,7 @@ def test_copies_of_the_weights_in_half_precision_follow_the_weights_and_change_n
 @pytest.mark.parametrize("name", ["qk_norm", "dropout"])
 def test_activation_checkpointing_changes_no_bit_and_saves_memory(name, mode, compile, ops):
     if ops and compile != "none" and torch.__version__ < "2.13":
-        with pytest.raises(RequestError, match="set model.compile none, or update torch"):
-            checkpoint_activations(built(VARIANTS[name], ops), mode, compile)
-        return
+        pytest.skip("refused by training/checks: compiled code of our kernels is not recomputed")
     results, kept = [], []
     for chosen in ("none", mode):
         torch.manual_seed(0)
@@ -408,32 +366,6 @@ def test_a_model_built_on_meta_is_whole_after_initialize(config, ops):
     assert torch.equal(other(ids), model(ids))
 
 
-def test_the_same_seed_gives_the_same_weights():
-    states = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        states.append(Decoder(SMALL).state_dict())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-@both
-@pytest.mark.parametrize("name, documents", [("windows", True), ("qk_norm", False)])
-def test_forward_and_backward_compile_as_one_graph(name, ops, documents):
-    torch._dynamo.reset()
-    model = built(VARIANTS[name], ops)
-    compiled = torch.compile(model, fullgraph=True, backend=triton_free)
-    ids, labels = batch()
-    number = document_ids_from(ids, EOS) if documents else None
-    results = []
-    for run in (model, compiled):
-        model.zero_grad()
-        total, losses = run(ids, labels=labels, document_ids=number)
-        total.backward()
-        results.append([losses, *(parameter.grad for parameter in model.parameters())])
-    for eager, traced in zip(*results, strict=True):
-        torch.testing.assert_close(traced, eager, atol=1e-4, rtol=1e-4)
-
-
 @both
 @pytest.mark.parametrize("name", ["windows", "qk_norm"])
 def test_compiled_blocks_share_a_graph_and_are_eager_to_the_bit(name, ops):
@@ -487,12 +419,6 @@ def test_compiled_blocks_take_any_number_of_documents(ops, training, flash_on_cp
     assert 0 < graphs[0] <= 4 and graphs[1] < graphs[0] and not any(graphs[2:])
 
 
-def test_the_output_matrix_is_the_embedding_only_where_tied():
-    assert "lm_head.weight" not in Decoder(SMALL).state_dict()
-    assert Decoder(SMALL).output_weight is not None
-    assert "lm_head.weight" in Decoder(replace(SMALL, tie_word_embeddings=False)).state_dict()
-
-
 def test_a_sequence_beyond_the_context_is_refused():
     model = Decoder(SMALL)
     with pytest.raises(RequestError, match="65 tokens is longer than max_position_embeddings 64"):
@@ -537,16 +463,6 @@ def test_the_mlp_is_8_3_of_the_width_unless_it_is_given(width, inside):
 def test_contradictions_are_refused(given, words):
     with pytest.raises(RequestError, match=words):
         DecoderConfig(**given)
-
-
-def test_every_field_explains_itself_in_help():
-    parser = ArgumentParser()
-    parser.add_class_arguments(DecoderConfig, "decoder")
-    text = " ".join(parser.format_help().split())
-    explained = {"vocab_size": "taken from the tokenizer", "qk_norm": "exported as Qwen3", "dropout": "while training"}
-    for field, words in explained.items():
-        assert f"--decoder.{field}" in text and words in text
-    assert all(f"--decoder.{field.name}" in text for field in fields(DecoderConfig))
 
 
 def test_what_follows_from_other_fields_changes_with_them():

@@ -26,7 +26,6 @@ from lm.model.custom import (
     custom_flops_per_token,
     is_builtin,
     refuse_contract,
-    refuse_losses,
 )
 from lm.model.decoder import Decoder, DecoderConfig, Losses, losses_of
 from lm.model.estimates import flops_per_token
@@ -239,29 +238,21 @@ def test_losses_that_would_train_wrongly_are_refused(forward, said):
     module = attach_config(Small(), DecoderConfig(vocab_size=11))
     logits = module.forward
     module.forward = lambda ids, labels=None: logits(ids) if labels is None else forward(module, ids, labels)
+    ids = torch.arange(6).view(2, 3)
     with pytest.raises(RequestError, match=rf"^Small\.forward\(input_ids, labels=labels\) returned .*{said}"):
-        refuse_losses(module, (2, 3))
+        call_for_losses(module, ids, ids)
 
 
-def test_a_trial_leaves_no_trace():
-    """A further loss in the total is none of a mean, and losses without gradients are none where nothing is trained."""
-    class Counts(Small):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
+def test_other_terms_of_a_loss_and_frozen_weights_are_no_mistakes():
+    class Aided(Small):
         def forward(self, input_ids, labels=None):
-            self.calls += 1
-            assert torch.rand(()) < 1 and not self.training and self.mix.training is False
             logits = super().forward(input_ids)
             total, per_token = losses_of(logits, labels)
             return Losses(total + 3 * logits.square().mean(), per_token)
 
-    module, drawn = attach_config(Counts(), DecoderConfig(vocab_size=11)), torch.get_rng_state()
-    refuse_losses(module, (2, 3))
-    refuse_losses(module.requires_grad_(False), (2, 3))
-    assert module.calls == 0 and module.training and module.mix.training
-    assert torch.equal(torch.get_rng_state(), drawn)
+    ids = torch.arange(6).view(2, 3)
+    for model in (Aided(), Aided().requires_grad_(False)):
+        assert call_for_losses(model, ids, ids).total > call_for_losses(model, ids, ids).per_token.sum()
 
 
 OPTIONS = """
@@ -315,7 +306,6 @@ def test_a_config_of_its_own_survives():
     assert config_of(model) is config and built.kernels == "the model's own, Configured"
     written = list(generate(model, [[1, 2]], package.Sampling(temperature=0, max_new_tokens=3)))
     assert len(written) == 3
-    refuse_losses(model, (2, 3))
 
 
 class Takes(package.LanguageModule):

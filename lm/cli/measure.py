@@ -1,0 +1,655 @@
+"""`lm bench step` and `lm profile`: what a training step of a config takes on this machine, and where its time goes.
+
+Both train for a few steps by `fit_briefly`: with everything that `lm fit` has, in a folder that is removed afterwards.
+`StepTimer` times whole steps, then some checkpoints. `Parts` follows Lightning's spans and gives each moment to one
+part of a step; for this it waits for the device after each, so its steps are longer. On a GPU the parts are NVTX ranges
+too, for NVIDIA's own tools: `nsys profile --trace cuda,nvtx python -m lm profile --config X`.
+"""
+
+import json
+import logging
+import re
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+import torch.profiler
+from jsonargparse import Namespace
+from lightning.pytorch import Callback
+from lightning.pytorch.profilers import Profiler
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+from torch.autograd.profiler import record_function
+
+from lm.cli.config import config_name, config_parser
+from lm.cli.options import BenchOptions, ProfileOptions
+from lm.cli.plan_facts import find_tokenizer, with_vocabulary
+from lm.cli.runs import folder_bytes
+from lm.data.datamodule import DataModule
+from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
+from lm.data.tokenizer import END_OF_TEXT, Tokenizer
+from lm.errors import Interrupted, RequestError, RunError, require_at_least
+from lm.model.estimates import describe_mfu, flops_per_token, training_memory
+from lm.system.files import refuse_url, write_atomically
+from lm.system.hardware import device_name
+from lm.system.process import rank, run_facts, seconds_since_process_start
+from lm.system.units import format_bytes, format_count, plural
+from lm.training.callbacks.guards import not_training
+from lm.training.callbacks.run_folder import RunFolder
+from lm.training.callbacks.standard import standard_callbacks
+from lm.training.config import DistributedConfig, TrainerConfig, sections_of_callbacks
+from lm.training.distributed import srun_world, torchrun_world
+from lm.training.module import LanguageModule, training_class
+from lm.training.optim import state_size
+from lm.training.out_of_memory import step_of
+from lm.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+WARMUP = 5  # optimizer steps: more than the micro-batches after which a CUDA graph is recorded
+TRACED = 3  # optimizer steps
+OPERATORS = 10  # of the table beside a trace
+FORMULAS = {
+    "mfu": "flops_per_token x tokens_per_second / dense peak of the device in this precision",
+    "mfu_full_attention": "the same with flops_per_token_full_attention, as nanochat and the PaLM paper count",
+    "flops_per_token": "6 x parameters without input embedding + 12 x heads x head_dim x mean attended length, summed "
+    "over the layers",
+    "flops_per_token_full_attention": "the same with the whole sequence or window in place of the attended length",
+    "optimizer.ms_per_step": "median over the timed steps of the time inside the optimizer's step(), on the device",
+    "optimizer.share": "optimizer.ms_per_step / ms_per_step",
+    "checkpoint.stall_share": "stall_ms / (interval_steps x ms_per_step)",
+    "first_step_s": "from the start of the process to the end of the first optimizer step",
+    "first_step.warm_up_s": "the first step less a later one: compiling, loading kernels, first allocations",
+}
+# The last part of a span's name -> the part of a step. Spans nest: `training_step` is a whole optimizer step, with the
+# micro-batches in it. A span that is not here belongs to the part around it. Outside of all spans is the rest: the
+# loop's own work.
+SPANS = {
+    "train_dataloader_next": "data",
+    "batch_to_device": "data",
+    "training_step": "optimizer",
+    "forward": "forward",
+    "backward": "backward",
+}
+TITLES = {
+    "data": "waiting for data", "forward": "forward pass", "backward": "backward pass",
+    "optimizer": "clipping and optimizer", "callbacks": "log lines and other callbacks", "rest": "the rest of the loop",
+}  # fmt: skip
+CALLBACK = "[Callback]"  # begins the names that Lightning gives to callbacks' spans
+RANGE = "lm."  # begins the names of the parts in a trace
+
+
+def bench_step(arguments: list[str]) -> None:
+    """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`.
+
+    It is a step of one device, or of the processes that torchrun started.
+
+    Raises:
+        RequestError: the config or the command line is wrong.
+        RunError: a signal came before the end.
+    """
+    config = config_parser("lm bench step", BenchOptions).read(arguments)
+    require_at_least(1, "--", steps=config.steps)
+    require_at_least(0, "--", checkpoints=config.checkpoints)
+    refuse_url("--output", config.output or "")
+    steps = min(config.steps, config.trainer.log_interval)
+    timer = StepTimer(steps_per_round=steps, rounds=config.steps // steps, checkpoints=config.checkpoints)
+    # The checkpoints that the timer takes are the only ones.
+    trainer = fit_briefly(config, timer.steps, [timer], checkpoint_interval=timer.steps + 1)
+    if not trainer.is_global_zero:
+        return
+    found = describe_times(config, timer, trainer)
+    if config.output:
+        write_atomically(config.output, json.dumps(found, indent=2) + "\n")
+    if config.json:
+        print(json.dumps(found))
+    else:
+        show_times(found)
+
+
+def profile(arguments: list[str]) -> None:
+    """Say where the time of a training step goes: `lm profile --config X [--steps N] [--trace FILE] [--json]`.
+
+    It trains on the config's data or, where that is not made yet, on random tokens.
+
+    Raises:
+        RequestError: the config or the command line is wrong.
+        RunError: a signal came before the end.
+    """
+    config = config_parser("lm profile", ProfileOptions).read(arguments)
+    require_at_least(1, "--", steps=config.steps)
+    refuse_url("--trace", config.trace or "")
+    ends = WARMUP + config.steps
+    trace = Trace(config.trace, ends) if config.trace else None
+    last = 1 + (trace.last if trace else ends)
+    parts = Parts(trace)
+    own_data = config.data.path is None or (Path(config.data.path) / "manifest.json").exists()
+    config.data.val_tokens = config.data.micro_batch_size * config.data.seq_len  # at the end; it is not timed
+    trainer = fit_briefly(
+        config, last, own_data=own_data, watch=parts.watch, profiler=parts, val_interval=last, checkpoint_interval=last
+    )
+    if not trainer.is_global_zero:
+        return
+    found = describe_parts(config, parts.steps[WARMUP:ends], trainer, own_data)
+    if config.json:
+        print(json.dumps(found))
+        return
+    show_parts(found)
+    if trace:
+        print(trace.operators)
+        print(f"trace: {config.trace}, for https://ui.perfetto.dev or chrome://tracing")
+
+
+# ---- the training that is measured -----------------------------------------------------------------------------------
+
+
+def fit_briefly(
+    config: Namespace,
+    steps: int,
+    callbacks: Sequence[Callback] = (),
+    own_data: bool = False,
+    watch: Callable[[Trainer], None] = lambda trainer: None,
+    **options: Any,
+) -> Trainer:
+    """Train for a few steps, with everything that `lm fit` does for a step, and leave nothing behind.
+
+    It is on one device, or on those of the processes that torchrun or srun started. Guards watch and do nothing; there
+    are no samples and no evaluations. The schedule is constant, since the configured one is for a longer run.
+
+    Args:
+        callbacks: beside those of `lm fit` and of the config.
+        own_data: train on the config's data, which must be there; else on random tokens.
+        watch: called with the Trainer before the fit.
+        options: of the Trainer, in place of the config's.
+
+    Returns:
+        The Trainer after its fit.
+    """
+    warnings.filterwarnings("ignore", module="lightning")
+    for name in ("lightning.pytorch", "lightning.fabric", "lm.training.callbacks.run_folder"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    lightning.seed_everything(config.seed_everything)
+    root = Path(config.trainer.default_root_dir)
+    # Beside the runs: a checkpoint is timed, and the system's temporary folder may lie in memory.
+    with tempfile.TemporaryDirectory(prefix=".lm-bench-", dir=root if root.is_dir() else ".") as folder:
+        data_options = vars(config.data)
+        if not own_data:
+            write_random_data(Path(folder) / "data", find_vocab_size(config), config.data)
+            data_options |= dict.fromkeys(
+                ("train", "val", "test", "tokenizer", "sources", "phases", "prepare", "packing"))  # fmt: skip
+            data_options["path"] = str(Path(folder) / "data")
+            data_options["shuffle_buffer"] = max(config.data.shuffle_buffer, ROW_GROUP_TOKENS)  # one row group fits
+        data = DataModule(**data_options)
+        data.set_position(seed=config.seed_everything)
+        constant = replace(config.model.schedule, name="constant")
+        module = training_class()(**vars(config.model) | {"schedule": constant})
+        request = vars(config.trainer) | {
+            "max_steps": steps, "max_tokens": None, "default_root_dir": str(Path(folder) / "runs"), "logger": None,
+            **options,
+        }  # fmt: skip
+        if not (torchrun_world() or srun_world()):
+            if str(config.trainer.devices) not in ("1", "auto") or config.trainer.num_nodes > 1:
+                log.warning("one device is measured, whatever trainer.devices and trainer.num_nodes say: start this "
+                            "with torchrun to measure several")  # fmt: skip
+            request |= dict(devices=1, num_nodes=1, strategy="auto", distributed=DistributedConfig())
+        run_folder = RunFolder(None, "bench", "", register=False)
+        sections = sections_of_callbacks({"guards": config.guards.harmless()})
+        standard = standard_callbacks(TrainerConfig(**request), run_folder, sections)
+        trainer = Trainer(**request | {"callbacks": [*(request["callbacks"] or []), *standard, *callbacks]})
+        watch(trainer)
+        try:
+            trainer.fit(module, data)
+        except Interrupted as error:
+            raise RunError("stopped by a signal before the measurement was done") from error
+    return trainer
+
+
+def find_vocab_size(config: Namespace) -> int:
+    """The vocabulary that a training of this config would have; RequestError if its tokenizer is still to be made."""
+    decoder = with_vocabulary(config, None if config.model.decoder.vocab_size else find_tokenizer(config.data))
+    if decoder is None:
+        raise RequestError(
+            f"the vocabulary is not known before {config.data.path} is made: make it with `lm data prepare`, or give "
+            "--model.decoder.vocab_size"
+        )
+    return decoder.vocab_size
+
+
+def write_random_data(folder: Path, vocab_size: int, data: Namespace) -> None:
+    """Make a prepared folder: a tokenizer of this size, and random tokens for two steps, which then repeat."""
+    (folder / "train").mkdir(parents=True)
+    backend = Backend(models.BPE(vocab={END_OF_TEXT: 0} | {f"t{i}": i for i in range(1, vocab_size)}, merges=[]))
+    backend.add_special_tokens([END_OF_TEXT])
+    tokenizer = Tokenizer(backend.to_str())
+    (folder / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
+    window = data.seq_len + 1
+    count = 2 * max(data.global_batch_tokens or 0, data.micro_batch_size * window) + window
+    dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+    ids = np.random.default_rng(0).integers(vocab_size, size=count, dtype=dtype)
+    writer = ShardWriter(folder / "train/00000.parquet", dtype, tokenizer.sha256)
+    writer.write(ids, np.array([count]))
+    shard = {"file": "train/00000.parquet", "size": writer.close(), "row_groups": writer.row_groups}
+    manifest = {
+        "layout": LAYOUT, "column": COLUMN, "tokenizer": tokenizer.sha256, "vocab_size": vocab_size,
+        "splits": {"train": {"tokens": count, "shards": [shard]}},
+    }  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+# ---- whole steps -----------------------------------------------------------------------------------------------------
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def timestamp(device: torch.device) -> Any:
+    """A moment: an event in the queue of a CUDA device, which nothing waits for; else seconds, the device caught up."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    return now(device)
+
+
+def seconds_between(begun: Any, ended: Any) -> float:
+    """The time from one `timestamp` to a later one; waits for the device."""
+    if isinstance(begun, float):
+        return ended - begun
+    ended.synchronize()
+    return begun.elapsed_time(ended) / 1e3
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes that tensors have held on a GPU so far, or this process in main memory; None on other devices."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class StepTimer(Callback):
+    """Times rounds of optimizer steps after the warm-up, then some checkpoints.
+
+    A round is timed from the end of this callback's hook to its next call, so everything that `lm fit` does for a step
+    is in it.
+
+    Args:
+        checkpoints: how many to take afterwards, one a step.
+
+    Attributes:
+        seconds: of each round on the clock, with the device caught up at both ends.
+        cpu_seconds: of each round, of all threads of this process.
+        optimizer_seconds: that the optimizer's `step` took in each timed step.
+        savings: of each checkpoint the seconds that training waits, and those until it is whole on the disk.
+        first_step: seconds of the first optimizer step, with all that is compiled and loaded in it.
+        first_step_age: seconds from the start of the process to the end of that step.
+        peak_bytes: most memory in use during the warm-up; None where it is not known.
+        checkpoint_bytes: of the last checkpoint, if there is one.
+    """
+
+    def __init__(self, *, steps_per_round: int, rounds: int, checkpoints: int) -> None:
+        self.steps_per_round = steps_per_round
+        self.measured = WARMUP + rounds * steps_per_round
+        self.steps = self.measured + checkpoints
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self.optimizer_seconds: list[float] = []
+        self.savings: list[tuple[float, float]] = []
+        self.first_step = self.first_step_age = 0.0
+        self.peak_bytes: int | None = None
+        self._optimizer_spans: list[tuple[Any, Any]] = []  # timestamps before and after, since the last round
+
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        device, optimizer, begun = pl_module.device, pl_module.optimizers().optimizer, []  # torch's, inside Lightning's
+
+        def after(*_: Any) -> None:
+            self._optimizer_spans.append((begun.pop(), timestamp(device)))
+            if trainer.global_step < WARMUP and (bytes := peak_memory(device)) is not None:
+                self.peak_bytes = max(self.peak_bytes or 0, bytes)  # log lines make the device count anew
+
+        optimizer.register_step_pre_hook(lambda *_: begun.append(timestamp(device)))
+        optimizer.register_step_post_hook(after)
+        self._begin(device)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LanguageModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, device = trainer.global_step, pl_module.device
+        if step == 1:
+            self.first_step, self.first_step_age = now(device) - self._began, seconds_since_process_start()
+        if step < WARMUP or step <= self.measured and (step - WARMUP) % self.steps_per_round:
+            return
+        if WARMUP < step <= self.measured:
+            self.seconds.append(now(device) - self._began)
+            self.cpu_seconds.append(time.process_time() - self._cpu_began)
+            self.optimizer_seconds += [seconds_between(*span) for span in self._optimizer_spans]
+        if step > self.measured:
+            with not_training(trainer):  # so that the log lines stay true
+                self._time_checkpoint(trainer, device)
+        self._optimizer_spans.clear()
+        self._begin(device)
+
+    def _begin(self, device: torch.device) -> None:
+        self._began, self._cpu_began = now(device), time.process_time()
+
+    def _time_checkpoint(self, trainer: Trainer, device: torch.device) -> None:
+        began = now(device)
+        trainer.checkpoint_callback.save(trainer)
+        stall = now(device) - began
+        trainer.checkpoint_io.drain()
+        self.savings.append((stall, now(device) - began))
+        if trainer.is_global_zero:  # each rank has a folder of its own, and this one writes
+            self.checkpoint_bytes = folder_bytes(trainer.run.checkpoint("last"))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        trainer.checkpoint_callback.saved_step = trainer.global_step  # no other checkpoint than those that are timed
+
+
+# ---- parts of a step -------------------------------------------------------------------------------------------------
+
+
+class Parts(Profiler):
+    """Follows Lightning's spans and adds up seconds by part, step by step.
+
+    The device is waited for wherever one part ends and another begins. Otherwise its work would count in the part that
+    happens to wait for it.
+
+    Args:
+        trace: begins and ends between two steps.
+
+    Attributes:
+        steps: seconds by part of each finished step, each moment once; a callback is a part with the span's name.
+    """
+
+    def __init__(self, trace: "Trace | None" = None) -> None:
+        super().__init__()
+        self.steps: list[dict[str, float]] = []
+        self._trace = trace
+        self._spans: list[tuple[str, AbstractContextManager | None]] = []  # those that are open, outermost first
+        self._now = "rest"
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def watch(self, trainer: Trainer) -> None:
+        """Follow this fit."""
+        self._trainer = trainer
+
+    def start(self, action_name: str) -> None:
+        """A span begins."""
+        hook = action_name.rpartition(".")[2]
+        if hook in ("train_dataloader_next", "on_train_epoch_end"):
+            self._end_step()
+        part = self._part(action_name, hook)
+        mark = None
+        if part != self._now:
+            tracing = self._trace is not None and self._trace.running
+            mark = named_range(RANGE + part, tracing, self._trainer.strategy.root_device)
+            mark.__enter__()
+        self._spans.append((part, mark))
+        self._enter(part)
+
+    def stop(self, action_name: str) -> None:
+        """The innermost span ends."""
+        _, mark = self._spans.pop()
+        self._enter(self._spans[-1][0] if self._spans else "rest")
+        if mark is not None:
+            mark.__exit__(None, None, None)
+
+    def _part(self, action: str, hook: str) -> str:
+        """The part that a span inside the innermost open one belongs to."""
+        if self._now.startswith(CALLBACK):
+            return self._now
+        callback = re.match(re.escape(CALLBACK) + r"\w+", action)
+        return callback[0] if callback else SPANS.get(hook, self._now)
+
+    def _enter(self, part: str) -> None:
+        """Count the time since the last border, and spend what comes on `part`."""
+        if part != self._now:
+            self._count()
+            self._now = part
+
+    def _count(self) -> None:
+        moment = now(self._trainer.strategy.root_device)
+        self._seconds[self._now] += moment - self._since
+        self._since = moment
+
+    def _end_step(self) -> None:
+        if self._trainer.global_step <= len(self.steps):
+            return
+        self._count()
+        self.steps.append(dict(self._seconds))
+        self._seconds.clear()
+        if self._trace is not None:
+            self._trace.at_step(len(self.steps))
+        self._since = time.perf_counter()
+
+
+@contextmanager
+def named_range(name: str, tracing: bool, device: torch.device) -> Iterator[None]:
+    """A range of this name in the trace of torch's profiler, if it runs, and in NVIDIA's tools on a CUDA device."""
+    with ExitStack() as marks:
+        if tracing:
+            marks.enter_context(record_function(name))
+        if device.type == "cuda":
+            torch.cuda.nvtx.range_push(name)
+            marks.callback(torch.cuda.nvtx.range_pop)
+        yield
+
+
+class Trace:
+    """Traces a few steps with torch's profiler.
+
+    Args:
+        path: file of the trace; one that ends in `.gz` is compressed.
+        begin: the optimizer step after which the profiler runs.
+
+    Attributes:
+        running: whether it records now.
+        operators: torch's table of the most expensive ones, over the traced steps.
+        last: the optimizer step that has to be taken.
+    """
+
+    def __init__(self, path: str, begin: int) -> None:
+        self.path = Path(path)
+        if not self.path.absolute().parent.is_dir() or self.path.is_dir():
+            raise RequestError(f"--trace {path}: give a file in a folder that is there")
+        self.running, self.operators = False, ""
+        self._begin, self.last = begin, begin + TRACED
+        self._profiler = torch.profiler.profile()
+
+    def at_step(self, step: int) -> None:
+        """Start and stop; called between two steps."""
+        self.running = self._begin <= step < self.last
+        if step == self._begin:
+            self._profiler.start()
+        elif step == self.last:
+            self._profiler.stop()
+            if rank() == 0:
+                self._profiler.export_chrome_trace(str(self.path))
+            device = "cpu" if torch.accelerator.current_accelerator() is None else "device"
+            self.operators = self._profiler.key_averages().table(
+                sort_by=f"self_{device}_time_total", row_limit=OPERATORS, max_name_column_width=40
+            )
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
+    """What was trained, on what, and how it was computed."""
+    steps, module, device = trainer.steps, trainer.lightning_module, trainer.strategy.root_device
+    facts = run_facts()
+    return {
+        "config": config.run or config_name(config),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "device": device_name(device),
+        "accelerator": device.type,
+        "threads": torch.get_num_threads(),
+        "precision": str(trainer.precision),
+        "ranks": trainer.world_size,
+        "strategy": trainer.sharding if trainer.world_size > 1 else None,
+        "compile": module.options.compile,
+        "activation_checkpointing": module.options.activation_checkpointing,
+        "kernels": module.built.kernels,
+        "cuda_graphs": module.options.cuda_graphs,
+        "attention": module.built.attention,
+        "python": facts["python"],
+        "versions": facts["versions"],
+        "parameters": sum(weight.numel() for weight in module.decoder.parameters()),
+        "vocab_size": module.config.vocab_size,
+        "seq_len": steps.seq_len,
+        "micro_batch_size": steps.micro_batch_size,
+        "accumulate": steps.accumulate,
+        "tokens_per_step": steps.tokens_per_step,
+    }
+
+
+def print_heading(console: Console, found: dict[str, Any]) -> None:
+    """Print what `describe_training` found as two lines."""
+    console.print(
+        f"{found['config']}: {format_count(found['parameters'])} parameters, {found['micro_batch_size']} x "
+        f"{found['seq_len']} tokens x {plural(found['accumulate'], 'micro-batch')} x {plural(found['ranks'], 'rank')}, "
+        f"{found['precision']}; {found['device']}, {plural(found['threads'], 'thread')}, "
+        f"torch {found['versions']['torch']}"
+    )
+    console.print(
+        f"compile: {found['compile']}{', CUDA graphs' * found['cuda_graphs']}; activation checkpointing: "
+        f"{found['activation_checkpointing']}; kernels: {found['kernels']}; attention: {found['attention']}"
+    )
+
+
+def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dict[str, Any]:
+    """What `lm bench step --json` prints: times in milliseconds, medians all."""
+    steps, module = trainer.steps, trainer.lightning_module
+    peak = trainer.device_peak
+    ms_per_step = statistics.median(timer.seconds) / timer.steps_per_round * 1e3
+    rate = steps.tokens_per_step / ms_per_step * 1e3
+    flops = {full: flops_per_token(module.config, steps.seq_len, full_attention=full) for full in (False, True)}
+    optimizer_ms = statistics.median(timer.optimizer_seconds) * 1e3
+    predicted = training_memory(module.config, step_of(trainer), state_size(module.options.optimizer))["peak"]
+    return {
+        **describe_training(config, trainer),
+        "turns": len(timer.seconds),
+        "steps_per_turn": timer.steps_per_round,
+        "ms_per_step": ms_per_step,
+        "ms_per_micro_batch": ms_per_step / steps.accumulate,
+        "cpu_ms_per_step": statistics.median(timer.cpu_seconds) / timer.steps_per_round * 1e3,
+        "tokens_per_second": rate,
+        "mfu": rate * flops[False] / peak if peak else None,
+        "mfu_full_attention": rate * flops[True] / peak if peak else None,
+        "optimizer": {"ms_per_step": optimizer_ms, "share": optimizer_ms / ms_per_step},
+        "first_step_s": timer.first_step_age,
+        "first_step": {"step_s": timer.first_step, "warm_up_s": timer.first_step - ms_per_step / 1e3},
+        "peak_memory_bytes": timer.peak_bytes,
+        "predicted_memory_bytes": predicted,  # of tensors; on a CPU the process itself comes on top
+        "checkpoint": checkpoint_cost(timer, config.trainer.checkpoint_interval, ms_per_step),
+        "flops_per_token": flops[False],
+        "flops_per_token_full_attention": flops[True],
+        "formulas": FORMULAS,
+    }
+
+
+def checkpoint_cost(timer: StepTimer, interval: int, ms_per_step: float) -> dict[str, Any] | None:
+    """What a checkpoint every `interval` steps costs; None if none was timed."""
+    if not timer.savings:
+        return None
+    stall, total = (statistics.median(seconds) * 1e3 for seconds in zip(*timer.savings, strict=True))
+    return {
+        "stall_ms": stall,
+        "total_ms": total,
+        "bytes": timer.checkpoint_bytes,
+        "interval_steps": interval,
+        "stall_share": stall / (interval * ms_per_step),
+    }
+
+
+def show_times(found: dict[str, Any]) -> None:
+    """Print the report."""
+    console = Console(highlight=False, soft_wrap=True)
+    print_heading(console, found)
+    first, checkpoint, memory = found["first_step"], found["checkpoint"], found["peak_memory_bytes"]
+    console.print(
+        f"a step: {found['ms_per_step']:.2f} ms, {found['ms_per_micro_batch']:.2f} ms a micro-batch; "
+        f"{format_count(found['tokens_per_second'])} tokens/s"
+    )
+    console.print(f"MFU: {describe_mfu(found['mfu'], found['mfu_full_attention'])}")
+    optimizer = found["optimizer"]
+    console.print(f"the optimizer: {optimizer['ms_per_step']:.2f} ms, {optimizer['share']:.1%} of a step")
+    console.print(
+        f"first step: {found['first_step_s']:.1f} s after the start of the process; it took {first['step_s']:.2f} s, "
+        f"{first['warm_up_s']:.2f} s more than a later one"
+    )
+    measured = "unknown" if memory is None else format_bytes(memory)
+    of = "the whole process" if found["accelerator"] == "cpu" else "tensors"
+    console.print(f"peak memory of {of}: {measured}; `lm plan` expects "
+                  f"{format_bytes(found['predicted_memory_bytes'])} of tensors, without its reserve")  # fmt: skip
+    if checkpoint is None:
+        return
+    console.print(
+        f"a checkpoint of {format_bytes(checkpoint['bytes'])}: training waits {checkpoint['stall_ms']:.1f} ms "
+        f"({checkpoint['stall_share']:.2%} of the time, every {checkpoint['interval_steps']} steps); on the disk after "
+        f"{checkpoint['total_ms']:.0f} ms"
+    )
+
+
+def describe_parts(
+    config: Namespace, steps: list[dict[str, float]], trainer: Trainer, own_data: bool
+) -> dict[str, Any]:
+    """What `lm profile --json` prints, of the seconds by part of each timed step."""
+    mean = {name: statistics.mean(step.get(name, 0.0) for step in steps) * 1e3 for name in set().union(*steps)}
+    callbacks = {name.removeprefix(CALLBACK): ms for name, ms in mean.items() if name.startswith(CALLBACK)}
+    whole = sum(mean.values())
+    by_part = {part: sum(callbacks.values()) if part == "callbacks" else mean.get(part, 0.0) for part in TITLES}
+    return {
+        **describe_training(config, trainer),
+        "data": "the config's" if own_data else "random tokens, as the config's is not made yet",
+        "steps": config.steps,
+        "log_interval": config.trainer.log_interval,
+        "ms_per_step": whole,
+        "parts": {part: {"ms_per_step": ms, "share": ms / whole} for part, ms in by_part.items()},
+        "callbacks": dict(sorted(callbacks.items(), key=lambda item: -item[1])),
+        "trace": config.trace,
+    }
+
+
+def show_parts(found: dict[str, Any]) -> None:
+    """Print the report as tables."""
+    console = Console(highlight=False, soft_wrap=True)
+    print_heading(console, found)
+    console.print(f"data: {found['data']}")
+    table = Table("part of a step", "ms", "share")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, part in found["parts"].items():
+        replayed = found["cuda_graphs"] and name == "forward"
+        title = "forward and backward pass, replayed" if replayed else TITLES[name]
+        table.add_row(title, f"{part['ms_per_step']:.2f}", f"{part['share']:.1%}")
+    table.add_section()
+    table.add_row("all of them", f"{found['ms_per_step']:.2f}", "100.0%")
+    console.print(table)
+    slowest = ", ".join(f"{name} {ms:.2f} ms" for name, ms in list(found["callbacks"].items())[:3])
+    rate = format_count(found["tokens_per_step"] / found["ms_per_step"] * 1e3)
+    console.print(f"mean of {found['steps']} steps, a log line every {found['log_interval']}: {rate} tokens/s")
+    console.print(f"the slowest callbacks, a step: {slowest}")
+    if found["accelerator"] == "cpu":
+        console.print("other work on this CPU changes the milliseconds; the shares are more reliable")
+    else:
+        console.print("the device was waited for after each part, which takes time: `lm bench step` times whole steps")

@@ -1,0 +1,237 @@
+"""`lm bench step` times what `lm fit` does, `lm profile` says where the time goes, and nothing is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from trainings import PLACES, lm, make_workplace, write_config
+
+from lm.cli.measure import FORMULAS, TITLES, bench_step, named_range, profile, show_parts, show_times
+from lm.cli.plan_facts import read_bench
+from lm.errors import RequestError
+from lm.training.trainer import Trainer
+
+BENCH = ("bench", "step", "--config", "small.yaml", "--model.decoder.vocab_size", "64", "--steps", "4")
+STEPS, FIRST = 12, 5  # optimizer steps that a profile times, and those before them
+WAIT, HOOK = 0.06, 0.05  # seconds of the slow loader and of the slow callback, a step
+
+
+@pytest.mark.parametrize("command, wrong, said", [
+    (bench_step, [], "--model.decoder.vocab_size"),  # a character tokenizer's size is not guessed
+    (bench_step, ["--steps", "0"], "at least 1"),
+    (profile, [], "--model.decoder.vocab_size"),
+    (profile, ["--steps", "0"], "at least 1"),
+    (profile, ["--trace", "no/t.json"], "no/t.json"),
+])  # fmt: skip
+def test_a_wrong_request_is_refused_before_anything_is_run(tmp_path, monkeypatch, command, wrong, said):
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path, **{"trainer.callbacks": None})
+    with pytest.raises(RequestError, match=said):
+        command(["--config", "small.yaml", *wrong])
+    assert {path.name for path in tmp_path.iterdir()} == {"small.yaml"}
+
+
+# ---- lm bench step --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory):
+    """The JSON object for a very small config, whose schedule is longer than the measurement."""
+    folder = tmp_path_factory.mktemp("bench")
+    schedule = {"model.schedule.name": "wsd", "model.schedule.decay_steps": 5000, "trainer.max_steps": 10_000}
+    write_config(folder, **{"trainer.log_interval": 2, "trainer.callbacks": None, **schedule})
+    printed = json.loads(lm(folder, *BENCH, "--json", "--output", "found.json").stdout)
+    assert printed == json.loads((folder / "found.json").read_text())
+    assert {path.name for path in folder.iterdir()} == {"small.yaml", "found.json"}  # neither data nor a run
+    return printed
+
+
+def test_says_what_was_measured_and_how(timed):
+    assert timed["config"] == "small" and timed["date"] and timed["device"] and timed["threads"] == 1
+    assert {"torch", "lightning"} <= timed["versions"].keys()
+    assert (timed["seq_len"], timed["micro_batch_size"], timed["accumulate"]) == (32, 4, 2)
+    assert (timed["turns"], timed["steps_per_turn"]) == (2, 2)
+    assert timed["formulas"] == FORMULAS
+
+
+def test_times_agree_with_each_other(timed):
+    """A CPU has no MFU; a checkpoint's stall is a part of the whole, and its bytes are weights and optimizer."""
+    assert timed["ms_per_step"] == pytest.approx(2 * timed["ms_per_micro_batch"])
+    assert timed["tokens_per_second"] == pytest.approx(4 * 32 / timed["ms_per_micro_batch"] * 1e3)
+    assert 0 < timed["cpu_ms_per_step"] and timed["mfu"] is timed["mfu_full_attention"] is None
+    assert timed["flops_per_token_full_attention"] > timed["flops_per_token"]
+    optimizer, checkpoint = timed["optimizer"], timed["checkpoint"]
+    assert 0 < optimizer["ms_per_step"] < timed["ms_per_step"] / 2
+    assert optimizer["share"] == pytest.approx(optimizer["ms_per_step"] / timed["ms_per_step"])
+    assert timed["first_step_s"] > timed["first_step"]["step_s"] > 0
+    assert 3 * 4 * timed["parameters"] < timed["predicted_memory_bytes"] < timed["peak_memory_bytes"]
+    assert 0 < checkpoint["stall_ms"] <= checkpoint["total_ms"] and checkpoint["interval_steps"] == 3
+    assert checkpoint["stall_share"] == pytest.approx(checkpoint["stall_ms"] / (3 * timed["ms_per_step"]))
+    assert checkpoint["bytes"] > 3 * 4 * timed["parameters"]  # fp32 weights and two moments
+
+
+def test_both_ways_to_count_mfu_are_printed(timed, capsys):
+    show_times(timed | {"mfu": 0.44, "mfu_full_attention": 0.466})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "MFU: 44.0% by what attention attends to; 46.6% by its full length" in shown
+    assert f"the optimizer: {timed['optimizer']['ms_per_step']:.2f} ms" in shown
+
+
+def test_without_checkpoints_none_is_written(tmp_path, monkeypatch, capsys):
+    """A large model's takes longer than the steps; the end of a fit would write one too."""
+    write_config(tmp_path, **{"trainer.log_interval": 2, "trainer.callbacks": None})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Trainer, "save_checkpoint", lambda *_, **__: pytest.fail("a checkpoint was written"))
+    bench_step([*BENCH[2:], "--checkpoints", "0", "--output", "found.json"])
+    assert json.loads((tmp_path / "found.json").read_text())["checkpoint"] is None
+    assert "a checkpoint of" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_ranks_of_torchrun_are_measured_together_and_planned_with_one_by_one(tmp_path):
+    """One report, with the memory of a shard; `lm plan --bench` divides the rate by the ranks."""
+    write_config(tmp_path, **{"trainer.callbacks": None, "trainer.strategy": "fsdp2"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "lm"]
+    ended = subprocess.run(
+        [*command, *BENCH, "--json", "--trainer.distributed.reshard", "false"], cwd=tmp_path, text=True,
+        env={**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert (found["ranks"], found["strategy"], found["accumulate"]) == (2, "fsdp2", 1) and found["checkpoint"]
+    alone = json.loads(lm(tmp_path, *BENCH, "--json", "--trainer.distributed.reshard", "false").stdout)
+    assert alone["ranks"] == 1 and found["predicted_memory_bytes"] < alone["predicted_memory_bytes"]
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    bench = read_bench(tmp_path / "found.json", found["parameters"], found["seq_len"])
+    assert bench["tokens_per_second"] == found["tokens_per_second"] / 2
+    assert not list(tmp_path.glob(".lm-bench-*"))
+
+
+# ---- lm profile -----------------------------------------------------------------------------------------------------
+
+
+class Clock(Callback):
+    """Writes down when each optimizer step has ended."""
+
+    def __init__(self):
+        self.ends = {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.ends[trainer.global_step] = time.perf_counter()
+
+    def on_train_end(self, trainer, pl_module):
+        with open("clock.json", "w") as file:
+            json.dump(self.ends, file)
+
+
+class SlowHook(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        time.sleep(HOOK)
+
+
+class SlowData(Callback):
+    """Lets every batch be waited for."""
+
+    def setup(self, trainer, pl_module, stage):
+        batches = trainer.datamodule.train_dataloader
+
+        def slow():
+            for batch in batches():
+                time.sleep(WAIT)
+                yield batch
+
+        trainer.datamodule.train_dataloader = lambda: Endless(slow)
+
+
+class Endless:
+    def __init__(self, make):
+        self.make = make
+
+    def __iter__(self):
+        return self.make()
+
+
+def profiled(folder, *callbacks, arguments=()):
+    """The JSON object for a very small config with these callbacks."""
+    paths = [{"class_path": f"test_measure.{callback.__name__}"} for callback in callbacks]
+    write_config(folder, **{"trainer.callbacks": paths, "trainer.log_interval": 10})
+    ended = lm(folder, "profile", "--config", "small.yaml", "--steps", str(STEPS), "--json", *arguments)
+    return json.loads(ended.stdout)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """A profile on random tokens with a trace, and the folder where it ran."""
+    folder = tmp_path_factory.mktemp("traced")
+    return profiled(folder, Clock, arguments=("--trace", "trace.json", "--model.decoder.vocab_size", "64")), folder
+
+
+@pytest.fixture(scope="module")
+def slowed(tmp_path_factory):
+    """A profile on the config's own data, with a loader and a callback that sleep."""
+    folder = make_workplace(tmp_path_factory.mktemp("slowed"))
+    lm(folder, "data", "prepare", "--input", "texts", "--output", "data/small", "--tokenizer", "char",
+       "--val_fraction", "0.2")  # fmt: skip
+    return profiled(folder, SlowData, SlowHook), folder
+
+
+def test_the_parts_add_up_to_a_step(traced, capsys):
+    """To its time by the clock, which another clock confirms; and they are shown to people."""
+    found, folder = traced
+    parts = found["parts"]
+    assert list(parts) == list(TITLES) and found["data"].startswith("random tokens") and found["steps"] == STEPS
+    assert found["ms_per_step"] == pytest.approx(sum(part["ms_per_step"] for part in parts.values()))
+    assert sum(part["share"] for part in parts.values()) == pytest.approx(1)
+    ends = {int(step): end for step, end in json.loads((folder / "clock.json").read_text()).items()}
+    by_clock = (ends[FIRST + STEPS] - ends[FIRST]) / STEPS * 1e3
+    assert found["ms_per_step"] == pytest.approx(by_clock, rel=0.1)
+    assert all(parts[name]["ms_per_step"] > 0 for name in TITLES)
+    assert {"RunLog", "Throughput", "Clock"} <= found["callbacks"].keys()
+    show_parts(found)
+    shown = capsys.readouterr().out
+    assert all(title in shown for title in TITLES.values()) and "shares are more reliable" in shown
+
+
+def test_nothing_is_left_but_the_trace(traced, slowed):
+    """Neither a run nor data, nor a cache beside the data that was there."""
+    assert {path.name for path in traced[1].iterdir()} == {"small.yaml", "clock.json", "trace.json"}
+    assert {path.name for path in slowed[1].iterdir()} == {"small.yaml", "texts", "data"}
+    assert [path.name for path in (slowed[1] / "data").iterdir()] == ["small"]
+
+
+def test_the_trace_has_the_parts_as_ranges_around_the_operators(traced):
+    found, folder = traced
+    events = json.loads((folder / found["trace"]).read_text())["traceEvents"]
+    ranges = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+    assert {f"lm.{part}" for part in ("data", "forward", "backward", "optimizer", "[Callback]RunLog")} <= ranges
+    forward = [event for event in events if event["name"] == "lm.forward"]
+    assert len(forward) == 3 * 2  # three steps of two micro-batches
+    products = [event["ts"] for event in events if event["name"] == "aten::linear"]
+    assert products and all(any(f["ts"] <= at <= f["ts"] + f["dur"] for f in forward) for at in products)
+
+
+def test_on_a_gpu_the_parts_are_nvtx_ranges_with_a_trace_and_without(monkeypatch):
+    """Each is closed, also where the part ends with an error."""
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    for device, tracing in (("cuda", False), ("cuda", True), ("cpu", True)):
+        with pytest.raises(MemoryError), named_range("lm.forward", tracing, torch.device(device)):
+            raise MemoryError
+    assert calls == ["lm.forward", "end"] * 2
+
+
+def test_a_slow_loader_is_waiting_for_data_and_a_slow_callback_is_logging(slowed):
+    """Each in its own part, with its own name, and nowhere else."""
+    found = slowed[0]
+    parts = found["parts"]
+    assert found["data"] == "the config's"
+    assert WAIT * 1e3 <= parts["data"]["ms_per_step"] < 2 * WAIT * 1e3
+    assert HOOK * 1e3 <= parts["callbacks"]["ms_per_step"] < 2 * HOOK * 1e3
+    assert next(iter(found["callbacks"])) == "SlowHook" and found["callbacks"]["SlowHook"] >= HOOK * 1e3
+    assert parts["rest"]["ms_per_step"] < WAIT * 1e3
