@@ -53,7 +53,7 @@ def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
     matrix_rows: Mapping[str, int],
-    embeddings: Collection[str] = ("embed_tokens.weight",),
+    embeddings: Collection[str],
 ) -> list[dict[str, Any]]:
     """Parameters with the settings that their group has; those with equal settings are together.
 

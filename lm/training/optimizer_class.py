@@ -54,8 +54,8 @@ def try_optimizer(class_path: str, init_args: dict[str, Any], weight_decay: floa
         try:
             optimizer.step()
         except Exception as error:
-            message = f"{_called(class_path, init_args)}: its step fails: {first_line(error)}"
-            raise RequestError(message) from error
+            raise RequestError(f"model.optimizer.class_path {class_path} with init_args {init_args}: its step fails: "
+                               f"{first_line(error)}") from error  # fmt: skip
     refuse_unkept(class_path, optimizer, optimizer.state_dict())
     state = optimizer.state[parameters[0]].values()
     return sum(value.numel() for value in state if isinstance(value, Tensor) and value.ndim) / parameters[0].numel()
@@ -146,7 +146,7 @@ def _load_exactly(optimizer: Optimizer) -> None:
 
 
 def _make(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
-    kind, place = _find(class_path), _called(class_path, init_args)
+    kind = _find(class_path)
     taken = signature(kind).parameters
     anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
     if "weight_decay" not in taken and not anything:
@@ -159,18 +159,13 @@ def _make(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any
     try:
         made = skippable(groups, **rate, **init_args)
     except Exception as error:
-        raise RequestError(f"{place}: {first_line(error)}") from error
+        raise RequestError(f"model.optimizer.class_path {class_path} with init_args {init_args}: "
+                           f"{first_line(error)}") from error  # fmt: skip
     made.initial = [
         {name: _comparable(value) for name, value in _settings(group).items()} for group in made.param_groups
     ]
     _load_exactly(made)
     return made
-
-
-def _called(class_path: str, init_args: dict[str, Any]) -> str:
-    """A class and its arguments, to begin a message."""
-    arguments = ", ".join(f"{name}: {value!r}" for name, value in init_args.items())
-    return f"model.optimizer.class_path {class_path}" + (f" with init_args {{{arguments}}}" if arguments else "")
 
 
 def _find(class_path: str) -> type[Optimizer]:
@@ -195,6 +190,8 @@ class _SkippedSteps:
     skip: Tensor | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:  # Lightning's, which calls `on_before_optimizer_step` of callbacks
+            closure()
         if self.skip is not None and self.skip.item():  # waits for the device, which AdamW and Muon need not
             return None
         return super().step()

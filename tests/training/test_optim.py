@@ -117,7 +117,7 @@ def test_decay_falls_on_matrices_only():
 def test_without_groups_adamw_has_matrices_and_vectors():
     """Two launches of the fused step, in this order, as ever."""
     model = decoder()
-    first, second = parameter_groups(model.named_parameters(), OptimizerConfig(weight_decay=0.2), {})
+    first, second = parameter_groups(model.named_parameters(), OptimizerConfig(weight_decay=0.2), {}, ())
     assert all(p.ndim == 2 for p in first["params"]) and first["weight_decay"] == 0.2
     assert all(p.ndim == 1 for p in second["params"]) and second["weight_decay"] == 0.0
     assert len(first["params"]) + len(second["params"]) == len(list(model.parameters()))
