@@ -153,8 +153,7 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
     is large, or that opens a file, has been built by then.
 
     Args:
-        prog: the command as it is typed.
-        options: a dataclass with the command's own options.
+        options: a dataclass with the own options of the command `prog`.
     """
     parser = ConfigParser(prog=prog, allow_abbrev=False)
     parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
@@ -172,11 +171,7 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
 
 
 def resolved_text(settings: dict[str, Any], overrides: list[str] | None = None) -> str:
-    """A training's config with what was typed in place of its own values, and all options, as YAML.
-
-    Args:
-        settings: the content of a config.
-        overrides: options of a training, as they are typed.
+    """The content of a config, with options as they are typed in place of its own values, and all others, as YAML.
 
     Raises:
         RequestError: an option is unknown or does not fit.
