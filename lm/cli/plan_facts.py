@@ -90,7 +90,7 @@ def data_facts(
         split: {
             "tokens": shards.document_tokens, "shards": len(shards.fingerprint()),
             "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
-            "filled_up": shards.filled_up,
+            "filled_up": shards.padding_fraction,
             "dtype": str(shards.column.dtype),
             # Of the first block, which in a mixture is of the first source alone.
             "bytes_per_token": None if fit or opened.mixed else float(
