@@ -6,11 +6,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+from rich.text import Text
 
 from lm.runs.history import Series
 from lm.system.units import MULTIPLIERS
 
-COLORS = (36, 33, 35, 32, 31, 34)  # ANSI: cyan, yellow, magenta, green, red, blue
+COLORS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 MARKERS = "ox+*#@%&"
 # The dots of a braille cell, 4 rows of 2: each has a bit of the code point after U+2800.
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -21,24 +25,22 @@ def chart(
     series: Sequence[Series],
     width: int,
     height: int,
-    color: bool = False,
     x_label: str = "",
     title: str = "",
     y_range: tuple[float, float] | None = None,
-) -> str:
+) -> Text:
     """Curves over one pair of axes with numbers, and a legend where there are several.
 
     Args:
         series: the curves; a later one is drawn over an earlier one.
         width, height: of the text, in characters; every line is exactly as long, however small.
-        color: write ANSI colours, one a curve; otherwise plain text.
         x_label: stands at the right end below the axis.
         title: stands before the legend in the first line.
         y_range: smallest and largest value of the y axis, instead of those of the curves. What lies outside is drawn
             on the edge.
 
     Returns:
-        `height` lines of `width` visible characters each, without a newline at the end.
+        `height` lines of `width` characters each, without a newline at the end; each curve has a colour.
     """
     grid = Grid(width, height)
     points = [[(x, y) for x, y in zip(one.x, one.y, strict=True) if math.isfinite(x)] for one in series]
@@ -48,7 +50,7 @@ def chart(
     _legend(grid, series, title)
     if not seen_x:
         grid.put(max(0, (width - 11) // 2), height // 2, "no data yet")
-        return grid.render(color)
+        return grid.text()
     x_axis = _Axis(*_spread(min(seen_x), max(seen_x)))
     y_axis = _Axis(*_spread(*(y_range or (min(seen_y), max(seen_y)))))
     rows = max(1, height - top - 2)
@@ -70,7 +72,7 @@ def chart(
         marker = MARKERS[index % len(MARKERS)] if len(series) > 1 else None
         first = MARKER_EVERY * index // len(series)  # so that markers of curves that run together stand side by side
         _draw(grid, dots, left, top, COLORS[index % len(COLORS)], marker, first)
-    return grid.render(color)
+    return grid.text()
 
 
 class Grid:
@@ -78,27 +80,22 @@ class Grid:
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
-        self.cells = [[(" ", 0)] * width for _ in range(height)]  # (character, ANSI colour or 0)
+        self.cells = [[(" ", "")] * width for _ in range(height)]  # (character, colour)
 
-    def put(self, column: int, row: int, text: str, color: int = 0) -> None:
+    def put(self, column: int, row: int, text: str, color: str = "") -> None:
         """Write a text from a cell on to the right."""
         if 0 <= row < self.height:
             for offset, character in enumerate(text):
                 if 0 <= column + offset < self.width:
                     self.cells[row][column + offset] = (character, color)
 
-    def render(self, color: bool) -> str:
-        """The lines as text."""
+    def text(self) -> Text:
+        """The lines."""
         lines = []
         for row in self.cells:
-            parts, current = [], 0
-            for character, wanted in row:
-                if color and wanted != current:
-                    parts.append(f"\x1b[{wanted}m")  # 0 resets
-                    current = wanted
-                parts.append(character)
-            lines.append("".join(parts) + ("\x1b[0m" if current else ""))
-        return "\n".join(lines)
+            pieces = groupby(row, itemgetter(1))
+            lines.append(Text.assemble(*(("".join(map(itemgetter(0), cells)), color) for color, cells in pieces)))
+        return Text("\n", no_wrap=True).join(lines)
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ def _x_ticks(grid: Grid, axis: _Axis, left: int, columns: int, row: int, label: 
 
 
 def _draw(
-    grid: Grid, dots: list[tuple[int, int] | None], left: int, top: int, color: int, marker: str | None, first: int
+    grid: Grid, dots: list[tuple[int, int] | None], left: int, top: int, color: str, marker: str | None, first: int
 ) -> None:
     """One curve as a line through its dots, over what is drawn already; then its markers."""
     strokes = _strokes(dots)

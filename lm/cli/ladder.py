@@ -25,15 +25,14 @@ import numpy as np
 import torch
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from lm.cli.branch import tokens_of_a_step
 from lm.cli.config import config_parser, quiet_lightning, resolved_text
-from lm.cli.ladder_report import Trained, print_report, report, write_report
+from lm.cli.ladder_report import ModelSize, Training, print_report, report, write_report
 from lm.cli.options import PlanOptions, split_overrides
 from lm.cli.plan import examine
+from lm.cli.report.table import plain_table
 from lm.cli.runs import to_json
-from lm.cli.runs_compare import PLAIN
 from lm.cli.scale import (
     ASPECT,
     DATA,
@@ -186,11 +185,7 @@ class LadderOptions:
 
 
 def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
-    """The different numbers of an option, ascending; with commas or spaces between them.
-
-    Raises:
-        RequestError: one is no number above 0.
-    """
+    """The different numbers of an option, ascending; with commas or spaces between them."""
     found = set()
     for word in ",".join(given).split(",") if given else ():
         try:
@@ -204,11 +199,7 @@ def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
 
 
 def _grid_values(given: str) -> list[tuple[str, str]]:
-    """The values of a `--grid`, each with its key.
-
-    Raises:
-        RequestError: it has no key or no value.
-    """
+    """The values of a `--grid`, each with its key."""
     key, equals, values = given.partition("=")
     words = list(dict.fromkeys(filter(None, map(str.strip, values.split(",")))))
     if not (key and equals and words):
@@ -250,7 +241,7 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
     if process.under_torchrun() or process.under_srun():
         raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, by itself")
     trainings = make_trainings(options, overrides)
-    wanted = [one for one in trainings if not one.held_out or one.size.depth in options.sizes]
+    wanted = [one for one in trainings if one.size.depth in options.sizes]
     refuse_far_predictions(options, trainings)
     refuse_other_settings(trainings)
     console = Console(highlight=False, stderr=options.json)
@@ -280,48 +271,6 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
 
 
 # ---- the trainings ---------------------------------------------------------------------------------------------------
-
-
-class ModelSize(NamedTuple):
-    """A depth trained for a length, as it is planned."""
-
-    depth: int
-    length: str
-    parameters: int  # outside the embedding
-    tokens: int
-    flops: float  # floating-point operations of the run
-    facts: dict[str, Any]  # of `lm plan`
-
-
-@dataclass(frozen=True)
-class Training:
-    """One run of a ladder."""
-
-    size: ModelSize
-    point: dict[str, str]  # of the grid
-    seed: int
-    config: str  # YAML with all options
-    run: Run
-    held_out: bool  # no law is fitted to it
-
-    @property
-    def file(self) -> Path:
-        """Of its config."""
-        return self.run.path.with_name(f"{self.run.name}.yaml")
-
-    @property
-    def log(self) -> Path:
-        """What it printed."""
-        return self.run.path.with_name(f"{self.run.name}.log")
-
-    @property
-    def finished(self) -> bool:
-        return self.run.status() == "finished"
-
-    @property
-    def command(self) -> list[str]:
-        """The arguments of this program that train it."""
-        return ["fit", "--config", str(self.file), "--run", self.run.name, "--ckpt_path", "auto"]
 
 
 def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Training]:
@@ -355,18 +304,19 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
             facts = plan_facts(options, config, depth, refuse=depth in options.sizes)
             model, tokens = facts["model"], facts["steps"]["tokens"]
             outside = model["parameters"]["total"] - model["parameters"]["embedding"]
-            size = ModelSize(depth, length.label, outside, tokens, tokens * model["flops_per_token"], facts)
+            flops = tokens * model["flops_per_token"]
+            size = ModelSize(depth, length.label, outside, tokens, flops, depth in options.held_out)
             values = "".join(f"-{key.rpartition('.')[2]}={value}" for key, value in point.items())
-            parts.append((size, point, config, f"{options.name}-d{depth}-{length.short}{values}"))
+            parts.append((size, point, config, facts, f"{options.name}-d{depth}-{length.short}{values}"))
     made = []
     for seed in range(1, options.seeds + 1):
-        for size, point, config, name in parts:
+        for size, point, config, facts, name in parts:
             name = re.sub(r"[^\w.+=-]", "_", f"{name}-s{seed}")
             text = yaml.safe_dump({"run": name, **config, "seed_everything": seed}, sort_keys=False)
             run = Run(options.folder / name)
             if any(run.name == other.run.name for other in made):
                 raise RequestError(f"--grid: two values are called {name} as the name of a run; change one of them")
-            made.append(Training(size, point, seed, text, run, size.depth in options.held_out))
+            made.append(Training(size, point, seed, run, text, facts))
     return made
 
 
@@ -386,11 +336,7 @@ def tokenizer_size(data: str) -> int:
 
 
 def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
-    """A resolved config with the values of a point of the grid in place of its own.
-
-    Raises:
-        RequestError: there is no such option, or a factor stands for something that is no number.
-    """
+    """A resolved config with the values of a point of the grid in place of its own."""
     overrides = []
     for key, value in point.items():
         if factor := FACTOR.fullmatch(value):
@@ -406,11 +352,7 @@ def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
 def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refuse: bool) -> dict[str, Any]:
     """The facts of `lm plan` on a training.
 
-    Args:
-        refuse: a config with an error, such as too little memory; one that is only predicted may have some.
-
-    Raises:
-        RequestError: the config has an error; names the depth.
+    `refuse` is for a config with an error, such as too little memory; one that is only predicted may have some.
     """
     names = ("device", "memory", "peak_tflops", "mfu", "rate_usd_per_hr")
     wanted = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -423,11 +365,7 @@ def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refus
 
 
 def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) -> None:
-    """Refuse to predict from too few sizes, or too far from them, before anything is trained.
-
-    Raises:
-        RequestError: says what would be enough.
-    """
+    """Refuse to predict from too few sizes, or too far from them, before anything is trained."""
     for length in options.lengths if options.held_out else ():
         sizes = {one.size.depth: one.size for one in trainings if one.size.length == length.label}
         flops = {depth: size.flops for depth, size in sizes.items()}
@@ -463,34 +401,28 @@ def refuse_other_settings(trainings: list[Training]) -> None:
 
 def print_plan(console: Console, options: LadderOptions, trainings: list[Training]) -> None:
     """Print a table of the sizes, and what is left to do."""
-    by_size = {(one.size.depth, one.size.length): one.size for one in trainings}
-    priced = any(size.facts["time"].get("usd") is not None for size in by_size.values())
-    table = Table(**PLAIN)
-    for name in ("depth", "length", "parameters", "steps", "tokens", "operations", "memory", "time", "runs"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if priced:
-        table.add_column("USD", justify="right", no_wrap=True)
-    seconds, usd = 0.0, 0.0
-    for (depth, length), size in by_size.items():
-        trained = depth in options.sizes
+    by_size = {(one.size.depth, one.size.length): one for one in trainings}
+    priced = any(one.plan["time"].get("usd") is not None for one in by_size.values())
+    heads = ["depth", "length", "parameters", "steps", "tokens", "operations", "memory", "time", "runs"]
+    rows, seconds, usd = [], 0.0, 0.0
+    for one in by_size.values():
+        trained = one.size.depth in options.sizes
         runs = options.seeds * len(options.points) * trained
-        time, memory = size.facts["time"], size.facts["memory"]
-        each = time["seconds"]
+        each, price = one.plan["time"]["seconds"], one.plan["time"].get("usd")
         seconds += runs * each if each is not None else math.nan * bool(runs)
-        usd += runs * (time.get("usd") or 0.0)
-        cells = [str(depth), length, format_count(size.facts["model"]["parameters"]["total"]),
-                 f"{size.facts['steps']['max_steps']:,}", format_count(float(size.tokens)), f"{size.flops:.2e}",
-                 format_bytes(memory["total"]), "" if each is None else format_duration(each),
-                 str(runs) if trained else "predicted"]  # fmt: skip
-        table.add_row(
-            *cells, *([format_figure(runs * time["usd"]) if time["usd"] is not None else ""] if priced else [])
-        )
-    console.print(table)
-    basis = next(iter(by_size.values())).facts["time"]["basis"]
+        usd += runs * (price or 0.0)
+        rows.append([
+            str(one.size.depth), one.size.length, format_count(one.plan["model"]["parameters"]["total"]),
+            f"{one.plan['steps']['max_steps']:,}", format_count(float(one.size.tokens)), f"{one.size.flops:.2e}",
+            format_bytes(one.plan["memory"]["total"]), "" if each is None else format_duration(each),
+            str(runs) if trained else "predicted", *["" if price is None else format_figure(runs * price)] * priced,
+        ])  # fmt: skip
+    console.print(plain_table(heads + ["USD"] * priced, "n" * (len(heads) + priced), rows))
     wanted = [one for one in trainings if one.size.depth in options.sizes]
     finished = sum(one.finished for one in wanted)
     total = "" if finished else ": how long they take is known when the first one has ended"
     if not math.isnan(seconds):
+        basis = trainings[0].plan["time"]["basis"]
         total = f"; all take {format_time_and_cost(seconds, usd if priced else None)} on one device ({basis})"
     console.print(f"{plural(len(wanted), 'training')}, {finished} of them finished{total}", soft_wrap=True)
 
@@ -500,11 +432,7 @@ def print_plan(console: Console, options: LadderOptions, trainings: list[Trainin
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Inside the `with`, no other process trains this ladder.
-
-    Raises:
-        RequestError: one does.
-    """
+    """Inside the `with`, no other process trains this ladder."""
     from filelock import FileLock, Timeout
 
     try:
@@ -570,11 +498,7 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
 
 
 def expected_seconds(done: Sequence[tuple[float, float]], flops: float) -> float:
-    """How long a training of so many operations takes: a straight line through those that are done.
-
-    Args:
-        done: operations and seconds of each, at least one.
-    """
+    """How long a training of so many operations takes: a straight line through the operations and seconds of others."""
     x, seconds = zip(*done, strict=True)
     if max(x) < 1.5 * min(x):
         return sum(seconds) / sum(x) * flops
@@ -600,7 +524,8 @@ def start(one: Training, place: str | None) -> subprocess.Popen:
     while one.run.is_locked() and time.monotonic() < began + PATIENCE and not STOP.received:
         time.sleep(POLL)
     write_atomically(one.file, one.config)
-    command = [sys.executable, *([str(process.script)] if process.script else ["-m", "lm"]), *one.command]
+    program = [sys.executable, *([str(process.script)] if process.script else ["-m", "lm"])]
+    command = [*program, "fit", "--config", str(one.file), "--run", one.run.name, "--ckpt_path", "auto"]
     environment = os.environ | ({} if place is None else {"CUDA_VISIBLE_DEVICES": place})
     log.info("%s begins%s", one.run.name, f" on GPU {place}" if place else "")
     with open(one.log, "ab") as file:
@@ -639,8 +564,8 @@ def write_predicted(options: LadderOptions, trainings: list[Training], found: di
     """
     measured = [size for size in found["sizes"] if size["losses"] and not size["held_out"]]
     best = max(measured, key=lambda size: size["flops"], default={"point": {}})["point"]
-    left = [one for one in trainings if one.held_out and one.size.depth not in options.sizes and one.seed == 1
-            and one.point == best and not one.finished]  # fmt: skip
+    left = [one for one in trainings if one.size.depth not in options.sizes and one.seed == 1 and one.point == best
+            and not one.finished]  # fmt: skip
     for one in left:
         settings = yaml.safe_load(one.config)
         settings["trainer"]["devices"] = "auto"
@@ -651,10 +576,6 @@ def write_predicted(options: LadderOptions, trainings: list[Training], found: di
 def save_report(options: LadderOptions, trainings: Sequence[Training]) -> dict[str, Any]:
     """Write what has been measured so far into the ladder's folder: `ladder.json` and `ladder.html`."""
     command = [process.program(), *map(shlex.quote, sys.argv[1:])]
-    found = report(
-        options.name, " ".join(command),
-        [Trained(one.size.depth, one.size.length, one.size.parameters, one.size.tokens, one.size.flops, one.point,
-                 one.seed, one.held_out, one.run) for one in trainings],
-    )  # fmt: skip
+    found = report(options.name, " ".join(command), trainings)
     write_report(options.folder, found)
     return found

@@ -8,17 +8,17 @@ import io
 import math
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from lm.cli.report.page import render
+from lm.cli.report.table import plain_table
 from lm.cli.runs import to_json
-from lm.cli.runs_compare import PLAIN
-from lm.cli.runs_html import PARTS, escaped, source_digest, table, utc
 from lm.runs import scaling_laws
 from lm.runs.run import Run
 from lm.runs.seeds import spread
@@ -29,65 +29,77 @@ QUANTITIES = {"operations": "flops", "parameters": "parameters", "tokens": "toke
 LAW_POINTS = 60  # of a curve in a picture
 
 
-class Trained(NamedTuple):
-    """A training of a ladder, which may not have begun."""
+class ModelSize(NamedTuple):
+    """A depth trained for a length."""
 
     depth: int
     length: str
     parameters: int  # outside the embedding
     tokens: int
-    flops: float
+    flops: float  # floating-point operations of the run
+    held_out: bool  # no law is fitted to it
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run of a ladder, which may not have begun."""
+
+    size: ModelSize
     point: dict[str, str]  # of the grid
     seed: int
-    held_out: bool
     run: Run
+    config: str = ""  # YAML with all options
+    plan: dict[str, Any] = field(default_factory=dict)  # the facts of `lm plan`
+
+    @property
+    def file(self) -> Path:
+        """Of its config."""
+        return self.run.path.with_name(f"{self.run.name}.yaml")
+
+    @property
+    def log(self) -> Path:
+        """What it printed."""
+        return self.run.path.with_name(f"{self.run.name}.log")
+
+    @property
+    def finished(self) -> bool:
+        return self.run.status() == "finished"
 
 
 class Measured(NamedTuple):
-    """A depth trained for a length: the losses of its seeds, at the best point of the grid."""
+    """The losses of the seeds of a size, at the best point of the grid."""
 
-    depth: int
-    length: str
-    parameters: int
-    tokens: int
-    flops: float
-    held_out: bool
+    size: ModelSize
     point: dict[str, str]
     losses: list[float]  # by seed; empty where no training has finished
     by_point: list[tuple[dict[str, str], list[float]]]
 
 
-def report(name: str, command: str, trainings: Sequence[Trained]) -> dict[str, Any]:
-    """All that the finished trainings of a ladder say, as it is written to `ladder.json`.
-
-    Args:
-        name: of the ladder.
-        command: that makes it.
-        trainings: all of them.
-    """
-    ends = [last_losses(one.run) if one.run.status() == "finished" else {} for one in trainings]
+def report(name: str, command: str, trainings: Sequence[Training]) -> dict[str, Any]:
+    """All that the finished ones of a ladder's trainings say, as it is written to `ladder.json`."""
+    ends = [last_losses(one.run) if one.finished else {} for one in trainings]
     known = [end for end in ends if end]
     bits = all("val/bpb" in end for end in known)
     metric, unit = ("val/bpb", "bits per byte") if bits else ("val/loss", "nats a token")
     losses = [end.get(metric) for end in ends]
-    sizes = list(measured_sizes(trainings, losses))
+    measured = list(measured_sizes(trainings, losses))
     found: dict[str, Any] = {
         "name": name, "command": command, "written": time.time(), "unit": unit,
         "runs": [
-            {"run": one.run.name, **{key: getattr(one, key) for key in Trained._fields[:-1]},
-             "status": one.run.status() if (one.run.path / "run.json").exists() else "to do", "loss": loss}
+            {"run": one.run.name, **one.size._asdict(), "point": one.point, "seed": one.seed, "loss": loss,
+             "status": one.run.status() if (one.run.path / "run.json").exists() else "to do"}
             for one, loss in zip(trainings, losses, strict=True)
         ],
         "sizes": [
-            {**{key: value for key, value in size._asdict().items() if key != "by_point"},
-             **(spread(size.losses)._asdict() if size.losses else {})}
-            for size in sizes
+            {**one.size._asdict(), "point": one.point, "losses": one.losses,
+             **(spread(one.losses)._asdict() if one.losses else {})}
+            for one in measured
         ],
-        "laws": [], "predictions": [], "notes": [], "grid": grid_optima(sizes),
+        "laws": [], "predictions": [], "notes": [], "grid": grid_optima(measured),
     }  # fmt: skip
-    for length in dict.fromkeys(size.length for size in sizes):
-        add_laws(found, [size for size in sizes if size.length == length])
-    if known and not any(len(size.losses) > 1 for size in sizes):
+    for length in dict.fromkeys(one.size.length for one in measured):
+        add_laws(found, length, [one for one in measured if one.size.length == length])
+    if known and not any(len(one.losses) > 1 for one in measured):
         found["notes"].append("One seed: the noise between trainings is not known, and fewer than five sizes have no "
                               "interval; --seeds 3 trains the others too.")  # fmt: skip
     return found
@@ -100,76 +112,59 @@ def last_losses(run: Run) -> dict[str, float]:
     return {name: last[name] for name in ("val/loss", "val/bpb") if finite and name in last}
 
 
-def measured_sizes(trainings: Sequence[Trained], losses: Sequence[float | None]) -> Iterable[Measured]:
+def measured_sizes(trainings: Sequence[Training], losses: Sequence[float | None]) -> Iterable[Measured]:
     """The sizes of a ladder, each with the losses at the point of the grid where their mean is lowest."""
     groups: dict[tuple[int, str], dict[tuple, list[float]]] = {}
-    first: dict[tuple[int, str], Trained] = {}
+    first: dict[tuple[int, str], ModelSize] = {}
     for one, loss in zip(trainings, losses, strict=True):
-        key = one.depth, one.length
-        first.setdefault(key, one)
+        key = one.size.depth, one.size.length
+        first.setdefault(key, one.size)
         at = groups.setdefault(key, {}).setdefault(tuple(one.point.items()), [])
         at += [] if loss is None else [loss]
     for key, points in groups.items():
         by_point = [(dict(point), values) for point, values in points.items() if values]
         most = max((len(values) for _, values in by_point), default=0)  # seeds, the same for all that are compared
         whole = [pair for pair in by_point if len(pair[1]) == most]
-        point, values = min(whole, key=lambda pair: fmean(pair[1]), default=({}, []))
-        one = first[key]
-        yield Measured(
-            one.depth, one.length, one.parameters, one.tokens, one.flops, one.held_out, point, values, by_point
-        )
+        yield Measured(first[key], *min(whole, key=lambda pair: fmean(pair[1]), default=({}, [])), by_point)
 
 
 # ---- laws and predictions --------------------------------------------------------------------------------------------
 
 
-def add_laws(found: dict[str, Any], sizes: Sequence[Measured]) -> None:
+def add_laws(found: dict[str, Any], length: str, measured: Sequence[Measured]) -> None:
     """Fit the laws of the sizes of one length, and predict those that are held out; adds to a report."""
-    fitted = [size for size in sizes if size.losses and not size.held_out]
-    length = sizes[0].length
-    targets = [size for size in sizes if size.held_out]
+    fitted = [one for one in measured if one.losses and not one.size.held_out]
+    targets = [one for one in measured if one.size.held_out]
     if len(fitted) < scaling_laws.FEWEST:
         found["notes"].append(f"{length}: {plural(len(fitted), 'size')} finished, and a law takes "
                               f"{scaling_laws.FEWEST}: nothing is fitted.")  # fmt: skip
         return
-    losses = [size.losses for size in fitted]
+    losses = [one.losses for one in fitted]
     for quantity, attribute in QUANTITIES.items():
-        x = [float(getattr(size, attribute)) for size in fitted]
+        x, beyond = ([float(getattr(one.size, attribute)) for one in some] for some in (fitted, targets))
         if max(x) < 1.01 * min(x):  # such as the tokens of runs with as many steps
             continue
         fit = scaling_laws.fit_sizes(x, losses)
         if fit.laws[0](max(x)) >= fit.laws[0](min(x)):
             found["notes"].append(f"{length}: the loss does not fall with {quantity}: no law is fitted.")
             continue
-        predicted, measured = scaling_laws.backtest(x, losses)
+        predicted, largest = scaling_laws.backtest(x, losses)
+        curve = np.geomspace(min(x + beyond), max(x + beyond), LAW_POINTS).tolist()
         found["laws"].append({
             "length": length, "of": quantity, "laws": [law.formula(quantity) for law in fit.laws],
             "parameters": [list(map(float, vars(law).values())) for law in fit.laws],
-            "backtest": {"depth": max(fitted, key=lambda size: getattr(size, attribute)).depth, "predicted": predicted,
-                         "measured": measured},
-            "curve": [[at, *fit.predict(at)[:3]] for at in spaced(x, [float(getattr(t, attribute)) for t in targets])],
+            "backtest": {"depth": fitted[x.index(max(x))].size.depth, "predicted": predicted, "measured": largest},
+            "curve": [[at, *fit.predict(at)[:3]] for at in curve],
         })  # fmt: skip
-        for size in targets:
-            at = float(getattr(size, attribute))
-            reach = {"times_largest": at / max(x), "range": max(x) / min(x)}
-            add_prediction(found, size, quantity, fit.predict(at)._asdict() | reach)
-
-
-def spaced(x: Sequence[float], targets: Sequence[float]) -> list[float]:
-    """Points from the lowest of all to the highest, evenly in logarithms."""
-    every = [*x, *targets]
-    return list(map(float, np.geomspace(min(every), max(every), LAW_POINTS)))
-
-
-def add_prediction(found: dict[str, Any], size: Measured, quantity: str, prediction: dict[str, float]) -> None:
-    """Add a prediction to a report, with what was measured if the size was trained."""
-    measured = fmean(size.losses) if size.losses else None
-    found["predictions"].append({
-        "depth": size.depth, "length": size.length, "of": quantity, **prediction, "measured": measured,
-        "error": None if measured is None else prediction["loss"] / measured - 1,
-        "within": None if None in (measured, prediction["low"])
-        else prediction["low"] <= measured <= prediction["high"],
-    })  # fmt: skip
+        for one, at in zip(targets, beyond, strict=True):
+            prediction, mean = fit.predict(at), fmean(one.losses) if one.losses else None
+            known = mean is not None and prediction.low is not None
+            found["predictions"].append({
+                "depth": one.size.depth, "length": length, "of": quantity, **prediction._asdict(),
+                "times_largest": at / max(x), "range": max(x) / min(x), "measured": mean,
+                "error": None if mean is None else prediction.loss / mean - 1,
+                "within": prediction.low <= mean <= prediction.high if known else None,
+            })  # fmt: skip
 
 
 def number_of(value: str) -> float | None:
@@ -181,22 +176,22 @@ def number_of(value: str) -> float | None:
     return number if number > 0 else None
 
 
-def grid_optima(sizes: Sequence[Measured]) -> list[dict[str, Any]]:
+def grid_optima(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     """The best value of each option of the grid by size, and the power law of operations that numbers follow."""
     found = []
-    for key in dict.fromkeys(key for size in sizes for key in size.point):
+    for key in dict.fromkeys(key for one in measured for key in one.point):
         rows = []
-        for size in sizes:
+        for one in measured:
             tried: dict[str, float] = {}  # value -> the lowest mean over the other options of the grid
-            for point, losses in size.by_point:
+            for point, losses in one.by_point:
                 tried[point[key]] = min(fmean(losses), tried.get(point[key], math.inf))
             numbers = [number_of(value) for value in tried]
             best = None
             if len(tried) > 2 and None not in numbers:
                 best = scaling_laws.optimum(numbers, list(tried.values()))._asdict()
             if tried:
-                rows.append({"depth": size.depth, "length": size.length, "flops": size.flops, "held_out": size.held_out,
-                             "tried": tried, "lowest": min(tried, key=tried.get), "optimum": best})  # fmt: skip
+                size = {name: getattr(one.size, name) for name in ("depth", "length", "flops", "held_out")}
+                rows.append({**size, "tried": tried, "lowest": min(tried, key=tried.get), "optimum": best})
         inside = [row for row in rows if row["optimum"] and row["optimum"]["inside"] and not row["held_out"]]
         law = None
         if len({row["flops"] for row in inside}) >= scaling_laws.FEWEST:
@@ -204,8 +199,8 @@ def grid_optima(sizes: Sequence[Measured]) -> list[dict[str, Any]]:
         found.append({
             "key": key, "factors": any(value.startswith("x") for row in rows for value in row["tried"]), "sizes": rows,
             "law": None if law is None else law.formula("operations"),
-            "predictions": [{"depth": size.depth, "length": size.length, "value": float(law(size.flops))}
-                            for size in sizes if size.held_out and law],
+            "predictions": [{"depth": one.size.depth, "length": one.size.length, "value": float(law(one.size.flops))}
+                            for one in measured if one.size.held_out and law],
         })  # fmt: skip
     return found
 
@@ -304,13 +299,8 @@ def print_report(console: Console, found: dict[str, Any]) -> None:
     """Print the sizes, the predictions and the remarks."""
     for heads, rows in (size_rows(found), prediction_rows(found)):
         if rows:
-            drawn = Table(**PLAIN)
-            for head in heads:
-                drawn.add_column(head, justify="right", no_wrap=True)
-            for row in rows:
-                drawn.add_row(*row)
             console.print()
-            console.print(drawn)
+            console.print(plain_table(heads, "n" * len(heads), rows))
     console.print()
     for remark in remarks(found):
         console.print(remark, soft_wrap=True)
@@ -327,35 +317,13 @@ def write_report(folder: Path, found: dict[str, Any]) -> None:
 
 def page(found: dict[str, Any]) -> str:
     """The report as one HTML page that needs no network."""
-    laws = [[law["length"], law["of"], text] for law in found["laws"] for text in law["laws"]]
-    heads, rows = size_rows(found)
-    runs = [[run["run"], str(run["seed"]), run["status"], "" if run["loss"] is None else f"{run['loss']:.4f}"]
+    runs = [[run["run"], run["seed"], run["status"], "" if run["loss"] is None else f"{run['loss']:.4f}"]
             for run in found["runs"]]  # fmt: skip
-    sections = {
-        "Predictions": table(*prediction_rows(found)),
-        "Trust": "".join(f"<p>{escaped(remark)}</p>\n" for remark in remarks(found)),
-        "Charts": "".join(f"<figure><img alt=\"{escaped(title)}\" src=\"data:image/svg+xml;base64,{image}\"></figure>\n"
-                          for title, image in pictures(found)),
-        "Sizes": table(heads, rows),
-        "Laws": table(["length", "of", "law"], laws, numbers=0),
-        "Runs": table(["run", "seed", "status", found["unit"]], runs),
-    }  # fmt: skip
-    style = (PARTS / "page.css").read_text(encoding="utf-8") + "img { max-width: 100%; background: #fff; }"
-    policy = (
-        f"default-src 'none'; style-src '{source_digest(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
-    body = "".join(f"<section>\n<h2>{title}</h2>\n{text}</section>\n" for title, text in sections.items() if text)
-    return (
-        '<!doctype html>\n<!-- A ladder of lm -->\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escaped(found['name'])}</title>\n<style>{style}</style>\n</head>\n<body>\n<header>\n"
-        f'<h1>{escaped(found["name"])}</h1>\n<p class="written">Written {utc(found["written"])}. Losses of the last '
-        f"validation, in {found['unit']}; parameters without the embedding's.</p>\n"
-        f"<pre>{escaped(found['command'])}</pre>\n</header>\n"
-        f"<main>\n{body}</main>\n</body>\n</html>\n"
-    )
+    return render(
+        "ladder.html", kind="ladder", found=found, remarks=remarks(found), pictures=pictures(found), run_rows=runs,
+        law_rows=[[law["length"], law["of"], text] for law in found["laws"] for text in law["laws"]],
+        predictions=prediction_rows(found), sizes=size_rows(found),
+    )  # fmt: skip
 
 
 def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -394,7 +362,6 @@ def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.yaxis.set_minor_formatter("{x:.3g}")
-        axes.legend(fontsize=8)
         label_axes(axes, f"loss by {quantity}; numbers are depths, x is predicted, open marks are not fitted",
                    quantity, found["unit"])  # fmt: skip
         yield f"loss by {quantity}", image(drawn)
@@ -410,7 +377,6 @@ def pictures(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
             if row["optimum"] and row["optimum"]["inside"]:
                 axes.plot([row["optimum"]["x"]], [row["optimum"]["loss"]], "*", color=color, markersize=11)
         axes.set_xscale("log")
-        axes.legend(fontsize=8)
         title = f"{grid['key']} by size; a star is the best value"
         label_axes(axes, title, "factor" if grid["factors"] else grid["key"], found["unit"])
         yield title, image(drawn)

@@ -1,7 +1,7 @@
 """`lm monitor`: runs that are training, live in a terminal or an HTML page, or once as JSON. It only reads their files.
 
-`runs/history` reads them. Functions that end in `_facts` give labels and values, and `page` arranges them in lines,
-never more or wider than the terminal.
+`runs/history` reads them. Functions that end in `_facts` give labels and values, and `RunView` arranges them; rich cuts
+off what the terminal has no room for.
 """
 
 import math
@@ -10,17 +10,21 @@ import signal
 import statistics
 import sys
 import termios
-import textwrap
 import time
 import tty
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from select import select
 from typing import Any
 
-from rich.ansi import AnsiDecoder
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.layout import Layout
 from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from lm.cli.charts import chart
@@ -46,7 +50,7 @@ def one_line(text: str) -> str:
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
-def title_line(state: dict[str, Any], width: int) -> Text:
+def title(state: dict[str, Any], width: int) -> Text:
     """The name and status of the run; on the right, if it fits, its device and host."""
     status = state["status"]
     line = Text().append(one_line(state["run"]), "bold").append("  ").append(status, f"bold {STYLES.get(status, '')}")
@@ -63,22 +67,23 @@ def title_line(state: dict[str, Any], width: int) -> Text:
     return line.append(" " * room + where, "dim") if room > 1 else line
 
 
-def progress_line(state: dict[str, Any], width: int) -> Text:
+def progress(state: dict[str, Any]) -> RenderableType:
     """A progress bar, steps, tokens, and the time that is left."""
     step, last = state.get("step"), state.get("max_steps")
     if not last:
         return Text("no step yet", "dim")
-    share = min(1.0, step / last)
-    text = f" {share:4.0%}  step {step:,}/{last:,}"
+    text = f"{min(1.0, step / last):4.0%}  step {step:,}/{last:,}"
     if state.get("max_tokens"):
         text += f"  {format_count(float(state['tokens']))}/{format_count(float(state['max_tokens']))} tokens"
     if state.get("eta_seconds") is not None:
         text += f"  {format_duration(state['eta_seconds'])} left"
     elif state["status"] == "running":
         text += "  time left not known yet"
-    room = max(min(10, width), width - len(text))
-    done = round(share * room)
-    return Text().append("━" * done, "cyan").append("─" * (room - done), "dim").append(text)
+    row = Table.grid(expand=True, padding=(0, 1, 0, 0))
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True, overflow="ellipsis")
+    row.add_row(ProgressBar(last, step, complete_style="cyan", finished_style="cyan"), Text(text))
+    return row
 
 
 def training_facts(state: dict[str, Any]) -> list[Fact]:
@@ -162,17 +167,22 @@ def checkpoint_facts(state: dict[str, Any]) -> list[Fact]:
     return facts or [("checkpoint", "none yet", "")]
 
 
-def alert_lines(state: dict[str, Any], most: int, width: int | None = None) -> list[Text]:
-    """The newest alerts, newest first; folded to a width where one is given."""
-    lines: list[Text] = []
-    for alert in reversed(state.get("alerts", [])[-most:]):
-        at = time.strftime("%H:%M", time.localtime(alert.get("time", 0.0)))
-        head = f"{at} {one_line(str(alert.get('guard', '')))}"
-        text = f"{head} {one_line(str(alert.get('message', '')))} -> {one_line(str(alert.get('action', '')))}"
-        first, *more = textwrap.wrap(text, width, subsequent_indent="      ") if width else [text]
-        lines.append(Text().append(first[: len(head)], "bold yellow").append(first[len(head) :]))
-        lines += map(Text, more)
+def alert_lines(state: dict[str, Any], most: int) -> list[Text]:
+    """The newest alerts, newest first."""
+    lines = []
+    for alert in state.get("alerts", [])[::-1][:most]:
+        at, guard, message, action = (one_line(str(part)) for part in (
+            time.strftime("%H:%M", time.localtime(alert.get("time", 0.0))), alert.get("guard", ""),
+            alert.get("message", ""), alert.get("action", "")))  # fmt: skip
+        line = Text(no_wrap=True, overflow="ellipsis")
+        lines.append(line.append(f"{at} {guard}", "bold yellow").append(f" {message} -> {action}"))
     return lines
+
+
+def in_row(facts: list[Fact]) -> Columns:
+    """Facts next to each other, in as many lines as they need."""
+    return Columns([Text().append(label + " ", "dim").append(value, style) for label, value, style in facts],
+                   padding=(0, 3, 0, 0))  # fmt: skip
 
 
 # ---- sources of a mixture --------------------------------------------------------------------------------------------
@@ -182,126 +192,60 @@ FIGURES_WIDTH = sum(2 + max(6, len(heading)) for heading in COLUMNS.values())
 SHORTEST_NAME = 8  # cells
 
 
-def source_lines(state: dict[str, Any], width: int, most: int) -> list[Text]:
+def source_table(state: dict[str, Any], width: int, most: int) -> list[RenderableType]:
     """Share, losses and epochs of each source of a mixture in at most `most` lines; NaN and Inf are red.
 
-    One table, or several side by side where it is wide. No lines without a mixture, or without room for a source.
+    Nothing without a mixture, or without room for a source.
     """
     sources = state.get("sources", {})
-    names = min(max(map(len, sources), default=0), max(SHORTEST_NAME, width - FIGURES_WIDTH))
-    each = names + FIGURES_WIDTH
-    across = max(1, (width + 3) // (each + 3))
-    fits = math.ceil(len(sources) / across) < most
-    shown = list(sources.items())[: None if fits else max(0, most - 2) * across]
+    shown = list(sources.items())[: None if len(sources) < most else max(0, most - 2)]
     if not shown:
         return []
-    head = Text(" " * names + "".join(f"  {heading:>6}" for heading in COLUMNS.values()), "dim")
-    down = math.ceil(len(shown) / across)
-    rows = [_source_line(name, figures, names) for name, figures in shown]
-    tables = [[head, *rows[first : first + down]] for first in range(0, len(rows), down)]
-    lines = join_blocks(tables, width, [each] * len(tables))
-    return lines if fits else [*lines, Text(f"and {plural(len(sources) - len(shown), 'more source')}", "dim")]
+    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
+    table.add_column("", no_wrap=True)
+    for heading in COLUMNS.values():
+        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+    for name, figures in shown:
+        table.add_row(_both_ends(name, max(SHORTEST_NAME, width - FIGURES_WIDTH)),
+                      *(_source_figure(metric, figures.get(metric)) for metric in COLUMNS))  # fmt: skip
+    left = len(sources) - len(shown)
+    return [table, Text(f"and {plural(left, 'more source')}", "dim")] if left else [table]
 
 
-def _source_line(name: str, figures: dict[str, float], width: int) -> Text:
-    end = width // 2  # both ends of a long name, since names may differ in either
-    line = Text(name.ljust(width) if len(name) <= width else f"{name[: width - end - 1]}…{name[-end:]}")
-    for metric, heading in COLUMNS.items():
-        value = figures.get(metric)
-        shown = "" if value is None else f"{value:.1%}" if metric == "share" else METRICS[metric].shown(value)
-        style = "bold red" if value is not None and not math.isfinite(value) else ""
-        line.append(f"  {shown:>{max(6, len(heading))}}", style)
-    return line
+def _both_ends(name: str, width: int) -> Text:
+    """A long name without its middle, since names may differ at either end."""
+    end = width // 2
+    return Text(name if len(name) <= width else f"{name[: width - end - 1]}…{name[-end:]}")
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-LEAST = 76  # columns of a run beside another one
-WIDE = 110  # columns from which on the figures stand beside the chart
-SIDE = 46  # columns that they take at least
-LOSS = 6, 12  # rows of the smallest chart of the loss, and of the smallest that has others below it
-BELOW = 7, 15  # least and most rows of the charts below
-SMALL = ("optim/grad_norm", "optim/lr", "perf/tokens_per_second")
-
-
-def page(watches: Sequence[LiveRun], width: int, height: int) -> list[Text]:
-    """Several runs on one screen: side by side where it is wide, stacked where not, fewer lines each the more they are.
-
-    Returns:
-        At most `height` lines of at most `width` cells.
-    """
-    if len(watches) > max(1, height):
-        rest = Text(f"and {len(watches) - height + 1} more")
-        return [*page(watches[: height - 1], width, height - 1), *fit_lines([rest], width, 1)]
-    across = max(1, min(width // LEAST, math.ceil(len(watches) / 2)))
-    down = math.ceil(len(watches) / across)
-    lines: list[Text] = []
-    for row in range(down):
-        room = (height - len(lines)) // (down - row)
-        wide, apart = (width + 1) // across - 1, int(room > 5 and row < down - 1)
-        blocks = [run_block(watch, wide, room - apart) for watch in watches[row * across : (row + 1) * across]]
-        lines += [*join_blocks(blocks, width, [wide] * len(blocks)), *[Text()] * apart]
-    return lines
-
-
-def run_block(watch: LiveRun, width: int, height: int) -> list[Text]:
-    """One run in `height` lines of `width` cells: progress and metrics at the top, the chart in the rest."""
-    state = watch.state
-    head = [title_line(state, width), progress_line(state, width)]
-    if state.get("reason") and state["status"] not in ("running", "dead"):
-        head.append(Text(f"{state['status']}: {one_line(state['reason'])}"))
-    if width >= WIDE and height >= 14 and watch.curve("train/loss").x:
-        return fit_lines([*head, *_wide(watch, width, height - len(head))], width, height)
-    numbers, said = facts_in_row(training_facts(state), width), alert_lines(state, 3)
-    below = [*facts_in_row(machine_facts(state, 2), width), *facts_in_row(checkpoint_facts(state), width)]
-    room = height - sum(map(len, (head, numbers, said, below)))
-    sources = source_lines(state, width, room // 2)
-    numbers, room = [*numbers, *sources], room - len(sources)
-    if room >= LOSS[0]:
-        numbers += _loss(watch, width, room)
-    return fit_lines([*head, *numbers, *said, *below], width, height)
-
-
-def _wide(watch: LiveRun, width: int, height: int) -> list[Text]:
-    right = max(SIDE, width // 4)
-    side = _side(watch.state, right, height, 8, True)
-    if len(side) > height:
-        side = _side(watch.state, right, height, 1, False)
-    left = width - right - 2
-    small = min(BELOW[1], height // 3)
-    if height - small < LOSS[1] or small < BELOW[0]:
-        curves = _loss(watch, left, height)
-    else:
-        curves = [*_loss(watch, left, height - small), *_small(watch, left, small)]
-    return join_blocks([curves, side], width, [left, right])
-
-
-def _side(state: dict[str, Any], width: int, height: int, gpus: int, airy: bool) -> list[Text]:
-    """All figures below each other, with headings if `airy`; if not, sources have the lines that the rest leaves."""
-    parts = {
-        "training": facts_in_column(training_facts(state)), "sources": [],
-        "machine": facts_in_column(machine_facts(state, gpus)),
-        "checkpoints": facts_in_column(checkpoint_facts(state)), "alerts": alert_lines(state, 5, width),
-    }  # fmt: skip
-    parts["sources"] = source_lines(state, width, height if airy else height - sum(map(len, parts.values())))
-    lines: list[Text] = []
-    for heading, facts in parts.items():
-        if facts:
-            lines += [*[Text(), Text(heading, "bold")] * airy, *facts]
-    return lines[int(airy) :]
+def _source_figure(metric: str, value: float | None) -> Text:
+    shown = "" if value is None else f"{value:.1%}" if metric == "share" else METRICS[metric].shown(value)
+    return Text(shown, "" if value is None or math.isfinite(value) else "bold red")
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 
-def _loss(watch: LiveRun, width: int, height: int) -> list[Text]:
+@dataclass
+class Chart:
+    """Curves in all of the place that they are given."""
+
+    curves: Sequence[Series]
+    title: str = ""
+    y_range: tuple[float, float] | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        height = options.height or options.max_height
+        yield chart(self.curves, options.max_width, height, "step", self.title, self.y_range)
+
+
+def loss_chart(watch: LiveRun) -> Chart:
     """The training loss, a smoothed line through it, and the validations."""
     loss, validation = watch.curve("train/loss"), watch.curve("val/loss")
     smoothed = smooth(loss.y, 1 - 1 / max(1.0, len(loss.y) / 60))
     curves = [loss, Series("smoothed", loss.x, smoothed), Series("validation", validation.x, validation.y)]
     shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(loss.x) > 120)]
-    y_range = range_after_start([*loss.y, *validation.y], loss.y)
-    return chart_lines(shown, width, height, "" if len(shown) > 1 else "loss", y_range)
+    return Chart(shown, "" if len(shown) > 1 else "loss", range_after_start([*loss.y, *validation.y], loss.y))
 
 
 def range_after_start(values: list[float], losses: Sequence[float]) -> tuple[float, float] | None:
@@ -314,57 +258,73 @@ def range_after_start(values: list[float], losses: Sequence[float]) -> tuple[flo
     return (low, high) if high > low else None
 
 
-def _small(watch: LiveRun, width: int, height: int) -> list[Text]:
-    wide = (width - 2 * (len(SMALL) - 1)) // len(SMALL)
-    blocks = [chart_lines([watch.curve(name, wide)], wide, height, METRICS[name].label) for name in SMALL]
-    return join_blocks(blocks, width, [wide] * len(SMALL))
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+LEAST = 76  # columns of a run beside another one
+WIDE = 110  # columns from which on there may be charts beside each other
+LOSS = 6, 12  # rows of the smallest chart of the loss, and of the smallest that has others below it
+BELOW = 7, 15  # least and most rows of the charts below
+SMALL = ("optim/grad_norm", "optim/lr", "perf/tokens_per_second")
 
 
-def chart_lines(
-    curves: list[Series], width: int, height: int, heading: str = "", y_range: tuple[float, float] | None = None
-) -> list[Text]:
-    """A chart as lines; no lines before there are points."""
-    if not any(curve.x for curve in curves):
-        return []
-    text = chart(curves, width, height, color=True, x_label="step", title=heading, y_range=y_range)
-    return list(AnsiDecoder().decode(text))
+def page(watches: Sequence[LiveRun], width: int, height: int) -> Layout:
+    """Several runs on one screen: side by side where it is wide, and fewer lines each the more they are."""
+    if len(watches) > max(1, height):
+        rest = Layout(Text(f"and {len(watches) - height + 1} more"), size=1)
+        return stacked(page(watches[: height - 1], width, height - 1), rest) if height > 1 else rest
+    across = max(1, min(width // LEAST, math.ceil(len(watches) / 2)))
+    down = math.ceil(len(watches) / across)
+    apart = (0, int(across > 1), int(down > 1 and height // down > 5), 0)
+    rows = []
+    for first in range(0, len(watches), across):
+        row = Layout()
+        row.split_row(*(Layout(Padding(RunView(watch), apart)) for watch in watches[first : first + across]))
+        rows.append(row)
+    return stacked(*rows)
 
 
-# ---- lines -----------------------------------------------------------------------------------------------------------
+def stacked(*parts: Layout) -> Layout:
+    """Layouts one below the other."""
+    whole = Layout()
+    whole.split_column(*parts)
+    return whole
 
 
-def fit_lines(lines: Sequence[Text], width: int, height: int) -> list[Text]:
-    """The first `height` lines, filled up or cut to `width` cells."""
-    lines = [line.copy() for line in lines[:height]]
-    for line in lines:
-        line.truncate(width, overflow="ellipsis", pad=True)
-    return [*lines, *(Text(" " * width) for _ in range(height - len(lines)))]
+@dataclass
+class RunView:
+    """One run in the place that it is given: figures above and below, charts in the rest."""
+
+    watch: LiveRun
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        state, width, height = self.watch.state, options.max_width, options.height or options.max_height
+        above = [title(state, width), progress(state)]
+        if state.get("reason") and state["status"] not in ("running", "dead"):
+            above.append(Text(f"{state['status']}: {one_line(state['reason'])}", no_wrap=True, overflow="ellipsis"))
+        above.append(in_row(training_facts(state)))
+        below = [*alert_lines(state, height // 8), in_row(machine_facts(state, height // 5)),
+                 in_row(checkpoint_facts(state))]  # fmt: skip
+        room = height - lines(console, width, above) - lines(console, width, below)
+        sources = source_table(state, width, max(room // 2, room - LOSS[1]))
+        room -= lines(console, width, sources)
+        above += sources
+        if room < LOSS[0] or not self.watch.curve("train/loss").x:
+            yield Group(*above, *below)
+            return
+        charts, small = [Layout(loss_chart(self.watch))], min(BELOW[1], room // 3)
+        if width >= WIDE and small >= BELOW[0] and room - small >= LOSS[1]:
+            charts.append(Layout(size=small))
+            charts[1].split_row(*(
+                Padding(Chart([self.watch.curve(name, 60)], METRICS[name].label), (0, 2, 0, 0)) for name in SMALL
+            ))  # fmt: skip
+        places = stacked(Layout(Group(*above), size=lines(console, width, above)), *charts,
+                         Layout(Group(*below), size=lines(console, width, below)))  # fmt: skip
+        yield from console.render(places, options)  # what is yielded as it is does not know the height
 
 
-def join_blocks(blocks: list[list[Text]], width: int, widths: list[int]) -> list[Text]:
-    """Blocks of lines next to each other, with the rest of the width between them."""
-    height = max(map(len, blocks))
-    columns = [fit_lines(lines, wide, height) for lines, wide in zip(blocks, widths, strict=True)]
-    gap = Text(" " * ((width - sum(widths)) // (len(blocks) - 1))) if len(blocks) > 1 else Text()
-    return [gap.join(cells) for cells in zip(*columns, strict=True)]
-
-
-def facts_in_row(facts: list[Fact], width: int) -> list[Text]:
-    """Facts one after the other, in as many lines as they need."""
-    lines: list[Text] = []
-    for label, value, style in facts:
-        text = Text().append(label + " ", "dim").append(value, style)
-        if lines and lines[-1].cell_len + 3 + text.cell_len <= width:
-            lines[-1].append("   ").append_text(text)
-        else:
-            lines.append(text)
-    return lines
-
-
-def facts_in_column(facts: list[Fact]) -> list[Text]:
-    """Facts below each other, with their values aligned."""
-    wide = max((len(label) for label, _, _ in facts), default=0) + 2
-    return [Text().append(label.ljust(wide), "dim").append(value, style) for label, value, style in facts]
+def lines(console: Console, width: int, parts: Sequence[RenderableType]) -> int:
+    """How many lines they take."""
+    return len(console.render_lines(Group(*parts), console.options.update(width=width, height=None), pad=False))
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -415,9 +375,10 @@ def monitor(
         print(to_json(states if len(states) > 1 else states[0]))
         return
     width, height = console.size if sys.stdout.isatty() else PLAIN
-    text = Text("\n").join(page(watches, width, (height - 1) * len(watches)))  # the prompt comes below
-    text.rstrip()
-    console.print(text, soft_wrap=True)
+    height = (height - 1) * len(watches)  # the prompt comes below
+    with console.capture() as shown:
+        console.print(page(watches, width, height), width=width, height=height)
+    print(shown.get().rstrip())
 
 
 def default_runs(root: str) -> list[Run]:
@@ -452,10 +413,8 @@ def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> No
                 while True:
                     if size != console.size:
                         size = console.size
-                        lines = page(watches, size.width, max(1, size.height - 1))
-                        lines += fit_lines([Text("q leaves; the runs continue", "dim")], size.width, 1)
-                        text = Text("\n", no_wrap=True, end="").join(lines[: size.height])
-                        screen.update(text, refresh=True)
+                        hint = Layout(Text("q leaves; the runs continue", "dim"), size=1)
+                        screen.update(stacked(page(watches, size.width, max(1, size.height - 1)), hint), refresh=True)
                     if time.monotonic() - looked >= interval:
                         break
                     if b"q" in pressed(min(0.1, interval)):
@@ -471,7 +430,7 @@ def follow_page(run: Run, html: str, interval: float, once: bool) -> None:
         RequestError: there is something else under this name.
         RunError: the page cannot be written, or the run's folder has vanished.
     """
-    from lm.cli.runs_html import refuse_html_path, write_page
+    from lm.cli.report.run import refuse_html_path, write_page
 
     target, reload = refuse_html_path(html), None if once else math.ceil(interval)
     print(f"{html}: a page of run {run.name}{'' if once else ', written again until it ends'}", flush=True)

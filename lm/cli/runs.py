@@ -373,16 +373,27 @@ def _print_page(found: dict[str, Any]) -> None:
     console.print(command, soft_wrap=True)  # in one piece, to be copied
 
 
-def _about(found: dict[str, Any]) -> list[str]:
+def checks_of(found: dict[str, Any]) -> list[Expectation]:
+    """What a run was expected to end with, and did."""
     checks = (found["acceptance"] or {}).get("checks", [])
-    judged = [str(Expectation(each["metric"], each["low"], each["high"], each["value"])) for each in checks]
+    return [Expectation(each["metric"], each["low"], each["high"], each["value"]) for each in checks]
+
+
+def machine_of(found: dict[str, Any]) -> str:
+    """The devices of a run and their host."""
+    devices = f"{found['world_size'] or 1} x {found['device'] or 'unknown device'}"
+    return devices + (f" on {found['host']}" if found["host"] else "")
+
+
+def _about(found: dict[str, Any]) -> list[str]:
     branched, origin = "", found["branch"]
     if origin:
         changes = [f"{key} {old} -> {new}" for key, (old, new) in origin["changes"].items()]
         branched = f"branch of {origin['run']} at step {origin['step']:,}: {', '.join(changes) or 'nothing changed'}"
     branches = ", ".join(f"{name} at step {step:,}" for name, step in found["branches"])
     tags = f"tags: {', '.join(found['tags'])}" if found["tags"] else ""
-    return [branched, f"branches: {branches}" if branches else "", found["note"] or "", tags, *judged]
+    return [branched, f"branches: {branches}" if branches else "", found["note"] or "", tags,
+            *map(str, checks_of(found))]  # fmt: skip
 
 
 def _progress(found: dict[str, Any]) -> list[str]:
@@ -481,8 +492,7 @@ def _checkpoints(found: dict[str, Any]) -> list[str]:
 
 def _machine(found: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    devices = f"{found['world_size'] or 1} x {found['device'] or 'unknown device'}"
-    return [f"{devices} on {found['host'] or 'unknown host'}", f"python {found['python']}, {versions}"]
+    return [machine_of(found), f"python {found['python']}, {versions}"]
 
 
 def _started(found: dict[str, Any]) -> list[str]:

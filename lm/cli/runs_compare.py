@@ -1,6 +1,6 @@
 """`lm runs compare`: curves of runs in one chart, and the settings that differ. `lm runs export`: a run for others.
 
-`cli/runs_html` has the export as a page. Nothing here imports torch.
+`cli/report/run` has the export as a page. Nothing here imports torch.
 """
 
 import csv
@@ -11,28 +11,28 @@ import statistics
 import time
 from collections.abc import Sequence
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lm.cli.charts import MARKERS, chart
+from lm.cli.report.table import plain_table
 from lm.cli.runs import summarize, to_json
 from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
 from lm.runs.history import Series, curve, differences, labels, trunk_metrics
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
-from lm.runs.seeds import OF_A_RUN, Difference, Group, group_by_seed, mean_curve, spread, welch
+from lm.runs.seeds import OF_A_RUN, Group, group_by_seed, mean_curve, spread, welch
 from lm.system.files import digest, load_checksummed, new_folder, refuse_url
 
 CHART_HEIGHT = 20
 X_LABELS = {"step": "step", "tokens": "tokens", "flops": "operations", "time": "hours"}
-PLAIN = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), "header_style": "dim"}  # a table without borders
 
 
 def compare(
@@ -90,23 +90,25 @@ def compare(
         if len(group.members) > 1 else series[group.members[0]]
         for group in groups
     ]
+    compared = _compare_groups(groups, rows, metric, shown) if several else {}
     if png is not None:
+        from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
+
         try:
-            draw_curves(Path(png), shown, X_LABELS[x], metric)
+            draw_curves(shown, X_LABELS[x], metric).savefig(png, format="png")
         except OSError as error:
             raise RequestError(f"--png {png} cannot be written: {error.strerror}") from error
     if json:
         curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}
         settings_by_run = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}
         found = {"metric": metric, "x": x, "runs": rows, "curves": curves, "settings": settings_by_run}
-        print(to_json(found | (_groups_as_json(groups, rows, metric, shown) if several else {})))
+        print(to_json(found | compared))
         return
     console = Console(highlight=False)
-    color = console.is_terminal and not console.no_color
-    print(chart(shown, console.width, CHART_HEIGHT, color, x_label=X_LABELS[x], title=metric))
+    console.print(chart(shown, console.width, CHART_HEIGHT, X_LABELS[x], metric))
     console.print()
     if several:
-        _print_groups(console, groups, rows, metric)
+        _print_groups(console, compared, rows, metric)
         names = [group.name for group in groups]
         differing = differences([folders[group.members[0]].settings() for group in groups])
         differing = {key: values for key, values in differing.items() if key not in OF_A_RUN}
@@ -130,51 +132,28 @@ def _no_metric(metric: str, metrics: list[list[dict[str, Any]]]) -> str:
     return f"none of the runs has a metric {metric!r}; {hint}"
 
 
-def draw_curves(
-    path: Path, series: Sequence[Series], x_label: str, y_label: str, title: str = "", scale: str = "linear"
-) -> None:
-    """Write a PNG of curves over one pair of axes; values that are not finite leave a gap."""
-    from lm.inspection.drawing import figure, label_axes  # matplotlib takes half a second
-    from lm.inspection.run_views import plot_curves
-
-    drawn, axes = figure()
-    plot_curves(axes, series)
-    label_axes(axes, title, x_label, y_label)
-    axes.set_yscale(scale)
-    drawn.savefig(path, format="png")
-
-
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
 def _print_values(console: Console, rows: list[dict[str, Any]], metric: str) -> None:
-    table = Table(**PLAIN)
-    table.add_column("")
-    table.add_column("run", overflow="fold")
-    table.add_column("status")
-    for name in ("last", "lowest", "at step", "val loss", "val bpb"):
-        table.add_column(name, justify="right", no_wrap=True)
+    cells = []
     for index, row in enumerate(rows):
         own = row[metric] or {}
-        cells = [own.get("last"), own.get("lowest"), own.get("lowest_step")]
-        cells += [(row[name] or {}).get("lowest") for name in ("val/loss", "val/bpb")]
-        table.add_row(MARKERS[index % len(MARKERS)], Text(row["run"]), row["status"], *map(_number, cells))
-    console.print(table)
+        numbers = [own.get("last"), own.get("lowest"), own.get("lowest_step")]
+        numbers += [(row[name] or {}).get("lowest") for name in ("val/loss", "val/bpb")]
+        cells.append([MARKERS[index % len(MARKERS)], row["run"], row["status"], *map(_number, numbers)])
+    heads = ("", "run", "status", "last", "lowest", "at step", "val loss", "val bpb")
+    console.print(plain_table(heads, "tttnnnnn", cells))
     console.print(Text(f"last and lowest {metric}; lowest validation loss and bits per byte", style="dim"))
 
 
 def _print_settings(console: Console, names: list[str], differing: dict[str, list[Any]], but: str) -> None:
     console.print()
-    if not differing:
+    if differing:
+        rows = [[key, *("" if value is None else str(value) for value in values)] for key, values in differing.items()]
+        console.print(plain_table(["setting", *names], "t" * (1 + len(names)), rows))
+    else:
         console.print(f"the configs are the same{but}")
-        return
-    table = Table(**PLAIN)
-    table.add_column("setting", overflow="fold")
-    for name in names:
-        table.add_column(Text(name), overflow="fold", justify="right")
-    for key, values in differing.items():
-        table.add_row(Text(key), *(Text("" if value is None else str(value)) for value in values))
-    console.print(table)
 
 
 def _number(value: float | None) -> str:
@@ -186,90 +165,73 @@ def _number(value: float | None) -> str:
 # ---- seeds -----------------------------------------------------------------------------------------------------------
 
 
-def _measures(groups: Sequence[Group], rows: list[dict[str, Any]], metric: str) -> dict[str, list[list[float]]]:
-    """What groups are compared by: the values of the runs of each group, which are none where a run has none."""
-    measures = {}
-    for which, name in (("last", metric), ("lowest", "val/loss"), ("lowest", "val/bpb")):
-        values = [[rows[place][name][which] for place in group.members if rows[place][name]] for group in groups]
-        if any(values):
-            measures[f"{which} {name}"] = values
-    return measures
-
-
-def _groups_as_json(
+def _compare_groups(
     groups: Sequence[Group], rows: list[dict[str, Any]], metric: str, shown: Sequence[Series]
 ) -> dict[str, Any]:
-    """What `--json` has more where there are groups of several seeds."""
-    measures = _measures(groups, rows, metric)
-    return {
+    """What `--json` has more where there are groups of several seeds: their spread, and each against the first."""
+    found: dict[str, Any] = {
         "groups": [
             {"group": group.name, "runs": [rows[place]["run"] for place in group.members], "seeds": group.seeds,
-             "measures": {name: spread(values[index])._asdict() for name, values in measures.items() if values[index]},
-             "curve": {"x": one.x, "y": one.y, "low": one.low, "high": one.high}}
-            for index, (group, one) in enumerate(zip(groups, shown, strict=True))
+             "measures": {}, "curve": {"x": one.x, "y": one.y, "low": one.low, "high": one.high}}
+            for group, one in zip(groups, shown, strict=True)
         ],
-        "differences": [
-            {"measure": name, "group": group.name, "against": groups[0].name, **found._asdict(),
-             "significant": found.significant}
-            for name, values in measures.items()
-            for group, found in _differences(groups, values)
-        ],
+        "differences": [],
     }  # fmt: skip
+    for which, name in (("last", metric), ("lowest", "val/loss"), ("lowest", "val/bpb")):
+        measure = f"{which} {name}"
+        values = [[rows[place][name][which] for place in group.members if rows[place][name]] for group in groups]
+        for index, (group, own) in enumerate(zip(groups, values, strict=True)):
+            if own:
+                found["groups"][index]["measures"][measure] = spread(own)._asdict()
+            if index and own and values[0]:
+                difference = welch(own, values[0])
+                found["differences"].append({
+                    "measure": measure, "group": group.name, "against": groups[0].name, **difference._asdict(),
+                    "significant": difference.significant,
+                })  # fmt: skip
+    return found
 
 
-def _differences(groups: Sequence[Group], values: list[list[float]]) -> list[tuple[Group, Difference]]:
-    """Every other group against the first, by one measure; none where the first has no value."""
-    rest = zip(groups[1:], values[1:], strict=True)
-    return [(group, welch(own, values[0])) for group, own in rest if own and values[0]]
+def _print_groups(console: Console, compared: dict[str, Any], rows: list[dict[str, Any]], metric: str) -> None:
+    """Mean and spread of each group, then every other group against the first."""
+    groups, by_name = compared["groups"], {row["run"]: row for row in rows}
+    cells: list[list[str | Text]] = []
+    for measure in dict.fromkeys(name for group in groups for name in group["measures"]):
+        cells.append(["", Text(measure, style="dim")])
+        for index, group in enumerate(groups):
+            cells.append([MARKERS[index % len(MARKERS)], group["group"]])
+            if found := group["measures"].get(measure):
+                error = "" if found["stderr"] is None else f"{found['stderr']:.2g}"
+                numbers = (_number(found[name]) for name in ("seeds", "mean", "lowest", "highest"))
+                cells[-1] += [*numbers, error]
+    heads = ("", "mean over seeds", "seeds", "mean", "lowest", "highest", "std. error")
+    console.print(plain_table(heads, "ttnnnnn", cells))
+    for group in groups:
+        members = [by_name[name] for name in group["runs"]]
+        named = [row["run"] + f" ({row['status']})" * (row["status"] != "finished") for row in members]
+        seeds = f"with seed{'s' * (len(members) > 1)} {', '.join(map(str, group['seeds']))}"
+        console.print(Text(f"{group['group']}: {', '.join(named)} {seeds}", style="dim"))
+        ends = sorted({row[metric]["last_step"] for row in members if row[metric]})
+        if len(ends) > 1:
+            console.print(Text(f"the runs of {group['group']} stand at different steps, {ends[0]:,} to {ends[-1]:,}: "
+                               "their mean is of unlike models", style="yellow"))  # fmt: skip
+    if len(groups) > 1:
+        console.print()
+        _print_differences(console, groups[0]["group"], compared["differences"])
 
 
 VERDICTS = {None: "unknown: one seed", True: "more than noise", False: "within noise"}
 
 
-def _print_groups(console: Console, groups: Sequence[Group], rows: list[dict[str, Any]], metric: str) -> None:
-    """Mean and spread of each group, then every other group against the first."""
-    measures = _measures(groups, rows, metric)
-    table = Table(**PLAIN)
-    for name in ("", "mean over seeds"):
-        table.add_column(name, overflow="fold")
-    for name in ("seeds", "mean", "lowest", "highest", "std. error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for measure, values in measures.items():
-        table.add_row("", Text(measure, style="dim"))
-        for index, (group, own) in enumerate(zip(groups, values, strict=True)):
-            found = spread(own) if own else None
-            cells = map(_number, found[1:4]) if found else ()
-            error = f"{found.stderr:.2g}" if found and found.stderr is not None else ""
-            table.add_row(MARKERS[index % len(MARKERS)], Text(group.name), str(len(own)), *cells, error)
-    console.print(table)
-    for group in groups:
-        members = [rows[place] for place in group.members]
-        named = [row["run"] + f" ({row['status']})" * (row["status"] != "finished") for row in members]
-        seeds = f"with seed{'s' * (len(members) > 1)} {', '.join(map(str, group.seeds))}"
-        console.print(Text(f"{group.name}: {', '.join(named)} {seeds}", style="dim"))
-        ends = sorted({row[metric]["last_step"] for row in members if row[metric]})
-        if len(ends) > 1:
-            console.print(Text(f"the runs of {group.name} stand at different steps, {ends[0]:,} to {ends[-1]:,}: their "
-                               "mean is of unlike models", style="yellow"))  # fmt: skip
-    if len(groups) > 1:
-        console.print()
-        _print_differences(console, groups, measures)
-
-
-def _print_differences(console: Console, groups: Sequence[Group], measures: dict[str, list[list[float]]]) -> None:
-    table = Table(**PLAIN)
-    table.add_column(Text(f"less {groups[0].name}"), overflow="fold")
-    for name in ("difference", "95 % interval", "p"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
-    for measure, values in measures.items():
-        table.add_row(Text(measure, style="dim"))
-        for group, found in _differences(groups, values):
-            known = found.p is not None
-            interval = f"{found.low:.3g} to {found.high:.3g}" if known else ""
-            p = f"{found.p:.2g}" if known else ""
-            table.add_row(Text(group.name), f"{found.mean:.3g}", interval, p, VERDICTS[found.significant])
-    console.print(table)
+def _print_differences(console: Console, first: str, differing: list[dict[str, Any]]) -> None:
+    rows: list[list[str | Text]] = []
+    for measure, found in groupby(differing, itemgetter("measure")):
+        rows.append([Text(measure, style="dim")])
+        for one in found:
+            known = one["p"] is not None
+            interval, p = (f"{one['low']:.3g} to {one['high']:.3g}", f"{one['p']:.2g}") if known else ("", "")
+            rows.append([one["group"], f"{one['mean']:.3g}", interval, p, VERDICTS[one["significant"]]])
+    console.print(plain_table((f"less {first}", "difference", "95 % interval", "p", ""), "tnnnt", rows))
     console.print(Text("Welch's t-test, each group by itself; more than noise: p < 0.05", style="dim"))
 
 
@@ -303,7 +265,7 @@ def export(
     """
     found = registry.find_run(run, root)
     if html is not None:
-        from lm.cli.runs_html import refuse_html_path, write_page
+        from lm.cli.report.run import refuse_html_path, write_page
 
         if output is not None or checkpoint != "last":
             raise RequestError("--html writes a page instead of the folder: leave out --output and --checkpoint")
@@ -396,12 +358,14 @@ def write_metrics(metrics: list[dict[str, Any]], folder: Path) -> None:
 
 def draw_pictures(metrics: list[dict[str, Any]], folder: Path, title: str) -> None:
     """Draw the `PICTURES` that there are values for."""
+    from lm.inspection.drawing import draw_curves  # matplotlib takes half a second
+
     for file, (names, x, scale) in PICTURES.items():
         series = [curve(METRICS[name].label, metrics, name, x) for name in names]
         series = [_interrupted(one) if x == "time" else one for one in series if one.x]
         if series:
             label = {"step": "optimizer step", "time": "hours since the first log line"}[x]
-            draw_curves(folder / file, series, label, METRICS[names[0]].unit, title, scale)
+            draw_curves(series, label, METRICS[names[0]].unit, title, scale).savefig(folder / file)
 
 
 def _interrupted(series: Series) -> Series:

@@ -123,8 +123,7 @@ def shards_bits_per_byte(
     seq_len = _seq_len(decoder, seq_len)
     require_at_least(1, "", max_windows=max_windows)
     shards = Shards.open(source, column, tokenizer.vocab_size, tokenizer.sha256)
-    shards.require_windows(seq_len)
-    shards.require_targets(seq_len, max_windows)
+    shards.require_windows(seq_len, max_windows)
     batches = Windows(shards, seq_len=seq_len, micro_batch=1, limit=max_windows)
     windows = (
         Window(sample, Row(batch.tokens[0].numpy(), 1), None if batch.mask is None else batch.mask[0].numpy())

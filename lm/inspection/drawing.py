@@ -20,8 +20,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
+from lm.runs.history import Series
+
 # Eight colours that people with every kind of colour vision tell apart (Okabe and Ito, "Color Universal Design", 2008).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+STYLES = ("-", "--", "-.", ":")  # so that curves differ without colour, too
 BLUE, ORANGE, _, VERMILION, *_, BLACK = COLORS
 # For amounts: lightness grows evenly, so it reads in grey, too. Lines leave out the brightest, which white swallows.
 SEQUENTIAL = colormaps["viridis"]
@@ -68,6 +71,33 @@ def label_axes(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=9)
+
+
+def plot_curves(axes: Axes, series: Sequence[Series]) -> None:
+    """Curves, named where there are several; one of few points shows them, and a mean of several the band of these.
+
+    Colour and style follow from the place.
+    """
+    shown = [index for index, one in enumerate(series) if np.isfinite(one.y).any()]
+    for index in shown:
+        one, style = series[index], STYLES[(index + index // len(COLORS)) % len(STYLES)]
+        marker = "o" if len(one.x) <= 30 else None
+        name = one.name if len(shown) > 1 else None
+        axes.plot(one.x, one.y, style, color=COLORS[index % len(COLORS)], marker=marker, markersize=3.5, linewidth=1.6,
+                  label=name)  # fmt: skip
+        if len(one.low):
+            axes.fill_between(one.x, one.low, one.high, color=COLORS[index % len(COLORS)], alpha=0.2, linewidth=0)
+    if not shown:
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="gray")
+
+
+def draw_curves(series: Sequence[Series], x: str, y: str, title: str = "", scale: str = "linear") -> Figure:
+    """Curves over one pair of axes with these labels; values that are not finite leave a gap."""
+    made, axes = figure()
+    plot_curves(axes, series)
+    label_axes(axes, title, x, y)
+    axes.set_yscale(scale)
+    return made
 
 
 def heat_map(

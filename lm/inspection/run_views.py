@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from lm.inspection.drawing import COLORS, VERMILION, Html, figure, label_axes, table, wrapped
+from lm.inspection.drawing import VERMILION, Html, figure, label_axes, plot_curves, table, wrapped
 from lm.runs import registry
 from lm.runs.history import Series, curve, differences, labels, read_samples, time_spent
 from lm.runs.metrics import METRICS
+from lm.runs.postmortem import Incident
 from lm.runs.run import Run
 from lm.system.units import format_count
 
@@ -19,7 +20,6 @@ AXES = {  # x of a curve -> what it is drawn over, and the label of the axis
     "tokens": ("tokens", "tokens"),
     "time": ("time", "hours since the first log line"),
 }
-STYLES = ("-", "--", "-.", ":")  # so that curves differ without colour, too
 LEGEND_WIDTH = 110  # characters of a line of names below a figure
 TEXT_WIDTH = 56  # characters of a line of a sample
 
@@ -80,22 +80,24 @@ def draw_throughput(run: Run) -> Figure:
     return made
 
 
-def plot_curves(axes: Any, series: Sequence[Series]) -> None:
-    """Curves, named where there are several; one of few points shows them, and a mean of several the band of these.
-
-    Colour and style follow from the place.
-    """
-    shown = [index for index, one in enumerate(series) if len(one.x)]
-    for index in shown:
-        one, style = series[index], STYLES[(index + index // len(COLORS)) % len(STYLES)]
-        marker = "o" if len(one.x) <= 30 else None
-        name = one.name if len(shown) > 1 else None
-        axes.plot(one.x, one.y, style, color=COLORS[index % len(COLORS)], marker=marker, markersize=3.5, linewidth=1.6,
-                  label=name)  # fmt: skip
-        if len(one.low):
-            axes.fill_between(one.x, one.low, one.high, color=COLORS[index % len(COLORS)], alpha=0.2, linewidth=0)
-    if not shown:
-        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="gray")
+def draw_incident(incident: Incident, after: Sequence[dict[str, Any]] = ()) -> dict[str, Figure]:
+    """The pictures of a post-mortem by the names of their files: log lines before, steps in question, lines `after`."""
+    pictures = {}
+    for file, metric, column in (("loss.png", "train/loss", 1), ("grad_norm.png", "optim/grad_norm", 2)):
+        made, axes = figure(width=9)
+        steps = Series("steps since the log line before", *zip(*((step[0], step[column]) for step in incident.steps)))
+        before = curve("log lines before", incident.lines, metric)
+        later = curve("log lines after", [*incident.lines[-1:], *after] if after else [], metric)
+        plot_curves(axes, [before, steps, later])
+        axes.axvline(incident.worst, color=VERMILION, linestyle="--", label=f"step {incident.worst}, the worst")
+        if metric == "train/loss" and incident.baseline is not None:
+            axes.axhline(incident.baseline, color="gray", linestyle=":", label=f"{incident.baseline:.3f}, as before")
+        if metric == "optim/grad_norm":
+            axes.set_yscale("log")
+        title = f"{incident.run}, step {incident.step}: {incident.guard}"
+        label_axes(axes, title, "optimizer step", METRICS[metric].label)
+        pictures[file] = made
+    return pictures
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@
 | `norms.json` | norms inside the network, of the worst micro-batch and of an ordinary one |
 | `loss.png`, `grad_norm.png` | the curves before, and when the page is closed, after |
 
-`training/callbacks/postmortem` notices the incident, and `training/probe` gathers the evidence. Nothing here imports
-torch.
+`training/callbacks/postmortem` notices the incident, `training/probe` gathers the evidence, and `inspection/run_views`
+draws the curves. Nothing here imports torch.
 """
 
 import json
@@ -23,11 +23,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import jinja2
+
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, write_atomically
 
-PICTURES = {"loss.png": ("train/loss", 1), "grad_norm.png": ("optim/grad_norm", 2)}  # metric, and index in a step
+TEMPLATE = Path(__file__).with_suffix(".md")
 OPEN = "Open: to be filled in when the loss is as low as it was before, or when the run has ended."
 LINES = 10  # log lines in a table
 STEPS = 12  # optimizer steps in a table
@@ -75,11 +77,10 @@ class Incident:
     closed: str | None = None  # how it ended
 
     def __post_init__(self) -> None:
-        nan = math.nan  # of which JSON makes null
-        self.steps = [
-            (step, nan if loss is None else loss, nan if norm is None else norm, applied)
-            for step, loss, norm, applied in self.steps
-        ]
+        # JSON makes null of what is not finite.
+        self.steps = [tuple(math.nan if part is None else part for part in step) for step in self.steps]
+        self.lines = [{name: math.nan if value is None else value for name, value in line.items()}
+                      for line in self.lines]  # fmt: skip
         if self.highest is None:
             self.update_highest(self.steps)
 
@@ -106,117 +107,37 @@ class Evidence:
 
 
 def markdown_page(incident: Incident, evidence: Evidence, recovery: str) -> str:
-    """The whole page; `recovery` is the content of the section on the recovery."""
-    acted = f"- {utc(incident.time)}, step {incident.step}: `{incident.guard}`, {incident.action}: {incident.message}"
-    return "\n".join([
-        f"# Post-mortem: run {incident.run}, step {incident.step}\n",
-        _summary(incident, evidence),
-        "\n## What happened\n",
-        *_happened(incident),
-        "\n## What the step saw\n",
-        *_saw(incident, evidence),
-        "\n## Where in the network\n",
-        *_where(evidence),
-        "\n## What was done\n",
-        acted,
-        f"\n## Recovery\n\n{recovery}\n",
-        CAUSE,
-    ])  # fmt: skip
-
-
-CAUSE = """## Cause
-
-_For a person to finish._ Questions that help:
-
-- Would a reader call the worst samples broken: markup, another language, one phrase over and over, no text at all? Are
-  they from one shard?
-- Is it a few samples or all of them? A few point to the data, all of them to the weights or the learning rate.
-- Did the gradient norm rise before the loss did? Then the cause is before this step.
-- Is one layer out of line, or the whole network? Is it the embedding or the output?
-- Was the learning rate at its peak, the warm-up just over, or the run just resumed (`run.json`, `log.txt`)?
-- Does it come again from the checkpoint before? If so it is the data or the settings; if not, the machine.
-
-## What will change
-
-_For a person to finish: the data, the settings, the guards, or nothing and why._
-"""
-
-
-def _summary(incident: Incident, evidence: Evidence) -> str:
-    step, loss, norm, applied = next(step for step in incident.steps if step[0] == incident.worst)
-    usual = incident.baseline is not None and loss <= incident.baseline  # a guard that looks at something else
-    text = f"Step {step} {'has the highest loss of its log line' if usual else 'stands out'}: loss {_number(loss)}"
-    if incident.baseline is not None:
-        text += f", where it was {_number(incident.baseline)} before"
-    text += f"; gradient norm {_number(norm)}."
-    if not applied:
-        text += " It was not applied, so it changed no weight."
-    if incident.injected:
-        text += " **This was a drill**: its samples were replaced by rare tokens (`guards.inject_step`)."
-    elif evidence.samples and incident.baseline is not None and math.isfinite(loss):
-        now = fmean(sample.loss for sample in evidence.samples)
-        text += f" Under the weights of now the loss of the same samples is {_number(now)}."
-    return text
-
-
-def _happened(incident: Incident) -> list[str]:
-    text = f"At {utc(incident.time)}, in the log line of step {incident.step}, guard `{incident.guard}`: "
-    text += incident.message
-    if incident.baseline is not None:
-        text += f"\n\nThe loss before is the median of the last log lines before: {_number(incident.baseline)}."
-    index = [step for step, *_ in incident.steps].index(incident.worst)
-    first = max(0, min(index - STEPS // 2, len(incident.steps) - STEPS))
-    shown = incident.steps[first : first + STEPS]
-    steps = [
-        [f"**{step}**" if step == incident.worst else f"{step}", _number(loss), _number(norm), ("no", "yes")[applied]]
-        for step, loss, norm, applied in shown
-    ]
+    """The whole page, by the template `postmortem.md`; `recovery` is the content of the section on the recovery."""
+    place = [step for step, *_ in incident.steps].index(incident.worst)
+    worst = dict(zip(("step", "loss", "norm", "applied"), incident.steps[place], strict=True))
+    first = max(0, min(place - STEPS // 2, len(incident.steps) - STEPS))
+    steps = incident.steps[first : first + STEPS]
     names = ("train/loss", "optim/grad_norm", "optim/lr", "perf/tokens_per_second", "val/loss")
-    columns = {METRICS[name].label: name for name in names}
-    lines = [
-        [str(line["step"]), *(_number(line[metric]) if metric in line else "" for metric in columns.values())]
-        for line in incident.lines[-LINES - 1 :]
-    ]
-    title = f"Steps {shown[0][0]} to {shown[-1][0]}, one by one:"
-    return [
-        text, "", title, "", *_table(["step", "loss", "gradient norm", "applied"], steps), "",
-        "The log lines up to this one (`metrics.jsonl`): the loss is the mean of their steps, the gradient norm that "
-        "of the last one.", "",
-        *_table(["step", *columns], lines), "",
-        "![loss](loss.png) ![gradient norm](grad_norm.png)",
-    ]  # fmt: skip
-
-
-def _saw(incident: Incident, evidence: Evidence) -> list[str]:
-    samples = evidence.samples
-    if not samples:
-        return ["The samples of the step could not be read again; the log of the run says why."]
-    losses = [sample.loss for sample in samples]  # the worst first
-    first = min(sample.index for sample in samples)
-    source = (
-        "sequences of rare tokens that were put in place of the text" if incident.injected
-        else f"`lm data show --run {incident.run} --step {incident.worst}` prints them"
+    templates = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    templates.filters |= {"number": _number, "utc": utc, "mean": fmean, "is_finite": math.isfinite}
+    return templates.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        incident=incident, evidence=evidence, recovery=recovery, table=_table, most_tokens=TOKENS, steps=steps,
+        worst=worst,
+        usual=incident.baseline is not None and worst["loss"] <= incident.baseline,  # a guard that looks elsewhere
+        step_rows=[
+            [f"**{step}**" if step == incident.worst else step, _number(loss), _number(norm), ("no", "yes")[applied]]
+            for step, loss, norm, applied in steps
+        ],
+        line_heads=["step", *(METRICS[name].label for name in names)],
+        line_rows=[
+            [line["step"], *(_number(line[name]) if name in line else "" for name in names)]
+            for line in incident.lines[-LINES - 1 :]
+        ],
+        losses=[sample.loss for sample in evidence.samples],
+        first_sample=min((sample.index for sample in evidence.samples), default=0),
+        sample_rows=[
+            [sample.index, _number(sample.loss), sample.shard or "injected",
+             "" if sample.window is None else sample.window, _code(beginning[:BEGINNING])]
+            for sample, beginning in zip(evidence.samples[:SAMPLES], evidence.texts)
+        ],
+        token_rows=_worst_tokens(evidence),
+        part_rows=_parts(evidence.worst, evidence.ordinary) if evidence.worst else [],
     )  # fmt: skip
-    last = first + len(samples) - 1
-    text = (
-        f"Step {incident.worst} had {len(samples)} samples, {first} to {last} of the stream: {source}.\n\n"
-        "All losses in this section and all norms in the next are **under the weights at the time of writing**, after "
-        f"step {incident.step}, and without dropout. They show what is hard for the model now, not what was hard in "
-        "the step itself.\n\n"
-        f"Mean loss {_number(fmean(losses))}; the best sample {_number(losses[-1])}, the middle one "
-        f"{_number(losses[len(losses) // 2])}, the worst {_number(losses[0])}. The worst {min(SAMPLES, len(samples))}:"
-    )
-    rows = [
-        [str(sample.index), _number(sample.loss), sample.shard or "injected",
-         "" if sample.window is None else str(sample.window), _code(beginning[:BEGINNING])]
-        for sample, beginning in zip(samples[:SAMPLES], evidence.texts)
-    ]  # fmt: skip
-    return [
-        text, "", *_table(["sample", "mean loss", "shard", "window", "begins with"], rows), "",
-        f"The {TOKENS} tokens with the highest loss in the worst {len(evidence.pieces)} samples:", "",
-        *_table(["loss", "sample", "position", "before", "token", "after"], _worst_tokens(evidence)), "",
-        "All samples are in [samples.txt](samples.txt), the worst token by token in [tokens.json](tokens.json).",
-    ]  # fmt: skip
 
 
 def _worst_tokens(evidence: Evidence) -> list[list[str]]:
@@ -233,38 +154,20 @@ def _worst_tokens(evidence: Evidence) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def _where(evidence: Evidence) -> list[str]:
-    worst, ordinary = evidence.worst, evidence.ordinary
-    if worst is None:
-        return ["The norms could not be measured."]
-    text = f"{worst['what'].capitalize()}, the micro-batch with the highest loss."
-    if ordinary:
-        text += f" In brackets: the ratio to {ordinary['what']}, an ordinary micro-batch."
-    reasons = [f"Gradients were left out: {evidence.without_gradients}."] if evidence.without_gradients else []
-    heads = ["part", "gradient norm", "stream RMS", "stream max", "attention adds, RMS", "MLP adds, RMS"]
+def _parts(worst: dict[str, Any], ordinary: dict[str, Any] | None) -> list[list[str]]:
+    """Norms of the embedding, each layer, the last norm and the output; in the order of the network."""
+    names = [*(worst["gradients"] or ()), "embed_tokens", *worst["activations"]]
+    layers = sorted({int(name.split(".")[1]) for name in names if name.startswith("layers.")})
+    last = [part for part in ("norm", "lm_head") if f"{part}.weight" in (worst["gradients"] or ())]
     rows = []
-    for part in _parts(worst):
+    for part in ("embed_tokens", *(f"layers.{index}" for index in layers), *last):
         cells = [_beside(_gradient(worst, part), ordinary and _gradient(ordinary, part))]
         stream = "embedding" if part == "embed_tokens" else f"{part}.stream"
         for name, kind in ((stream, "rms"), (stream, "max"), (f"{part}.attention", "rms"), (f"{part}.mlp", "rms")):
             values = [side and side["activations"].get(name, {}).get(kind) for side in (worst, ordinary)]
             cells.append(_beside(*values))
         rows.append([part, *cells])
-    return [text, *reasons, "", *_table(heads, rows), "", NORMS]
-
-
-NORMS = (
-    "The stream is the residual stream, which attention and MLP add to. The gradient is that of the mean loss, "
-    "before clipping. Every parameter is in [norms.json](norms.json)."
-)
-
-
-def _parts(side: dict[str, Any]) -> list[str]:
-    """The embedding, each layer, the last norm, the output; in the order of the network."""
-    names = [*(side["gradients"] or ()), "embed_tokens", *side["activations"]]
-    layers = sorted({int(name.split(".")[1]) for name in names if name.startswith("layers.")})
-    last = [part for part in ("norm", "lm_head") if f"{part}.weight" in (side["gradients"] or ())]
-    return ["embed_tokens", *(f"layers.{index}" for index in layers), *last]
+    return rows
 
 
 def _gradient(side: dict[str, Any], part: str) -> float | None:
@@ -303,9 +206,9 @@ def _code(text: str) -> str:
     return f"`{shown}`" if shown else ""
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
+def _table(heads: list[str], rows: list[list[Any]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -333,7 +236,7 @@ def still_open(run: Run) -> Incident | None:
 
 
 def write_postmortem(run: Run, incident: Incident, evidence: Evidence) -> Path:
-    """Make the folder of a post-mortem."""
+    """Make the folder of a post-mortem, but for its pictures."""
     folder = folder_of(run, incident.step)
     folder.mkdir(exist_ok=True)
     _write_json(folder / "postmortem.json", asdict(incident))
@@ -344,7 +247,6 @@ def write_postmortem(run: Run, incident: Incident, evidence: Evidence) -> Path:
         parts = {"worst": evidence.worst, "ordinary": evidence.ordinary}
         _write_json(folder / "norms.json", {**parts, "without_gradients": evidence.without_gradients})
     write_atomically(folder / "postmortem.md", markdown_page(incident, evidence, OPEN), durable=False)
-    draw_curves(folder, incident, [])
     return folder
 
 
@@ -370,36 +272,6 @@ def close_postmortem(run: Run, incident: Incident, how: str, recovery: str) -> N
     if heading:
         _, following, rest = after.partition("\n## ")
         write_atomically(file, f"{before}{heading}\n{recovery}\n{following}{rest}", durable=False)
-    draw_curves(folder, incident, [line for line in run.metrics() if line.get("time", 0) > incident.time])
-
-
-def draw_curves(folder: Path, incident: Incident, after: list[dict[str, Any]]) -> None:
-    """Draw `PICTURES`, with the worst step marked: the log lines up to the incident, and those after it."""
-    from matplotlib.figure import Figure  # takes half a second
-
-    curves = ((incident.lines, "log lines before", "tab:blue"),
-              ([*incident.lines[-1:], *after], "log lines after", "tab:green"))  # fmt: skip
-    for name, (metric, column) in PICTURES.items():
-        figure = Figure(figsize=(9, 4.5), layout="constrained")
-        axes = figure.add_subplot()
-        for lines, label, color in curves:
-            points = [(line["step"], line[metric]) for line in lines if math.isfinite(line.get(metric) or math.nan)]
-            if len(lines) > 1 and points:
-                axes.plot(*zip(*points, strict=True), marker=".", zorder=1, color=color, label=label)
-        steps = [(step[0], step[column]) for step in incident.steps if math.isfinite(step[column])]
-        if steps:
-            axes.plot(*zip(*steps, strict=True), ".", color="tab:orange", label="steps since the log line before")
-        axes.axvline(incident.worst, color="tab:red", linestyle="--", label=f"step {incident.worst}, the worst")
-        if metric == "train/loss" and incident.baseline is not None:
-            label = f"{incident.baseline:.3f}, as before"
-            axes.axhline(incident.baseline, color="tab:gray", linestyle=":", label=label)
-        if metric == "optim/grad_norm":
-            axes.set_yscale("log")
-        axes.set(xlabel="optimizer step", ylabel=METRICS[metric].label)
-        axes.set_title(f"{incident.run}, step {incident.step}: {incident.guard}")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-        figure.savefig(folder / name, dpi=110)
 
 
 def _as_text(evidence: Evidence) -> str:

@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 import yaml
 from test_monitor import make_run
+from test_ladder import wait_for
 from test_runs_command import make
 from trainings import lm, make_workplace, start, write_config
 
 from lm.cli.monitor import monitor
 from lm.cli.options import changed_settings
+from lm.cli.report.run import OPENING, write_page
 from lm.cli.runs_compare import export
-from lm.cli.runs_html import OPENING, write_page
 from lm.errors import RequestError, RunError
 from lm.runs.run import Run
 
@@ -253,13 +254,6 @@ def test_the_command_says_what_is_wrong_in_one_line(place):
 
 
 # ---- a run that goes on ----------------------------------------------------------------------------------------------
-
-
-def wait_for(condition, seconds: float = 30) -> None:
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.05)
 
 
 def test_a_live_page_follows_the_run_to_its_end(place):

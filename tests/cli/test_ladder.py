@@ -11,8 +11,8 @@ import yaml
 from trainings import lm, make_workplace, processes_of, start
 
 from lm.cli import ladder_report
-from lm.cli.ladder import Training, expected_seconds, free_devices, main
-from lm.cli.ladder_report import Trained
+from lm.cli.ladder import expected_seconds, free_devices, main
+from lm.cli.ladder_report import ModelSize, Training
 from lm.errors import RequestError
 from lm.runs.run import Run
 
@@ -90,7 +90,8 @@ def test_a_loss_that_rises_with_size_has_no_law(tmp_path, depths):
         run.path.mkdir()
         run.describe(id=run.name, name=run.name, status="finished")
         (run.path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "val/loss": 2 + depth / 10}) + "\n")
-        trainings.append(Trained(depth, "5 steps", depth**3, 100, 600 * depth**3, {}, 1, False, run))
+        size = ModelSize(depth, "5 steps", depth**3, 100, 600 * depth**3, False)
+        trainings.append(Training(size, {}, 1, run))
     found = ladder_report.report("rises", "lm ladder", trainings)
     assert not found["laws"] and "5 steps: the loss does not fall with operations: no law is fitted." in found["notes"]
 
@@ -115,8 +116,8 @@ def test_the_report_of_several_lengths_and_a_grid(tmp_path):
         run.describe(id=name, name=name, status="to do" if held_out else "finished")
         line = {"step": 1, "tokens": tokens, "time": 1.0, "val/loss": 3 * loss, "val/bpb": loss}
         (run.path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-        length = f"{ratio} tokens a parameter"
-        return Trained(depth, length, parameters, tokens, flops, {"a.lr": f"x{factor}"}, seed, held_out, run)
+        size = ModelSize(depth, f"{ratio} tokens a parameter", parameters, tokens, flops, held_out)
+        return Training(size, {"a.lr": f"x{factor}"}, seed, run)
 
     found = ladder_report.report("law", "lm ladder", [
         trained(depth, ratio, factor, seed, depth == 16)
@@ -195,7 +196,7 @@ def test_each_device_takes_a_training(monkeypatch, count, visible, devices, plac
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = yaml.safe_dump({"trainer": {"accelerator": "auto", "devices": devices}})
-    one = Training(None, {}, 1, config, Run("checkpoints/ladder/a"), False)
+    one = Training(None, {}, 1, Run("checkpoints/ladder/a"), config)
     assert free_devices([one]) == places
 
 

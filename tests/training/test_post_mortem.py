@@ -16,6 +16,7 @@ from test_guards import poison_loss
 from trainings import lm, losses, make_workplace, write_config
 
 from lm.data.loader import Cursor
+from lm.inspection.run_views import draw_incident
 from lm.kernels.operations import FUSED
 from lm.model.fused import fuse
 from lm.runs import postmortem
@@ -271,9 +272,7 @@ def test_a_stop_for_another_reason_than_the_loss(tmp_path, guard, written):
 def test_only_the_recovery_is_replaced(tmp_path):
     """A person's edits before and after survive that it is closed."""
     run = Run(tmp_path)
-    folder = postmortem.write_postmortem(run, a_moment(), Evidence())
-    before = (folder / "loss.png").read_bytes()
-    file = folder / "postmortem.md"
+    file = postmortem.write_postmortem(run, a_moment(), Evidence()) / "postmortem.md"
     edited = file.read_text().replace("## Cause", "## Cause\n\nRow 7 of shard 3.").replace("# Post", "# My post")
     file.write_text(edited)
     moment = postmortem.still_open(run)
@@ -281,15 +280,19 @@ def test_only_the_recovery_is_replaced(tmp_path):
     run.append_metrics({"step": 9, "time": 2e9, "train/loss": 2.9, "optim/grad_norm": 1.0})
     postmortem.close_postmortem(run, moment, "recovered", "It is back.")
     page = file.read_text()
-    assert page == edited.replace(postmortem.OPEN, "It is back.") != edited
-    assert (folder / "loss.png").read_bytes() != before and postmortem.still_open(run) is None
+    assert page == edited.replace(postmortem.OPEN, "It is back.") != edited and postmortem.still_open(run) is None
+    before, after = draw_incident(moment), draw_incident(moment, run.metrics())
+    assert before.keys() == after.keys() == {"loss.png", "grad_norm.png"}
+    shown = [[line.get_label() for line in made["loss.png"].axes[0].get_lines()] for made in (before, after)]
+    assert ["log lines after" in labels for labels in shown] == [False, True]
 
 
 def test_a_page_is_written_where_little_is_known(tmp_path):
     """The first log line, nothing read, nothing finite; and text that means something to Markdown."""
     nothing = a_moment(step=1, worst=1, baseline=None, lines=[], steps=[(1, math.nan, math.nan, False)])
     folder = postmortem.write_postmortem(Run(tmp_path), nothing, Evidence())
-    assert {path.name for path in folder.iterdir()} == {"postmortem.md", "postmortem.json", "loss.png", "grad_norm.png"}
+    assert {path.name for path in folder.iterdir()} == {"postmortem.md", "postmortem.json"}
+    assert all(picture._repr_png_() for picture in draw_incident(nothing).values())
     sample = Sample(3, "a.parquet", 2, [1, 2, 3], [math.nan, 0.5])
     side = {"what": "micro-batch 1 of step 6", "activations": {"embedding": {"rms": math.nan, "max": 1.0}},
             "gradients": {"embed_tokens.weight": math.inf}}  # fmt: skip

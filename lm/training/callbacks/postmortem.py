@@ -7,8 +7,9 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,8 @@ class PostMortem(Callback):
             if trainer.is_global_zero:
                 postmortem.close_postmortem(trainer.run, incident, how, text)
                 folder = postmortem.folder_of(trainer.run, incident.step)
+                lines = trainer.run.metrics()
+                _save_pictures(folder, incident, [line for line in lines if line.get("time", 0) > incident.time])
                 log.info("post-mortem %s: %s", folder, text.partition("\n")[0])
 
     def _incident(self, trainer: Trainer, module: LightningModule, guard: str, action: str, message: str) -> Incident:
@@ -218,6 +221,7 @@ class PostMortem(Callback):
         if trainer.is_global_zero:
             with _failure_logged("written"):
                 folder = postmortem.write_postmortem(trainer.run, incident, evidence)
+                _save_pictures(folder, incident)
                 log.warning("post-mortem: %s", folder / "postmortem.md")
 
     def _ordinary(self, trainer: Trainer, worst: int) -> StepRef | None:
@@ -234,6 +238,13 @@ class PostMortem(Callback):
 
 def _steps(count: int) -> str:
     return f"{count} step" + ("" if count == 1 else "s")
+
+
+def _save_pictures(folder: Path, incident: Incident, after: Sequence[dict[str, Any]] = ()) -> None:
+    from lm.inspection.run_views import draw_incident  # matplotlib takes half a second
+
+    for name, picture in draw_incident(incident, after).items():
+        picture.savefig(folder / name)
 
 
 @contextmanager

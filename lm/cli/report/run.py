@@ -1,38 +1,35 @@
-"""A run as one HTML page: `lm runs export --html` and `lm monitor --html`. It opens without a server or a network.
+"""A run as one HTML page: `lm runs export --html` and `lm monitor --html`.
 
-Python writes the text and the tables, so they read without JavaScript, too. `html/page.js` draws the charts with uPlot
-from the JSON at the end of the page. All text of users and models passes through `escaped`, or is in that JSON. Nothing
-here imports torch.
+`run.html` has the text and the tables, so they read without JavaScript, too. `page.js` draws the charts with uPlot from
+the JSON at the end of the page. Nothing here imports torch.
 """
 
-import base64
-import functools
-import hashlib
-import html
 import json as jsonlib
 import math
 import re
 import shlex
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from markupsafe import Markup
 
 from lm import __version__
 from lm.cli.options import changed_settings
-from lm.cli.runs import describe_run
+from lm.cli.report.page import printable, render, source, utc
+from lm.cli.runs import checks_of, describe_run, machine_of
 from lm.errors import RequestError, RunError
 from lm.runs.evaluations import core_sentence, merge_evaluations
-from lm.runs.history import Expectation, read_samples
+from lm.runs.history import read_samples
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
-from lm.system.units import format_bytes, format_count, format_duration, format_figure, plural
+from lm.system.units import format_bytes, format_figure
 
-PARTS = Path(__file__).parent / "html"
 OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced
 POINTS = 1000  # of a curve
 ALL_POINTS = 30_000  # of all curves together, as long as each has `FEWEST_POINTS`
@@ -44,9 +41,6 @@ EVALUATED_STEPS = 20
 ALERTS = 100
 POSTMORTEMS = 10
 POSTMORTEM_CHARACTERS = 40_000
-
-Tile = tuple[str, str, str]  # label, value, what stands below it
-
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
@@ -74,10 +68,9 @@ def refuse_html_path(path: str) -> Path:
 
 
 def write_page(run: Run, target: Path, reload: int | None = None) -> str:
-    """Write or replace the page of a run.
+    """Write or replace the page of a run at a path of `refuse_html_path`.
 
     Args:
-        target: from `refuse_html_path`.
         reload: seconds after which the page loads itself again, if the run is being trained; None: never.
 
     Returns:
@@ -101,128 +94,38 @@ def write_page(run: Run, target: Path, reload: int | None = None) -> str:
 
 
 def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]], reload: int | None = None) -> str:
-    """The whole document.
-
-    Args:
-        found: `describe_run(run)`.
-        metrics: `run.metrics()`.
-        reload: as in `write_page`.
-    """
+    """The whole document; `found` is `describe_run(run)`, `metrics` are `run.metrics()`."""
     found = public({name: part for name, part in found.items() if name != "samples"})
     live = found["status"] == "running"
     data, figures = chart_data(run, metrics)
-    sections = {
-        "Curves": _curves(data, figures),
-        "Evaluation": _evaluations(run),
-        "Samples": _samples(run),
-        "Alerts": _alerts(found),
-        "Model": _model(found),
-        "Settings": _settings(found["config"]),
-        "Checkpoints": _checkpoints(found),
-        "Provenance": _provenance(found),
-    }
-    sections = {title: body for title, body in sections.items() if body}
-    style = (PARTS / "uPlot.min.css").read_text(encoding="utf-8") + (PARTS / "page.css").read_text(encoding="utf-8")
-    script = _script()
-    policy = (
-        f"default-src 'none'; script-src '{source_digest(script)}'; style-src '{source_digest(style)}'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
-    refresh = f'<meta http-equiv="refresh" content="{reload}">\n' if live and reload else ""
-    links = "".join(f'<a href="#{title.lower()}">{title}</a>' for title in sections)
-    return (
-        f'{OPENING}<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n{refresh}'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
-        '<link rel="icon" href="data:,">\n'
-        f"<title>{escaped(found['name'])}: {escaped(found['status'])}</title>\n<style>{style}</style>\n</head>\n"
-        f"<body>\n{_header(found, live, reload)}<nav aria-label=\"Parts of this page\">{links}</nav>\n<main>\n"
-        + "".join(
-            f'<section id="{title.lower()}">\n<h2>{title}</h2>\n{body}</section>\n' for title, body in sections.items()
-        )
-        + f'</main>\n<script type="application/json" id="data">{_script_json(data)}</script>\n'
-        f"<script>{script}</script>\n</body>\n</html>\n"
-    )
+    torch, started = found["versions"].get("torch"), found["started"]
+    made = [machine_of(found), f"torch {torch}" if torch else "", f"started {started}" if started else ""]
+    return render(
+        "run.html", kind="run", found=found, live=live, reload=reload if live else None, written=time.time(),
+        made="; ".join(filter(None, made)), checks=checks_of(found), metrics=METRICS, figures=figures,
+        data=finite_or_none(data), evaluations=_evaluations(run), samples=_samples(run), alerts=_alerts(found),
+        postmortems=_postmortems(found), model=_model(found), changed=_changed(found["config"]),
+        whole_config=yaml.safe_dump(found["config"], allow_unicode=True, sort_keys=False, width=100),
+        checkpoints=_checkpoints(found), provenance=_provenance(found),
+        script=Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js"),
+    )  # fmt: skip
 
 
-@functools.cache
-def _script() -> str:
-    """uPlot with its licence, and the page's own script."""
-    licence, uplot, own = (
-        (PARTS / name).read_text(encoding="utf-8") for name in ("uPlot.LICENSE", "uPlot.iife.min.js", "page.js")
-    )
-    return f"/*\nuPlot\n{licence}*/\n{uplot}\n{own}"
+def _shown(entries: list[Any], every: int) -> dict[str, Any]:
+    """What the page has of so many entries, and how many it leaves out."""
+    return {"shown": entries, "left_out": every - len(entries)}
 
 
-def source_digest(source: str) -> str:
-    """The name of an inline script or style in a Content-Security-Policy."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
-
-
-def _header(found: dict[str, Any], live: bool, reload: int | None) -> str:
-    written = f"Written {utc(time.time())}"
-    if live:
-        written += "; the run goes on" + (f", and this page loads itself again every {reload} s" if reload else "")
-    lines = [f'<p class="reason">{escaped(found["reason"])}</p>' if found["reason"] and not live else ""]
-    lines.append(f'<p class="note">{escaped(found["note"])}</p>' if found["note"] else "")
-    tags = "".join(f"<li>{escaped(tag)}</li>" for tag in found["tags"])
-    lines.append(f'<ul class="tags" aria-label="Tags">{tags}</ul>' if tags else "")
-    checks = (found["acceptance"] or {}).get("checks", [])
-    judged = [str(Expectation(each["metric"], each["low"], each["high"], each["value"])) for each in checks]
-    lines += [f'<p class="{"met" if each["met"] else "missed"}">{escaped(said)}</p>'
-              for each, said in zip(checks, judged, strict=True)]  # fmt: skip
-    tiles = "".join(
-        f'<div><dt>{escaped(label)}</dt><dd>{escaped(value)}</dd><dd class="below">{escaped(below)}</dd></div>'
-        for label, value, below in _tiles(found)
-    )
-    torch = found["versions"].get("torch")
-    made = "; ".join([_machine(found), *([f"torch {torch}"] if torch else []),
-                      *([f"started {found['started']}"] if found["started"] else [])])  # fmt: skip
-    return (
-        f'<header>\n<h1>{escaped(found["name"])} <span class="status {escaped(found["status"])}">'
-        f'{escaped(found["status"])}</span></h1>\n<p class="written">{written}.<br>{escaped(made)}.</p>\n'
-        f'{"".join(lines)}\n'
-        f'<dl class="tiles">{tiles}</dl>\n</header>\n'
-    )
-
-
-def _tiles(found: dict[str, Any]) -> Iterable[Tile]:
-    """The figures at the top: losses, progress, time."""
-    curves = found["curves"]
-    for name, label in (("val/loss", "best validation loss"), ("val/bpb", "best bits per byte")):
-        if best := curves.get(name):
-            last = "" if best["last"] == best["lowest"] else f"; last {METRICS[name].shown(best['last'])}"
-            yield label, METRICS[name].shown(best["lowest"]), f"at step {best['lowest_step']:,}{last}"
-    if loss := curves.get("train/loss"):
-        yield "training loss", METRICS["train/loss"].shown(loss["last"]), f"from {loss['first']:.4f}"
-    if found["step"] is None:
-        yield "step", "none", "no step taken"
-    else:
-        share = f" ({found['step'] / found['max_steps']:.0%})" if found["max_steps"] else ""
-        yield "step", f"{found['step']:,}", f"of {found['max_steps']:,}{share}" if found["max_steps"] else ""
-    if found["tokens"] is not None:
-        of = f"of {format_count(float(found['max_tokens']))}" if found["max_tokens"] else ""
-        yield "tokens", format_count(float(found["tokens"])), of
-    if trained := found["seconds"]["computing"] + found["seconds"]["waiting for data"]:
-        left = f"{format_duration(found['eta_seconds'])} left" if found["eta_seconds"] else ""
-        yield "time trained", format_duration(trained), left
-    if speed := curves.get("perf/tokens_per_second"):
-        mfu = curves.get("perf/mfu")
-        yield "tokens a second", format_count(speed["median"]), "median" + (f"; MFU {mfu['median']:.1%}" if mfu else "")
-    if found["parameters"] is not None:
-        yield "parameters", format_count(float(found["parameters"])), ""
-
-
-def _evaluations(run: Run) -> str:
+def _evaluations(run: Run) -> dict[str, Any]:
+    """The tables of each evaluation, the newest first."""
     every = public(run.evaluations())
     steps = sorted({one["step"] for one in every if one["step"] is not None}, reverse=True)
-    parts = []
+    found = []
     for step in steps[:EVALUATED_STEPS]:
         merged = merge_evaluations(every, step)
         tasks = [
             (name, f"{task['accuracy']:.1%}", _interval(task["interval"], "{:.1%}"), f"{task['baseline']:.1%}",
-             f"{task['centered']:.3f}", f"{task['items']:,}", f"{task['num_fewshot']}")
+             f"{task['centered']:.3f}", f"{task['items']:,}", task["num_fewshot"])
             for name, task in merged["tasks"].items()
         ]  # fmt: skip
         texts = [
@@ -230,10 +133,8 @@ def _evaluations(run: Run) -> str:
              _figure(one["loss"]), _interval(_around(one, "loss", "loss_stderr"), "{:.4f}"), f"{one['tokens']:,}")
             for name, one in merged["texts"].items()
         ]  # fmt: skip
-        shown = table(("task", "accuracy", "95 % interval", "guessing", "centred", "items", "shots"), tasks)
-        shown += table(("text", "bits per byte", "95 % interval", "loss", "95 % interval", "tokens"), texts)
-        parts.append(details(f"Step {step:,}{core_sentence(merged)}", shown, step == steps[0]))
-    return "".join(parts) + _left_out(len(steps) - EVALUATED_STEPS, "earlier evaluation")
+        found.append({"title": f"Step {step:,}{core_sentence(merged)}", "tasks": tasks, "texts": texts})
+    return _shown(found, len(steps))
 
 
 def _around(text: dict[str, Any], value: str, error: str) -> tuple[float, float] | None:
@@ -251,47 +152,44 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _samples(run: Run) -> str:
-    """What the model wrote, a fold for each step, the newest first and open; of many steps some from the whole run."""
+def _samples(run: Run) -> dict[str, Any]:
+    """What the model wrote by step, the newest first; of many steps some from the whole run."""
     samples = read_samples(run)
     every = sorted({sample["step"] for sample in samples}, reverse=True)
     places = np.linspace(0, len(every) - 1, min(SAMPLED_STEPS, len(every)))
     steps = list(dict.fromkeys(every[round(place)] for place in places))
-    parts = []
-    for step in steps:
-        rows = "".join(
-            f'<dt>{escaped(one["prompt"]) or "<i>none</i>"}</dt><dd dir="auto">{escaped(_cut(one["text"]))}</dd>'
-            for one in samples if one["step"] == step
-        )  # fmt: skip
-        parts.append(details(f"Step {step:,}", f'<dl class="samples">{rows}</dl>', step == steps[0]))
-    return "".join(parts) + _left_out(len(every) - len(steps), "other step")
+    found = [
+        (f"Step {step:,}", [(one["prompt"], _cut(str(one["text"]), SAMPLE_CHARACTERS))
+                            for one in samples if one["step"] == step])
+        for step in steps
+    ]  # fmt: skip
+    return _shown(found, len(every))
 
 
-def _cut(text: Any) -> str:
-    return str(text) if len(str(text)) <= SAMPLE_CHARACTERS else f"{str(text)[:SAMPLE_CHARACTERS]}…"
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
-def _alerts(found: dict[str, Any]) -> str:
-    """The newest alerts, and the pages of the newest post-mortems."""
+def _alerts(found: dict[str, Any]) -> dict[str, Any]:
     alerts = found["alerts"]
     rows = [(f"{one['step']:,}", utc(one["time"]), one["guard"], one["action"], one["message"])
             for one in reversed(alerts[-ALERTS:])]  # fmt: skip
-    parts = [table(("step", "time", "guard", "action", "message"), rows, numbers=1),
-             _left_out(len(alerts) - ALERTS, "earlier alert")]  # fmt: skip
+    return _shown(rows, len(alerts))
+
+
+def _postmortems(found: dict[str, Any]) -> dict[str, Any]:
+    """The pages of the newest post-mortems."""
     folders = [Path(path) for path in reversed(found["post_mortems"])]
+    pages = []
     for folder in folders[:POSTMORTEMS]:
-        try:
-            text = (folder / "postmortem.md").read_text(encoding="utf-8", errors="replace")
-        except OSError:  # it is being written
-            continue
-        text = public(text) if len(text) <= POSTMORTEM_CHARACTERS else f"{public(text[:POSTMORTEM_CHARACTERS])}…"
-        parts.append(details(f"Post-mortem of step {folder.name.removeprefix('postmortem-').lstrip('0') or '0'}",
-                             f'<pre tabindex="0">{escaped(text)}</pre>'))  # fmt: skip
-    parts.append(_left_out(len(folders) - POSTMORTEMS, "earlier post-mortem"))
-    return "".join(parts)
+        step = folder.name.removeprefix("postmortem-").lstrip("0") or "0"
+        with suppress(OSError):  # it is being written
+            text = public((folder / "postmortem.md").read_text(encoding="utf-8", errors="replace"))
+            pages.append((f"Post-mortem of step {step}", _cut(text, POSTMORTEM_CHARACTERS)))
+    return _shown(pages, len(pages) + len(folders[POSTMORTEMS:]))
 
 
-def _model(found: dict[str, Any]) -> str:
+def _model(found: dict[str, Any]) -> dict[str, Any]:
     decoder = found["config"].get("model", {}).get("decoder")
     shape = {name: value for name, value in decoder.items() if value is not None} if isinstance(decoder, dict) else {}
     if found["checkpoints"]:  # in the config it may be left to the tokenizer
@@ -300,38 +198,30 @@ def _model(found: dict[str, Any]) -> str:
         "parameters": None if found["parameters"] is None else f"{found['parameters']:,}",
         "operations of training": f"{found['flops']:.3g}" if found["flops"] else None,
     }
-    return facts({**counted, **shape}, short=True)
+    return {**counted, **shape}
 
 
-def _settings(config: dict[str, Any]) -> str:
-    """Settings that are not the defaults, then the whole config."""
-    if not config:
-        return ""
+def _changed(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings that are not the defaults."""
     changed = {name: value for name, value in changed_settings(config).items() if name not in ("run", "tags", "note")}
-    whole = yaml.safe_dump(config, allow_unicode=True, sort_keys=False, width=100)
-    return (
-        "<p>What differs from the defaults:</p>\n" * bool(changed)
-        + facts({name: jsonlib.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
-                 for name, value in changed.items()}, short=True)
-        + details("All settings", f'<pre tabindex="0">{escaped(whole)}</pre>')
-    )  # fmt: skip
+    return {name: jsonlib.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+            for name, value in changed.items()}  # fmt: skip
 
 
-def _checkpoints(found: dict[str, Any]) -> str:
-    rows = [
+def _checkpoints(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
         (f"{one['step']:,}", Path(one["path"]).name, format_bytes(one["bytes"]),
          ", ".join(mark for mark in ("best", "last") if one[mark]))
         for one in found["checkpoints"]
     ]  # fmt: skip
-    return table(("step", "folder", "size", ""), rows, numbers=1)
 
 
-def _provenance(found: dict[str, Any]) -> str:
+def _provenance(found: dict[str, Any]) -> dict[str, Any]:
     """How the run was started, on what, with which versions, and what it cost."""
     spent = (found["budget"] or {}).get("spent_usd")
     versions = {"python": found["python"], **found["versions"]}
-    return facts({
-        "machine": _machine(found),
+    return {
+        "machine": machine_of(found),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "started": found["started"],
         "command": shlex.join(public_command(["lm", *found["command"][1:]])) if found["command"] else None,
@@ -339,12 +229,7 @@ def _provenance(found: dict[str, Any]) -> str:
         "config, SHA-256": found["config_sha256"],
         "cost": None if spent is None else f"{format_figure(spent)} USD",
         "page": f"lm {__version__}; charts by uPlot, whose licence is in the source of this page",
-    })  # fmt: skip
-
-
-def _machine(found: dict[str, Any]) -> str:
-    devices = f"{found['world_size'] or 1} x {found['device'] or 'unknown device'}"
-    return devices + (f" on {found['host']}" if found["host"] else "")
+    }
 
 
 # ---- charts ----------------------------------------------------------------------------------------------------------
@@ -356,14 +241,13 @@ PLACES = {  # the first part of a metric's name -> the heading over its chart, i
 OWN = "Other metrics"  # the heading over those of the user's own
 TITLES = {"train/perplexity": "perplexity", "val/perplexity": "perplexity"}  # of charts with several metrics
 EVALUATED = {"accuracy": "accuracy by task", "centered": "centred accuracy by task", "bpb": "bits per byte by text"}
-FIGURES = ("metric", "last", "lowest", "at step", "highest", "at step", "values", "not finite")
 
 
 def chart_data(run: Run, metrics: list[dict[str, Any]]) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
     """All curves of a run, and their figures as text.
 
     Returns:
-        What `page.js` reads, and a row of `FIGURES` for each metric. The script reads
+        What `page.js` reads, and a row of the table of figures for each metric. The script reads
         `charts`: each with `place`, `title`, `unit` and `curves`; a curve has `label`, `form` (of its values), `points`
         (whether it is drawn as points, too, and never smoothed), `table`, and values as in `_bucketed`;
         `tables`: x values by `step`, `tokens` and `hours`, each for all curves that were logged in the same lines;
@@ -471,108 +355,6 @@ def _marks(run: Run, axes: dict[str, np.ndarray]) -> list[dict[str, Any]]:
         {"label": label, **{axis: values[places[step]].item() for axis, values in axes.items()}, "step": step}
         for step, label in sorted(found) if len(steps)
     ]  # fmt: skip
-
-
-def _curves(data: dict[str, Any], rows: list[tuple[str, ...]]) -> str:
-    """The frames of the charts, the controls, and all figures as a table."""
-    if not rows:
-        return "<p>Nothing was logged.</p>\n"
-    parts, place = [CONTROLS], ""
-    for index, chart in enumerate(data["charts"]):
-        if chart["place"] != place:
-            parts.append(f"{'</div>' if place else ''}<h3>{chart['place']}</h3>\n<div class=\"charts\">\n")
-            place = chart["place"]
-        wide = ' class="wide"' if index == 0 else ""
-        unit = f" <span>{escaped(chart['unit'])}</span>" if chart["unit"] else ""
-        bad = " <span>× not finite</span>" if any(curve["bad"] for curve in chart["curves"]) else ""
-        parts.append(
-            f'<figure{wide}><figcaption>{escaped(chart["title"])}{unit}{bad}</figcaption>'
-            f'<div class="plot" data-chart="{index}"></div></figure>\n'
-        )
-    parts.append("</div>\n<noscript><p>The charts need JavaScript; the table has the figures.</p></noscript>\n")
-    if data["size"] > 1:
-        parts.append(
-            f'<p class="said">A point of a curve stands for up to {plural(data["size"], "log line")}: the line is '
-            "their mean, and the band reaches from the lowest to the highest. The table is of all log lines.</p>\n"
-        )
-    parts.append(_left_out(data["left_out"], "other chart"))
-    parts.append(details("All metrics as a table", table(FIGURES, rows)))
-    return "".join(parts)
-
-
-CONTROLS = """<form class="controls" hidden>
-<fieldset><legend>x axis</legend>
-<label><input type="radio" name="x" value="step" checked> steps</label>
-<label><input type="radio" name="x" value="tokens"> tokens</label>
-<label><input type="radio" name="x" value="hours"> hours</label></fieldset>
-<label><input type="checkbox" name="log"> log scale of losses</label>
-<label>smoothing <input type="range" name="smooth" min="0" max="0.99" step="0.01" value="0"> <output>0</output></label>
-<button type="button" disabled>reset zoom</button>
-<p>Drag over a chart to zoom into all of them, double-click to reset. With the keyboard: arrows, + and -, 0.</p>
-</form>
-"""
-
-
-# ---- HTML ------------------------------------------------------------------------------------------------------------
-
-# Control characters, those that change the direction of what follows, and halves of a character, which UTF-8 has not.
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: Any) -> str:
-    """A text of others, each character of which is shown as it stands; others are replaced by U+FFFD."""
-    return UNPRINTABLE.sub("\ufffd", str(text).replace("\r\n", "\n"))
-
-
-def escaped(text: Any) -> str:
-    """A text of others for a page, also within quotes."""
-    return html.escape(printable(text))
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[Any]], numbers: int | None = None) -> str:
-    """A table that scrolls by itself; empty without rows. The first column is text, and the others are numbers.
-
-    Args:
-        numbers: how many columns are numbers: the first ones then, and the others are text.
-    """
-    if not rows:
-        return ""
-    kinds = ["" if (index == 0 if numbers is None else index >= numbers) else ' class="number"'
-             for index in range(len(heads))]  # fmt: skip
-    head = "".join(f'<th scope="col"{kind}>{escaped(one)}</th>' for one, kind in zip(heads, kinds, strict=True))
-    body = "".join(
-        f"<tr>{''.join(f'<td{kind}>{escaped(cell)}</td>' for cell, kind in zip(row, kinds, strict=True))}</tr>\n"
-        for row in rows
-    )
-    whole = f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
-    return f'<div class="scroll" tabindex="0">{whole}</div>\n'
-
-
-def facts(pairs: dict[str, Any], short: bool = False) -> str:
-    """Names with their values, in two columns where these are short; those that are None are left out."""
-    rows = [f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>\n"
-            for name, value in pairs.items() if value is not None]  # fmt: skip
-    return f'<dl class="facts{" short" * short}">\n{"".join(rows)}</dl>\n' if rows else ""
-
-
-def details(summary: str, body: str, is_open: bool = False) -> str:
-    """A part that folds."""
-    return f"<details{' open' * is_open}><summary>{escaped(summary)}</summary>\n{body}</details>\n"
-
-
-def _left_out(number: int, noun: str) -> str:
-    return f'<p class="said">Left out: {plural(number, noun)}.</p>\n' if number > 0 else ""
-
-
-def _script_json(value: Any) -> str:
-    """JSON that cannot end the element that it stands in."""
-    text = jsonlib.dumps(finite_or_none(value), allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
-
-
-def utc(seconds: float) -> str:
-    """A time for people all over the world."""
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 # ---- secrets ---------------------------------------------------------------------------------------------------------

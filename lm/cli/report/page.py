@@ -1,0 +1,71 @@
+"""HTML pages that open without a server or a network: templates of Jinja, which escape the text of users and models.
+
+`report/run` and `cli/ladder_report` say what is on a page; `*.html` beside this file are the templates. Nothing here
+imports torch.
+"""
+
+import base64
+import functools
+import hashlib
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from lm.system.units import format_count, format_duration, plural
+
+PARTS = Path(__file__).parent
+# Control characters, those that change the direction of what follows, and halves of a character, which UTF-8 has not.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def render(template: str, **content: Any) -> str:
+    """A page as text.
+
+    Args:
+        template: a file beside this one, which extends `base.html`.
+        content: what it shows. Texts are escaped, and None is empty; `script` is put on the page as it is.
+    """
+    return templates().get_template(template).render(content, style=source("uPlot.min.css", "page.css"))
+
+
+@functools.cache
+def templates() -> jinja2.Environment:
+    """The templates; with a name in them that nothing has, they fail."""
+    found = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PARTS), autoescape=True, finalize=_shown, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    found.filters |= {
+        "count": format_count, "digest": digest, "duration": format_duration, "plural": plural, "utc": utc,
+    }  # fmt: skip
+    found.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return found
+
+
+def _shown(value: Any) -> Any:
+    return value if isinstance(value, Markup) else "" if value is None else printable(value)
+
+
+def printable(text: Any) -> str:
+    """A text of others, each character of which is shown as it stands; others are replaced by U+FFFD."""
+    return UNPRINTABLE.sub("\ufffd", str(text).replace("\r\n", "\n"))
+
+
+@functools.cache
+def source(*names: str) -> Markup:
+    """Scripts or styles beside this file, for a page."""
+    return Markup("\n".join((PARTS / name).read_text(encoding="utf-8") for name in names))
+
+
+def digest(source: str) -> str:
+    """The name of an inline script or style in a Content-Security-Policy."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+
+
+def utc(seconds: float) -> str:
+    """A time for people all over the world."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
