@@ -167,14 +167,14 @@ def checkpoint_facts(state: dict[str, Any]) -> list[Fact]:
     return facts or [("checkpoint", "none yet", "")]
 
 
-def alert_lines(state: dict[str, Any], most: int) -> list[Text]:
-    """The newest alerts, newest first."""
+def alert_lines(state: dict[str, Any], most: int, folded: bool) -> list[Text]:
+    """The newest alerts, newest first; folded to the width, or cut off at it."""
     lines = []
     for alert in state.get("alerts", [])[::-1][:most]:
         at, guard, message, action = (one_line(str(part)) for part in (
             time.strftime("%H:%M", time.localtime(alert.get("time", 0.0))), alert.get("guard", ""),
             alert.get("message", ""), alert.get("action", "")))  # fmt: skip
-        line = Text(no_wrap=True, overflow="ellipsis")
+        line = Text(no_wrap=not folded, overflow="fold" if folded else "ellipsis")
         lines.append(line.append(f"{at} {guard}", "bold yellow").append(f" {message} -> {action}"))
     return lines
 
@@ -302,7 +302,7 @@ class RunView:
         if state.get("reason") and state["status"] not in ("running", "dead"):
             above.append(Text(f"{state['status']}: {one_line(state['reason'])}", no_wrap=True, overflow="ellipsis"))
         above.append(in_row(training_facts(state)))
-        below = [*alert_lines(state, height // 8), in_row(machine_facts(state, height // 5)),
+        below = [*alert_lines(state, height // 8, folded=height >= 30), in_row(machine_facts(state, height // 5)),
                  in_row(checkpoint_facts(state))]  # fmt: skip
         room = height - lines(console, width, above) - lines(console, width, below)
         sources = source_table(state, width, max(room // 2, room - LOSS[1]))
