@@ -72,7 +72,7 @@ def load_model(
             Qwen3 or Ministral in Hugging Face's format.
         device: where to; the GPU if there is one, else the CPU, if not given.
         dtype: of the weights; as they are stored if not given.
-        module: the class that `run` was given, for a model of one's own.
+        module: the class that `run` was given, for a custom model.
 
     Raises:
         RequestError: there is no model, it is damaged, or it is of another architecture.
@@ -83,7 +83,7 @@ def load_model(
 
 
 def run(module: "type[LanguageModule]") -> "NoReturn":
-    """The whole command line around a model of one's own, for the end of the file that has it.
+    """The whole command line around a custom model, for the end of the file that has it.
 
         if __name__ == "__main__":
             lm.run(MyModule)      # python my_model.py fit --config tiny.yaml

@@ -93,7 +93,7 @@ def choose_checkpoints(run: Run, steps: Sequence[int] | None, last: int | None) 
 def mean_weights(folders: Sequence[Path]) -> dict[str, Tensor]:
     """The mean of each weight, computed in fp64 and rounded to the last folder's dtype.
 
-    What is no floating-point number, such as a count of steps in a buffer, is that of the last folder. Weights are
+    What is not a floating-point number, such as a count of steps in a buffer, is that of the last folder. Weights are
     read one by one, so that the memory is that of one model and of one weight in fp64.
 
     Args:

@@ -17,6 +17,7 @@ from lm.cli.config import TrainingCLI, quiet_lightning, resolved_text
 from lm.cli.options import split_overrides
 from lm.errors import RequestError, require_at_least
 from lm.runs.checkpoint import find_damage, read_document, read_progress
+from lm.runs.history import differences
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, Run, hide_addresses
 from lm.system.arguments import call
@@ -218,13 +219,11 @@ def refuse_other_run(trunk: Run, before: dict[str, Any], after: dict[str, Any]) 
     Raises:
         RequestError: what makes the weights or the optimizer's state those of another run.
     """
-    first, second = flatten(before), flatten(after)
-    off = {key for key in second if key not in first and not second[key]}  # options that the other run did not have
+    known = flatten(before)  # an option that the other run did not have counts where it is used
     changes = {
-        key: [first.get(key), second.get(key)]
-        for key in sorted((first.keys() | second.keys()) - {"run", "trainer.default_root_dir"} - off)
-        if first.get(key) != second.get(key)
-    }
+        key: values for key, values in differences([before, after]).items()
+        if key != "trainer.default_root_dir" and (key in known or values[1])
+    }  # fmt: skip
     fixed = [
         key for key in changes
         if key in ("seed_everything", "model.optimizer.name", "model.optimizer.class_path")

@@ -32,7 +32,8 @@ from lm.cli.options import (
     refuse_unknown_options,
     training_options,
 )
-from lm.cli.plan import PlanChecks, is_prepared, plan
+from lm.cli.plan import PlanChecks, plan
+from lm.cli.plan_facts import is_prepared
 from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.inference.pretrained import read_object

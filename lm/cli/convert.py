@@ -83,12 +83,7 @@ def export(
 
 
 def write_model(model: Pretrained, card: Card, folder: Path) -> None:
-    """Fill a folder with weights, tokenizer and model card.
-
-    Args:
-        model: in the number format to write.
-        card: what a person says of it.
-        folder: empty.
+    """Fill an empty folder with weights, in the model's number format, tokenizer and model card.
 
     Raises:
         RequestError: a weight has no finite value in this number format.
@@ -118,21 +113,16 @@ def write_model(model: Pretrained, card: Card, folder: Path) -> None:
 def describing_files(model: Pretrained, dtype: str) -> dict[str, str]:
     """What `model_files` gives, with what its own folder says more: BOS, all ends of a text, defaults of sampling."""
     files = model_files(model.config, model.tokenizer, dtype)
-    config, generation = (json.loads(files[name]) for name in DESCRIBING)
-    there = [model.path / name for name in DESCRIBING]
-    documents = [read_object(file) if file.exists() else {} for file in there]
-    theirs, defaults = ({key: value for key, value in one.items() if value is not None} for one in documents)
-    ids = {name: theirs[name] for name in theirs.keys() & {"bos_token_id", "eos_token_id", "pad_token_id"}}
-    config |= ids
-    generation |= ids | defaults
-    for about in (config, generation):
+    documents = [read_object(file) if file.exists() else {} for file in (model.path / name for name in DESCRIBING)]
+    config, generation = ({key: value for key, value in one.items() if value is not None} for one in documents)
+    ids = {name: config[name] for name in config.keys() & {"bos_token_id", "eos_token_id", "pad_token_id"}}
+    for name, more in zip(DESCRIBING, (ids, ids | generation), strict=True):
+        about = json.loads(files[name]) | more
         ends = about["eos_token_id"] if isinstance(about["eos_token_id"], list) else [about["eos_token_id"]]
         if model.tokenizer.eos_id not in ends:
             about["eos_token_id"] = [model.tokenizer.eos_id, *ends]
-    return files | {
-        name: json.dumps(about, indent=2) + "\n"
-        for name, about in zip(DESCRIBING, (config, generation), strict=True)
-    }
+        files[name] = json.dumps(about, indent=2) + "\n"
+    return files
 
 
 # ---- import ----------------------------------------------------------------------------------------------------------
@@ -177,13 +167,10 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
 
 
 def checkpoint_content(weights: Mapping[str, torch.Tensor], files: Mapping[str, str]) -> dict[str, object]:
-    """What `write_files` is given: a checkpoint before the first step.
+    """What `write_files` is given: a checkpoint before the first step, with these weights on the CPU.
 
-    Lightning counts from the beginning where there are no `loops`, and an optimizer without state begins anew.
-
-    Args:
-        weights: on the CPU, under the names of the folder's format.
-        files: names and contents of what makes the folder a model.
+    Lightning counts from the beginning where there are no `loops`, and an optimizer without state begins anew. `files`
+    are the names and contents of what makes the folder a model.
     """
     return {
         "state_dict": {name: weight.contiguous() for name, weight in weights.items()},

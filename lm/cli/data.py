@@ -50,10 +50,7 @@ def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, js
         json: Print one JSON object.
     """
     require_at_least(1, "--", seq_len=seq_len)
-    try:
-        found = describe_folder(path, column, seq_len)
-    except RequestError as error:
-        raise RequestError(str(error).replace("set data.column", "give --column")) from error
+    found = describe_folder(path, column, seq_len)
     if json:
         print(jsonlib.dumps(found, ensure_ascii=False))
     else:
@@ -137,7 +134,7 @@ def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> di
         counts |= {"documents": recorded["documents"], "bytes": recorded["bytes"], "bytes_per_token": per_token}
     if recorded is not None and shards.packed is not None:
         cut = sum(entry["cut_documents"] for entry in recorded["shards"])
-        counts |= {"filled_up": shards.filled_up, "cut_documents": cut}
+        counts |= {"filled_up": shards.padding_fraction, "cut_documents": cut}
     return counts
 
 

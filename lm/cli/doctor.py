@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -66,27 +67,22 @@ def doctor(config: str | None = None, json: bool = False) -> None:
 
 
 def _checks(root: Path, data: dict[str, Any]) -> Iterator[Check]:
-    groups = (_python, _torch, _gpus, _kernels, _attention, _compiler, lambda: _disk(root), _registry,
-              lambda: _store(data))  # fmt: skip
-    for group in groups:
+    groups = {
+        "Python": _python, "torch": _torch, "GPU": _gpus, "kernels": _kernels, "attention": _attention,
+        "C++ compiler": _compiler, "disk": partial(_disk, root), "registry": _registry, "data": partial(_store, data),
+    }  # fmt: skip
+    for name, group in groups.items():
         try:
             yield from group()
         except Exception as error:  # the other checks are still of use
-            name = getattr(group, "__name__", "check").strip("_<>")
             what = f"{type(error).__name__}: {first_line(error)}"
             yield Check(name, "error", what, "please report it with this page")
 
 
 def _python() -> Iterator[Check]:
     yield Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
-    wrong = []
-    for requirement in importlib.metadata.requires("lm") or []:
-        name, extra = re.match(r"[\w.-]+", requirement)[0], "extra ==" in requirement
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            if not extra:
-                wrong.append(requirement)
+    needed = [one for one in importlib.metadata.requires("lm") or [] if "extra ==" not in one]
+    wrong = [one for one in needed if not any(importlib.metadata.distributions(name=re.match(r"[\w.-]+", one)[0]))]
     if wrong:
         yield Check("packages", "error", f"missing: {', '.join(wrong)}", f"pip install {' '.join(map(repr, wrong))}")
     else:
@@ -124,10 +120,9 @@ def _gpus() -> Iterator[Check]:
         peak = peak_flops(name, "bf16")
         known = f"peak {peak / 1e12:,.0f} TFLOP/s in bf16" if peak else "peak not known, so MFU is not shown"
         what = f"{name}, capability {major}.{minor}, {format_bytes(free)} of {format_bytes(total)} free, {known}"
-        if free < 0.5 * total:
-            yield Check(f"GPU {index}", "warning", what, "another process uses it: `nvidia-smi` shows which")
-        else:
-            yield Check(f"GPU {index}", "ok", what)
+        shared = free < 0.5 * total
+        yield Check(f"GPU {index}", "warning" if shared else "ok", what,
+                    "another process uses it: `nvidia-smi` shows which" if shared else "")  # fmt: skip
 
 
 def _kernels() -> Iterator[Check]:
@@ -189,11 +184,10 @@ def _disk(root: Path) -> Iterator[Check]:
         yield Check("disk", "error", f"{existing} cannot be written to: {error.strerror or error}",
                     "set trainer.default_root_dir to another folder")  # fmt: skip
         return
-    what = f"{existing.resolve()}: {format_bytes(free)} free, writable, locks work"
-    if free < LITTLE_DISK:
-        yield Check("disk", "warning", what, "`lm plan` says what the checkpoints of a training need")
-    else:
-        yield Check("disk", "ok", what)
+    little = free < LITTLE_DISK
+    yield Check("disk", "warning" if little else "ok",
+                f"{existing.resolve()}: {format_bytes(free)} free, writable, locks work",
+                "`lm plan` says what the checkpoints of a training need" if little else "")  # fmt: skip
 
 
 def _registry() -> Iterator[Check]:
@@ -205,9 +199,9 @@ def _registry() -> Iterator[Check]:
 
 
 def _store(data: dict[str, Any]) -> Iterator[Check]:
-    given = [data.get(name) for name in ("path", "train", "val", "test")]
-    sources = [one for some in given if some for one in (some if isinstance(some, list) else [some])]
-    for source in dict.fromkeys(map(str, sources)):
+    given = [data.get(name) or [] for name in ("path", "train", "val", "test")]
+    sources = [str(one) for some in given for one in (some if isinstance(some, list) else [some])]
+    for source in dict.fromkeys(sources):
         try:
             found = list_files(source, STORE_PATIENCE)
             yield Check("data", "ok", f"{source}: {plural(len(found.files), 'file')}")

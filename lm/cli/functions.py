@@ -80,7 +80,7 @@ def fit(
         ckpt_path: a checkpoint to resume from: a folder, `best`, `last`, or `auto`, the newest one there is.
         force: train although `lm plan` finds an error, and resume although the config is not the run's any more.
         callbacks: further ones, beside those of the config.
-        module: for a model of one's own, the subclass of `LanguageModule`; that of `lm.run` if not given.
+        module: for a custom model, the subclass of `LanguageModule`; that of `lm.run` if not given.
 
     Returns:
         The run; `run.checkpoint()` is its best checkpoint, and `run.metrics("val/loss")` its validations.
@@ -116,7 +116,7 @@ def evaluate(
         model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
         tasks, texts, shards, max_items, num_fewshot, batch_tokens: the options of `lm evaluate`.
         device: where to compute, if `model` is not loaded; the GPU if there is one.
-        module: for a model of one's own that is not loaded, its subclass of `LanguageModule`.
+        module: for a custom model that is not loaded, its subclass of `LanguageModule`.
 
     Returns:
         What `lm evaluate --json` prints: `tasks`, each with accuracy and confidence interval, `texts` with bits per
@@ -142,7 +142,7 @@ def generate(
     Args:
         model: a run's name or folder, whose best checkpoint is taken; a checkpoint; or a loaded model.
         prompts: one text or several.
-        module: for a model of one's own that is not loaded, its subclass of `LanguageModule`.
+        module: for a custom model that is not loaded, its subclass of `LanguageModule`.
         options: those of `Pretrained.generate`: `max_new_tokens`, `sampling`, `stop`, `seed` and so on.
 
     Returns:
@@ -269,7 +269,7 @@ def _class_of_models(kind: type | None) -> Iterator[None]:
     """Inside the `with`, models are built by this class, if one is given.
 
     Raises:
-        RequestError: it is no subclass of `LanguageModule`.
+        RequestError: it is not a subclass of `LanguageModule`.
     """
     if kind is not None and not (isinstance(kind, type) and issubclass(kind, LanguageModule)):
         raise RequestError(f"module is {kind_of(kind)}, and has to be a subclass of lm.LanguageModule")

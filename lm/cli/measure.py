@@ -37,7 +37,7 @@ from torch.autograd.profiler import record_function
 
 from lm.cli.config import config_name, config_parser
 from lm.cli.options import BenchOptions, ProfileOptions
-from lm.cli.plan import find_tokenizer, with_vocabulary
+from lm.cli.plan_facts import find_tokenizer, with_vocabulary
 from lm.cli.runs import folder_bytes
 from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
@@ -105,8 +105,8 @@ def bench_step(arguments: list[str]) -> None:
     require_at_least(1, "--", steps=config.steps)
     require_at_least(0, "--", checkpoints=config.checkpoints)
     refuse_url("--output", config.output or "")
-    stretch = min(config.steps, config.trainer.log_interval)
-    timer = StepTimer(stretch=stretch, stretches=config.steps // stretch, checkpoints=config.checkpoints)
+    steps = min(config.steps, config.trainer.log_interval)
+    timer = StepTimer(steps_per_round=steps, rounds=config.steps // steps, checkpoints=config.checkpoints)
     # The checkpoints that the timer takes are the only ones.
     trainer = fit_briefly(config, timer.steps, [timer], checkpoint_interval=timer.steps + 1)
     if not trainer.is_global_zero:
@@ -286,19 +286,17 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 class StepTimer(Callback):
-    """Times stretches of optimizer steps after the warm-up, then some checkpoints.
+    """Times rounds of optimizer steps after the warm-up, then some checkpoints.
 
-    A stretch is timed from the end of this callback's hook to its next call, so everything that `lm fit` does for a
-    step is in it.
+    A round is timed from the end of this callback's hook to its next call, so everything that `lm fit` does for a step
+    is in it.
 
     Args:
-        stretch: optimizer steps of a stretch.
-        stretches: how many.
-        checkpoints: checkpoints to take afterwards, one a step.
+        checkpoints: how many to take afterwards, one a step.
 
     Attributes:
-        seconds: of each stretch on the clock, with the device caught up at both ends.
-        cpu_seconds: of each stretch, of all threads of this process.
+        seconds: of each round on the clock, with the device caught up at both ends.
+        cpu_seconds: of each round, of all threads of this process.
         optimizer_seconds: that the optimizer's `step` took in each timed step.
         savings: of each checkpoint the seconds that training waits, and those until it is whole on the disk.
         first_step: seconds of the first optimizer step, with all that is compiled and loaded in it.
@@ -307,9 +305,9 @@ class StepTimer(Callback):
         checkpoint_bytes: of the last checkpoint, if there is one.
     """
 
-    def __init__(self, *, stretch: int, stretches: int, checkpoints: int) -> None:
-        self.stretch = stretch
-        self.measured = WARMUP + stretches * stretch
+    def __init__(self, *, steps_per_round: int, rounds: int, checkpoints: int) -> None:
+        self.steps_per_round = steps_per_round
+        self.measured = WARMUP + rounds * steps_per_round
         self.steps = self.measured + checkpoints
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
@@ -317,7 +315,7 @@ class StepTimer(Callback):
         self.savings: list[tuple[float, float]] = []
         self.first_step = self.first_step_age = 0.0
         self.peak_bytes: int | None = None
-        self._optimizer_spans: list[tuple[Any, Any]] = []  # timestamps before and after, since the last stretch
+        self._optimizer_spans: list[tuple[Any, Any]] = []  # timestamps before and after, since the last round
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         device, optimizer, begun = pl_module.device, pl_module.optimizers().optimizer, []  # torch's, inside Lightning's
@@ -337,7 +335,7 @@ class StepTimer(Callback):
         step, device = trainer.global_step, pl_module.device
         if step == 1:
             self.first_step, self.first_step_age = now(device) - self._began, seconds_since_process_start()
-        if step < WARMUP or step <= self.measured and (step - WARMUP) % self.stretch:
+        if step < WARMUP or step <= self.measured and (step - WARMUP) % self.steps_per_round:
             return
         if WARMUP < step <= self.measured:
             self.seconds.append(now(device) - self._began)
@@ -542,7 +540,7 @@ def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dic
     """What `lm bench step --json` prints: times in milliseconds, medians all."""
     steps, module = trainer.steps, trainer.lightning_module
     peak = trainer.device_peak
-    ms_per_step = statistics.median(timer.seconds) / timer.stretch * 1e3
+    ms_per_step = statistics.median(timer.seconds) / timer.steps_per_round * 1e3
     rate = steps.tokens_per_step / ms_per_step * 1e3
     flops = {full: flops_per_token(module.config, steps.seq_len, full_attention=full) for full in (False, True)}
     optimizer_ms = statistics.median(timer.optimizer_seconds) * 1e3
@@ -550,10 +548,10 @@ def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dic
     return {
         **describe_training(config, trainer),
         "turns": len(timer.seconds),
-        "steps_per_turn": timer.stretch,
+        "steps_per_turn": timer.steps_per_round,
         "ms_per_step": ms_per_step,
         "ms_per_micro_batch": ms_per_step / steps.accumulate,
-        "cpu_ms_per_step": statistics.median(timer.cpu_seconds) / timer.stretch * 1e3,
+        "cpu_ms_per_step": statistics.median(timer.cpu_seconds) / timer.steps_per_round * 1e3,
         "tokens_per_second": rate,
         "mfu": rate * flops[False] / peak if peak else None,
         "mfu_full_attention": rate * flops[True] / peak if peak else None,

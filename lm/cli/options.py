@@ -120,7 +120,7 @@ class PlanOptions:
         device: What to plan for: h200, a100, 4090, ..., cpu, or auto.
         memory: The device's memory, such as 16GiB; without --device it is any other GPU, an Ampere or later.
         peak_tflops: The device's peak in this precision: dense TFLOP/s with fp32 accumulation.
-        mfu: Share of the device's peak to reckon with, causal attention counted as attended.
+        mfu: Share of the device's peak to count with, causal attention counted as attended.
         bench: A file of `lm bench step --output`, whose rate is taken in place of a share of the peak.
         rate_usd_per_hr: Price of the machine, where guards.budget has none; a cap_usd of the config is counted by it.
         fit: Print the largest micro-batch that fits, and nothing else; with --json as `fit` beside the rest.
@@ -289,7 +289,7 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
         RequestError: a name is unknown, or a config is not there or is damaged.
     """
     if arguments and not arguments[0].startswith("-"):
-        raise RequestError(f"{arguments[0]!r} is no option; did you mean `lm {command} --config {arguments[0]}`?")
+        raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {arguments[0]}`?")
     leaves = {option.name for option in (*training_options(command), *FIT)}  # a config may carry those of a fit
     unknown = {}
     files = [value for name, value in zip(arguments, arguments[1:]) if name in ("-c", "--config")]

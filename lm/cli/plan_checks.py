@@ -1,6 +1,6 @@
 """The findings of `lm plan` on its numbers: errors, warnings and advice, each with the arithmetic and the cure.
 
-`cli/plan` computes the numbers; what options do not go together is in `training/checks`.
+`cli/plan_facts` computes the numbers; what options do not go together is in `training/checks`.
 """
 
 import math
@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from lm.cli.scale import batch_tokens
 from lm.data.config import SourceConfig
 from lm.data.prepare import describe_small_validation
+from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
 from lm.model.estimates import block_flops_per_token
@@ -86,11 +87,14 @@ def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
                       "such matrices more slowly", f"--model.decoder.vocab_size {padded}")  # fmt: skip
 
 
-def of_vocabulary(tokenizer_size: int, vocab_size: int) -> Iterator[Finding]:
-    """Findings on the tokenizer's vocabulary and the model's."""
-    if vocab_size - tokenizer_size > max(ROWS, vocab_size // 10):
-        yield Finding("warning", f"{vocab_size - tokenizer_size:,} of {vocab_size:,} rows of the embedding belong to "
-                      f"no token of the tokenizer, which has {tokenizer_size:,}",
+def of_tokenizer(tokenizer: Tokenizer | None, decoder: DecoderConfig | None) -> Iterator[Finding]:
+    """Findings on the tokenizer, and on its vocabulary beside the model's."""
+    if tokenizer and tokenizer.lossy:
+        yield Finding("advice", tokenizer.lossy, "a model learns and writes texts as they are decoded")
+    rows, tokens = decoder.vocab_size if decoder else 0, tokenizer.vocab_size if tokenizer else 0
+    if tokens and rows - tokens > max(ROWS, rows // 10):
+        yield Finding("warning", f"{rows - tokens:,} of {rows:,} rows of the embedding belong to no token of the "
+                      f"tokenizer, which has {tokens:,}",
                       "if this is the right tokenizer, leave model.decoder.vocab_size out")  # fmt: skip
 
 

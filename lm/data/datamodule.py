@@ -1,12 +1,13 @@
 """The LightningDataModule: where the data is, how large a batch is, and which sample is trained on next.
 
-The stop after `data/loader` on a batch's way; `training/step` is next. It knows nothing of the model.
+Input: the options under `data:`; output: the batches of `data/loader`, which `training/step` takes. It knows nothing of
+the model.
 """
 
 import logging
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -20,15 +21,14 @@ from torch.utils.data import ChainDataset
 from lm.data.cache import BlockCache
 from lm.data.config import DataConfig, SourceConfig
 from lm.data.loader import Batch, Reading, Stream, Windows
-from lm.data.mixture import Mixture, Phase, counts_of, errors_of, phases_of
-from lm.data.prepare import prepare
+from lm.data.mixture import Mixture, Phase, counts_of, phases_of
+from lm.data.prepare import MANIFEST, prepare, refuse_other_options
 from lm.data.sampler import BLOCKS_AHEAD, Order, lanes_for
 from lm.data.shards import Shards, common_file
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.system.arguments import arguments_from
-from lm.system.files import parse_json
 from lm.system.units import plural
 
 log = logging.getLogger(__name__)
@@ -80,27 +80,14 @@ class DataModule(LightningDataModule):
     def __init__(self, config: DataConfig) -> None:
         super().__init__()
         self.options = config
-        self.path = Path(config.path) if config.path else None
         self.mixed = config.sources is not None
         self.sources = config.sources or [
             SourceConfig("all", config.path, config.train, config.val, config.tokenizer, config.column)
         ]
-        self.phases = config.phases or []
-        self.test = config.test
-        self.packing = config.packing
-        if config.prepare is not None and config.prepare.packing != "stream":
-            self.packing = config.packing or config.prepare.packing
-        self.prepare_options = config.prepare
-        self.pad_id = config.pad_id
         self.seq_len = config.seq_len
         self.micro_batch_size = config.micro_batch_size
         self.global_batch_tokens = config.global_batch_tokens
-        self.val_tokens = config.val_tokens
-        self.shuffle_buffer = config.shuffle_buffer
-        self.timeout = config.timeout
-        self.on_bad_shard = config.on_bad_shard
-        self.cache = BlockCache(Path(config.cache_dir), config.cache_bytes)
-        self.texts = [config.texts] if isinstance(config.texts, str) else config.texts
+        self.cache = BlockCache(config.cache_dir, config.cache_bytes)
         self.seed = 0  # of the order of samples
         self.global_batch = config.micro_batch_size  # samples of an optimizer step
         self.consumed = 0  # samples trained on so far
@@ -128,77 +115,33 @@ class DataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Make `path` when it is not there; on one rank of a node, before `setup`."""
-        for source in self.sources if self.mixed else ():
-            if source.path and not (Path(source.path) / "manifest.json").exists():
-                raise RequestError(f"data.sources {source.name}: {source.path} holds no manifest.json: make it with "
-                                   f"{self._preparation(source)}")  # fmt: skip
-        if self.path is None:
+        options = self.options.prepare
+        for source in self.sources:
+            if options is None and source.path and not (Path(source.path) / MANIFEST).exists():
+                where = f"data.sources {source.name}: {source.path}" if self.mixed else f"data.path {source.path}"
+                other = "" if self.mixed else ", or give data.prepare.input to make it from"
+                raise RequestError(f"{where} holds no manifest.json: make it with {self._preparation(source)}{other}")
+        if options is None or self.options.path is None:
             return
-        if self.prepare_options is not None:
-            self.prepare_options.packing = self.packing or self.prepare_options.packing
-            if self.prepare_options.packing == "whole":
-                self.prepare_options.seq_len = self.prepare_options.seq_len or self.seq_len
-        if (self.path / "manifest.json").exists():
-            self._refuse_other_preparation()
+        options.output = self.options.path
+        options.packing = self.options.packing or options.packing
+        if options.packing == "whole":
+            options.seq_len = options.seq_len or self.seq_len
+        if (Path(options.output) / MANIFEST).exists():
+            refuse_other_options(options)
             return
-        if self.prepare_options is None:
-            raise RequestError(
-                f"data.path {self.path} holds no manifest.json: make it with `lm data prepare --input TEXTS --output "
-                f"{self.path}`, or give data.prepare.input to make it from"
-            )
-        log.info("preparing %s from %s", self.path, ", ".join(self.prepare_options.input))
-        self.prepare_options.output = str(self.path)
-        prepare(self.prepare_options)
-
-    def _refuse_other_preparation(self) -> None:
-        """A folder that exists must have been made with the config's options; its texts may be gone by now."""
-        if self.prepare_options is None:
-            return
-        file = self.path / "manifest.json"
-        try:
-            made = dict(parse_json(file.read_bytes()).get("options", {}))
-        except (OSError, AttributeError, TypeError, ValueError) as error:
-            raise RequestError(f"{file} is damaged ({error}); `rm -r {self.path}`, and it is made again") from error
-        learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(self.prepare_options.tokenizer, [])
-        for name in ["val_fraction", "text_key", *learned]:
-            wanted = getattr(self.prepare_options, name)
-            if name in made and made[name] != wanted:
-                raise RequestError(
-                    f"{self.path} was made with {name} {made[name]}, and data.prepare.{name} is {wanted}: "
-                    "give --data.prepare null to train on it as it is, or another data.path"
-                )
+        log.info("preparing %s from %s", options.output, ", ".join(options.input))
+        prepare(options)
 
     def setup(self, stage: str) -> None:
         """Open the tokenizer and the shards that this stage needs; footers or the manifest only, no tokens."""
         if self.seq_len is None:
             raise RequestError("give DataModule(seq_len=...), the tokens of a sample: at most the decoder's "
                                "max_position_embeddings")  # fmt: skip
-        self.tokenizer = self._tokenizer_of(self.sources[0])
+        self.tokenizer = self._common_tokenizer()
         wanted = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ()}[stage]
-        for source in self.sources[1:]:
-            if self._tokenizer_of(source).sha256 != self.tokenizer.sha256:
-                removed = f"`rm -r {source.path}`, and " if source.path else ""
-                raise RequestError(
-                    f"data.sources {self.sources[0].name} and {source.name} have different tokenizers: prepare the "
-                    f"texts of {source.name} again, {removed}{self._preparation(source)}"
-                )
         for split in wanted:
-            opened = {}
-            for source in self.sources:
-                with self._errors_of(source):
-                    if shards := self._open(source, split):
-                        if self.mixed and split != "train" and 0 < shards.tokens <= self.seq_len:
-                            log.warning(
-                                "data.sources %s: it has no validation: %s has %s, and a sample takes %d", source.name,
-                                shards.source, plural(shards.tokens, "token"), self.seq_len + 1,
-                            )  # fmt: skip
-                            continue
-                        shards.require_windows(self.seq_len)
-                        if split == "train" and not self.mixed:  # the buffer of a mixture grows with its sources
-                            shards.require_buffer(self.shuffle_buffer)
-                        if split != "train":
-                            shards.require_targets(self.seq_len, self._limit(split))
-                        opened[source.name] = shards
+            opened = {source.name: shards for source in self.sources if (shards := self._open_whole(source, split))}
             if opened:
                 self.by_source[split], self.shards[split] = opened, Shards.join(opened)
         if {"train", "val"} <= self.shards.keys() and (found := common_file(self.shards["train"], self.shards["val"])):
@@ -220,12 +163,27 @@ class DataModule(LightningDataModule):
             for what, cure in self.warnings():
                 log.warning("warning: %s; %s", what, cure)
 
-    def _errors_of(self, source: SourceConfig) -> AbstractContextManager:
-        return errors_of(source) if self.mixed else nullcontext()
+    @contextmanager
+    def _errors_of(self, source: SourceConfig) -> Iterator[None]:
+        """Name the source of a mixture in an error."""
+        try:
+            yield
+        except RequestError as error:
+            raise RequestError(f"data.sources {source.name}: {error}" if self.mixed else str(error)) from error
 
-    def _tokenizer_of(self, source: SourceConfig) -> Tokenizer:
-        with self._errors_of(source):
-            return Tokenizer.load(source.tokenizer or source.path)
+    def _common_tokenizer(self) -> Tokenizer:
+        """The tokenizer of all sources."""
+        found = []
+        for source in self.sources:
+            with self._errors_of(source):
+                found.append(Tokenizer.load(source.tokenizer or source.path))
+            if found[-1].sha256 != found[0].sha256:
+                removed = f"`rm -r {source.path}`, and " if source.path else ""
+                raise RequestError(
+                    f"data.sources {self.sources[0].name} and {source.name} have different tokenizers: prepare the "
+                    f"texts of {source.name} again, {removed}{self._preparation(source)}"
+                )
+        return found[0]
 
     def _preparation(self, source: SourceConfig) -> str:
         """The command that makes the folder of a source with the tokenizer of the others."""
@@ -233,8 +191,23 @@ class DataModule(LightningDataModule):
         return (f"`lm data prepare --input TEXTS --output {source.path or f'data/{source.name}'} "
                 f"--tokenizer {next(iter(others), 'bpe')}`")  # fmt: skip
 
+    def _open_whole(self, source: SourceConfig, split: str) -> Shards | None:
+        """The shards of a source that has at least one sample; None where it has no such split."""
+        with self._errors_of(source):
+            shards = self._open(source, split)
+            if shards is None:
+                return None
+            if self.mixed and split != "train" and 0 < shards.tokens <= self.seq_len:
+                log.warning("data.sources %s: it has no validation: %s has %s, and a sample takes %d", source.name,
+                            shards.source, plural(shards.tokens, "token"), self.seq_len + 1)  # fmt: skip
+                return None
+            shards.require_windows(self.seq_len, self._limit(split))
+            if split == "train" and not self.mixed:  # the buffer of a mixture grows with its sources
+                shards.require_buffer(self.options.shuffle_buffer)
+            return shards
+
     def _open(self, source: SourceConfig, split: str) -> Shards | None:
-        files = {"train": source.train, "val": source.val, "test": self.test}[split]
+        files = {"train": source.train, "val": source.val, "test": self.options.test}[split]
         if files is None and split == "test":
             return self._open(source, "val")
         if files is None and source.path is not None and (Path(source.path) / split).is_dir():
@@ -243,16 +216,18 @@ class DataModule(LightningDataModule):
             raise RequestError(f"{source.path} has no shards to train on: make them with {self._preparation(source)}")
         if files is None:
             return None
+        options = self.options
         shards = Shards.open(
             files, source.column, vocab_size=self.tokenizer.vocab_size, tokenizer_sha256=self.tokenizer.sha256,
-            cache=self.cache, patience=self.timeout / 2,  # so that it is the read that says what is wrong
-            pad_id=self.pad_id, eos_id=self.tokenizer.eos_id,
-            block_tokens=self.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
+            cache=self.cache, patience=options.timeout / 2,  # so that it is the read that says what is wrong
+            pad_id=options.pad_id, eos_id=self.tokenizer.eos_id,
+            block_tokens=options.shuffle_buffer // BLOCKS_IN_BUFFER if split == "train" else None,
         )
         made = "stream" if shards.packed is None else "whole"
-        if self.packing not in (None, made):
+        wanted = options.packing or ("whole" if options.prepare and options.prepare.packing == "whole" else made)
+        if wanted != made:
             raise RequestError(
-                f"{shards.source} was prepared with --packing {made}, and data.packing is {self.packing}: leave "
+                f"{shards.source} was prepared with --packing {made}, and data.packing is {wanted}: leave "
                 "data.packing out, or prepare the text again, to another folder"
             )
         return shards
@@ -306,7 +281,7 @@ class DataModule(LightningDataModule):
     def _lanes(self, shards: Shards) -> int:
         """Of one source, whatever other sources there are."""
         parts = SHARED_BY if self.mixed else 1
-        return lanes_for(shards.largest.tokens, self.shuffle_buffer // parts)
+        return lanes_for(shards.largest.tokens, self.options.shuffle_buffer // parts)
 
     def shares(self, samples: int) -> np.ndarray:
         """Which part of the first samples of a mixture is of each source: (sources,) fp64, of a sum of 1."""
@@ -314,7 +289,7 @@ class DataModule(LightningDataModule):
 
     @property
     def _phases(self) -> list[Phase]:
-        return phases_of(self.sources, self.phases, self.seq_len)
+        return phases_of(self.sources, self.options.phases or [], self.seq_len)
 
     def _token_bytes(self, split: str) -> torch.Tensor:
         sizes = {name: shards.token_bytes(self.tokenizer) for name, shards in self.by_source[split].items()}
@@ -352,7 +327,7 @@ class DataModule(LightningDataModule):
 
     def train_dataloader(self) -> Stream:
         """This rank's part of one optimizer step after another, without end, from the first sample not trained on."""
-        buffer = self.shuffle_buffer
+        buffer = self.options.shuffle_buffer
         if self.mixed:
             held = sum(self._lanes(shards) * shards.largest.tokens for shards in self.by_source["train"].values())
             buffer = max(buffer, held + BLOCKS_AHEAD * self.shards["train"].largest.tokens)
@@ -371,9 +346,11 @@ class DataModule(LightningDataModule):
 
     def predict_dataloader(self) -> Any:
         """The samples of the texts of `data.texts`, in order."""
-        if not self.texts:
+        texts = self.options.texts
+        if not texts:
             raise RequestError("nothing to predict on: give text files, JSONL or Parquet with --data.texts")
-        return text_batches(self.texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted)
+        texts = [texts] if isinstance(texts, str) else texts
+        return text_batches(texts, self.tokenizer, self.seq_len, self.micro_batch_size, self.predicted)
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """In one copy, through page-locked memory, so that it does not make the device wait."""
@@ -383,9 +360,9 @@ class DataModule(LightningDataModule):
 
     def _limit(self, split: str) -> int | None:
         """How many windows of each source an evaluation takes; None: all."""
-        if split != "val" or self.val_tokens is None:
+        if split != "val" or self.options.val_tokens is None:
             return None
-        return max(1, self.val_tokens // self.seq_len // len(self.sources))
+        return max(1, self.options.val_tokens // self.seq_len // len(self.sources))
 
     def _windows(self, split: str) -> Any:
         if split not in self.shards:
@@ -407,4 +384,5 @@ class DataModule(LightningDataModule):
         trainer = self.trainer
         rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
         fits = trainer is None or trainer.state.fn == "fit"
-        return {"rank": rank, "world": world, "reading": Reading(self.timeout, self.on_bad_shard if fits else "raise")}
+        reading = Reading(self.options.timeout, self.options.on_bad_shard if fits else "raise")
+        return {"rank": rank, "world": world, "reading": reading}

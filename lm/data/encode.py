@@ -3,17 +3,17 @@
 Between `data/text_files` and `data/parquet`. The text is cut into *units* of similar size, whose borders depend on the
 files alone. A unit becomes *parts*: files of plain ids, and a JSON record that is written last, so that a unit with a
 record is done. The record's name is a hash of what the unit was made of and how. Shards are then copied together from
-parts. The result does not depend on which process does what, nor when.
+parts: a document ends with the end-of-text token, which no text becomes. The result does not depend on which process
+does what, nor when.
 """
 
-import io
 import json
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -151,24 +151,19 @@ def encode_unit(unit: Unit, recipe: Recipe) -> None:
     write_atomically(path, json.dumps(record))
 
 
-def _encoded(pieces: Iterable[Piece], encoder: Encoder) -> Iterator[tuple[Piece, np.ndarray]]:
+def _encoded(pieces: Iterator[Piece], encoder: Encoder) -> Iterator[tuple[Piece, np.ndarray]]:
     """Pieces with their ids, encoded many at once."""
-    batch: list[Piece] = []
-
-    def flush() -> Iterator[tuple[Piece, np.ndarray]]:
+    while batch := list(_take(pieces, BATCH)):
         ids = iter(encoder.encode([piece.content for piece in batch if isinstance(piece.content, str)]))
         for piece in batch:
             yield piece, next(ids) if isinstance(piece.content, str) else piece.content.astype(encoder.dtype)
-        batch.clear()
 
-    held = 0
-    for piece in pieces:
-        batch.append(piece)
-        held += len(piece.content)
-        if held >= BATCH:
-            yield from flush()
-            held = 0
-    yield from flush()
+
+def _take(pieces: Iterator[Piece], length: int) -> Iterator[Piece]:
+    """The next pieces, until they have this length together."""
+    while length > 0 and (piece := next(pieces, None)) is not None:
+        length -= len(piece.content)
+        yield piece
 
 
 @lru_cache(maxsize=1)
@@ -179,36 +174,22 @@ def _tools(recipe: Recipe) -> tuple[Encoder, np.ndarray]:
 
 
 class _Part:
-    """A file of ids that is being written, and beside it the length of each row.
-
-    A half-written one is never read: the record of its unit is written last.
-    """
+    """A file of ids that is being written. A half-written one is never read: the record of its unit is written last."""
 
     def __init__(self, stack: ExitStack, path: Path, split: str) -> None:
         self._path = path
         self._file = stack.enter_context(open(path, "wb"))
-        self._rows: list[int] = []
         self.counts = {"file": path.name, "split": split, "tokens": 0, "documents": 0, "bytes": 0, "token_bytes": 0}
 
     def write(self, ids: bytes, count: int, end: bytes) -> None:
-        """Add a row of ids, and the token that ends its document, if it does."""
-        self._file.write(ids)
-        self._file.write(end)
-        self._rows.append(count + bool(end))
-        self.counts["tokens"] += self._rows[-1]
+        """Add ids, and the token that ends their document, if it does."""
+        self._file.write(ids + end)
+        self.counts["tokens"] += count + bool(end)
         self.counts["documents"] += bool(end)
 
     def close(self) -> None:
         self._file.close()
-        rows = io.BytesIO()  # NumPy, saving to a file, turns Ctrl-C into a TypeError
-        np.save(rows, np.array(self._rows, np.int64))
-        _rows_path(self._path).write_bytes(rows.getvalue())
-        for path in (self._path, _rows_path(self._path)):
-            sync(path)
-
-
-def _rows_path(part: Path) -> Path:
-    return part.with_name(part.name + "-rows.npy")
+        sync(self._path)
 
 
 def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
@@ -229,7 +210,7 @@ def write_shard(
     writer = ShardWriter(path, id_type(tokenizer.vocab_size), tokenizer.sha256, packed)
     facts: dict[str, Any] = {}
     if packed is None:
-        _copy_documents(writer, slices, folder)
+        _copy_documents(writer, slices, folder, tokenizer.eos_id)
     else:
         facts = _copy_packed(writer, slices, folder, packed)
     size = writer.close()
@@ -237,18 +218,14 @@ def write_shard(
     return {"file": name, "size": size, "row_groups": writer.row_groups, "digest": writer.digest} | facts
 
 
-def _copy_documents(writer: ShardWriter, slices: Sequence[Slice], folder: Path) -> None:
+def _copy_documents(writer: ShardWriter, slices: Sequence[Slice], folder: Path, eos_id: int) -> None:
     """One row a document."""
-    dtype = writer.dtype
     for file, start, stop in slices:
-        rows = np.load(_rows_path(folder / file))
-        edges = np.unique(np.clip(np.concatenate([[0], np.cumsum(rows)]), start, stop))  # where rows begin, and stop
-        first = 0
-        while first < len(edges) - 1:  # whole rows, about a row group of tokens at once
-            last = max(first + 1, int(np.searchsorted(edges, edges[first] + ROW_GROUP_TOKENS, side="right")) - 1)
-            count, before = int(edges[last] - edges[first]), int(edges[first]) * dtype.itemsize
-            writer.write(np.fromfile(folder / file, dtype, count, offset=before), np.diff(edges[first : last + 1]))
-            first = last
+        for first in range(start, stop, ROW_GROUP_TOKENS):
+            count = min(ROW_GROUP_TOKENS, stop - first)
+            ids = np.fromfile(folder / file, writer.dtype, count, offset=first * writer.dtype.itemsize)
+            ends = np.flatnonzero(ids == eos_id) + 1
+            writer.write(ids, np.union1d(ends, [count]) if first + count == stop else ends)
 
 
 def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, packed: PackedRows) -> dict[str, Any]:
@@ -278,7 +255,7 @@ def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, pac
             ids[row, column : column + stop - start] = parts[part][start:stop]
             if column == 1 and start > 0:
                 ids[row, 0] = parts[part][start - 1]
-        writer.write(ids.ravel(), np.full(len(ids), seq_len + 1))
+        writer.write(ids.ravel(), np.arange(1, len(ids) + 1) * (seq_len + 1))
     return {
         # Tokens that fill rows up.
         "padding": int(packing.rows[-1] + 1) * seq_len - int((packing.stops - packing.starts).sum()),

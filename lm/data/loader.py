@@ -1,9 +1,10 @@
 """Batches for one rank: the samples of each optimizer step, decoded ahead by threads and laid out in rows.
 
-The third stop of a batch, between `data/sampler`, which says what each sample is, and `data/datamodule`. `Stream` and
-`Windows` say which samples make which batch; `assemble` copies their rows out of blocks that `BlockBuffer` decodes
-ahead. Decoding runs in threads of the training process: Arrow and numpy release the interpreter lock while they work,
-and copying batches between processes would cost more than reading them.
+Input: blocks of tokens (`data/shards`) and the order of samples (`data/sampler`); output: a `Batch`, which
+`data/datamodule` hands to `training/step`. `Stream` and `Windows` say which samples make which batch; `Assembler`
+copies their rows out of blocks that `BlockBuffer` decodes ahead. Decoding runs in threads of the training process:
+Arrow and numpy release the interpreter lock while they work, and copying batches between processes would cost more
+than reading them.
 """
 
 from collections import OrderedDict, deque
@@ -50,8 +51,8 @@ class Batch:
     """Rows of T + 1 consecutive tokens: the first T are inputs, the last T their targets.
 
     In training a batch is one rank's part of a whole optimizer step, which `split` divides into micro-batches. Tokens
-    stay as small as they are stored until they are on their device. It is no dataclass, since Lightning takes those
-    apart, field by field.
+    stay as small as they are stored until they are on their device. It is not a dataclass, since Lightning takes
+    those apart, field by field.
 
     Args:
         tokens: (B, T + 1) uint16 or int32, on any device.
@@ -204,7 +205,7 @@ class Stream(IterableDataset):
             yield Request(samples, Cursor(start, end), sources=sources)
 
     def __iter__(self) -> Iterator[Batch]:
-        return assemble(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading)
+        return Assembler(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading).batches()
 
 
 class Windows(IterableDataset):
@@ -242,72 +243,80 @@ class Windows(IterableDataset):
             yield Request(samples, padding=self.micro_batch - len(samples), sources=self.sources)
 
     def __iter__(self) -> Iterator[Batch]:
-        return assemble(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading)
+        return Assembler(self.shards, self.order, self.seq_len, self.requests(), self.buffer, self.reading).batches()
 
 
 # ---- rows out of blocks ----------------------------------------------------------------------------------------------
 
 
-def assemble(
-    shards: Shards, order: Order | Mixture, seq_len: int, requests: Iterator[Request], capacity: int,
-    reading: Reading = Reading(),
-) -> Iterator[Batch]:
-    """Turn requests into batches, with at most `capacity` tokens of decoded blocks, and at least the largest block.
+class Assembler:
+    """Turns requests into batches, with at most `capacity` tokens of decoded blocks, and at least the largest block."""
 
-    Raises:
+    def __init__(
+        self, shards: Shards, order: Order | Mixture, seq_len: int, requests: Iterator[Request], capacity: int,
+        reading: Reading = Reading(),
+    ) -> None:
+        self.shards, self.seq_len, self.reading = shards, seq_len, reading
+        self.stride = shards.stride(seq_len)
+        self.buffer = BlockBuffer(shards, capacity, reading.timeout)
+        self.located = _locate_many(order, requests)
+        self.waiting: deque = deque()  # located requests
+        self.unwanted: deque[int] = deque()  # those of their blocks that the buffer was not asked for yet
+        # About BLOCKS_AHEAD blocks begin in so many samples.
+        self.ahead = min(SAMPLES_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))
+
+    def batches(self) -> Iterator[Batch]:
+        """Raises:
         DataError: a block cannot be read; names the file.
-    """
-    ahead = min(SAMPLES_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))  # about BLOCKS_AHEAD blocks begin there
-    stride = shards.stride(seq_len)
-    buffer = BlockBuffer(shards, capacity, reading.timeout)
-    located = _locate_many(order, requests)
-    waiting, unwanted = deque(), deque()  # located requests, and those of their blocks that are not wanted yet
-    wanted = taken = 0  # samples
+        """
+        try:
+            self.look_ahead()
+            while self.waiting:
+                batch = self.fill(*self.waiting.popleft())
+                self.look_ahead()  # so that decoding continues while the batch is trained on
+                yield batch
+        except RunError as error:
+            raise DataError(str(error)) from error
+        finally:
+            self.buffer.close()
 
-    def look_ahead() -> None:
-        nonlocal wanted
-        while wanted - taken < ahead:
-            if not unwanted:
-                request = next(located, None)
-                if request is None:
+    def look_ahead(self) -> None:
+        """Ask the buffer for the blocks of the next samples, as far as they fit."""
+        while self.buffer.wanted - self.buffer.taken < self.ahead:
+            if not self.unwanted:
+                located = next(self.located, None)
+                if located is None:
                     return
-                waiting.append(request)
-                unwanted.extend(request[1])
-            elif buffer.want(unwanted[0], wanted, taken):
-                unwanted.popleft()
-                wanted += 1
+                self.waiting.append(located)
+                self.unwanted.extend(located[1])
+            elif self.buffer.want(self.unwanted[0]):
+                self.unwanted.popleft()
             else:
                 return
 
-    try:
-        look_ahead()
-        while waiting:
-            request, blocks, windows = waiting.popleft()
-            rows = np.empty((len(blocks) + request.padding, seq_len + 1), shards.column.row_dtype)  # (B, T + 1)
-            rows[len(blocks) :] = 0
-            bad, counts = {}, None
-            for place, (block, window) in enumerate(zip(blocks, windows)):
-                if wanted == taken:
-                    look_ahead()  # the buffer was full; no sample that was taken needs its block any more
-                first = window * stride
-                try:
-                    tokens = buffer.get(block)
-                    rows[place] = tokens.ids[first : first + seq_len + 1]
-                    if tokens.targets is not None:
-                        counts = np.ones((len(rows), seq_len), bool) if counts is None else counts  # (B, T)
-                        counts[place] = tokens.targets[first + 1 : first + seq_len + 1]
-                except BadBlock as damage:
-                    if reading.on_bad_shard == "raise":
-                        raise
-                    rows[place] = 0
-                    bad[place] = str(damage.with_traceback(None))  # a block's rows share it: tracebacks would add up
-                taken += 1
-            look_ahead()  # so that decoding continues while the batch is trained on
-            yield _to_batch(rows, request, bad, counts)
-    except RunError as error:
-        raise DataError(str(error)) from error
-    finally:
-        buffer.close()
+    def fill(self, request: Request, blocks: list[int], windows: list[int]) -> Batch:
+        """The batch of a request, whose samples are these windows of these blocks."""
+        rows = np.zeros((len(blocks) + request.padding, self.seq_len + 1), self.shards.column.row_dtype)  # (B, T + 1)
+        mask = np.ones((len(rows), self.seq_len), bool)  # (B, T)
+        mask[len(blocks) :] = False
+        bad, all_count = [], not request.padding
+        for place, (block, window) in enumerate(zip(blocks, windows)):
+            if self.buffer.wanted == self.buffer.taken:
+                self.look_ahead()  # the buffer was full; no sample that was taken needs its block any more
+            first = window * self.stride
+            try:
+                ids, targets = self.buffer.take(block)
+                rows[place] = ids[first : first + self.seq_len + 1]
+                if targets is not None:
+                    mask[place], all_count = targets[first + 1 : first + self.seq_len + 1], False
+            except BadBlock as damage:
+                if self.reading.on_bad_shard == "raise":
+                    raise
+                mask[place], all_count = False, False
+                bad.append(str(damage.with_traceback(None)))  # a block's rows share it: tracebacks would add up
+        sources = None if request.sources is None else torch.from_numpy(request.sources)
+        counted = None if all_count else torch.from_numpy(mask)
+        return Batch(torch.from_numpy(rows), request.cursor, counted, tuple(bad), sources=sources)
 
 
 def _locate_many(order: Order | Mixture, requests: Iterator[Request]) -> Iterator[tuple[Request, list[int], list[int]]]:
@@ -322,60 +331,47 @@ def _locate_many(order: Order | Mixture, requests: Iterator[Request]) -> Iterato
         size = max(1, SAMPLES_LOCATED // max(1, ends[-1] // len(group)))
 
 
-def _to_batch(rows: np.ndarray, request: Request, bad: dict[int, str], counts: np.ndarray | None) -> Batch:
-    """A batch of rows.
-
-    Args:
-        bad: what is wrong with the block of a row that could not be read.
-        counts: (B, T) which targets count; None where all do.
-    """
-    mask = None if counts is None else torch.from_numpy(counts)
-    if request.padding or bad:
-        mask = torch.ones(len(rows), rows.shape[1] - 1, dtype=torch.bool) if mask is None else mask  # (B, T)
-        mask[len(rows) - request.padding :] = False
-        mask[list(bad)] = False
-    sources = None if request.sources is None else torch.from_numpy(request.sources)
-    return Batch(torch.from_numpy(rows), request.cursor, mask, tuple(bad.values()), sources=sources)
-
-
 class BlockBuffer:
     """Decoded blocks, at most `capacity` tokens of them, decoded by threads before they are needed.
 
-    Samples are wanted (`want`) some way ahead of being taken, in the same order, and their numbers serve as the clock.
-    The block whose latest wanted sample is the oldest is dropped first, but never before that sample is taken.
+    Each sample wants its block (`want`) some way ahead of taking it (`take`), in the same order. The block whose latest
+    wanted sample is the oldest is dropped first, but never before that sample is taken.
     """
 
     def __init__(self, shards: Shards, capacity: int, timeout: float = TIMEOUT) -> None:
         self.shards, self.capacity, self.held, self.timeout = shards, capacity, 0, timeout
+        self.wanted = self.taken = 0  # samples so far
         self.decoders = reader_pool(DECODERS)
         self.blocks: OrderedDict[int, Future] = OrderedDict()  # the one to drop first stands first
-        self.wanted: dict[int, int] = {}  # block -> the latest sample that wants it
-        self.decoded: dict[int, Tokens] = {}  # results that `get` has seen, since a Future takes a lock to answer
+        self.latest: dict[int, int] = {}  # block -> the latest sample that wants it
+        self.decoded: dict[int, Tokens] = {}  # results that `take` has seen, since a Future takes a lock to answer
 
-    def want(self, block: int, sample: int, taken: int) -> bool:
-        """Decode `block` for `sample`; False if it does not fit yet, while sample `taken` is the next to be taken."""
+    def want(self, block: int) -> bool:
+        """Decode `block` for the next sample; False if it does not fit yet."""
         if block in self.blocks:
             self.blocks.move_to_end(block)
         else:
             tokens = self.shards.blocks[block].tokens
             while self.blocks and self.held + tokens > self.capacity:
                 oldest = next(iter(self.blocks))
-                if self.wanted[oldest] >= taken:
+                if self.latest[oldest] >= self.taken:
                     return False
-                del self.blocks[oldest], self.wanted[oldest]
+                del self.blocks[oldest], self.latest[oldest]
                 self.decoded.pop(oldest, None)
                 self.held -= self.shards.blocks[oldest].tokens
             self.held += tokens
             self.blocks[block] = self.decoders.submit(self.shards.read_tokens, block)
-        self.wanted[block] = sample
+        self.latest[block] = self.wanted
+        self.wanted += 1
         return True
 
-    def get(self, block: int) -> Tokens:
-        """The tokens of a wanted block, as soon as they are decoded.
+    def take(self, block: int) -> Tokens:
+        """The tokens of the next sample's block, as soon as they are decoded.
 
         Raises:
             RunError: they cannot be read, or the wait was too long; names the file.
         """
+        self.taken += 1
         while (tokens := self.decoded.get(block)) is None:
             try:
                 tokens = self.decoded[block] = self.blocks[block].result(self.timeout)

@@ -13,9 +13,7 @@ A *phase* begins at a sample, with other weights; its periods are counted from t
 
 import heapq
 import math
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,7 +22,6 @@ import numpy as np
 
 from lm.data.config import PhaseConfig, SourceConfig
 from lm.data.sampler import Order
-from lm.errors import RequestError
 
 LONGEST_PERIOD = 2**16  # samples; weights without a smaller common unit are rounded to this part of their sum
 
@@ -41,16 +38,6 @@ def phases_of(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig], se
         if not found or shares != found[-1].shares:
             found.append(Phase(-(-tokens // seq_len), shares))
     return found
-
-
-@contextmanager
-def errors_of(source: SourceConfig) -> Iterator[None]:
-    """Name the source in an error; options of `data` that the error names are then those of the source."""
-    try:
-        yield
-    except RequestError as error:
-        text = re.sub(r"\bdata\.(path|train|val|tokenizer|column)\b", r"\1", str(error))
-        raise RequestError(f"data.sources {source.name}: {text}") from error
 
 
 # ---- the order -------------------------------------------------------------------------------------------------------

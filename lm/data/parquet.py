@@ -35,13 +35,6 @@ class BadBlock(RunError):
     """The file is there, and its content cannot be used: damaged, changed, null, or ids outside the vocabulary."""
 
 
-class Encrypted(pa.ArrowInvalid):
-    """A Parquet file that takes a key to read."""
-
-    def __init__(self) -> None:
-        super().__init__("it is encrypted")
-
-
 # ---- footer ----------------------------------------------------------------------------------------------------------
 
 
@@ -49,14 +42,13 @@ def read_footer(handle: pa.NativeFile) -> bytes:
     """The footer of a Parquet file, up to the end of the file.
 
     Raises:
-        pyarrow.ArrowInvalid: this is no Parquet file, or not the whole of it.
-        Encrypted: its footer is encrypted.
+        pyarrow.ArrowInvalid: this is not a Parquet file, or not the whole of it, or its footer is encrypted.
     """
     size = handle.size()
     first = max(0, size - FOOTER_BYTES)
     end = handle.read_at(size - first, first)
     if end[-4:] == b"PARE":
-        raise Encrypted
+        raise pa.ArrowInvalid("it is encrypted")
     length = int.from_bytes(end[-8:-4], "little") + 8
     if end[-4:] != b"PAR1" or length > size - 4:
         raise pa.ArrowInvalid("it has no Parquet footer at its end")
@@ -67,12 +59,11 @@ def parse_footer(footer: bytes) -> pq.FileMetaData:
     """What `read_footer` has read.
 
     Raises:
-        pyarrow.ArrowInvalid: the footer is damaged.
-        Encrypted: columns are encrypted; Arrow aborts the process where it meets one.
+        pyarrow.ArrowInvalid: it is damaged, or columns are encrypted: Arrow aborts the process where it meets one.
     """
     parsed = pq.read_metadata(pa.BufferReader(footer))
     if parsed.serialized_size == len(footer) - 8 - SIGNATURE:
-        raise Encrypted
+        raise pa.ArrowInvalid("it is encrypted")
     return parsed
 
 
@@ -125,7 +116,7 @@ class Column:
         """
         if self.name not in schema.names:
             raise RequestError(
-                f"shard {file} has no column {self.name!r}; it has {', '.join(schema.names) or 'none'}; set data.column"
+                f"shard {file} has no column {self.name!r}; it has {', '.join(schema.names) or 'none'}; set `column`"
             )
         for name in (self.name, *self.beside(schema)):
             if (times := schema.names.count(name)) > 1:
@@ -213,21 +204,6 @@ class Column:
         if targets is not None:
             targets = None if targets[keep].all() else targets[keep]
         return Tokens(kept.astype(self.dtype, copy=False), targets)
-
-    def has_targets(self, parquet: pq.ParquetFile) -> bool:
-        """Whether a label may be other than -100: False where the footer says that none is."""
-        if LABELS not in self.beside(parquet.schema_arrow):
-            return True
-        facts = [self._statistics(parquet, group, LABELS)[0] for group in range(parquet.metadata.num_row_groups)]
-        return any(one is None or not one.has_min_max or one.max != IGNORED for one in facts)
-
-    def why_empty(self, parquet: pq.ParquetFile) -> str:
-        """What is wrong with a file that has no tokens."""
-        if not parquet.metadata.num_rows:
-            return "has no rows"
-        causes = [f"column {MASK!r} is 0 everywhere"] if MASK in self.beside(parquet.schema_arrow) else []
-        causes += [] if self.pad_id is None else [f"column {self.name!r} is data.pad_id {self.pad_id} everywhere"]
-        return f"is all padding: {' or '.join(causes)}" if causes else f"has only empty lists in column {self.name!r}"
 
     def holds(self, ids: np.ndarray) -> bool:
         """Whether every id is inside the vocabulary."""
@@ -372,9 +348,9 @@ class ShardWriter:
             data_page_version="2.0", use_byte_stream_split=[f"{COLUMN}.list.element"], write_page_checksum=True,
         )  # fmt: skip
 
-    def write(self, tokens: np.ndarray, rows: np.ndarray) -> None:
-        """Add rows: (n,) ids of all of them, and (r,) how many tokens each has."""
-        self._ends = np.concatenate([self._ends, len(self._tokens) + np.cumsum(rows)])
+    def write(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+        """Add (n,) ids, and (r,) where rows end among them; the next ids continue a row that does not."""
+        self._ends = np.concatenate([self._ends, len(self._tokens) + ends])
         self._tokens = np.concatenate([self._tokens, tokens])
         while len(self._tokens) >= self._group_tokens:
             self._write_group(self._group_tokens)

@@ -212,17 +212,13 @@ def _start_anew(output: Path) -> str:
 
 def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, Any] | None, str, str]:
     """A manifest or plan, and how its options and its files differ from a plan, in words; None where there is none."""
-    file = output / name
-    try:
-        made = parse_json(file.read_bytes())
-        old, new = {**EARLIER, **made["options"]}, plan["options"]
-        options = [f"--{name} was {old.get(name)}, is {new.get(name)}" for name in {**old, **new}
-                   if old.get(name) != new.get(name)]  # fmt: skip
-        before, after = ({entry["name"]: entry for entry in one["sources"]} for one in (made, plan))
-    except FileNotFoundError:
+    if not (output / name).exists():
         return None, "", ""
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
+    made = _read(output, name)
+    old, new = made["options"], plan["options"]
+    options = [f"--{name} was {old.get(name)}, is {new.get(name)}" for name in {**old, **new}
+               if old.get(name) != new.get(name)]  # fmt: skip
+    before, after = ({entry["name"]: entry for entry in one["sources"]} for one in (made, plan))
     files = [
         f"{name} {'is new' if name not in before else 'is missing' if name not in after else 'has changed'}"
         for name in sorted({**before, **after})
@@ -230,6 +226,31 @@ def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, A
     ]
     more = f" and {len(files) - 4} more" if len(files) > 4 else ""
     return made, ", ".join(options), ", ".join(files[:4]) + more
+
+
+def _read(output: Path, name: str) -> dict[str, Any]:
+    """A manifest or plan."""
+    file = output / name
+    try:
+        made = parse_json(file.read_bytes())
+        if not all(isinstance(entry["name"], str) for entry in made["sources"]):
+            raise ValueError("a source has no name")
+        return made | {"options": {**EARLIER, **made["options"]}}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
+
+
+def refuse_other_options(options: PrepareOptions) -> None:
+    """Refuse a finished folder that was made with other options than a config's; its texts may be gone by now."""
+    made = _read(Path(options.output), MANIFEST)["options"]
+    learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(options.tokenizer, [])
+    for name in ["val_fraction", "text_key", *learned]:
+        wanted = getattr(options, name)
+        if name in made and made[name] != wanted:
+            raise RequestError(
+                f"{options.output} was made with {name} {made[name]}, and data.prepare.{name} is {wanted}: "
+                "give --data.prepare null to train on it as it is, or another data.path"
+            )
 
 
 def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], given: Tokenizer | None) -> Tokenizer:

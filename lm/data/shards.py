@@ -1,282 +1,40 @@
-"""Parquet shards as blocks of tokens: which shards a source has, how many tokens, and one block at a time.
+"""Shards as blocks of tokens: how many windows each block has, and the tokens of one block.
 
-The first stop of a batch; `data/sampler` is next and says which window of which block a sample is. Anyone's Parquet
-with a column of token ids is read as it is (`data/parquet` decodes it). Of a folder that `lm data prepare` made, the
-manifest says how many tokens there are; of other shards, their footers do.
+Input: the catalog of a source (`data/catalog`); output: blocks of ids, which `data/parquet` decodes. `data/sampler` is
+next and says which window of which block a sample is.
 
 A *block* is a run of row groups of one shard, or of several small ones, read at once; a *window* is `seq_len + 1`
 consecutive tokens of a block, at a stride of `seq_len`, so that each token is a target once. Windows do not cross
 blocks: less than `seq_len` tokens at the end of each are in none, which `Shards.left_over` counts. Where documents were
-packed (`data/packing`), each row is a window, and what fills it up is no target.
+packed (`data/packing`), each row is a window, and what fills it up is not a target.
 """
 
-import errno
 import logging
-import posixpath
-import re
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
+from contextlib import suppress
+from dataclasses import replace
+from errno import EIO
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from lm.data.cache import BlockCache
+from lm.data.catalog import FOOTER_THREADS, Fingerprint, Shard, find_shards
 from lm.data.packing import PackedRows
-from lm.data.parquet import (
-    COLUMN,
-    DAMAGE,
-    IGNORED,
-    LABELS,
-    LAYOUT,
-    PACKED_KEY,
-    TOKENIZER_KEY,
-    BadBlock,
-    Column,
-    Encrypted,
-    Tokens,
-    footer_digest,
-    parse_footer,
-    read_footer,
-)
+from lm.data.parquet import COLUMN, DAMAGE, IGNORED, BadBlock, Column, Tokens
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError, RunError, first_line
-from lm.system.files import parse_json
 from lm.system.process import reader_pool
-from lm.system.remote import (
-    PATIENCE,
-    file_identity,
-    is_denied,
-    is_remote,
-    list_files,
-    open_file,
-    unreadable,
-    with_retries,
-)
+from lm.system.remote import PATIENCE, file_identity, is_remote, unreadable
 from lm.system.units import plural
 
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 2**20  # long enough to be read at full speed, short enough for a quick first batch
 FOOTERS_KEPT = 256  # parsed footers of files in use: parsing one takes a tenth of the time of reading a block
-FOOTER_THREADS = 16
 DECODED_TOKENS = 2**18  # to learn how many bytes of text they stand for
-SUFFIX = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
-NOT_SHARDS = re.compile(r"(\.(npy|bin|csv|tsv|txt|json|jsonl))$", re.IGNORECASE)
-HIDDEN = re.compile(r"(^|/)[._]")
-
-# ---- which shards there are ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One Parquet file."""
-
-    file: str  # its path or URL, for messages
-    name: str  # its path below the source, which stays the same when the folder is moved
-    filesystem: pafs.FileSystem
-    path: str  # there
-    size: int  # bytes
-    modified: int | str | None  # ns, or what a store calls the content; None where the file system does not say
-    patience: float  # seconds for all attempts of one read, where it is remote
-    column: Column  # how its token ids are read
-    row_groups: tuple[int, ...] = ()  # tokens of each
-    digest: str | None = None  # of its footer; None where the manifest has none
-    labels: bool = False  # beside the ids, which say what is a target
-    text_ratio: float | None = None  # bytes of the text over those of `Tokenizer.token_bytes`, where a manifest says it
-    targets: bool = True  # there may be some
-    packed: PackedRows | None = None  # what its rows are; None where they are documents
-    padding: int | None = None  # tokens that fill packed rows up, where a manifest says it
-
-    @contextmanager
-    def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pq.ParquetFile, str | None]]:
-        """The open file, with checksums verified, and the digest of its footer; a footer that is given is not read.
-
-        Raises:
-            pyarrow.ArrowInvalid: the footer is not the one in the manifest. Arrow never parses such a footer, since it
-                does not survive all damage to one.
-        """
-        with open_file(self.filesystem, self.path, f"shard {self.file}", self.patience) as handle:
-            digest = None
-            if footer is None:
-                content = read_footer(handle)
-                digest = footer_digest(content)
-                if self.digest not in (None, digest):
-                    raise pa.ArrowInvalid("its footer is not the one that it had when it was written")
-                footer = parse_footer(content)
-            yield pq.ParquetFile(handle, metadata=footer, page_checksum_verification=True), digest
-
-
-def find_shards(
-    source: str, column: Column, tokenizer_sha256: str | None = None, patience: float = PATIENCE
-) -> tuple[list[Shard], int | None]:
-    """The shards of a folder, glob, file or URL with their token counts, and the manifest's size of the vocabulary.
-
-    The size is None where there is no manifest. `Shards.open` says what the arguments are, and what is raised.
-    """
-    listing = list_files(source, patience)
-    files = listing.files
-    if listing.kind == "folder":
-        files = {name: file for name, file in files.items() if SUFFIX.search(name) and not HIDDEN.search(name)}
-    if not files:
-        raise RequestError(f"{source}: the folder holds no .parquet file")
-    if listing.kind == "file" and (other := NOT_SHARDS.search(source)):
-        raise RequestError(
-            f"{source} is a {other[1]} file, and training reads Parquet: `lm data prepare --input {source} --output "
-            "data/NAME` makes it"
-        )
-    shards = [
-        Shard(
-            listing.name(file), name, listing.filesystem, file.path, file.size, file.modified, patience, column
-        )
-        for name, file in files.items()
-    ]
-    manifest = None
-    if listing.kind == "folder":
-        try:
-            manifest = with_retries(lambda: _read_manifest(source, listing.filesystem, listing.path), source, patience)
-        except OSError as error:
-            raise RequestError(f"{source}: its manifest cannot be read ({first_line(error)})") from error
-    if manifest is not None:
-        return _from_manifest(manifest, source, posixpath.basename(listing.path), shards, column, tokenizer_sha256)
-    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        return list(pool.map(lambda shard: _from_footer(shard, column, tokenizer_sha256), shards)), None
-
-
-def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict | None:
-    """The manifest beside a split folder; None where there is none, or it is none of ours."""
-    folder, split = posixpath.split(path)
-    if is_remote(source) and not folder:  # a bucket has no parent
-        return None
-    for place, inside in ((posixpath.join(folder, "manifest.json"), False), (f"{path}/manifest.json", True)):
-        info = filesystem.get_file_info(place)
-        if info.type != pafs.FileType.File:
-            continue
-        try:
-            with filesystem.open_input_stream(place) as stream:
-                manifest = parse_json(stream.read())
-        except ValueError as error:
-            raise RequestError(
-                f"{place} is damaged ({first_line(error)}); remove its folder and run `lm data prepare` again"
-            ) from error
-        splits = manifest.get("splits") if isinstance(manifest, dict) and "layout" in manifest else None
-        if isinstance(splits, dict) and inside:
-            raise RequestError(f"{source} is a prepared folder: give it as data.path, or name one split: {path}/train")
-        if isinstance(splits, dict) and split in splits:
-            return {**manifest, "modified": info.mtime_ns or 0}
-    return None
-
-
-def _from_manifest(
-    manifest: dict, source: str, split: str, shards: list[Shard], column: Column, tokenizer_sha256: str | None
-) -> tuple[list[Shard], int]:
-    """The shards with the manifest's token counts, once these are the files that it lists."""
-    folder = posixpath.dirname(source.rstrip("/")) or "."
-    place, anew = f"{folder}/manifest.json", f"remove {folder} and run `lm data prepare` again"
-    if manifest["layout"] != LAYOUT:
-        raise RequestError(f"{place}: layout {manifest['layout']!r} is not {LAYOUT}; made by another version of lm?")
-    try:
-        entries = {
-            str(one["file"]): (one["size"], tuple(map(int, one["row_groups"])), one.get("digest"), one.get("padding"))
-            for one in manifest["splits"][split]["shards"]
-        }
-        stored, tokens = sum(sum(counts) for _, counts, *_ in entries.values()), manifest["splits"][split]["tokens"]
-        packed = PackedRows(*map(int, manifest["packed"])) if manifest.get("packed") else None
-        if stored < tokens if packed else stored != tokens:
-            raise ValueError("row groups do not add up to the tokens of the split")
-        counted = manifest["splits"][split].get("token_bytes")
-        text_ratio = manifest["splits"][split]["bytes"] / counted if counted else None
-        tokenizer, vocab_size, made = str(manifest["tokenizer"]), int(manifest["vocab_size"]), manifest["column"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"{place} is damaged ({error!r}); {anew}") from error
-    if made != column.name:
-        raise RequestError(f"{place}: the token column is {made!r}, not {column.name!r}; set data.column")
-    _check_tokenizer(source, tokenizer, tokenizer_sha256)
-    found = {f"{split}/{shard.name}": shard for shard in shards}
-    complete = []
-    for file, (size, counts, digest, padding) in entries.items():
-        if file not in found:
-            raise RequestError(f"{place} lists {file!r}, which is missing; fetch it, or {anew}")
-        shard = replace(
-            found[file], row_groups=counts, digest=digest, text_ratio=text_ratio, packed=packed, padding=padding
-        )
-        if shard.size != size:
-            raise RequestError(
-                f"shard {shard.file} has {shard.size} bytes where the manifest says {size}: "
-                f"it is truncated or was changed; fetch it, or {anew}"
-            )
-        complete.append(shard)
-    for file in found.keys() - entries.keys():
-        raise RequestError(f"shard {found[file].file} is not in its manifest; move it away")
-    if not is_remote(source):
-        _check_newer(complete, manifest["modified"])
-    return complete, vocab_size
-
-
-def _check_newer(shards: list[Shard], written: int) -> None:
-    """Look at the footers of shards that changed after the manifest was written, which is written last."""
-
-    def check(shard: Shard) -> None:
-        with _readable(shard), shard.open():
-            pass
-
-    newer = [shard for shard in shards if shard.digest is not None and (shard.modified or 0) > written]
-    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        list(pool.map(check, newer))
-
-
-def _from_footer(shard: Shard, column: Column, tokenizer_sha256: str | None) -> Shard:
-    """The shard with the token counts of its row groups."""
-    with _readable(shard), shard.open() as (parquet, digest):
-        column.check_type(parquet.schema_arrow, shard.file)
-        facts = parquet.metadata.metadata or {}
-        made_with, packed = facts.get(TOKENIZER_KEY), facts.get(PACKED_KEY)
-        if made_with is not None:
-            _check_tokenizer(shard.file, made_with.decode(errors="replace"), tokenizer_sha256)
-        try:
-            counts = tuple(column.count(parquet, shard.file))
-        except BadBlock as error:  # bad rows that are found before any work are a wrong request
-            raise RequestError(str(error)) from error
-        return replace(
-            shard, row_groups=counts, digest=digest, labels=LABELS in column.beside(parquet.schema_arrow),
-            targets=column.has_targets(parquet), packed=PackedRows(*parse_json(packed)) if packed else None,
-        )  # fmt: skip
-
-
-@contextmanager
-def _readable(shard: Shard) -> Iterator[None]:
-    """Name a file that cannot be read."""
-    try:
-        yield
-    except RunError as error:
-        if is_denied(error.__cause__):  # by a remote store; what it may answer later is no wrong request
-            raise RequestError(str(error)) from error
-        raise
-    except Encrypted as error:
-        raise RequestError(f"shard {shard.file} is encrypted; write it again without encryption") from error
-    except DAMAGE as error:
-        if getattr(error, "errno", None) not in (None, errno.EIO):
-            raise RequestError(str(unreadable(f"shard {shard.file}", error))) from error
-        raise RequestError(
-            f"shard {shard.file} is not a readable Parquet file ({first_line(error)}); is it truncated, damaged or "
-            "another one?"
-        ) from error
-
-
-def _check_tokenizer(place: str, made_with: str, wanted: str | None) -> None:
-    if wanted is not None and made_with != wanted:
-        raise RequestError(
-            f"{place} was made with another tokenizer (SHA-256 {made_with[:12]}..., yours is {wanted[:12]}...); "
-            "use the tokenizer.json beside the shards, or prepare them again"
-        )
-
-
-# ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
 class Part(NamedTuple):
@@ -313,18 +71,17 @@ class Shards:
         by_file: every Shard by its path or URL.
         blocks: every Block, in the order of the files.
         tokens: of all blocks.
-        labels: whether some tokens may be no targets.
+        labels: whether some tokens may not be targets.
         packed: what the rows are, where documents were packed into them; else None.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], column: Column, source: str, cache: BlockCache | None = None,
-        block_tokens: int | None = None,
+        self, shards: Collection[Shard], blocks: Sequence[Block], column: Column, source: str,
+        cache: BlockCache | None = None,
     ) -> None:
-        self.column, self.source, self.cache = column, source, cache
-        self.blocks = list(_blocks(shards, min(block_tokens or BLOCK_TOKENS, BLOCK_TOKENS)))
-        self.tokens = sum(block.tokens for block in self.blocks)
-        self.packed = _packed(shards, source) if shards else None
+        self.column, self.source, self.cache, self.blocks = column, source, cache, list(blocks)
+        self.tokens = sum(block.tokens for block in blocks)
+        self.packed = _packed(shards, source)
         self.labels = self.packed is not None or any(shard.labels for shard in shards)
         self.by_file = {shard.file: shard for shard in shards}
         self._footers: dict[str, pq.FileMetaData] = {}
@@ -359,11 +116,10 @@ class Shards:
         sources = [source] if isinstance(source, str) else list(source)
         if not sources:
             raise RequestError("no shards were named; give a folder, a glob, a file or a URL")
-        found = [
-            find_shards(one, Column(column, vocab_size, pad_id, eos_id), tokenizer_sha256, patience) for one in sources
-        ]
+        reading = Column(column, vocab_size, pad_id, eos_id)
+        found = [find_shards(one, reading, tokenizer_sha256, patience) for one in sources]
         if vocab_size is None and all(size for _, size in found):
-            vocab_size = max(size for _, size in found)
+            reading = Column(column, max(size for _, size in found), pad_id, eos_id)
         once: dict[Hashable, Shard] = {}
         for shard in (shard for shards, _ in found for shard in shards):
             first = once.setdefault(file_identity(shard.file), shard)
@@ -371,9 +127,9 @@ class Shards:
                 raise RequestError(f"shard {shard.file} is in two stores, which its URL does not tell apart")
             if first is not shard:
                 log.info("shard %s is %s again, and counts once", shard.file, first.file)
-        reading = Column(column, vocab_size, pad_id, eos_id)
         shards = [replace(shard, column=reading) for shard in once.values()]
-        return cls(shards, reading, ", ".join(sources), cache, block_tokens)
+        blocks = list(_blocks(shards, min(block_tokens or BLOCK_TOKENS, BLOCK_TOKENS)))
+        return cls(shards, blocks, reading, ", ".join(sources), cache)
 
     @classmethod
     def join(cls, sources: Mapping[str, "Shards"]) -> "Shards":
@@ -388,22 +144,17 @@ class Shards:
         first, *others = sources.values()
         if not others:
             return first
-        joined = cls([], first.column, ", ".join(shards.source for shards in sources.values()), first.cache)
         holders: dict[Hashable, str] = {}  # by whatever path they name a file
-        for name, shards in sources.items():
-            for file in shards.by_file:
-                other = holders.setdefault(file_identity(file), name)
-                if other != name:
-                    raise RequestError(
-                        f"data.sources {other} and {name} both hold {file}: name it in one of them; a larger weight "
-                        "repeats it more often"
-                    )
-            joined.blocks += shards.blocks
-            joined.by_file |= shards.by_file
-        joined.tokens = sum(block.tokens for block in joined.blocks)
-        joined.labels = any(shards.labels for shards in sources.values())
-        joined.packed = _packed(joined.by_file.values(), joined.source)
-        return joined
+        for name, file in ((name, file) for name, shards in sources.items() for file in shards.by_file):
+            other = holders.setdefault(file_identity(file), name)
+            if other != name:
+                raise RequestError(
+                    f"data.sources {other} and {name} both hold {file}: name it in one of them; a larger weight "
+                    "repeats it more often"
+                )
+        shards = [shard for one in sources.values() for shard in one.by_file.values()]
+        blocks = [block for one in sources.values() for block in one.blocks]
+        return cls(shards, blocks, first.column, ", ".join(one.source for one in sources.values()), first.cache)
 
     def windows(self, seq_len: int) -> np.ndarray:
         """How many windows each block has: (blocks,) int64, `max(0, (tokens - 1) // seq_len)`, or its packed rows."""
@@ -463,54 +214,41 @@ class Shards:
                 "(`lm data prepare`)"
             )
 
-    def require_windows(self, seq_len: int) -> int:
+    def require_windows(self, seq_len: int, limit: int | None = None) -> int:
         """The number of windows.
 
         Raises:
-            RequestError: there is none; says how many tokens there are and how many it takes, or why the shards hold
-                none. Or no token is a target.
+            RequestError: there is none; or labels leave no target in the first `limit` windows, or in all, whose loss
+                would be NaN. Names the source.
         """
-        if not any(shard.targets for shard in self.by_file.values()):
-            raise RequestError(f"{self.source}: every label is {IGNORED}, so no token is a target; leave `labels` out")
         if not self.tokens:
-            self._refuse_empty()
-        total = int(self.windows(seq_len).sum())
-        if total == 0:
-            longest = max((block.tokens for block in self.blocks), default=0)
+            raise RequestError(f"{self.source} holds no token: it has no rows, or all of them are empty or padding "
+                               "(`attention_mask` 0, data.pad_id)")  # fmt: skip
+        windows = self.windows(seq_len)
+        if not windows.any():
             raise RequestError(
-                f"{self.source}: {self.tokens} tokens, at most {longest} of them in one block, but a window takes "
-                f"{seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
+                f"{self.source}: {self.tokens} tokens, at most {self.largest.tokens} of them in one block, but a "
+                f"window takes {seq_len + 1} (seq_len + 1): give more data or lower data.seq_len"
+            )
+        total = int(windows.sum())
+        if self.labels and self.packed is None and not self._has_target(windows, seq_len, limit or total):
+            raise RequestError(
+                f"{self.source}: each label of the first {plural(min(limit or total, total), 'window')} is {IGNORED}, "
+                "so there is no loss; take more tokens, name other files, or leave `labels` out"
             )
         return total
 
-    def require_targets(self, seq_len: int, limit: int | None = None) -> None:
-        """Refuse labels by which the first `limit` windows, or all, have no target: their loss would be NaN.
-
-        Raises:
-            RequestError: no token is a target; names the first file.
-        """
-        counts, stride = self.windows(seq_len).tolist(), self.stride(seq_len)
-        left = total = min(limit or self.tokens, sum(counts))
-        for index, count in enumerate(counts):
-            if not self.labels or left <= 0:
-                break
+    def _has_target(self, windows: np.ndarray, seq_len: int, limit: int) -> bool:
+        """Whether one of the first `limit` windows has a target, as far as their blocks can be read."""
+        for index, count in enumerate(windows.tolist()):
+            if limit <= 0:
+                return False
             with suppress(BadBlock):  # whoever reads it next will say so
                 targets = self.read_tokens(index).targets
-                if targets is None or targets[1 : min(left, count) * stride + 1].any():
-                    return
-            left -= count
-        if self.labels:
-            raise RequestError(
-                f"shard {self.blocks[0].parts[0].file}: each label of the first {plural(total, 'window')} is "
-                f"{IGNORED}: a validation has no loss; take more tokens, name other files, or leave `labels` out"
-            )
-
-    def _refuse_empty(self) -> NoReturn:
-        shards = list(self.by_file.values())
-        with _readable(shards[0]), shards[0].open() as (parquet, _):
-            why = shards[0].column.why_empty(parquet)
-        others = f", and no other of {self.source} has a token" * (len(shards) > 1)
-        raise RequestError(f"shard {shards[0].file} {why}{others}: write it again, or name other files")
+                if targets is None or targets[1 : min(limit, count) * seq_len + 1].any():
+                    return True
+            limit -= count
+        return False
 
     def left_over(self, seq_len: int) -> int:
         """How many tokens are in no window: less than `seq_len` at the end of each block."""
@@ -526,7 +264,7 @@ class Shards:
         return self.tokens - self.tokens // (self.packed.seq_len + 1) - filling
 
     @property
-    def filled_up(self) -> float | None:
+    def padding_fraction(self) -> float | None:
         """The fraction of the targets of packed rows that only fill them up; None where it is not known."""
         counts = [shard.padding for shard in self.by_file.values()]
         if self.packed is None or None in counts or not self.tokens:
@@ -646,7 +384,7 @@ class Shards:
             self._footers.clear()
         self._footers[file] = footer
 
-    def fingerprint(self) -> list["Fingerprint"]:
+    def fingerprint(self) -> list[Fingerprint]:
         """Name below its source, bytes, tokens and content of every shard, in order, and its place in its block."""
         places: dict[str, int] = {}
         for block in self.blocks:
@@ -669,18 +407,12 @@ def _packed(shards: Collection[Shard], source: str) -> PackedRows | None:
     first, *others = shards
     for other in others:
         if other.packed != first.packed:
-            were = [f"{shard.file} {_describe_packing(shard)}" for shard in (first, other)]
-            raise RequestError(f"{source}: {' and '.join(were)}; prepare them with the same --packing and --seq_len")
+            raise RequestError(f"{source}: documents were packed differently in {first.file} and {other.file}: prepare "
+                               "them with the same --packing and --seq_len")  # fmt: skip
     if first.packed is not None and first.column.pad_id is not None:
         raise RequestError(f"{source}: data.pad_id is for rows that somebody else filled up; leave it out: documents "
                            "were packed by `lm data prepare`, and what fills their rows up is known")  # fmt: skip
     return first.packed
-
-
-def _describe_packing(shard: Shard) -> str:
-    if shard.packed is None:
-        return "is a stream of documents"
-    return f"has documents packed for samples of {shard.packed.seq_len:,} tokens"
 
 
 def _blocks(shards: Sequence[Shard], block_tokens: int) -> Iterator[Block]:
@@ -722,7 +454,7 @@ def _join(parts: Sequence[Tokens]) -> Tokens:
 def _not_readable(where: str, error: Exception) -> RunError:
     """What a failed read means: damage, a file that is not there, or a machine that could not read it."""
     reason = first_line(error)
-    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) not in (None, errno.EIO):
+    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) not in (None, EIO):
         return unreadable(where, error)
     if isinstance(error, MemoryError):  # never skipped: the next time there may be enough
         return RunError(f"{where}: not enough memory to decode it ({reason}), unless the file is damaged")
@@ -746,41 +478,8 @@ def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:
             continue
         if same := by_identity.get(file_identity(shard.file)):
             return same.file, shard.file
-        alike = by_content.get((shard.digest, shard.size), []) if shard.digest is not None else []
-        for same in alike:  # a footer holds no more than the bounds of the ids; in shards of ours a digest of them all
+        same_shape = by_content[shard.digest, shard.size] if shard.digest is not None else []
+        for same in same_shape:  # a footer of others holds no more than the bounds of the ids
             if np.array_equal(train.read_part(next(_parts(same))).ids, val.read_part(next(_parts(shard))).ids):
                 return same.file, shard.file
     return None
-
-
-# ---- fingerprint -----------------------------------------------------------------------------------------------------
-
-
-class Fingerprint(NamedTuple):
-    """What must not change of a shard between a stop and a resume."""
-
-    name: str
-    size: int
-    tokens: int
-    digest: str | None = None  # of its content; None where it is not known
-    offset: int = 0  # tokens of other shards before it in the block in which it begins
-
-
-def describe_difference(old: Sequence, new: Sequence) -> str:
-    """How two fingerprints, or their JSON, differ, in one line; empty if they are equal."""
-    old, new = [Fingerprint(*entry) for entry in old], [Fingerprint(*entry) for entry in new]
-    before, after = {entry.name: entry for entry in old}, {entry.name: entry for entry in new}
-    lines = [f"{name} is gone" for name in before.keys() - after.keys()]
-    lines += [f"{name} is new" for name in after.keys() - before.keys()]
-    for name in before.keys() & after.keys():
-        was, now = before[name], after[name]
-        if was[:3] != now[:3]:
-            lines.append(f"{name} had {was.size} bytes and {was.tokens} tokens, now {now.size} and {now.tokens}")
-        elif was.digest != now.digest and None not in (was.digest, now.digest):
-            lines.append(f"{name} is as long as it was and holds something else")
-    if not lines and [entry[:3] for entry in old] != [entry[:3] for entry in new]:
-        lines = ["the same shards in another order"]
-    if not lines and [entry.offset for entry in old] != [entry.offset for entry in new]:
-        lines = ["the same shards, cut into other windows than by the lm of that time"]
-    more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
-    return ", ".join(sorted(lines)[:3] + more)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.data.loader import Windows
+from lm.data.parquet import COLUMN
 from lm.data.shards import Shards
 from lm.data.text_files import read_documents
 from lm.data.tokenizer import Tokenizer
@@ -56,7 +57,6 @@ def texts_bits_per_byte(
     seq_len: int | None = None,
     stride: int | None = None,
     max_documents: int | None = None,
-    text_key: str = "text",
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> CorpusResult:
@@ -69,7 +69,6 @@ def texts_bits_per_byte(
             window's first tokens have little before them. With less, each token is still predicted once, with at
             least `seq_len - stride` tokens before it where the document has them.
         max_documents: the most documents, from the first.
-        text_key: key or column of the text.
         batch_tokens: the most tokens of a batch.
         progress: called with the number of tokens done, and of all where that is known.
 
@@ -85,7 +84,7 @@ def texts_bits_per_byte(
     sizes: list[int] = []  # bytes of each document, from its text
 
     def windows() -> Iterator[Window]:
-        for sample, (_, text) in enumerate(islice(read_documents(inputs, text_key), max_documents)):
+        for sample, (_, text) in enumerate(islice(read_documents(inputs), max_documents)):
             sizes.append(len(text.encode()))
             for row in _rows([tokenizer.eos_id, *tokenizer.encode(text)], seq_len, stride):
                 yield Window(sample, row)
@@ -102,7 +101,7 @@ def shards_bits_per_byte(
     tokenizer: Tokenizer,
     source: str | Sequence[str],
     *,
-    column: str = "input_ids",
+    column: str = COLUMN,
     seq_len: int | None = None,
     max_windows: int | None = None,
     document_mask: bool = False,
@@ -124,8 +123,7 @@ def shards_bits_per_byte(
     seq_len = _seq_len(decoder, seq_len)
     require_at_least(1, "", max_windows=max_windows)
     shards = Shards.open(source, column, tokenizer.vocab_size, tokenizer.sha256)
-    shards.require_windows(seq_len)
-    shards.require_targets(seq_len, max_windows)
+    shards.require_windows(seq_len, max_windows)
     batches = Windows(shards, seq_len=seq_len, micro_batch=1, limit=max_windows)
     windows = (
         Window(sample, Row(batch.tokens[0].numpy(), 1), None if batch.mask is None else batch.mask[0].numpy())

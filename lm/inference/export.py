@@ -74,11 +74,9 @@ class Card:
 
 
 def model_card(model: Pretrained, card: Card) -> str:
-    """The text of the `README.md`.
+    """The text of the `README.md` of a model in the number format of the export.
 
-    Args:
-        model: in the number format of the export; the run that its folder is in, if any, is its history.
-        card: what a person says of it.
+    The run that the model's folder is in, if any, is its history.
     """
     run = Run.of(model.path)
     sections = {"Shape": _table(_shape(model))}
@@ -169,15 +167,12 @@ def _versions(run: Run | None) -> Rows:
 
 def _table(rows: Rows) -> str:
     """Rows of two columns; those without a value are left out."""
-    return "\n".join(["| | |", "|---|---|", *(_line(row) for row in rows.items() if row[1] is not None)])
+    return _columns(("", ""), [row for row in rows.items() if row[1] is not None])
 
 
-def _line(cells: Sequence[Any]) -> str:
-    return f"| {' | '.join(map(_cell, cells))} |"
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("\n", " ").replace("|", "\\|")
+def _columns(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [[str(cell).replace("\n", " ").replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(head), *lines[1:]])
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -215,8 +210,7 @@ def mixture_parts(model: Pretrained, run: Run) -> list[str]:
         data, files = _extent(run, "train", source) or "", _first_names(files_of(run, source))
         rows.append((source, *shares, f"{taken[number]:,}", epochs, data, files))
     head = ("source", "share of the samples", *later, "tokens trained on", "epochs", "training data", "made of")
-    table = "\n".join([_line(head), "|" + "---|" * len(head), *map(_line, rows)])
-    return ["The model was trained on a mixture of sources:", table]
+    return ["The model was trained on a mixture of sources:", _columns(head, rows)]
 
 
 def mixed(run: Run) -> bool:

@@ -37,12 +37,10 @@ class Sampling:
     Args:
         temperature: Logits are divided by it; 0 always takes the likeliest token.
         top_k: Choose among this many of the likeliest tokens; `null`: among all.
-        top_p: Choose among the fewest tokens whose probabilities add up to this (Holtzman et al., 2019,
-            arXiv:1904.09751).
-        min_p: Leave out tokens with less than this share of the likeliest one's probability (Nguyen et al., 2024,
-            arXiv:2407.01082).
-        repetition_penalty: The logit of a token that stands in the prompt or was written is divided by it, or
-            multiplied where it is negative (Keskar et al., 2019, arXiv:1909.05858).
+        top_p: Choose among the fewest tokens whose probabilities add up to this.
+        min_p: Leave out tokens with less than this share of the likeliest one's probability.
+        repetition_penalty: Above 1, tokens of the prompt or the text so far become less likely: their logits are
+            divided by it, or multiplied where they are negative.
         max_new_tokens: The most tokens that follow a prompt.
         stop: Strings before which a text ends, as they are; a shell writes a line end as $'\\n'.
         seed: Seed of the random numbers; a new one if not given.
@@ -55,9 +53,9 @@ class Sampling:
 
     temperature: float = 1.0
     top_k: Count | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
+    top_p: float | None = None  # Holtzman et al., 2019, arXiv:1904.09751
+    min_p: float | None = None  # Nguyen et al., 2024, arXiv:2407.01082
+    repetition_penalty: float = 1.0  # Keskar et al., 2019, arXiv:1909.05858
     max_new_tokens: Count = Count(128)
     stop: list[str] = field(default_factory=list)
     seed: int | None = None

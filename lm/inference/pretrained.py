@@ -96,12 +96,10 @@ class Pretrained:
 
     @property
     def config(self) -> DecoderConfig:
-        """The decoder's shape."""
         return config_of(self.decoder)
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
         return next(self.decoder.parameters()).device
 
     @property
@@ -134,19 +132,11 @@ def load_pretrained(
     path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
     eos_token: str | None = None, module: type | None = None,
 ) -> Pretrained:  # fmt: skip
-    """Load a model for use.
+    """Load a model for use. The other arguments, and the errors, are those of `lm.load_model`.
 
     Args:
-        path: a run's folder or name, of which the best checkpoint is taken, or the last where none was validated; a
-            checkpoint's folder, also by URL; or any folder with a Llama, Qwen3 or Ministral of Hugging Face's and a
-            `tokenizer.json`.
-        device: if not given, the GPU where there is one, else the CPU.
-        dtype: of the weights; as they are stored if not given.
+        path: also the URL of a checkpoint's folder.
         eos_token: the token that ends a document, where the folder does not say.
-        module: the subclass of `LanguageModule` that builds the model, where it is none of these.
-
-    Raises:
-        RequestError: there is no model, it is damaged, or it is of another architecture; or there is no such device.
     """
     folder = checkpoint_folder(str(path)) if is_remote(str(path)) else Path(path)
     if not folder.is_dir():

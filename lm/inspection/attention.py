@@ -31,11 +31,7 @@ class Attention(NamedTuple):
 
 @torch.no_grad()
 def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
-    """The attention weights of a sequence.
-
-    Args:
-        decoder: in evaluation mode, as `lm.load_model` gives it; on any device, in any precision.
-        ids: T tokens, at most the context; they take layers x heads x T x T x 4 bytes.
+    """The attention weights of a sequence of T tokens, at most the context, by a decoder in evaluation mode.
 
     Returns:
         `(layers, heads, T, T)` float32; `[l, h, t, s]` is how much token `t` takes from token `s`. Rows sum to one, and

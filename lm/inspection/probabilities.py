@@ -12,7 +12,6 @@ from lm.errors import RequestError
 from lm.inference.completion import Written
 from lm.inference.pretrained import Pretrained
 from lm.inspection.drawing import BLUE, ORANGE, Html, colored_text, figure, label_axes, table, visible
-from lm.model.decoder import Decoder
 
 TINY = 2.0**-1074  # the smallest number above 0
 CHUNK = 128  # tokens whose distributions are looked at together
@@ -32,21 +31,13 @@ class Expectation(NamedTuple):
 def predictions(model: Pretrained, ids: Sequence[int], context: int) -> Iterator[tuple[Sequence[int], Tensor]]:
     """All tokens but the first with the logits for them, some at a time: n ids and `(n, V)`.
 
-    Args:
-        ids: at least two.
-        context: tokens that are read at once; nothing before these is known.
+    `context` tokens of the two or more are read at once; nothing before these is known.
     """
-    decoder = model.decoder
     for first in range(0, len(ids) - 1, context):
         window = ids[first : first + context + 1]
-        inputs = torch.tensor([window[:-1]], device=model.device)
-        if not isinstance(decoder, Decoder):  # of one's own, which gives the logits at once
-            yield window[1:], decoder(inputs)[0]
-            continue
-        hidden = decoder.hidden_states(inputs)[0]  # (T, C)
-        for start in range(0, len(hidden), CHUNK):
-            logits = hidden[start : start + CHUNK] @ decoder.output_weight.to(hidden.dtype).mT  # (n, V)
-            yield window[start + 1 : start + 1 + CHUNK], logits
+        logits = model.decoder(torch.tensor([window[:-1]], device=model.device))[0]  # (T, V)
+        for start in range(0, len(logits), CHUNK):
+            yield window[start + 1 : start + 1 + CHUNK], logits[start : start + CHUNK]
 
 
 def expectations(model: Pretrained, text: str, alternatives: int = 5) -> list[Expectation]:
@@ -81,15 +72,12 @@ def _expectations(model: Pretrained, before: list[int], ids: list[int], alternat
         own = logs.gather(-1, torch.tensor(expected)[:, None])  # (n, 1)
         ranks = (logs > own).sum(-1) + 1
         entropies = torch.special.entr(logs.exp()).sum(-1) / math.log(2)
-        found += [
-            Expectation(decode([token]), math.exp(log), rank, entropy, [
-                (decode([other]), math.exp(other_log)) for other, other_log in zip(others, other_logs, strict=True)
-            ])
-            for token, log, rank, entropy, others, other_logs in zip(
-                expected, own[:, 0].tolist(), ranks.tolist(), entropies.tolist(), likely.indices.tolist(),
-                likely.values.tolist(), strict=True,
-            )
-        ]  # fmt: skip
+        for place, token in enumerate(expected):
+            others = zip(likely.indices[place].tolist(), likely.values[place].exp().tolist(), strict=True)
+            found.append(Expectation(
+                decode([token]), math.exp(own[place].item()), ranks[place].item(), entropies[place].item(),
+                [(decode([other]), probability) for other, probability in others],
+            ))  # fmt: skip
     return found[len(before) - 1 :]
 
 

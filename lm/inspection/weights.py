@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -204,15 +203,13 @@ def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
     """How every weight differs between two models of the same shape, in the order of the model.
 
     Raises:
-        RequestError: they are of different shapes; the message has the settings, or else the weight.
+        RequestError: a weight differs in shape, or one of them lacks it.
     """
     first, second = (_named_weights(model) for model in (before, after))
-    if name := next((name for name in first | second if _shape(first, name) != _shape(second, name)), None):
-        configs = [asdict(model.config) for model in (before, after)]
-        differing = [f"{key} {value} and {configs[1][key]}" for key, value in configs[0].items()
-                     if value != configs[1][key]]  # fmt: skip
-        of_weight = f"{name} {_shape(first, name)} and {_shape(second, name)}"
-        raise RequestError(f"the models differ in shape: {', '.join(differing) or of_weight}")
+    for name in first | second:
+        shapes = [tuple(weights[name].shape) if name in weights else "absent" for weights in (first, second)]
+        if shapes[0] != shapes[1]:
+            raise RequestError(f"the models differ in shape: {name} is {shapes[0]} and {shapes[1]}")
     changes = []
     for name, weight in first.items():
         old, new = weight.double().cpu().flatten(), second[name].double().cpu().flatten()
@@ -225,10 +222,6 @@ def _named_weights(decoder: nn.Module) -> dict[str, Tensor]:
     """Weights under Hugging Face's names; of a model of one's own under its names."""
     weights = dict(decoder.named_parameters())
     return to_huggingface(weights, decoder.config) if is_builtin(decoder) else weights
-
-
-def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | str:
-    return tuple(weights[name].shape) if name in weights else "absent"
 
 
 def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[str]) -> Divergence:

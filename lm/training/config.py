@@ -69,7 +69,7 @@ class OptimizerConfig:
     Args:
         name: `adamw`; or `muon`: Muon for the matrices inside the blocks and AdamW for the rest, with updates of one
             size, so that they share learning rate and decay.
-        class_path: In place of `name`, an optimizer of torch's or one's own, such as `torch.optim.SGD`.
+        class_path: In place of `name`, one of torch's optimizers or a custom one, such as `torch.optim.SGD`.
         init_args: Arguments of that class, all but lr and weight_decay.
         lr: Peak learning rate.
         betas: AdamW: decay rates of the running means of the gradient and of its square.

@@ -150,24 +150,19 @@ def test_without_any_run_validate_says_what_to_do(tmp_path):
 
 BAD_REQUESTS = {
     "unknown key": (["--trainer.max_step", "5"], "did you mean 'trainer.max_steps'?"),
-    "Lightning's word for it": (["--trainer.accumulate_grad_batches", "2"], "follows from data.global_batch_tokens"),
     "not a count": (["--data.micro_batch_size", "many"], "data.micro_batch_size: expected a count such as"),
     "uneven batch": (["--data.micro_batch_size", "3"], "the nearest that fits is 288"),
     "heads": (["--model.decoder.num_attention_heads", "3"], "does not divide hidden_size 32"),
     "context": (["--data.seq_len", "64"], "longer than model.decoder.max_position_embeddings 32"),
-    "vocabulary": (["--model.decoder.vocab_size", "5"], "smaller than the tokenizer's"),
     "no such run": (["--ckpt_path", "last", "--run", "none"], "no run 'none'"),
     "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: there is no such folder"),
-    "two horizons": (["--trainer.max_tokens", "1M"], "one of trainer.max_steps and trainer.max_tokens; both are set"),
     "no data": (["--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json: make it"),
     "empty source": (["--data.path", "new", "--data.prepare.input", "nothing/"], "nothing"),
     "other preparation": (["--data.prepare.tokenizer", "bpe"], "data/small was made with tokenizer char"),
-    "an interval of none": (["--trainer.val_interval", "0"], "trainer.val_interval 0 must be at least 1"),
     "seed": (["--seed_everything", "-1"], "seed_everything -1 must be a whole number from 0 to 4294967295"),
     "no such accelerator": (["--trainer.accelerator", "tpu"], "expected one of 'auto', 'cpu', 'gpu'"),
     "no GPU": (["--trainer.accelerator", "gpu"], "trainer.accelerator gpu: PyTorch finds no such device on this mach"),
     "run name": (["--run", "../out"], "run name '../out'"),
-    "config": (["--config", "smal.yaml"], "no config 'smal.yaml'"),
 }  # fmt: skip
 
 

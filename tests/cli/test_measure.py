@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from trainings import PLACES, lm, make_workplace, write_config
 
 from lm.cli.measure import FORMULAS, TITLES, bench_step, named_range, profile, show_parts, show_times
-from lm.cli.plan import read_bench
+from lm.cli.plan_facts import read_bench
 from lm.errors import RequestError
 from lm.training.trainer import Trainer
 

@@ -80,20 +80,17 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["--modle.optimizer.lr", "1"], "did you mean 'model.optimizer.lr'?"),
     (["--modes", "all"], "there is no option 'modes'"),
     (["--learning_rate", "1"], "did you mean 'model.optimizer.lr'?"),
-    (["--lr", "1"], "did you mean 'model.optimizer.lr'?"),
     (["--model.n_embd", "8"], "did you mean 'model.decoder.hidden_size'?"),
     (["--batch_size", "8"], "give data.micro_batch_size"),
     (["--report_to", "none"], "TensorBoard and metrics.jsonl are always written to the run folder"),
-    (["--wandb_log=true"], "TensorBoard and metrics.jsonl are always written to the run folder"),
     (["--model.bias", "false"], "leave it out; the decoder has no biases"),
-    (["--always_save_checkpoint=true"], "every trainer.checkpoint_interval steps a checkpoint is saved"),
     (["--data", "{path: a, path: b}"], "--data: line 1: path is there a second time"),
     (["--trainer.callbacks=[{a: 1, 'a': 2}]"], "--trainer.callbacks: line 1: a is there a second time"),
     (["--save_every=5", "--trainer.max_step", "5"],
      "there are no options 'save_every' (did you mean 'trainer.checkpoint_interval'?), 'trainer.max_step' (did you"),
     (["--config", "small.yml"], "no config 'small.yml' here or in configs/; did you mean small.yaml?"),
     (["--config", "runs/tinny/config.yaml"], "did you mean runs/tiny/config.yaml?"),
-    (["small"], "'small' is no option; did you mean `lm fit --config small`?"),
+    (["small"], "'small' is not an option; did you mean `lm fit --config small`?"),
     (["--config", "smal.yaml"], "no config 'smal.yaml' here or in configs/"),
 ])  # fmt: skip
 def test_wrong_names_are_refused(arguments, message, tmp_path, monkeypatch):
@@ -120,20 +117,10 @@ def test_texts_may_look_like_doubled_keys():
     options.refuse_unknown_options("plan", ["--samples.prompts", "{a: 1, a: 2}", "--data.train", "s3://a/b", "x: y: z"])
 
 
-@pytest.mark.parametrize("key, message", [
-    ("trainer.max_step", "config small.yaml: there is no option 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
-    ("data.prepare.tokeniser", "did you mean 'data.prepare.tokenizer'?"),
-    ("trianer.max_steps", "there is no option 'trianer'; did you mean 'trainer'?"),
-])  # fmt: skip
-def test_wrong_keys_are_refused_with_their_file(key, message, tmp_path, monkeypatch):
-    write_config(tmp_path, **{key: 1})
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RequestError) as caught:
-        options.refuse_unknown_options("fit", ["-c", "small.yaml"])
-    assert message in str(caught.value)
-
-
 @pytest.mark.parametrize("text, message", [
+    ("trainer: {max_step: 1}", "config small.yaml: there is no option 'trainer.max_step'; did you mean 'trainer.max"),
+    ("data: {prepare: {tokeniser: 1}}", "did you mean 'data.prepare.tokenizer'?"),
+    ("trianer: {max_steps: 1}", "there is no option 'trianer'; did you mean 'trainer'?"),
     ("", "config small.yaml is empty"),
     ("trainer:\n\tmax_steps: 5", "line 2 has a tab; indent with blanks"),
     ("data:\n  path: a\ndata:\n  val: b", "cannot be read: line 3: data is there a second time, after line 1"),
@@ -146,7 +133,7 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, tmp_path, monke
     (tmp_path / "small.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError) as caught:
-        options.refuse_unknown_options("fit", ["-c", "small.yaml", "--bs=2"])
+        options.refuse_unknown_options("fit", ["-c", "small.yaml", *["--bs=2"] * message.endswith("'bs'")])
     assert message in str(caught.value)
 
 

@@ -119,7 +119,7 @@ def test_any_other_device_is_given_by_its_memory_and_its_peak(planned):
     assert rate == pytest.approx(0.4 * 120e12)
     assert planned("--device", "4060-ti", "--memory", "16GB")[1]["memory"]["device"] == 16 * 10**9
     assert "--memory 16GiB --peak_tflops" in planned("--device", "mi250")[2]
-    for wrong in (("--memory", "16"), ("--memory", "1GiB"), ("--memory", "much"), ("--peak_tflops", "0")):
+    for wrong in (("--memory", "16"), ("--memory", "much"), ("--peak_tflops", "0")):
         code, _, err = planned(*wrong)
         assert code == 2 and wrong[0] in err and err.count("\n") == 1
 
@@ -144,11 +144,9 @@ def test_fit_finds_the_largest_of_all_where_no_global_batch_is_given(planned):
     assert f"--data.micro_batch_size {best}: the largest that fits, and a step then has {tokens}" in error
 
 
-@pytest.mark.parametrize("name", DEVICES)
-def test_every_device_has_a_memory_and_a_peak(name):
-    device = DEVICES[name]
-    assert device.memory_bytes > 5 * 2**30
-    assert peak_flops(device.name, "16-mixed") is not None
+def test_every_device_has_a_memory_and_a_peak():
+    for device in DEVICES.values():
+        assert device.memory_bytes > 5 * 2**30 and peak_flops(device.name, "16-mixed") is not None, device
 
 
 @pytest.mark.parametrize("preset", sorted(path.name for path in CONFIGS.glob("*.yaml")))
@@ -256,13 +254,6 @@ def test_data_that_ends_before_the_warm_up_does(planned):
     assert "1 error" in run[2] and run[2].count("\n") == 1
 
 
-def test_a_warm_up_of_almost_half_of_the_run(planned):
-    run = planned(**{"model.schedule.warmup_steps": 4, "trainer.max_steps": 10})
-    assert run[0] == 0 and any("4 of 10 steps, 40% of the run" in text for text in found(run, "warning"))
-    run = planned(**{"model.schedule.warmup_steps": 10, "trainer.max_steps": 10})
-    assert run[0] == 2 and "is not over" in found(run, "error")[0]
-
-
 def test_a_batch_that_cannot_fit(planned):
     """An error with the largest micro-batch that does; taking it makes the plan ready."""
     large = {"model.decoder.hidden_size": 2048, "model.decoder.num_hidden_layers": 4, "data.micro_batch_size": 512,
@@ -274,18 +265,6 @@ def test_a_batch_that_cannot_fit(planned):
     assert f"--data.micro_batch_size {best}" in error and 1 <= best < 512
     again = planned("--device", "t4", **large | {"data.micro_batch_size": best})
     assert not any("a step takes" in text for text in found(again, "error"))
-
-
-def test_a_vocabulary_that_does_not_match(planned):
-    run = planned(**{"model.decoder.vocab_size": 10})
-    assert run[0] == 2 and "is smaller than the tokenizer's" in found(run, "error")[0]
-    run = planned(**{"model.decoder.vocab_size": 4096})
-    assert run[0] == 0 and any("belong to no token" in text for text in found(run, "warning"))
-
-
-def test_a_global_batch_that_does_not_come_out_even(planned):
-    run = planned(**{"data.global_batch_tokens": 200})
-    assert run[0] == 2 and "the nearest that fits is 256" in found(run, "error")[0]
 
 
 def test_data_that_is_not_there(planned, workplace):
@@ -313,35 +292,37 @@ def test_shards_of_another_tokenizer(planned, workplace):
     assert run[0] == 2 and any("tokenizer" in text for text in found(run, "error"))
 
 
-@pytest.mark.parametrize("changes, level, words", [
-    ({"trainer.max_steps": 3000}, "warning", "every token is seen"),
-    ({"trainer.val_interval": 500}, "advice", "trainer.val_interval 500 is more than the run's 12 steps"),
-    ({"model.schedule.name": "wsd", "model.schedule.decay_steps": 11}, "error", "warm-up 2 + decay 11 steps are more"),
-    ({"model.attention": "flash"}, "error", "needs a CUDA device and half precision, and this is NVIDIA H200 in 32-"),
-    ({"model.cuda_graphs": True, "trainer.devices": 2}, "error", "needs one device"),
-    ({"trainer.precision": "fp8-rowwise", "data.micro_batch_size": 1, "data.seq_len": 8}, "error", "tokens a micro-"),
-    ({"trainer.precision": "fp8-rowwise", "model.decoder.intermediate_size": 72}, "error", "and layers.0.mlp.down_proj is"),
-    ({"trainer.precision": "fp8-rowwise", "model.decoder.num_hidden_layers": 1}, "error", "leaves no matrix for FP8"),
-    ({"trainer.precision": "fp8-rowwise", "trainer.fp8_keep": ["layers.7.*"]}, "error",
-     "trainer.fp8_keep layers.7.* fits no matrix"),
-    ({"trainer.precision": "fp8-rowwise", "trainer.fp8_keep": ["layers.*"]}, "error", "leaves no matrix for FP8"),
-    ({"model.optimizer.groups.output.lr": 0.1}, "error", "set model.optimizer.groups.embedding"),
-    ({"trainer.precision": "bf16-mixed", "trainer.fp8_keep": ["*"]}, "error", "trainer.fp8_keep * is for FP8"),
-    ({"trainer.val_interval": 1, "data.val_tokens": 4096}, "warning", "validations take"),
-    ({"data.val_tokens": 512}, "warning", "512 tokens give it to within 0.22 nats at best (95 % interval)"),
-    ({"model.decoder.hidden_size": 512, "model.decoder.intermediate_size": 2048}, "warning", "tokens are"),
+H200, FP8 = ["--device", "h200"], {"trainer.precision": "fp8-rowwise"}
+
+
+@pytest.mark.parametrize("device, changes, level, words", [
+    (H200, {"trainer.max_steps": 3000}, "warning", "every token is seen"),
+    (H200, {"model.schedule.warmup_steps": 4, "trainer.max_steps": 10}, "warning", "4 of 10 steps, 40% of the run"),
+    (H200, {"model.schedule.warmup_steps": 10, "trainer.max_steps": 10}, "error", "is not over"),
+    (H200, {"trainer.val_interval": 500}, "advice", "trainer.val_interval 500 is more than the run's 12 steps"),
+    (H200, {"model.schedule.name": "wsd", "model.schedule.decay_steps": 11}, "error", "warm-up 2 + decay 11 steps are"),
+    (H200, {"data.global_batch_tokens": 200}, "error", "the nearest that fits is 256"),
+    (H200, {"model.decoder.vocab_size": 10}, "error", "is smaller than the tokenizer's"),
+    (H200, {"model.decoder.vocab_size": 4096}, "warning", "belong to no token"),
+    (H200, FP8 | {"model.decoder.num_hidden_layers": 1}, "error", "leaves no matrix for FP8"),
+    (H200, {"model.optimizer.groups.output.lr": 0.1}, "error", "set model.optimizer.groups.embedding"),
+    (H200, {"trainer.devices": 2, "trainer.distributed.reshard": False}, "error", "reshard is for fsdp2"),
+    (H200, {"trainer.val_interval": 1, "data.val_tokens": 4096}, "warning", "validations take"),
+    (H200, {"data.val_tokens": 512}, "warning", "512 tokens give it to within 0.22 nats at best (95 % interval)"),
+    (H200, {"model.decoder.hidden_size": 512, "model.decoder.intermediate_size": 2048}, "warning", "tokens are"),
+    (["--device", "t4"], {"model.kernels": "on"}, "error", "Tesla T4 cannot run them"),
+    (["--device", "v100"], {"trainer.precision": "bf16-mixed"}, "warning", "no bf16"),
+    (["--device", "t4"], {"trainer.matmul_precision": "high"}, "warning", "matmul_precision high is TF32"),
 ])  # fmt: skip
-def test_what_else_is_noted(planned, changes, level, words):
-    assert any(words in text for text in found(planned(**changes), level))
+def test_what_is_noted(planned, device, changes, level, words):
+    run = planned(*device, **changes)
+    assert any(words in text for text in found(run, level)) and run[0] == (2 if level == "error" else 0)
 
 
 @pytest.mark.parametrize("changes, words", [
     ({"trainer.devices": 0}, "trainer.devices 0 names no device"),
-    ({"trainer.devices": []}, "trainer.devices [] names no device"),
     ({"trainer.devices": "eight"}, "trainer.devices eight names no device"),
-    ({"trainer.num_nodes": 0}, "trainer.num_nodes 0 must be at least 1"),
     ({"trainer.val_interval": 0}, "trainer.val_interval 0 must be at least 1"),
-    ({"trainer.checkpoint_interval": 0}, "trainer.checkpoint_interval 0 must be at least 1"),
     ({"trainer.matmul_precision": "high", "trainer.precision": "bf16-mixed"}, "is for trainer.precision 32-true"),
     ({"data.path": None, "data.prepare": None}, "give one of data.path"),
     ({"data.train": "a.parquet"}, "give one of data.path"),
@@ -353,20 +334,13 @@ def test_what_a_fit_would_refuse_by_itself_is_an_error_here(planned, changes, wo
     assert run[0] == 2 and words in found(run, "error")[0] and run[2].count("\n") == 1
 
 
-def test_a_schedule_that_does_not_fit_is_refused_by_a_fit_too_before_it_writes(workplace):
-    write_config(workplace, **PLAIN, **{"model.schedule.name": "wsd", "model.schedule.decay_steps": 11})
-    ended = lm(workplace, "fit", "--config", "small.yaml", expect=2)
-    assert "warm-up 2 + decay 11 steps are more than the run's 12" in ended.stderr
-    assert not (workplace / "checkpoints").exists()
-
-
 @pytest.mark.parametrize("options, words", [
     (["--fit", "--strict"], "--strict looks at none"),
     (["--fit", "--model.decoder.vocab_size", "null", "--data.path", "elsewhere"], "the model's size is not known"),
     (["--fit", "--data.path", "elsewhere", "--data.prepare", "null"], "elsewhere holds no manifest.json"),
     (["--fit", "--model.decoder.hidden_size", "2Mi"], "not even a micro-batch of 1 fits"),
     (["--rate_usd_per_hr", "-1"], "must not be below 0"),
-    (["--bench", "broken.json"], "is no result of `lm bench step --output`"),
+    (["--bench", "broken.json"], "is not a result of `lm bench step --output`"),
 ])  # fmt: skip
 def test_a_question_that_has_no_answer_is_one_line(workplace, monkeypatch, capsys, options, words):
     monkeypatch.chdir(workplace)
@@ -401,9 +375,7 @@ def test_tf32_has_a_peak_of_its_own(planned):
 
 
 def test_what_devices_exchange_is_planned(planned):
-    """An option that would change nothing is refused; whole weights that are kept take memory."""
-    idle = planned(**{"trainer.devices": 2, "trainer.distributed.reshard": False})
-    assert idle[0] == 2 and "distributed.reshard is for fsdp2" in found(idle, "error")[0]
+    """Whole weights that are kept take memory."""
     layers = {"model.decoder.num_hidden_layers": 8, "trainer.devices": 2, "trainer.strategy": "fsdp2"}
     less, more = (planned(**layers, **{"trainer.distributed.reshard": reshard})[1] for reshard in (True, False))
     blocks = sum(less["model"]["parameters"][part] for part in ("attention", "mlp"))
@@ -413,16 +385,7 @@ def test_what_devices_exchange_is_planned(planned):
     assert one_node["weights"] == 2 * all_nodes["weights"]
 
 
-def test_a_device_that_cannot_do_what_is_asked(planned):
-    run = planned("--device", "t4", **{"model.kernels": "on"})
-    assert run[0] == 2 and "Tesla T4 cannot run them" in found(run, "error")[0]
-    run = planned("--device", "v100", **{"trainer.precision": "bf16-mixed"})
-    assert any("no bf16" in text for text in found(run, "warning"))
-    for device, without in (("cpu", True), ("t4", True), ("a100", False)):
-        said = found(planned("--device", device, **{"trainer.matmul_precision": "high"}), "warning")
-        assert any("matmul_precision high is TF32" in text for text in said) == without
-    run = planned("--device", "a100", **{"trainer.precision": "fp8-rowwise"})
-    assert run[0] == 2 and "needs an NVIDIA GPU of compute capability 8.9" in found(run, "error")[0]
+def test_a_device_is_asked_for_by_a_name_that_is_known(planned):
     assert planned("--device", "h200")[1]["device"]["kernels"] and not planned("--device", "t4")[1]["device"]["kernels"]
     code, _, err = planned("--device", "h2000")
     assert code == 2 and "h2000 is not known" in err and "h200" in err
@@ -474,7 +437,7 @@ def test_sound_settings_are_not_warned_of(planned):
     for changes in ({"model.schedule.decay_steps": 9_800}, {"model.schedule.name": "constant"},
                     {"model.schedule.name": "wsd", "model.schedule.decay_ratio": 0.2},
                     {"trainer.gradient_clip_val": None, "model.optimizer.lr": 6e-4},
-                    {"trainer.max_steps": 10, "model.optimizer.lr": 1e-2, "model.schedule.warmup_steps": 1}):  # fmt: skip
+                    {"trainer.max_steps": 9, "model.optimizer.lr": 1e-2, "model.schedule.warmup_steps": 1}):  # fmt: skip
         given = LONG_RUN | changes
         assert [text for text in found(planned("--strict", **given), "warning") if "tokens are" not in text] == []
 

@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from lm.cli.config import other_sections
-from lm.data.datamodule import DataModule
+from lm.cli.config import config_parser
 from lm.model.decoder import Decoder
 from lm.model.estimates import flops_per_token, parameters
-from lm.system.arguments import Parser
-from lm.training.module import LanguageModule
 from lm.training.schedule import lr_fraction, plan_steps
-from lm.training.trainer import Trainer
 
 FOLDER = Path(__file__).parent.parent.parent / "configs"
 CONFIGS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("published/*.yaml")])
@@ -33,20 +28,16 @@ SIZES = {
 
 
 def parse(path):
-    """A preset as the objects' arguments, parsed as `lm fit` parses them."""
-    parser = Parser(exit_on_error=False)
-    for key, part in {"trainer": Trainer, "model": LanguageModule, "data": DataModule, **other_sections()}.items():
-        parser.add_class_arguments(part, key or None)
-    parser.add_argument("--seed_everything", type=int)
-    return parser.parse_object(yaml.safe_load(path.read_text()))
+    """A preset, parsed as `lm plan` and `lm fit` parse it."""
+    return config_parser("lm plan").read(["--config", str(path)])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_it_builds_at_its_size_and_comes_out_even(path):
     size, vocab_size, tokens, steps = SIZES[path.stem.removesuffix("-adamw")]
     config = parse(path)
-    decoder = parse_instance(path).model.decoder
-    assert decoder.vocab_size == vocab_size
+    decoder = config.model.decoder
+    assert decoder.vocab_size == vocab_size and decoder.head_dim == decoder.hidden_size // decoder.num_attention_heads
     decoder.vocab_size = decoder.vocab_size or 4_096
     with torch.device("meta"):
         model = Decoder(decoder)
@@ -63,25 +54,13 @@ def test_it_builds_at_its_size_and_comes_out_even(path):
         assert plan.tokens_per_step == tokens and (steps is None or plan.max_steps == steps)
 
 
-def parse_instance(path):
-    parser = Parser(exit_on_error=False)
-    parser.add_class_arguments(LanguageModule, "model", instantiate=False)
-    return parser.instantiate_classes(parser.parse_object({"model": yaml.safe_load(path.read_text())["model"]}))
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_warm_up_is_a_small_share_and_the_rate_ends_at_its_fraction(path):
-    config = parse_instance(path).model
+    config = parse(path).model
     steps = SIZES[path.stem.removesuffix("-adamw")][3]
     assert config.schedule.warmup_steps <= 0.1 * steps
     end = 0.05 if config.optimizer.name == "muon" else 0.1
     assert lr_fraction(steps, steps, config.schedule) == pytest.approx(end)
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_what_follows_from_a_preset_is_not_fixed_by_a_default(path):
-    decoder = parse_instance(path).model.decoder
-    assert decoder.head_dim == decoder.hidden_size // decoder.num_attention_heads
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -94,17 +73,17 @@ def test_every_number_has_a_comment(path):
 def test_the_recipe_keeps_the_published_shape(path):
     """The norms of queries and keys are all that the recipe adds to the published model; data and length are equal."""
     files = path, FOLDER / f"{path.stem.removesuffix('-adamw')}.yaml"
-    published, ours = (parse_instance(file).model for file in files)
+    first, second = map(parse, files)
+    published, ours = first.model, second.model
     assert (published.optimizer.name, ours.optimizer.name) == ("adamw", "muon")
     as_published = {"qk_norm": False, "zero_init_residual": False, "dropout": published.decoder.dropout}
     assert replace(ours.decoder, **as_published) == published.decoder
-    first, second = map(parse, files)
     assert first.data == second.data and first.trainer == second.trainer
 
 
 def test_wide_heads_change_nothing_but_the_heads():
     """The two 350M presets cost the same matrices and operations, so their speeds compare heads alone."""
-    narrow, wide = (parse_instance(FOLDER / f"pretrain-350m{suffix}.yaml").model.decoder
+    narrow, wide = (parse(FOLDER / f"pretrain-350m{suffix}.yaml").model.decoder
                     for suffix in ("", "-wide-heads"))
     assert (narrow.head_dim, wide.head_dim) == (64, 128)
     assert all(parameters(narrow)[part] == parameters(wide)[part] for part in ("embedding", "attention", "mlp"))

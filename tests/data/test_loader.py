@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from shard_files import write_folder
 
 from lm.data import shards as shards_module
-from lm.data.loader import Batch, BlockBuffer, Cursor, Reading, Stream, Windows, assemble
+from lm.data.loader import Assembler, Batch, BlockBuffer, Cursor, Reading, Stream, Windows
 from lm.data.sampler import Order
 from lm.data.shards import Shards
 from lm.errors import RequestError, RunError
@@ -91,7 +91,7 @@ def test_a_rank_reads_about_its_share(shards):
         counted.read_tokens = lambda block, read=counted.read_tokens: reads.append(block) or read(block)
         mine = stream(counted, rank=rank, world=4, global_batch=total - total % 4)
         order, requests = mine.order, islice(mine.requests(), 1)
-        list(assemble(counted, order, SEQ_LEN, requests, mine.buffer))
+        list(Assembler(counted, order, SEQ_LEN, requests, mine.buffer).batches())
     assert len(shards.blocks) - 4 <= len(reads) <= len(shards.blocks) + 3 + 8, "a block may lie on two lanes"
 
 
@@ -112,7 +112,7 @@ def test_memory_stays_within_the_buffer(shards, blocks, start):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockBuffer, "want", watched)
         given = stream(shards, start=start)
-        list(assemble(shards, given.order, SEQ_LEN, islice(given.requests(), 60), capacity))
+        list(Assembler(shards, given.order, SEQ_LEN, islice(given.requests(), 60), capacity).batches())
     assert most[0] > 0
 
 
@@ -265,12 +265,12 @@ def test_a_block_is_waited_for_no_longer_than_the_timeout_unless_its_store_asks_
     monkeypatch.setattr(shards, "read_tokens", lambda block: time.sleep(1) or read(block))
     monkeypatch.setattr(remote, "_asked_until", time.monotonic() + 30 if asked else 0.0)
     buffer = BlockBuffer(shards, 10**6, timeout=0.2)
-    buffer.want(0, 0, 0)
+    buffer.want(0)
     if asked:
-        assert len(buffer.get(0).ids)
+        assert len(buffer.take(0).ids)
     else:
         with pytest.raises(RunError, match=r"not read after 0.2 seconds \(data.timeout\)"):
-            buffer.get(0)
+            buffer.take(0)
     buffer.close()
 
 

@@ -88,7 +88,7 @@ def test_the_targets_of_all_rows_are_the_documents(place):
         documents = np.split(stream, np.flatnonzero(stream == tokenizer.eos_id)[:-1] + 1)
         assert shards.windows(SEQ_LEN).tolist() == [len(rows)] and shards.left_over(SEQ_LEN) == 0
         assert targets[:, 1:].sum() == len(stream)
-        assert shards.filled_up == pytest.approx(1 - len(stream) / (len(rows) * SEQ_LEN)) and shards.filled_up < 0.1
+        assert 0.1 > shards.padding_fraction == pytest.approx(1 - len(stream) / (len(rows) * SEQ_LEN))
         found = [row[1:][mask[1:]].tobytes() for row, mask in zip(rows, targets)]
         for document in documents:
             pieces = [document[at : at + SEQ_LEN] for at in range(0, len(document), SEQ_LEN)]
@@ -167,7 +167,7 @@ def test_a_remote_copy_without_its_manifest_is_read_the_same(place):
         ("plan --config other.yaml --data.packing stream", "prepared with --packing whole, and data.packing is stream"),
         ("plan --config other.yaml --data.path stream --data.packing whole", "prepared with --packing stream, and"),
         ("plan --config other.yaml --data.pad_id 0", "data.pad_id is for rows that somebody else filled up"),
-        ("plan --config mixed.yaml", "is a stream of documents.*; prepare them with the same --packing"),
+        ("plan --config mixed.yaml", "packed differently.*: prepare them with the same --packing"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(place, command, message):

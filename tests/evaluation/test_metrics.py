@@ -42,32 +42,23 @@ def test_means_are_those_of_all_tokens_however_they_are_batched(size):
     assert result == pytest.approx(reference(losses, labels), rel=1e-12)
 
 
-def test_tokens_without_bytes_are_left_out_of_nats_and_bytes_alike():
+@pytest.mark.parametrize(
+    ("losses", "labels", "token_bytes", "loss", "tokens", "bits"),
+    [
+        # Tokens that stand for no bytes are left out of nats and bytes alike.
+        ([9.0, 1.0, 2.0], [0, 1, 3], TOKEN_BYTES, 4, 3, 3 / 6 / math.log(2)),
+        ([2.0, math.nan], [1, -100], TOKEN_BYTES, 2, 1, 2 / math.log(2)),
+        ([0.0, 0.0], [-100, -100], TOKEN_BYTES, math.nan, 0, math.nan),
+        ([1.0, 2.0], [1, 2], None, 1.5, 2, math.nan),
+    ],
+    ids=["no bytes", "an ignored label where the loss is nan", "nothing counted", "bytes are not known"],
+)
+def test_what_does_not_count(losses, labels, token_bytes, loss, tokens, bits):
     metric = TokenLoss()
-    metric.update(torch.tensor([[9.0, 1.0, 2.0]]), torch.tensor([[0, 1, 3]]), TOKEN_BYTES)
-    result = metric.compute()
-    assert result["bits_per_byte"].item() == pytest.approx(3 / 6 / math.log(2))
-    assert result["loss"].item() == pytest.approx(4)
-
-
-def test_ignored_labels_count_for_nothing_even_where_the_loss_is_nan():
-    metric = TokenLoss()
-    metric.update(torch.tensor([[2.0, math.nan]]), torch.tensor([[1, -100]]), TOKEN_BYTES)
-    assert metric.compute()["loss"].item() == 2 and metric.compute()["tokens"].item() == 1
-
-
-def test_nothing_counted_is_nan():
-    metric = TokenLoss()
-    metric.update(torch.zeros(1, 2), torch.full((1, 2), -100))
-    result = metric.compute()
-    assert result["tokens"].item() == 0
-    assert all(math.isnan(result[name].item()) for name in ("loss", "perplexity", "bits_per_byte"))
-
-
-def test_without_token_bytes_there_are_no_bits_per_byte():
-    metric = TokenLoss()
-    metric.update(*sample())
-    assert math.isnan(metric.compute()["bits_per_byte"]) and not math.isnan(metric.compute()["loss"])
+    metric.update(torch.tensor([losses]), torch.tensor([labels]), token_bytes)
+    result = {name: value.item() for name, value in metric.compute().items()}
+    expected = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": bits, "tokens": tokens}
+    assert result == pytest.approx(expected, nan_ok=True)
 
 
 def test_sums_stay_exact_over_many_tokens_and_in_a_half_precision_module():

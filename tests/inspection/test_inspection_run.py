@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from shard_files import write_folder
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 from trainings import lm, make_workplace, trace, write_config
 
-import lm as package
 from lm.data.shards import Shards
 from lm.data.tokenizer import train_char
 from lm.errors import RequestError
@@ -73,11 +71,6 @@ def test_time_is_that_of_training_of_waiting_and_of_pauses():
     assert time_spent(lines) == {"computing": 22.5, "waiting for data": 7.5, "pauses": 3.0}
     assert time_spent(lines, 10) == {"computing": 15.0, "waiting for data": 5.0, "pauses": 0.0}
     assert time_spent([]) == {"computing": 0.0, "waiting for data": 0.0, "pauses": 0.0}
-
-
-def test_the_time_of_a_real_run_is_accounted_for(run):
-    spent = time_spent(run.metrics())
-    assert spent["computing"] > 0 and spent["pauses"] > 0.1  # the second session began after step 3
 
 
 # ---- settings and samples --------------------------------------------------------------------------------------------
@@ -277,11 +270,6 @@ def test_pictures_and_tables_are_made_of_any_data(run, elsewhere):
     ]  # fmt: skip
     assert all(one._repr_html_().startswith("<table>") for one in tables)
     assert "village" in tables[-1].source and "train/00000.parquet, window" in tables[-1].source
-
-
-def test_load_run_takes_a_path_or_a_name(run, elsewhere):
-    assert package.load_run(run.path).path == run.path
-    assert package.load_run(os.path.relpath(run.path)).path.resolve() == run.path.resolve()
 
 
 def test_samples_of_signs_that_end_lines_elsewhere_are_kept(tmp_path):

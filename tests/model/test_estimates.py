@@ -59,15 +59,6 @@ def test_counted_parameters_are_those_of_the_built_decoder(config):
     assert counts["non_embedding"] == counts["total"] - counts["embedding"] - counts["lm_head"]
 
 
-def test_a_known_size():
-    """Llama with Qwen3-0.6B's shape: 596,049,920 parameters, 155,582,464 of them in the tied embedding."""
-    counts = parameters(DecoderConfig(
-        vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128, intermediate_size=3072, qk_norm=True,
-    ))
-    assert (counts["total"], counts["embedding"]) == (596_049_920, 155_582_464)
-
-
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 def test_flops_are_those_that_torch_counts_in_a_training_step(config):
     """torch counts matmuls and the whole attention square; norms, which we count as parameters, are left out."""
@@ -88,22 +79,16 @@ def test_the_formula_on_paper():
     assert flops_per_token(replace(config, tie_word_embeddings=False), 7) == flops_per_token(config, 7)
 
 
-def test_windows_count_what_their_tokens_see():
-    config = replace(BASE, num_hidden_layers=3, window_pattern="SSL", sliding_window=3)
+def test_windows_count_what_their_tokens_see_and_full_attention_what_the_causal_mask_hides():
+    """Full: all positions, or all of a window, as nanochat's `estimate_flops` has it."""
     full = replace(BASE, num_hidden_layers=3)
+    config = replace(full, window_pattern="SSL", sliding_window=3)
     seen = sum(min(t + 1, 3) for t in range(10)) / 10  # by a token, on average
-    heads = 12 * config.num_attention_heads * config.head_dim
-    assert flops_per_token(full, 10) - flops_per_token(config, 10) == pytest.approx(heads * 2 * (5.5 - seen))
+    heads, counted = 12 * config.num_attention_heads * config.head_dim, flops_per_token(config, 10)
+    assert flops_per_token(full, 10) - counted == pytest.approx(heads * 2 * (5.5 - seen))
     assert flops_per_token(config, 2) == pytest.approx(flops_per_token(full, 2))
-
-
-def test_full_attention_counts_what_the_causal_mask_hides():
-    """All positions, or all of a window, as nanochat's `estimate_flops` has it."""
-    config = replace(BASE, num_hidden_layers=3, window_pattern="SSL", sliding_window=3)
-    heads = 12 * config.num_attention_heads * config.head_dim
-    seen = sum(min(t + 1, 3) for t in range(10)) / 10
     more = heads * (2 * (3 - seen) + 10 - 5.5)
-    assert flops_per_token(config, 10, full_attention=True) == pytest.approx(flops_per_token(config, 10) + more)
+    assert flops_per_token(config, 10, full_attention=True) == pytest.approx(counted + more)
     assert describe_mfu(0.44, 0.466).startswith("44.0% ") and "46.6%" in describe_mfu(0.44, 0.466)
     assert describe_mfu(None, None) == "unknown"
 

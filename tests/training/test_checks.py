@@ -1,7 +1,5 @@
 """The one list of options that do not go together: `lm plan` prints what `lm fit` refuses, in the same words."""
 
-from types import SimpleNamespace
-
 import pytest
 from decoders import SMALL
 from trainings import lm, make_workplace, write_config
@@ -132,7 +130,7 @@ def test_only_errors_refuse(caplog):
     assert caplog.messages == ["this is idle"]
     with pytest.raises(RequestError, match="^wrong: right$"):
         checks.refuse([checks.error("wrong", "right")])
-    assert str(SimpleNamespace()) and str(checks.Finding("warning", "odd", "even")) == "odd; even"
+    assert str(checks.Finding("warning", "odd", "even")) == "odd; even"
 
 
 @pytest.mark.slow
@@ -143,6 +141,7 @@ def test_only_errors_refuse(caplog):
     {"samples.prompts": ["The letter of the captain was lost, and so the captain"]}, {"model.kernels": "on"},
     {"trainer.default_root_dir": "texts/000.txt"}, {"data.shuffle_buffer": 10}, {"guards.inject_step": 400},
     {"run": "a/b"}, {"seed_everything": True}, {"trainer.callbacks": [{"class_path": "recorder.Stateful"}] * 2},
+    {"model.schedule.name": "wsd", "model.schedule.decay_steps": 11},
     {"model.decoder.vocab_size": 5}, {"trainer.matmul_precision": "high", "trainer.precision": "bf16-mixed"},
 ], ids=str)  # fmt: skip
 def test_plan_and_fit_refuse_the_same_in_the_same_words(tmp_path, changes):

@@ -347,7 +347,7 @@ class SkippedData(Callback):
         self._validated: set[str] = set()  # damaged blocks of validations, likewise
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wanted = trainer.datamodule.on_bad_shard == "skip"
+        self._wanted = trainer.datamodule.options.on_bad_shard == "skip"
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int

@@ -19,8 +19,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lm.data.catalog import describe_difference
 from lm.data.mixture import describe_change
-from lm.data.shards import describe_difference
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
 from lm.runs.history import acceptance, expectations
 from lm.runs.mirror import Mirror, Uploads

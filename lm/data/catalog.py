@@ -1,0 +1,272 @@
+"""The catalog of a source: which Parquet shards it has, and how many tokens are in each row group.
+
+Anyone's Parquet with a column of token ids will do. Of a folder that `lm data prepare` made, the manifest says how many
+tokens there are; of other shards, their footers do. `data/shards` reads the tokens.
+"""
+
+import posixpath
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from errno import EIO
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from lm.data.packing import PackedRows
+from lm.data.parquet import (
+    DAMAGE,
+    LABELS,
+    LAYOUT,
+    PACKED_KEY,
+    TOKENIZER_KEY,
+    BadBlock,
+    Column,
+    footer_digest,
+    parse_footer,
+    read_footer,
+)
+from lm.errors import RequestError, RunError, first_line
+from lm.system.files import parse_json
+from lm.system.remote import PATIENCE, is_denied, is_remote, list_files, open_file, unreadable, with_retries
+
+FOOTER_THREADS = 16
+SUFFIX = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
+NOT_SHARDS = re.compile(r"(\.(npy|bin|csv|tsv|txt|json|jsonl))$", re.IGNORECASE)
+HIDDEN = re.compile(r"(^|/)[._]")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One Parquet file."""
+
+    file: str  # its path or URL, for messages
+    name: str  # its path below the source, which stays the same when the folder is moved
+    filesystem: pafs.FileSystem
+    path: str  # there
+    size: int  # bytes
+    modified: int | str | None  # ns, or what a store calls the content; None where the file system does not say
+    patience: float  # seconds for all attempts of one read, where it is remote
+    column: Column  # how its token ids are read
+    row_groups: tuple[int, ...] = ()  # tokens of each
+    digest: str | None = None  # of its footer; None where the manifest has none
+    labels: bool = False  # beside the ids, which say what is a target
+    text_ratio: float | None = None  # bytes of the text over those of `Tokenizer.token_bytes`, where a manifest says it
+    packed: PackedRows | None = None  # what its rows are; None where they are documents
+    padding: int | None = None  # tokens that fill packed rows up, where a manifest says it
+
+    @contextmanager
+    def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pq.ParquetFile, str | None]]:
+        """The open file, with checksums verified, and the digest of its footer; a footer that is given is not read.
+
+        Raises:
+            pyarrow.ArrowInvalid: the footer is not the one in the manifest. Arrow never parses such a footer, since it
+                does not survive all damage to one.
+        """
+        with open_file(self.filesystem, self.path, f"shard {self.file}", self.patience) as handle:
+            digest = None
+            if footer is None:
+                content = read_footer(handle)
+                digest = footer_digest(content)
+                if self.digest not in (None, digest):
+                    raise pa.ArrowInvalid("its footer is not the one that it had when it was written")
+                footer = parse_footer(content)
+            yield pq.ParquetFile(handle, metadata=footer, page_checksum_verification=True), digest
+
+
+def find_shards(
+    source: str, column: Column, tokenizer_sha256: str | None = None, patience: float = PATIENCE
+) -> tuple[list[Shard], int | None]:
+    """The shards of a folder, glob, file or URL with their token counts, and the manifest's size of the vocabulary.
+
+    The size is None where there is no manifest. `Shards.open` says what the arguments are, and what is raised.
+    """
+    listing = list_files(source, patience)
+    files, manifest = listing.files, None
+    if listing.kind == "file" and (other := NOT_SHARDS.search(source)):
+        raise RequestError(
+            f"{source} is a {other[1]} file, and training reads Parquet: `lm data prepare --input {source} --output "
+            "data/NAME` makes it"
+        )
+    if listing.kind == "folder":
+        files = {name: file for name, file in files.items() if SUFFIX.search(name) and not HIDDEN.search(name)}
+        if not files:
+            raise RequestError(f"{source}: the folder holds no .parquet file")
+        try:
+            manifest = with_retries(lambda: _read_manifest(source, listing.filesystem, listing.path), source, patience)
+        except OSError as error:
+            raise RequestError(f"{source}: its manifest cannot be read ({first_line(error)})") from error
+    shards = [
+        Shard(listing.name(file), name, listing.filesystem, file.path, file.size, file.modified, patience, column)
+        for name, file in files.items()
+    ]
+    if manifest is not None:
+        return _from_manifest(manifest, source, posixpath.basename(listing.path), shards, tokenizer_sha256)
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        return list(pool.map(lambda shard: _from_footer(shard, tokenizer_sha256), shards)), None
+
+
+# ---- by the manifest -------------------------------------------------------------------------------------------------
+
+
+def _read_manifest(source: str, filesystem: pafs.FileSystem, path: str) -> dict | None:
+    """The manifest beside a split folder; None where there is none, or it is none of ours."""
+    folder, split = posixpath.split(path)
+    if is_remote(source) and not folder:  # a bucket has no parent
+        return None
+    for place, inside in ((posixpath.join(folder, "manifest.json"), False), (f"{path}/manifest.json", True)):
+        info = filesystem.get_file_info(place)
+        if info.type != pafs.FileType.File:
+            continue
+        try:
+            with filesystem.open_input_stream(place) as stream:
+                manifest = parse_json(stream.read())
+        except ValueError as error:
+            raise RequestError(
+                f"{place} is damaged ({first_line(error)}); remove its folder and run `lm data prepare` again"
+            ) from error
+        splits = manifest.get("splits") if isinstance(manifest, dict) and "layout" in manifest else None
+        if isinstance(splits, dict) and inside:
+            raise RequestError(f"{source} is a prepared folder: give it as `path`, or name one split: {path}/train")
+        if isinstance(splits, dict) and split in splits:
+            return {**manifest, "modified": info.mtime_ns or 0}
+    return None
+
+
+def _from_manifest(
+    manifest: dict, source: str, split: str, shards: list[Shard], tokenizer_sha256: str | None
+) -> tuple[list[Shard], int]:
+    """The shards with the manifest's token counts, once these are the files that it lists."""
+    folder = posixpath.dirname(source.rstrip("/")) or "."
+    place, anew = f"{folder}/manifest.json", f"remove {folder} and run `lm data prepare` again"
+    if manifest["layout"] != LAYOUT:
+        raise RequestError(f"{place}: layout {manifest['layout']!r} is not {LAYOUT}; made by another version of lm?")
+    try:
+        facts = manifest["splits"][split]
+        entries = {
+            str(one["file"]): (one["size"], tuple(map(int, one["row_groups"])), one.get("digest"), one.get("padding"))
+            for one in facts["shards"]
+        }
+        stored = sum(sum(counts) for _, counts, *_ in entries.values())
+        packed = PackedRows(*map(int, manifest["packed"])) if manifest.get("packed") else None
+        if stored < facts["tokens"] if packed else stored != facts["tokens"]:
+            raise ValueError("row groups do not add up to the tokens of the split")
+        text_ratio = facts["bytes"] / counted if (counted := facts.get("token_bytes")) else None
+        tokenizer, vocab_size, made = str(manifest["tokenizer"]), int(manifest["vocab_size"]), manifest["column"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"{place} is damaged ({error!r}); {anew}") from error
+    found = {f"{split}/{shard.name}": shard for shard in shards}
+    if missing := entries.keys() - found.keys():
+        raise RequestError(f"{place} lists {min(missing)!r}, which is missing; fetch it, or {anew}")
+    if others := found.keys() - entries.keys():
+        raise RequestError(f"shard {found[min(others)].file} is not in its manifest; move it away")
+    column = shards[0].column.name
+    if made != column:
+        raise RequestError(f"{place}: the token column is {made!r}, not {column!r}; set `column`")
+    _check_tokenizer(source, tokenizer, tokenizer_sha256)
+    complete = []
+    for file, (size, counts, digest, padding) in entries.items():
+        shard = replace(
+            found[file], row_groups=counts, digest=digest, text_ratio=text_ratio, packed=packed, padding=padding
+        )
+        if shard.size != size:
+            raise RequestError(
+                f"shard {shard.file} has {shard.size} bytes where the manifest says {size}: "
+                f"it is truncated or was changed; fetch it, or {anew}"
+            )
+        complete.append(shard)
+    if not is_remote(source):
+        _check_newer(complete, manifest["modified"])
+    return complete, vocab_size
+
+
+def _check_newer(shards: list[Shard], written: int) -> None:
+    """Look at the footers of shards that changed after the manifest was written, which is written last."""
+
+    def check(shard: Shard) -> None:
+        with _readable(shard), shard.open():
+            pass
+
+    newer = [shard for shard in shards if shard.digest is not None and (shard.modified or 0) > written]
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        list(pool.map(check, newer))
+
+
+def _check_tokenizer(place: str, made_with: str, wanted: str | None) -> None:
+    if wanted is not None and made_with != wanted:
+        raise RequestError(
+            f"{place} was made with another tokenizer (SHA-256 {made_with[:12]}..., yours is {wanted[:12]}...); "
+            "use the tokenizer.json beside the shards, or prepare them again"
+        )
+
+
+# ---- by the footers --------------------------------------------------------------------------------------------------
+
+
+def _from_footer(shard: Shard, tokenizer_sha256: str | None) -> Shard:
+    """The shard with the token counts of its row groups."""
+    with _readable(shard), shard.open() as (parquet, digest):
+        schema, facts = parquet.schema_arrow, parquet.metadata.metadata or {}
+        shard.column.check_type(schema, shard.file)
+        if TOKENIZER_KEY in facts:
+            _check_tokenizer(shard.file, facts[TOKENIZER_KEY].decode(errors="replace"), tokenizer_sha256)
+        packed = PackedRows(*parse_json(facts[PACKED_KEY])) if PACKED_KEY in facts else None
+        counts = tuple(shard.column.count(parquet, shard.file))
+        return replace(
+            shard, row_groups=counts, digest=digest, labels=LABELS in shard.column.beside(schema), packed=packed
+        )
+
+
+@contextmanager
+def _readable(shard: Shard) -> Iterator[None]:
+    """Before any work, a shard that cannot be read is a wrong request; not what a store may answer later."""
+    try:
+        yield
+    except RunError as error:
+        if isinstance(error, BadBlock) or is_denied(error.__cause__):
+            raise RequestError(str(error)) from error
+        raise
+    except DAMAGE as error:
+        if getattr(error, "errno", None) not in (None, EIO):
+            raise RequestError(str(unreadable(f"shard {shard.file}", error))) from error
+        raise RequestError(
+            f"shard {shard.file} is not a readable Parquet file ({first_line(error)}); is it truncated, damaged or "
+            "another one?"
+        ) from error
+
+
+# ---- fingerprint -----------------------------------------------------------------------------------------------------
+
+
+class Fingerprint(NamedTuple):
+    """What must not change of a shard between a stop and a resume."""
+
+    name: str
+    size: int
+    tokens: int
+    digest: str | None = None  # of its content; None where it is not known
+    offset: int = 0  # tokens of other shards before it in the block in which it begins
+
+
+def describe_difference(old: Sequence, new: Sequence) -> str:
+    """How two fingerprints, or their JSON, differ, in one line; empty if they are equal."""
+    old, new = [Fingerprint(*entry) for entry in old], [Fingerprint(*entry) for entry in new]
+    before, after = {entry.name: entry for entry in old}, {entry.name: entry for entry in new}
+    lines = [f"{name} is gone" for name in before.keys() - after.keys()]
+    lines += [f"{name} is new" for name in after.keys() - before.keys()]
+    for name in before.keys() & after.keys():
+        was, now = before[name], after[name]
+        if was[:3] != now[:3]:
+            lines.append(f"{name} had {was.size} bytes and {was.tokens} tokens, now {now.size} and {now.tokens}")
+        elif was.digest != now.digest and None not in (was.digest, now.digest):
+            lines.append(f"{name} is as long as it was and holds something else")
+    if not lines and [entry[:3] for entry in old] != [entry[:3] for entry in new]:
+        lines = ["the same shards in another order"]
+    if not lines and [entry.offset for entry in old] != [entry.offset for entry in new]:
+        lines = ["the same shards, cut into other windows than by the lm of that time"]
+    more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
+    return ", ".join(sorted(lines)[:3] + more)
