@@ -240,7 +240,7 @@ class Decoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The decoder without its output matrix: ids `(B, T)` to normalised states `(B, T, C)`. See `forward`."""
         x = self.embed(input_ids)  # (B, T, C)
-        rotary, masks = self.rotary_and_masks(x, document_ids, continuation, max_documents)
+        rotary, masks = continuation[:2] if continuation else self.rotary_and_masks(x, document_ids, max_documents)
         return self.run_blocks(x, rotary, masks)
 
     def run_blocks(self, x: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
@@ -270,12 +270,9 @@ class Decoder(nn.Module):
         return x
 
     def rotary_and_masks(
-        self, x: Tensor, document_ids: Tensor | None, continuation: Continuation | None,
-        max_documents: int | None = None,
+        self, x: Tensor, document_ids: Tensor | None = None, max_documents: int | None = None
     ) -> tuple[Rotary, list[AttentionMask]]:
         """The positions of the tokens of `x` `(B, T, C)`, and each layer's attention mask."""
-        if continuation is not None:
-            return continuation.rotary, continuation.masks
         documents = None if document_ids is None else documents_from(document_ids, max_documents)
         table = rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
         dropout = self.config.dropout if self.training else 0.0
