@@ -237,8 +237,9 @@ def of_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
     """Options that the class of `model.optimizer.class_path` does not get."""
     if names := optimizer.left_out():
         values = ", ".join(f"{name} {getattr(optimizer, name)}" for name in names)
-        yield Finding("warning", f"model.optimizer: {values}: this is for AdamW and Muon, and {optimizer.class_path} "
-                      "gets none of it", "put what it should get under model.optimizer.init_args")  # fmt: skip
+        yield Finding("warning", f"model.optimizer: {values}: this is for the built-in optimizers, and "
+                      f"{optimizer.class_path} gets none of it",
+                      "put what it should get under model.optimizer.init_args")  # fmt: skip
 
 
 def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:

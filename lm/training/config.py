@@ -444,7 +444,7 @@ class GuardsConfig:
             `loss > 1.5 * median(loss, 100): rollback`. `warn` reports it; `checkpoint` saves; `stop` ends the run;
             `rollback` returns to the weights of the last good checkpoint and continues with the next samples.
             Windows count log lines before the newest. With a message: `{action: stop, message: look at the data}`.
-            A condition that is true of an untrained model does nothing before it was false once.
+            In the warm-up and the first ten log lines a condition does nothing before a line at which it is not true.
         not_finite: When a loss or gradient is NaN or Inf, no weight is changed; then `skip` continues with the next
             step, and `stop` ends the run with a checkpoint.
         max_skipped: This many such steps in a row end the run.
