@@ -87,10 +87,7 @@ def read_options(**options: Any) -> BranchOptions:
 
 
 def branch(options: BranchOptions, overrides: list[str]) -> None:
-    """Make the run and train it.
-
-    Args:
-        overrides: options of a training, as they are typed.
+    """Make the run, with options of a training as they are typed, and train it.
 
     Raises:
         RequestError: there is no such checkpoint, or an override makes it another run.
@@ -228,8 +225,6 @@ def pin_checkpoint(source: Path, target: Path, seq_len: int, new_seq_len: int) -
     """Make a checkpoint of another run the first one of a branch: its files as hard links, its callbacks' states not.
 
     Args:
-        source: the checkpoint.
-        target: its place in the branch.
         seq_len, new_seq_len: tokens of a sample there and here; samples count by the tokens that were trained on.
     """
     document = read_document(source)

@@ -1,6 +1,6 @@
 """`lm export`: a model for others, as a Hugging Face folder with a model card. `lm import`: the way back.
 
-An export is reloaded in another process and compared with its source. An import is a checkpoint of step 0, with fp32
+An export is reloaded as others do and compared with its source. An import is a checkpoint of step 0, with fp32
 weights and without optimizer state, so that a new run can start from its weights.
 """
 
@@ -76,7 +76,7 @@ def export(
         model.decoder.to(model.dtype)
         write_model(model, Card(name or Path(output).resolve().name, license, tuple(language or [])), folder)
         loader, difference = check_reload(folder, model)
-    log.info("a new process loaded it with %s: logits in fp32 differ by %.1e of the largest", loader, difference)
+    log.info("loaded it with %s: logits in fp32 differ by %.1e of the largest", loader, difference)
     if license == "unknown":
         log.info("the model card says that the licence is unknown: choose one with --license before you publish it")
     print(output)

@@ -188,7 +188,8 @@ def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
         except ValueError:
             number = -1
         if not 0 < number < math.inf:
-            raise RequestError(f"{option} {','.join(given)}: {word!r} is no {'whole ' * (kind is int)}number above 0")
+            wanted = "whole number" if kind is int else "number"
+            raise RequestError(f"{option} {','.join(given)}: {word!r} is not a {wanted} above 0")
         found.add(number)
     return sorted(found)
 

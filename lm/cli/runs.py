@@ -101,7 +101,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
     dead = path.with_name(f".removed-{path.name}-{os.getpid()}")
     os.rename(path, dead)
     folder.release()  # a network's file system cannot remove a folder with a file that is open
-    (dead / "run.json").unlink()  # what a kill leaves here is no run
+    (dead / "run.json").unlink()  # what a kill leaves here is not a run
     shutil.rmtree(dead)
     if folder.path.is_symlink():
         folder.path.unlink()

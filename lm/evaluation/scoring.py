@@ -70,7 +70,7 @@ def score(
 def _batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[int]]:
     """Indices of rows that are read together, the longest first: what does not fit into memory fails at once."""
     batch: list[int] = []
-    for index in sorted(range(len(rows)), key=lambda index: (-len(rows[index].ids), index)):
+    for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].ids)):
         width = len(rows[batch[0]].ids if batch else rows[index].ids) - 1
         if batch and (len(batch) + 1) * width > batch_tokens:
             yield batch
@@ -90,9 +90,11 @@ def _score(decoder: Decoder, rows: Sequence[Row], documents_end: int | None) -> 
     device = next(decoder.parameters()).device
     inputs, targets = torch.from_numpy(tokens[:, :-1]).to(device), torch.from_numpy(tokens[:, 1:][asked]).to(device)
     documents = None if documents_end is None else document_ids_from(inputs, documents_end)
+    size = max(1, LOGITS // config_of(decoder).vocab_size)
+    parts = _logits(decoder, inputs, torch.from_numpy(asked).to(device), documents, size)
     found = [
         (logits.log_softmax(-1).gather(-1, part[:, None])[:, 0], logits.argmax(-1) == part)
-        for logits, part in _logits(decoder, inputs, torch.from_numpy(asked).to(device), documents, targets)
+        for logits, part in zip(parts, targets.split(size), strict=True)
     ]
     log_probabilities, likeliest = (torch.cat(parts).cpu().numpy() for parts in zip(*found, strict=True))
     if not np.isfinite(log_probabilities).all():
@@ -102,24 +104,20 @@ def _score(decoder: Decoder, rows: Sequence[Row], documents_end: int | None) -> 
 
 
 def _logits(
-    decoder: Decoder, inputs: Tensor, asked: Tensor, documents: Tensor | None, targets: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits in fp32 of the n tokens that are asked for, a part at a time, with the targets of that part.
-
-    Inputs, `asked` and documents are `(B, T)`, targets `(n,)`.
-    """
-    size = max(1, LOGITS // config_of(decoder).vocab_size)
+    decoder: Decoder, inputs: Tensor, asked: Tensor, documents: Tensor | None, size: int
+) -> Iterator[Tensor]:
+    """Logits in fp32 of the n tokens that are asked for, `size` at a time; inputs, `asked` and documents are (B, T)."""
     # The weights of a sharded model are whole inside of its forward pass only; a custom model has nothing else.
     if isinstance(decoder, FSDPModule) or not isinstance(decoder, Decoder):
         options = {} if documents is None else {"document_ids": documents}
-        parts = decoder(inputs, **options)[asked].split(size)  # (n, V)
-        yield from zip((part.float() for part in parts), targets.split(size), strict=True)
+        logits = decoder(inputs, **options)[asked]  # (n, V)
+        yield from (part.float() for part in logits.split(size))
         return
     hidden = decoder.hidden_states(inputs, documents)[asked]  # (n, C)
     weight = decoder.output_weight.float()  # (V, C)
     with torch.autocast(hidden.device.type, enabled=False):
-        for part, target in zip(hidden.split(size), targets.split(size), strict=True):
-            yield F.linear(part.float(), weight), target
+        for part in hidden.split(size):
+            yield F.linear(part.float(), weight)
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

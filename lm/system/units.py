@@ -1,6 +1,7 @@
 """Counts as people write them, such as `32_768`, `512K` or `512Ki`; counts, bytes and durations as people read them."""
 
 import re
+import time
 from decimal import Decimal
 
 MULTIPLIERS = {
@@ -87,3 +88,8 @@ def format_duration(seconds: float, parts: int = 2) -> str:
 def format_time_and_cost(seconds: float, usd: float | None) -> str:
     """A time with what it costs: `2 h 10 min, 6.40 USD`; the time alone where no price is known."""
     return format_duration(seconds) + ("" if usd is None else f", {format_figure(usd)} USD")
+
+
+def utc(seconds: float) -> str:
+    """A time for people all over the world, from seconds since 1970: 2026-01-31 12:00:00 UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

@@ -53,8 +53,8 @@ def model_folder(path, config, dtype="float32"):
 
 
 def compared(source: Path, folder: Path) -> str:
-    """The loader, after the check of a folder made of `source`, with what the other process does done in this one."""
-    return export.check_reload(folder, load_pretrained(source, device="cpu"), export.load_and_compute)[0]
+    """The loader, after the check of a folder made of `source`."""
+    return export.check_reload(folder, load_pretrained(source, device="cpu"))[0]
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_a_dataset_of_the_hub_is_named_where_the_hub_looks_for_it(run):
     assert "No licence was chosen yet" in text
 
 
-# ---- what a fresh process finds --------------------------------------------------------------------------------------
+# ---- what others load ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -359,15 +359,6 @@ def test_a_wrong_request_is_one_line_and_makes_nothing(arguments, named, tmp_pat
         call(command.export, arguments, prog="lm export")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
-
-
-def test_nothing_of_the_working_directory_is_run(tmp_path, capsys, monkeypatch):
-    """The process that reloads would import it, if Python were started as usual."""
-    model_folder(tmp_path / "model", next(iter(SHAPES.values())))
-    (tmp_path / "transformers.py").write_text("open('canary', 'w').close()")
-    monkeypatch.chdir(tmp_path)
-    command.export(ckpt_path="model", output="exported")
-    assert (tmp_path / "exported/model.safetensors").exists() and not (tmp_path / "canary").exists()
 
 
 @pytest.mark.parametrize("name, published", [
