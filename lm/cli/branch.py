@@ -17,21 +17,17 @@ from lm.cli.config import TrainingCLI, quiet_lightning, resolved_text
 from lm.cli.options import split_overrides
 from lm.errors import RequestError, require_at_least
 from lm.runs.checkpoint import find_damage, read_document, read_progress
-from lm.runs.history import differences
+from lm.runs.config_diff import differences, not_allowed
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, Run, hide_addresses
 from lm.system.arguments import call
-from lm.system.files import atomic_folder, dump_checksummed, flatten, parse_yaml
+from lm.system.files import atomic_folder, dump_checksummed, parse_yaml
 from lm.system.process import command_line, under_srun, under_torchrun
 from lm.system.units import Count
 from lm.training.config import ScheduleConfig
 from lm.training.schedule import lr_fraction
 
 log = logging.getLogger(__name__)
-
-# Of the decoder only what changes no weight's shape or meaning may be another in a branch.
-FREE = ("max_position_embeddings", "rope_theta", "dropout", "window_pattern", "sliding_window", "initializer_range",
-        "zero_init_residual")  # fmt: skip
 
 
 @dataclass
@@ -91,10 +87,7 @@ def read_options(**options: Any) -> BranchOptions:
 
 
 def branch(options: BranchOptions, overrides: list[str]) -> None:
-    """Make the run and train it.
-
-    Args:
-        overrides: options of a training, as they are typed.
+    """Make the run, with options of a training as they are typed, and train it.
 
     Raises:
         RequestError: there is no such checkpoint, or an override makes it another run.
@@ -126,7 +119,7 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
         run.config.write_text(text, encoding="utf-8")
         origin = {"run": trunk.name, "path": str(trunk.path.resolve()), "step": step, "changes": changes}
         run.describe(id=run.name, name=run.name, status="interrupted", step=step, branch=origin,
-                     turn=Run.next_turn(root))  # fmt: skip
+                     turn=Run.next_start(root))  # fmt: skip
         log.info("run %s begins at step %d of %s", run.path, step, trunk.path)
         for key, (old, new) in changes.items():
             log.info("changed: %s: %s -> %s", key, old, new)
@@ -219,18 +212,10 @@ def refuse_other_run(trunk: Run, before: dict[str, Any], after: dict[str, Any]) 
     Raises:
         RequestError: what makes the weights or the optimizer's state those of another run.
     """
-    known = flatten(before)  # an option that the other run did not have counts where it is used
-    changes = {
-        key: values for key, values in differences([before, after]).items()
-        if key != "trainer.default_root_dir" and (key in known or values[1])
-    }  # fmt: skip
-    fixed = [
-        key for key in changes
-        if key in ("seed_everything", "model.optimizer.name", "model.optimizer.class_path")
-        or (key.startswith("model.decoder.") and key.rpartition(".")[2] not in FREE)
-    ]  # fmt: skip
-    if fixed:
-        values = ", ".join(f"{key} was {changes[key][0]}, now {changes[key][1]}" for key in fixed)
+    changes = differences([before, after])
+    changes.pop("trainer.default_root_dir", None)
+    if fixed := not_allowed("branch", changes):
+        values = ", ".join(f"{key} was {old}, now {new}" for key, (old, new) in fixed.items())
         raise RequestError(f"a branch of {trunk.path} begins with its weights and its optimizer: {values}; leave it as "
                            "it was, or start a new run")  # fmt: skip
     return changes
@@ -240,8 +225,6 @@ def pin_checkpoint(source: Path, target: Path, seq_len: int, new_seq_len: int) -
     """Make a checkpoint of another run the first one of a branch: its files as hard links, its callbacks' states not.
 
     Args:
-        source: the checkpoint.
-        target: its place in the branch.
         seq_len, new_seq_len: tokens of a sample there and here; samples count by the tokens that were trained on.
     """
     document = read_document(source)

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -153,8 +153,7 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
     is large, or that opens a file, has been built by then.
 
     Args:
-        prog: the command as it is typed.
-        options: a dataclass with the command's own options.
+        options: a dataclass with the own options of the command `prog`.
     """
     parser = ConfigParser(prog=prog, allow_abbrev=False)
     parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
@@ -172,11 +171,7 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
 
 
 def resolved_text(settings: dict[str, Any], overrides: list[str] | None = None) -> str:
-    """A training's config with what was typed in place of its own values, and all options, as YAML.
-
-    Args:
-        settings: the content of a config.
-        overrides: options of a training, as they are typed.
+    """The content of a config, with options as they are typed in place of its own values, and all others, as YAML.
 
     Raises:
         RequestError: an option is unknown or does not fit.
@@ -307,14 +302,10 @@ class TrainingCLI(LightningCLI):
     Args:
         arguments: those of the command line, from the subcommand on.
         callbacks: beside those of the config.
-        check: called with the Trainer before anything runs.
     """
 
-    def __init__(
-        self, arguments: list[str], callbacks: Sequence[Callback] = (),
-        check: Callable[[Trainer], None] = lambda trainer: None,
-    ) -> None:  # fmt: skip
-        self.own_callbacks, self.check, self.typed = callbacks, check, arguments[0]
+    def __init__(self, arguments: list[str], callbacks: Sequence[Callback] = ()) -> None:
+        self.own_callbacks, self.typed = callbacks, arguments[0]
         super().__init__(
             training_class(),
             DataModule,
@@ -403,7 +394,7 @@ class TrainingCLI(LightningCLI):
             trainer = self._instantiate_trainer(trainer_config, callbacks)
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise RequestError(f"trainer: {' '.join(str(error).split())}") from error
-        self.check(trainer)
+        refuse_notebook(trainer)
         return trainer
 
     @property
@@ -465,6 +456,18 @@ def _chosen_run(arguments: list[str]) -> Run:
         if (folder.parent / "run.json").exists():
             return Run(folder.parent)
     return find_run(options.get("--run"), root, otherwise=", or give --config")
+
+
+def refuse_notebook(trainer: Trainer) -> None:
+    """Refuse several devices in a notebook: their processes are started by running the program again."""
+    if in_notebook() and trainer.world_size > 1:
+        raise RequestError(f"a notebook trains on one device, and these are {trainer.world_size}: give trainer.devices "
+                           "1, or train with `lm fit`")  # fmt: skip
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook."""
+    return "ipykernel" in sys.modules
 
 
 def quiet_lightning() -> None:

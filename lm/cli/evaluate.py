@@ -28,7 +28,7 @@ from lm.evaluation.scoring import Begin
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.runs import registry
-from lm.runs.evaluations import Evaluation, core_sentence, evaluation_metrics, evaluation_record, merge_evaluations
+from lm.runs.metrics import Evaluation, core_sentence, evaluation_metrics, evaluation_record, merge_evaluations
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT, Run
 from lm.system.files import refuse_url, write_atomically

@@ -15,7 +15,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
-from lm.cli.config import TrainingCLI, quiet_lightning
+from lm.cli.config import TrainingCLI, in_notebook, quiet_lightning, refuse_notebook
 from lm.cli.evaluate import measure
 from lm.cli.main import console_handler
 from lm.cli.options import refuse_unknown_options
@@ -101,7 +101,7 @@ def fit(
         with _class_of_models(module), _logging_to_console(), STOP.borrowed():
             refuse_unknown_options("fit", arguments)
             quiet_lightning()
-            return TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks, refuse_notebook).finished_run
+            return TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks).finished_run
 
 
 def evaluate(
@@ -245,18 +245,6 @@ class Trainer(BareTrainer):
         self.load_with(optimizer=False)
         stage(model, datamodule=datamodule, ckpt_path=ckpt_path and str(ckpt_path), verbose=False)
         return {name: value.item() for name, value in self.callback_metrics.items()}
-
-
-def refuse_notebook(trainer: BareTrainer) -> None:
-    """Refuse several devices in a notebook: their processes are started by running the program again."""
-    if in_notebook() and trainer.world_size > 1:
-        raise RequestError(f"a notebook trains on one device, and these are {trainer.world_size}: give trainer.devices "
-                           "1, or train with `lm fit`")  # fmt: skip
-
-
-def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook."""
-    return "ipykernel" in sys.modules
 
 
 def _typed(value: Any) -> str:

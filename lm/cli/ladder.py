@@ -47,7 +47,7 @@ from lm.cli.scale import (
 from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.runs import scaling_laws
-from lm.runs.history import differences
+from lm.runs.config_diff import differences, not_allowed
 from lm.runs.run import ROOT, Run
 from lm.system import process
 from lm.system.arguments import call
@@ -72,11 +72,6 @@ FACTOR = re.compile(r"x(\d+\.?\d*(?:e[+-]?\d+)?)")  # of a size's own value
 POLL = 0.2  # seconds between looks at the trainings
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
-# What may be another when a ladder is resumed, since it changes no loss, or no more than the order of additions.
-FREE = ("run", "trainer.default_root_dir", "trainer.devices", "trainer.log_interval", "trainer.val_interval",
-        "trainer.checkpoint_interval", "trainer.keep_checkpoints", "trainer.keep_every", "trainer.stop_within",
-        "trainer.mirror", "data.micro_batch_size", "guards", "notify", "tags", "note", "on_event",
-        "expect")  # fmt: skip
 
 
 class Length(NamedTuple):
@@ -193,7 +188,8 @@ def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
         except ValueError:
             number = -1
         if not 0 < number < math.inf:
-            raise RequestError(f"{option} {','.join(given)}: {word!r} is no {'whole ' * (kind is int)}number above 0")
+            wanted = "whole number" if kind is int else "number"
+            raise RequestError(f"{option} {','.join(given)}: {word!r} is not a {wanted} above 0")
         found.add(number)
     return sorted(found)
 
@@ -391,12 +387,10 @@ def refuse_other_settings(trainings: list[Training]) -> None:
     for one in trainings:
         if not (one.run.path / "run.json").exists():
             continue
-        settings = {key: value for key, value in one.run.settings().items() if key != "run"}
-        config = {key: value for key, value in yaml.safe_load(one.config).items() if key != "run"}
-        for key, (before, now) in differences([settings, config]).items():
-            if not any(key == free or key.startswith(f"{free}.") for free in FREE) and (before or now):
-                raise RequestError(f"run {one.run.path} has {key} {before}, and this ladder {now}: give the options "
-                                   "that it was made with, or another --name")  # fmt: skip
+        differing = differences([one.run.settings(), yaml.safe_load(one.config)])
+        for key, (before, now) in not_allowed("ladder", differing).items():
+            raise RequestError(f"run {one.run.path} has {key} {before}, and this ladder {now}: give the options "
+                               "that it was made with, or another --name")  # fmt: skip
 
 
 def print_plan(console: Console, options: LadderOptions, trainings: list[Training]) -> None:

@@ -70,10 +70,7 @@ Every command takes --debug, which shows where an error came from.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command line.
-
-    Args:
-        arguments: what stands after `lm`.
+    """Run what stands after `lm` on a command line.
 
     Returns:
         The exit code: 0 finished, 1 failed, 2 the request is wrong, 3 stopped by a guard, 75 interrupted.

@@ -43,7 +43,7 @@ from lm.data.datamodule import DataModule
 from lm.data.parquet import COLUMN, LAYOUT, ROW_GROUP_TOKENS, ShardWriter
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
-from lm.model.estimates import describe_mfu, flops_per_token, training_memory
+from lm.model.estimates import describe_mfu, training_memory
 from lm.system.files import refuse_url, write_atomically
 from lm.system.hardware import device_name
 from lm.system.process import rank, run_facts, seconds_since_process_start
@@ -542,7 +542,7 @@ def describe_times(config: Namespace, timer: StepTimer, trainer: Trainer) -> dic
     peak = trainer.device_peak
     ms_per_step = statistics.median(timer.seconds) / timer.steps_per_round * 1e3
     rate = steps.tokens_per_step / ms_per_step * 1e3
-    flops = {full: flops_per_token(module.config, steps.seq_len, full_attention=full) for full in (False, True)}
+    flops = {full: module.flops_per_token(full_attention=full) for full in (False, True)}
     optimizer_ms = statistics.median(timer.optimizer_seconds) * 1e3
     predicted = training_memory(module.config, step_of(trainer), state_size(module.options.optimizer))["peak"]
     return {

@@ -30,7 +30,8 @@ from rich.text import Text
 from lm.cli.charts import chart
 from lm.cli.runs import STYLES, to_json
 from lm.errors import RequestError, RunError
-from lm.runs.history import LiveRun, Series, smooth
+from lm.runs.facts import LiveRun
+from lm.runs.history import Series, smooth
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.registry import find_run, known_folders, no_run
 from lm.runs.run import ROOT, Run
@@ -167,14 +168,14 @@ def checkpoint_facts(state: dict[str, Any]) -> list[Fact]:
     return facts or [("checkpoint", "none yet", "")]
 
 
-def alert_lines(state: dict[str, Any], most: int) -> list[Text]:
-    """The newest alerts, newest first."""
+def alert_lines(state: dict[str, Any], most: int, folded: bool) -> list[Text]:
+    """The newest alerts, newest first; folded to the width, or cut off at it."""
     lines = []
     for alert in state.get("alerts", [])[::-1][:most]:
         at, guard, message, action = (one_line(str(part)) for part in (
             time.strftime("%H:%M", time.localtime(alert.get("time", 0.0))), alert.get("guard", ""),
             alert.get("message", ""), alert.get("action", "")))  # fmt: skip
-        line = Text(no_wrap=True, overflow="ellipsis")
+        line = Text(no_wrap=not folded, overflow="fold" if folded else "ellipsis")
         lines.append(line.append(f"{at} {guard}", "bold yellow").append(f" {message} -> {action}"))
     return lines
 
@@ -302,11 +303,11 @@ class RunView:
         if state.get("reason") and state["status"] not in ("running", "dead"):
             above.append(Text(f"{state['status']}: {one_line(state['reason'])}", no_wrap=True, overflow="ellipsis"))
         above.append(in_row(training_facts(state)))
-        below = [*alert_lines(state, height // 8), in_row(machine_facts(state, height // 5)),
+        below = [*alert_lines(state, height // 8, folded=height >= 30), in_row(machine_facts(state, height // 5)),
                  in_row(checkpoint_facts(state))]  # fmt: skip
-        room = height - lines(console, width, above) - lines(console, width, below)
+        room = height - height_of(above, console, width) - height_of(below, console, width)
         sources = source_table(state, width, max(room // 2, room - LOSS[1]))
-        room -= lines(console, width, sources)
+        room -= height_of(sources, console, width)
         above += sources
         if room < LOSS[0] or not self.watch.curve("train/loss").x:
             yield Group(*above, *below)
@@ -317,13 +318,13 @@ class RunView:
             charts[1].split_row(*(
                 Padding(Chart([self.watch.curve(name, 60)], METRICS[name].label), (0, 2, 0, 0)) for name in SMALL
             ))  # fmt: skip
-        places = stacked(Layout(Group(*above), size=lines(console, width, above)), *charts,
-                         Layout(Group(*below), size=lines(console, width, below)))  # fmt: skip
+        places = stacked(Layout(Group(*above), size=height_of(above, console, width)), *charts,
+                         Layout(Group(*below), size=height_of(below, console, width)))  # fmt: skip
         yield from console.render(places, options)  # what is yielded as it is does not know the height
 
 
-def lines(console: Console, width: int, parts: Sequence[RenderableType]) -> int:
-    """How many lines they take."""
+def height_of(parts: Sequence[RenderableType], console: Console, width: int) -> int:
+    """How many lines they need, one below the other."""
     return len(console.render_lines(Group(*parts), console.options.update(width=width, height=None), pad=False))
 
 

@@ -20,7 +20,7 @@ import docstring_parser
 
 import lm
 from lm.errors import RequestError
-from lm.system.arguments import is_text, nearest_option, shown, unknown_options
+from lm.system.arguments import nearest_option, shown, unknown_options
 from lm.system.files import flatten, parse_yaml
 from lm.system.units import Count, spelled_count
 from lm.training.config import SECTIONS
@@ -309,11 +309,6 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
                                      for name in names})
             for where, names in unknown.items()
         ))  # fmt: skip
-    name = ""
-    for argument in arguments:
-        if argument.startswith("--"):
-            name, _, argument = argument.removeprefix("--").partition("=")
-        _refuse_doubled_keys(name, argument)
     if command == "fit" and not files and not any(one.startswith(("--data.", "--print_config")) for one in arguments):
         raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
 
@@ -330,16 +325,6 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
             part = overrides if "." in name or name in of_a_training else own
         part.append(argument)
     return own, overrides
-
-
-def _refuse_doubled_keys(name: str, value: str) -> None:
-    """Refuse the value of an option with a key twice, of which YAML would keep the last one."""
-    try:
-        if ":" in value and not is_text(name):
-            parse_yaml(value)
-    except ValueError as error:  # any other is the parser's to say
-        if "a second time" in str(error):
-            raise RequestError(f"--{name}: {error}") from error
 
 
 def _keys(document: dict[str, Any], leaves: set[str], place: str = "") -> Iterator[str]:

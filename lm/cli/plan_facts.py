@@ -82,31 +82,29 @@ def data_facts(
     """
     if opened is None and not is_prepared(data):
         return {"prepared": False, "from": list(data.prepare.input)}, find_tokenizer(data)
-    fit, opened = opened is not None, opened or DataModule(**vars(data))
-    if not fit:
+    reads = opened is None
+    if reads:
+        opened = DataModule(**vars(data))
         opened.prepare_data()  # which makes nothing: it looks whether the folder was made with these options
         opened.setup("fit")
-    return {"prepared": True, "warnings": opened.warnings()} | {
-        split: {
+    found: dict[str, Any] = {"prepared": True, "warnings": opened.warnings(), "sources": {}}
+    for split, shards in opened.shards.items():
+        found[split] = {
             "tokens": shards.document_tokens, "shards": len(shards.fingerprint()),
             "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
-            "filled_up": shards.padding_fraction,
-            "dtype": str(shards.column.dtype),
-            # Of the first block, which in a mixture is of the first source alone.
-            "bytes_per_token": None if fit or opened.mixed else float(
-                shards.token_bytes(opened.tokenizer)[next(shards.pieces())].mean()),
+            "filled_up": shards.padding_fraction, "dtype": str(shards.column.dtype), "bytes_per_token": None,
             "documents_end": bool((shards.read(0) == opened.tokenizer.eos_id).any()) if document_mask else None,
-        }
-        for split, shards in opened.shards.items()
-    } | {
-        "sources": {
-            source.name: {
+        }  # fmt: skip
+        if reads and not opened.mixed:  # the first block of a mixture is of its first source alone
+            first = next(shards.pieces())
+            found[split]["bytes_per_token"] = float(shards.token_bytes(opened.tokenizer)[first].mean())
+    if opened.mixed:
+        for source, shards in zip(opened.sources, opened.by_source["train"].values(), strict=True):
+            found["sources"][source.name] = {
                 "tokens": shards.document_tokens, "windows": int(shards.windows(opened.seq_len).sum()),
                 "bytes_per_token": bytes_per_token(source),
-            }
-            for source, shards in zip(opened.sources, opened.by_source["train"].values(), strict=True)
-        } if opened.mixed else {}
-    }, opened.tokenizer  # fmt: skip
+            }  # fmt: skip
+    return found, opened.tokenizer
 
 
 def bytes_per_token(source: SourceConfig) -> float | None:

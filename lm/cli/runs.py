@@ -24,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from lm.errors import LmError, RequestError
 from lm.model.estimates import describe_mfu
 from lm.runs import registry
-from lm.runs.evaluations import describe_evaluation, merge_evaluations
+from lm.runs.facts import read_facts, run_row
 from lm.runs.history import Expectation, acceptance, expectations, read_samples, time_spent
-from lm.runs.metrics import BY_SOURCE, METRICS
+from lm.runs.metrics import BY_SOURCE, METRICS, describe_evaluation, merge_evaluations
 from lm.runs.run import ROOT, Run
 from lm.system.files import finite_or_none
 from lm.system.process import program
@@ -101,7 +101,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
     dead = path.with_name(f".removed-{path.name}-{os.getpid()}")
     os.rename(path, dead)
     folder.release()  # a network's file system cannot remove a folder with a file that is open
-    (dead / "run.json").unlink()  # what a kill leaves here is no run
+    (dead / "run.json").unlink()  # what a kill leaves here is not a run
     shutil.rmtree(dead)
     if folder.path.is_symlink():
         folder.path.unlink()
@@ -170,14 +170,14 @@ def collect_runs(root: str) -> list[dict[str, Any]]:
     for row in registry.known_runs():
         path = Path(row["path"])
         if (path / "run.json").is_file():
-            found[row["path"]] = registry.facts(Run(path))
+            found[row["path"]] = run_row(Run(path))
         elif path.parent.is_dir():
             removed.append(row["path"])
         else:
             found[row["path"]] = {**row, "status": "gone"}
     for run in Run.all(root):
         if str(run.path.resolve()) not in found:
-            found[str(run.path.resolve())] = registry.facts(run)
+            found[str(run.path.resolve())] = run_row(run)
     if removed:
         try:
             registry.forget(removed)
@@ -267,25 +267,19 @@ def show(run: str, json: bool = False, root: str = str(ROOT)) -> None:
 
 def describe_run(run: Run, metrics: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """What `lm runs show --json` prints; what is not known is None or empty. `metrics` spares reading them again."""
-    described, state = run.read("run.json"), run.read("state.json")
+    facts, row = read_facts(run), run_row(run)
     metrics = run.metrics() if metrics is None else metrics
-    config = run.settings()
-    steps, status = run.steps(), run.status()
+    config, steps = run.settings(), run.steps()
     best, last = run.link("best"), run.link("last") or next(reversed(steps.values()), None)
-    samples, facts = read_samples(run), registry.facts(run)
-    each = described.get("flops_per_token")
+    samples, each = read_samples(run), facts["flops_per_token"]
     return {
-        **facts,
-        "max_tokens": state.get("max_tokens"),
-        "eta_seconds": state.get("eta_seconds") if status == "running" else None,
-        "phase": state.get("phase"),
-        "time": state.get("time"),
-        "pid": state.get("pid"),
-        "note": described.get("note"),
-        "branch": described.get("branch"),
+        **row,
+        **{name: facts[name] for name in (
+            "max_tokens", "eta_seconds", "phase", "time", "pid", "note", "branch", "acceptance", "device",
+            "world_size", "python", "versions", "git", "command", "budget",
+        )},
         "branches": [[other.name, origin["step"]] for other in Run.all(run.path.parent)
                      if (origin := other.read("run.json").get("branch")) and origin["path"] == str(run.path.resolve())],
-        "acceptance": described.get("acceptance"),
         "parameters": count_parameters(last / "model.safetensors") if last else None,
         "config": config,
         "curves": {name: curve for name in (*LOSSES, "optim/grad_norm", "perf/tokens_per_second", "perf/mfu",
@@ -293,22 +287,18 @@ def describe_run(run: Run, metrics: list[dict[str, Any]] | None = None) -> dict[
                    if (curve := summarize(metrics, name))},
         "sources": {source: {name: curve["last"] for name in BY_SOURCE
                              if (curve := summarize(metrics, f"{name}/{source}"))}
-                    for source in (described.get("mixture") or {}).get("sources", [])},
+                    for source in (facts["mixture"] or {}).get("sources", [])},
         "checkpoints": [
             {"step": step, "path": str(path), "bytes": folder_bytes(path), "best": path == best, "last": path == last}
             for step, path in steps.items()
         ],
         "seconds": time_spent(metrics),
         "flops": None if None in (each, facts["tokens"]) else each * facts["tokens"],
-        "device": described.get("device"), "world_size": described.get("world_size"),
-        "python": described.get("python"), "versions": described.get("versions", {}), "git": described.get("git"),
-        "command": described.get("command", []),
-        "budget": run.read("budget.json") or None,
         "alerts": run.alerts(),
         "post_mortems": sorted(str(path) for path in run.path.glob("postmortem-*") if path.is_dir()),
         "evaluation": merge_evaluations(run.evaluations()),
         "samples": [sample for sample in samples if sample["step"] == samples[-1]["step"]],
-        "next": next_command(run, status),
+        "next": next_command(run, row["status"]),
     }  # fmt: skip
 
 

@@ -25,7 +25,9 @@ from lm.cli.report.table import plain_table
 from lm.cli.runs import summarize, to_json
 from lm.errors import LmError, RequestError, RunError
 from lm.runs import registry
-from lm.runs.history import Series, curve, differences, labels, trunk_metrics
+from lm.runs.config_diff import differences
+from lm.runs.facts import read_facts, run_row
+from lm.runs.history import Series, curve, labels, trunk_metrics
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.runs.seeds import OF_A_RUN, Group, group_by_seed, mean_curve, spread, welch
@@ -306,25 +308,23 @@ def write_export(run: Run, checkpoint: Path | None, folder: Path) -> None:
 
 def manifest_of(run: Run, metrics: list[dict[str, Any]], checkpoint: Path | None) -> dict[str, Any]:
     """The manifest without its files: how the run was made, on what, at what cost, and where it ended."""
-    described, facts = run.read("run.json"), registry.facts(run)
+    facts, row = read_facts(run), run_row(run)
     finals = {name: summarize(metrics, name) for name in ("train/loss", "val/loss", "val/bpb")}
     return {
         "format": 1,
         "run": run.name,
         "status": facts["status"], "reason": facts["reason"],
         "seed": run.settings().get("seed_everything"),
-        "config_sha256": facts["config_sha256"],
-        "versions": {"python": described.get("python"), **described.get("versions", {})},
-        "git": described.get("git"),
-        "command": described.get("command"),
-        "machine": {
-            **{name: described.get(name) for name in ("host", "device", "world_size")}, **described.get("machine", {}),
-        },
-        "cost": run.read("budget.json") or None,
+        "config_sha256": row["config_sha256"],
+        "versions": {"python": facts["python"], **facts["versions"]},
+        "git": facts["git"],
+        "command": facts["command"],
+        "machine": {**{name: facts[name] for name in ("host", "device", "world_size")}, **facts["machine"]},
+        "cost": facts["budget"],
         "started": facts["started"],
         "last_logged": _utc(metrics[-1]["time"]) if metrics else None,
         "exported": _utc(time.time()),
-        "steps": facts["step"],
+        "steps": row["step"],
         "tokens": facts["tokens"],
         "final": {
             name: {key: found[key] for key in ("last", "lowest", "lowest_step")}

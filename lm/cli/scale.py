@@ -37,8 +37,7 @@ class Recipe:
     optimizer: OptimizerName  # of the matrices in the blocks; AdamW for the rest
 
     @property
-    def parameters(self) -> int:
-        """All of them."""
+    def parameters(self) -> int:  # all of them
         return parameters(self.decoder)["total"]
 
     @property
@@ -50,23 +49,19 @@ class Recipe:
         return self.parameters - self.decoder.vocab_size * self.decoder.hidden_size
 
     @property
-    def batch_tokens(self) -> int:
-        """Tokens of an optimizer step."""
+    def batch_tokens(self) -> int:  # of an optimizer step
         return self.batch * self.decoder.max_position_embeddings
 
     @property
-    def tokens(self) -> int:
-        """Tokens of the run."""
+    def tokens(self) -> int:  # of the run
         return self.steps * self.batch_tokens
 
     @property
-    def flops_per_token(self) -> float:
-        """Floating-point operations of training on a token."""
+    def flops_per_token(self) -> float:  # of training
         return flops_per_token(self.decoder, self.decoder.max_position_embeddings)
 
     @property
-    def flops(self) -> float:
-        """Floating-point operations of the run."""
+    def flops(self) -> float:  # of the run
         return self.tokens * self.flops_per_token
 
     @property
@@ -80,8 +75,7 @@ class Recipe:
         return BUILTIN[self.optimizer].learning_rate(self.decoder, self.block_flops, self.batch_tokens)
 
     @property
-    def weight_decay(self) -> float:
-        """Of the matrices in the blocks."""
+    def weight_decay(self) -> float:  # of the matrices in the blocks
         return weight_decay(self.learning_rate, self.steps, self.tokens / self.multiplied)
 
 

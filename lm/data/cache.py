@@ -28,9 +28,7 @@ class BlockCache:
     read again, and of those that want the same block one fetches it while the others wait.
 
     Args:
-        folder: created when the first block is kept.
-        max_bytes: of all files in the folder (processes that write at the same moment may exceed it by a block each
-            until the next write).
+        max_bytes: of all files in the folder; processes that write at the same moment may exceed it by a block each.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int):

@@ -189,6 +189,7 @@ class DataConfig:
         texts: For `lm predict`: text files, JSONL or Parquet.
     """
 
+    # Where the data is.
     path: str | None = None
     train: str | list[str] | None = None
     val: str | list[str] | None = None
@@ -200,11 +201,13 @@ class DataConfig:
     packing: Packing | None = None
     column: str = "input_ids"
     pad_id: int | None = None
+    # How much is taken at once.
     seq_len: Count | None = None
     micro_batch_size: Count = Count(8)
     global_batch_tokens: Count | None = None
     val_tokens: Count | None = None
     shuffle_buffer: Count = Count(96 * 2**20)
+    # How it is read.
     timeout: float = TIMEOUT
     on_bad_shard: OnBadShard = "raise"
     cache_dir: str = "data/cache"

@@ -151,9 +151,8 @@ class DataModule(LightningDataModule):
                 "or data.val, as a folder, a glob or a list"
             )
         if "train" in self.shards:
-            prefix = self.tokenizer.prefix
-            beginnings = [shards.beginning()[: len(prefix)].tolist() for shards in self.by_source["train"].values()]
-            if not prefix or any(beginning != prefix for beginning in beginnings):
+            prefix, sources = self.tokenizer.prefix, self.by_source["train"].values()
+            if not prefix or any(shards.beginning()[: len(prefix)].tolist() != prefix for shards in sources):
                 self.tokenizer = self.tokenizer.bare()  # what a checkpoint has: texts begin as those of the training
         if wanted and wanted[-1] in self.shards:
             self.token_bytes = self._token_bytes(wanted[-1])
@@ -169,7 +168,9 @@ class DataModule(LightningDataModule):
         try:
             yield
         except RequestError as error:
-            raise RequestError(f"data.sources {source.name}: {error}" if self.mixed else str(error)) from error
+            if not self.mixed:
+                raise
+            raise RequestError(f"data.sources {source.name}: {error}") from error
 
     def _common_tokenizer(self) -> Tokenizer:
         """The tokenizer of all sources."""

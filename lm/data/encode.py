@@ -40,6 +40,9 @@ SMALLEST_UNIT = 4 * 2**20
 UNITS = 32
 BATCH = 2**20  # characters encoded at once
 SMALL_WORK = 32 * 2**20  # bytes of text; starting processes takes longer than this much work
+# Of a part or split: tokens with the one that ends each document; bytes of the documents in UTF-8, and what
+# `Tokenizer.token_bytes` makes of them.
+COUNTS = ("documents", "tokens", "bytes", "token_bytes")
 
 # ---- units and their parts -------------------------------------------------------------------------------------------
 
@@ -115,11 +118,7 @@ def record_path(unit: Unit, recipe: Recipe) -> Path:
 
 
 def encode_unit(unit: Unit, recipe: Recipe) -> None:
-    """Write the parts of a unit, and its record last.
-
-    Raises:
-        RunError: a file cannot be read; names the file and line or row.
-    """
+    """Write the parts of a unit, and its record last."""
     path = record_path(unit, recipe)
     encoder, sizes = _tools(recipe)
     eos = np.array([encoder.tokenizer.eos_id], encoder.dtype).tobytes()
@@ -179,7 +178,7 @@ class _Part:
     def __init__(self, stack: ExitStack, path: Path, split: str) -> None:
         self._path = path
         self._file = stack.enter_context(open(path, "wb"))
-        self.counts = {"file": path.name, "split": split, "tokens": 0, "documents": 0, "bytes": 0, "token_bytes": 0}
+        self.counts = {"file": path.name, "split": split, **dict.fromkeys(COUNTS, 0)}
 
     def write(self, ids: bytes, count: int, end: bytes) -> None:
         """Add ids, and the token that ends their document, if it does."""

@@ -119,7 +119,7 @@ class Batch:
         return None if self.row_documents is None else 1 << (sum(self.row_documents) - 1).bit_length()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The same batch on another device; `non_blocking` from pinned memory overlaps the copy with compute."""
+        """The same batch on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
@@ -174,12 +174,10 @@ class Stream(IterableDataset):
         seq_len: T, the targets of a row.
         start: the first sample that was not trained on yet.
         global_batch: samples of an optimizer step over all ranks.
-        rank: this process; it takes every `world`-th sample of a step.
-        world: number of processes.
+        rank: this process, of `world`; it takes every `world`-th sample of a step.
         shuffle_buffer: tokens of decoded blocks to hold at most; None takes what the order's lanes need.
 
     Raises:
-        ValueError: `global_batch` is not a multiple of `world`.
         RequestError: a block alone is larger than the shuffle buffer.
     """
 
@@ -218,8 +216,7 @@ class Windows(IterableDataset):
         seq_len: T, the targets of a row.
         micro_batch: B, the rows of a batch.
         limit: how many windows; None takes all.
-        rank: this process; each takes one run of consecutive windows.
-        world: number of processes.
+        rank: this process, of `world`; each takes one run of consecutive windows.
         source: of a mixture, to say of every row.
     """
 
@@ -296,27 +293,34 @@ class Assembler:
 
     def fill(self, request: Request, blocks: list[int], windows: list[int]) -> Batch:
         """The batch of a request, whose samples are these windows of these blocks."""
-        rows = np.zeros((len(blocks) + request.padding, self.seq_len + 1), self.shards.column.row_dtype)  # (B, T + 1)
-        mask = np.ones((len(rows), self.seq_len), bool)  # (B, T)
-        mask[len(blocks) :] = False
-        bad, all_count = [], not request.padding
+        buffer, length = self.buffer, self.seq_len
+        rows = np.empty((len(blocks) + request.padding, length + 1), self.shards.column.row_dtype)  # (B, T + 1)
+        rows[len(blocks) :] = 0
+        counted: dict[int, np.ndarray | bool] = {}  # row -> which of its targets count, where it may not be all
+        bad = []
         for place, (block, window) in enumerate(zip(blocks, windows)):
-            if self.buffer.wanted == self.buffer.taken:
+            if buffer.wanted == buffer.taken:
                 self.look_ahead()  # the buffer was full; no sample that was taken needs its block any more
             first = window * self.stride
             try:
-                ids, targets = self.buffer.take(block)
-                rows[place] = ids[first : first + self.seq_len + 1]
+                ids, targets = buffer.take(block)
+                rows[place] = ids[first : first + length + 1]
                 if targets is not None:
-                    mask[place], all_count = targets[first + 1 : first + self.seq_len + 1], False
+                    counted[place] = targets[first + 1 : first + length + 1]
             except BadBlock as damage:
                 if self.reading.on_bad_shard == "raise":
                     raise
-                mask[place], all_count = False, False
+                rows[place], counted[place] = 0, False
                 bad.append(str(damage.with_traceback(None)))  # a block's rows share it: tracebacks would add up
+        mask = None
+        if counted or request.padding:
+            marks = np.ones((len(rows), length), bool)  # (B, T)
+            marks[len(blocks) :] = False
+            for place, which in counted.items():
+                marks[place] = which
+            mask = torch.from_numpy(marks)
         sources = None if request.sources is None else torch.from_numpy(request.sources)
-        counted = None if all_count else torch.from_numpy(mask)
-        return Batch(torch.from_numpy(rows), request.cursor, counted, tuple(bad), sources=sources)
+        return Batch(torch.from_numpy(rows), request.cursor, mask, tuple(bad), sources=sources)
 
 
 def _locate_many(order: Order | Mixture, requests: Iterator[Request]) -> Iterator[tuple[Request, list[int], list[int]]]:

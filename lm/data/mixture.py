@@ -144,12 +144,7 @@ def _ratio(shares: Sequence[int]) -> str:
 
 
 class Mixture:
-    """The order of the samples of several sources; it has the interface of `Order`.
-
-    Args:
-        orders: of the sources; their blocks are numbered one source after the other.
-        phases: the first one begins at sample 0.
-    """
+    """The order of the samples of several sources, whose blocks are numbered one source after the other, as `Order`."""
 
     def __init__(self, orders: Sequence[Order], phases: Sequence[Phase]) -> None:
         self.orders, self.phases = list(orders), list(phases)

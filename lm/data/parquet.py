@@ -1,6 +1,6 @@
 """Parquet files of token ids: how a shard is written, and how a column of ids is checked and decoded.
 
-`data/encode` writes shards with `ShardWriter`; `data/shards` reads them, and anyone's, with `Column`.
+`data/encode` writes shards with `ShardWriter`; `data/catalog` and `data/shards` read them, and anyone's, with `Column`.
 """
 
 import json
@@ -92,7 +92,7 @@ class Tokens(NamedTuple):
 class Column:
     """The column of token ids in Parquet files: [0, vocab_size), or [0, 2^31) where the vocabulary is not known.
 
-    Padding is no token: what `attention_mask` says 0 to, and with `pad_id` the run of that id at both ends of a row;
+    Padding is left out: what `attention_mask` says 0 to, and with `pad_id` the run of that id at both ends of a row;
     of a run at the end one stays where it is the end-of-text token too.
 
     Attributes:
@@ -109,11 +109,7 @@ class Column:
         self.dtype, self.row_dtype = np.dtype("u2" if small else "u4"), np.dtype("u2" if small else "i4")
 
     def check_type(self, schema: pa.Schema, file: str) -> None:
-        """Refuse a file without this column, or where it or one beside it does not hold lists of integers.
-
-        Raises:
-            RequestError: names the file and what it holds instead.
-        """
+        """Refuse a file without this column, or where it or one beside it does not hold lists of integers."""
         if self.name not in schema.names:
             raise RequestError(
                 f"shard {file} has no column {self.name!r}; it has {', '.join(schema.names) or 'none'}; set `column`"
@@ -136,11 +132,7 @@ class Column:
 
         An empty or null list is one null leaf value, so where there are none the tokens are the leaf values. Decoding
         finds null rows, and the row of ids outside the vocabulary. The first row group with labels is decoded in any
-        case, so that labels of another kind are found before any work.
-
-        Raises:
-            BadBlock: a row group that had to be decoded holds bad ids.
-            pyarrow.ArrowException, OSError: it cannot be decoded.
+        case, so that labels of another kind are found before any work. Raises as `decode` does.
         """
         beside = self.beside(parquet.schema_arrow)
 
@@ -216,7 +208,11 @@ class Column:
         if self.pad_id is None:
             return np.ones(len(ids), bool)
         ends = np.cumsum(_lengths(rows))
-        first, last = rows_inside(ids, ends, self.pad_id)
+        starts = np.concatenate([[0], ends[:-1]])
+        others = np.append(np.flatnonzero(ids != self.pad_id), len(ids))
+        before, after = np.searchsorted(others, starts), np.searchsorted(others, ends)
+        empty = before == after  # nothing but padding
+        first, last = np.where(empty, starts, others[before]), np.where(empty, starts, others[after - 1] + 1)
         if self.pad_id == self.eos_id:
             last = np.minimum(last + 1, ends)
         edges = np.zeros(len(ids) + 1, np.int8)
@@ -225,13 +221,9 @@ class Column:
         return np.cumsum(edges[:-1], dtype=np.int8).astype(bool)
 
     def _statistics(self, parquet: pq.ParquetFile, group: int, name: str) -> tuple[pq.Statistics | None, int]:
-        """The footer's statistics of a column's values, None where it has none; and how many leaf values there are.
-
-        Raises:
-            pyarrow.ArrowInvalid: there is no such column, though there was: the footer is damaged or another.
-        """
+        """The footer's statistics of a column's values, None where it has none; and how many leaf values there are."""
         fields = parquet.schema_arrow
-        if name not in fields.names:
+        if name not in fields.names:  # though there was: the footer is damaged or another
             raise pa.ArrowInvalid(f"there is no column {name!r} of lists")
         leaf = sum(_leaves(field.type) for field in list(fields)[: fields.names.index(name)])
         chunk = parquet.metadata.row_group(group).column(leaf)
@@ -245,27 +237,8 @@ class Column:
         return sure and facts.min == facts.max == 1 and count == values
 
 
-def rows_inside(ids: np.ndarray, ends: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where each row begins and ends without the runs of an id at its ends: two (rows,) int64.
-
-    Args:
-        ids: of all rows, end to end.
-        ends: (rows,) where each row ends in them.
-    """
-    starts = np.concatenate([[0], ends[:-1]])
-    others = np.append(np.flatnonzero(ids != pad_id), len(ids))
-    before, after = np.searchsorted(others, starts), np.searchsorted(others, ends)
-    empty = before == after  # nothing but padding
-    return np.where(empty, starts, others[before]), np.where(empty, starts, others[after - 1] + 1)
-
-
 def _values(rows: pa.ChunkedArray, where: str, what: str, cure: str) -> np.ndarray:
-    """The values of lists of integers, end to end, without a copy where there is one chunk.
-
-    Raises:
-        BadBlock: a row or a value is null; names the row.
-        pyarrow.ArrowInvalid: these are no lists of integers.
-    """
+    """The values of lists of integers, end to end, without a copy where there is one chunk; refuses nulls."""
     if not _is_list_of_integers(rows.type, boolean=True):
         raise pa.ArrowInvalid(f"a column is {rows.type}, not a list of integers")
     if rows.null_count:
@@ -323,7 +296,6 @@ class ShardWriter:
         packed: what the rows are, where documents are packed into rows of the same length.
 
     Attributes:
-        dtype: of the ids.
         row_groups: tokens of each.
         digest: of the footer, after `close`.
     """

@@ -1,6 +1,6 @@
 """Tokenizers: text to token ids and back, and a fast encoder for much text.
 
-`data/prepare` makes shards with one, and `data/shards` checks that shards fit it. The format is Hugging Face's
+`data/prepare` makes shards with one, and `data/catalog` checks that shards fit it. The format is Hugging Face's
 `tokenizer.json`, so that any such file works.
 
 `Encoder` gives the ids of `tokenizers` several times faster. A byte-level BPE cuts a text into words by a regular
@@ -67,12 +67,12 @@ class Tokenizer:
 
     Args:
         text: content of a `tokenizer.json`.
-        config: content of the `tokenizer_config.json` beside it, as far as there is one.
+        config: content of the `tokenizer_config.json` beside it.
         eos_token: the token that ends a document; from `config` or by its well-known name if not given.
         name: what messages call it.
 
     Raises:
-        RequestError: it is no tokenizer, or no token is known to end a document.
+        RequestError: it is not a tokenizer, or no token is known to end a document.
     """
 
     def __init__(
@@ -314,13 +314,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     Args:
         texts: what to learn from, read once.
-        vocab_size: tokens in all, at least 257; there are fewer where the texts do not hold as many pairs.
-
-    Returns:
-        A tokenizer whose id 0 is `<|endoftext|>`.
-
-    Raises:
-        RequestError: there is no room for the 256 bytes.
+        vocab_size: tokens in all, at least 257; there are fewer where the texts do not hold as many pairs. The
+            first is `<|endoftext|>`.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
@@ -377,11 +372,7 @@ def _adding_nothing(step: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _find_file(path: Path) -> Path:
-    """The file of a tokenizer that is given by its path, its folder, or its name on the Hugging Face hub.
-
-    Raises:
-        RequestError: there is a pickle alone.
-    """
+    """The file of a tokenizer that is given by its path, its folder, or its name on the Hugging Face hub."""
     if path.is_dir():
         names = ("tokenizer.json", "meta.json", "meta.pkl")
         path = next((path / name for name in names if (path / name).exists()), path / "tokenizer.json")
@@ -407,11 +398,7 @@ def _find_file(path: Path) -> Path:
 
 
 def _from_meta(meta: dict[str, Any], name: str) -> Tokenizer:
-    """The tokenizer of character data, with two more tokens: the end of a document, and what is unknown.
-
-    Raises:
-        RequestError: its `stoi` is not a number of its own for every character.
-    """
+    """The tokenizer of character data, with two more tokens: the end of a document, and what is unknown."""
     stoi = meta["stoi"]
     ids = list(stoi.values()) if isinstance(stoi, dict) else []
     whole = all(type(number) is int and 0 <= number < 2**20 for number in ids) and len(set(ids)) == len(ids)
@@ -512,7 +499,7 @@ def _word_finder(tokenizer: Tokenizer) -> Callable[[str], list[str]] | None:
         return None
     pattern = _pattern(about.get("pre_tokenizer") or {})
     expression = None if pattern is None or not _only_special_added(tokenizer) else translate(pattern)
-    if expression is None or not _cuts_alike(expression.findall, tokenizer):
+    if expression is None or not _finds_same_words(expression.findall, tokenizer):
         return None
     return expression.findall
 
@@ -535,7 +522,7 @@ def _pattern(step: dict) -> str | None:
     return split["pattern"].get("Regex") if plain and isolated else None
 
 
-def _cuts_alike(find: Callable[[str], list[str]], tokenizer: Tokenizer) -> bool:
+def _finds_same_words(find: Callable[[str], list[str]], tokenizer: Tokenizer) -> bool:
     """Whether words are the same as those of `tokenizers` for every text of up to three of KINDS, and longer ones."""
     draw = random.Random(0)
     runs = ("".join(sign * draw.randint(1, 9) for sign in draw.choices(KINDS, k=12)) for _ in range(500))

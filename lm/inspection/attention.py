@@ -46,7 +46,7 @@ def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
         raise RequestError("there is no token to attend to")
     maps: list[Tensor] = []
     x = decoder.embed(torch.tensor([list(ids)], device=decoder.embed_tokens.weight.device))  # (1, T, C)
-    rotary, masks = decoder.rotary_and_masks(x, None, None)
+    rotary, masks = decoder.rotary_and_masks(x)
     for block, mask in zip(decoder.layers, masks, strict=True):
         queries, keys, _ = block.self_attn.queries_keys_values(block.input_layernorm(x), rotary)
         maps.append(_weights(queries, keys, mask)[0].cpu())

@@ -15,7 +15,7 @@ from lm.kernels.linear import Matrix
 from lm.kernels.runtime import define
 
 BLOCKS_PER_MULTIPROCESSOR = 8  # of the backward pass: enough to hide latency, few enough for short partial sums
-LANE_ELEMENTS = 16  # of a row, that a lane keeps in registers; half in the backward pass, which has three values of each
+LANE_ELEMENTS = 16  # of a row that a lane keeps in registers; half in the backward pass, with three values of each
 
 
 def _cpu_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -63,10 +63,7 @@ def cubin(name: str, arch: str, **defines: object) -> bytes:
 
 
 def compile_source(name: str, arch: str, **defines: object) -> tuple[bytes, str]:
-    """Compile a source now.
-
-    Args:
-        name, arch, defines: as for `cubin`.
+    """Compile a source now, with arguments as for `cubin`.
 
     Returns:
         The machine code, and the compiler's log, which has the registers and spilled bytes of each kernel.
@@ -132,12 +129,7 @@ def write_cached(path: Path, content: bytes) -> None:
 
 
 class Program:
-    """The kernels of one source, loaded on a device. A launch takes a few microseconds.
-
-    Args:
-        code: machine code.
-        device: index of the GPU.
-    """
+    """The kernels of one source, loaded on the GPU of index `device`. A launch takes a few microseconds."""
 
     def __init__(self, code: bytes, device: int) -> None:
         from cuda.bindings import driver
@@ -196,13 +188,7 @@ class Program:
 
 
 def program(name: str, device: torch.device, **defines: object) -> Program:
-    """A source's kernels for these constants on this device, compiled and loaded at the first call.
-
-    Args:
-        name: of a file in `csrc/`, without its ending.
-        device: where the tensors are.
-        defines: preprocessor constants.
-    """
+    """The kernels of a source for these constants, as `cubin` takes them, compiled and loaded at the first call."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     return _program(name, index, tuple(defines.items()))
 

@@ -45,9 +45,6 @@ class DecoderConfig:
         zero_init_residual: Begin with o_proj and down_proj at 0, so that every block passes its input on unchanged at
             first.
         dropout: Probability of dropping, while training, embeddings, attention weights and residual branches.
-
-    Raises:
-        RequestError: where the fields contradict each other.
     """
 
     vocab_size: Count | None = None
@@ -127,9 +124,5 @@ class DecoderConfig:
 
 
 def matrix_rows(config: DecoderConfig) -> dict[str, int]:
-    """The weights in which several matrices of equal size are stacked: the heads of q, k and v; gate and up.
-
-    Returns:
-        The end of a weight's name -> the rows of each matrix in it.
-    """
+    """The end of the name of each weight that is a stack of equal matrices (heads of q, k, v; gate, up), -> their rows."""
     return {"qkv_proj.weight": int(config.head_dim), "gate_up_proj.weight": int(config.intermediate_size)}

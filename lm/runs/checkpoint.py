@@ -37,11 +37,7 @@ NO_SPACE, NO_QUOTA = os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)
 def encode(value: Any, place: str = "") -> Any:
     """Turn a tree of dicts, lists, tuples, numbers, strings and small tensors into what JSON can hold.
 
-    Args:
-        place: where the value is in a larger tree, for the message.
-
-    Raises:
-        TypeError: the tree has a value of another kind.
+    `place` is where the value is in a larger tree, for the TypeError of a value of another kind.
     """
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous()
@@ -86,15 +82,12 @@ def decode(value: Any) -> Any:
 
 
 def write_folder(folder: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint, complete or not at all.
+    """Write a checkpoint, complete or not at all; RunError where the disk is full, or the folder not writable.
 
     Args:
         folder: its place, in an existing folder; a checkpoint that is there is replaced.
         content: `state_dict` and `optimizer` (flat tensors on the CPU), `files` (name -> text), and any tree that
             `encode` takes for the rest.
-
-    Raises:
-        RunError: the disk is full, or the folder is not writable.
     """
     try:
         with atomic_folder(folder) as temporary:
@@ -188,11 +181,7 @@ class Progress(NamedTuple):
 
 
 def read_progress(folder: Path | str | None) -> Progress:
-    """Where the training stood at a checkpoint; at its beginning, without one.
-
-    Raises:
-        RequestError: `trainer.json` is damaged.
-    """
+    """Where the training stood at a checkpoint, at its beginning without one; RequestError where it is damaged."""
     if not folder:
         return Progress()
     try:
@@ -265,8 +254,7 @@ def find_damage(folder: Path) -> str | None:
 def read_document(folder: Path) -> dict[str, Any]:
     """The JSON of `trainer.json`, after comparing it with its own digest; the digests of the other files are in it.
 
-    Raises:
-        RequestError: there is none, it is damaged, or another version of lm wrote it; in one phrase.
+    RequestError says in one phrase that there is none, that it is damaged, or that another version of lm wrote it.
     """
     try:
         text = (folder / "trainer.json").read_bytes()

@@ -28,6 +28,7 @@ import jinja2
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, write_atomically
+from lm.system.units import utc
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 OPEN = "Open: to be filled in when the loss is as low as it was before, or when the run has ended."
@@ -161,11 +162,11 @@ def _parts(worst: dict[str, Any], ordinary: dict[str, Any] | None) -> list[list[
     last = [part for part in ("norm", "lm_head") if f"{part}.weight" in (worst["gradients"] or ())]
     rows = []
     for part in ("embed_tokens", *(f"layers.{index}" for index in layers), *last):
-        cells = [_beside(_gradient(worst, part), ordinary and _gradient(ordinary, part))]
+        cells = [_with_ratio(_gradient(worst, part), ordinary and _gradient(ordinary, part))]
         stream = "embedding" if part == "embed_tokens" else f"{part}.stream"
         for name, kind in ((stream, "rms"), (stream, "max"), (f"{part}.attention", "rms"), (f"{part}.mlp", "rms")):
             values = [side and side["activations"].get(name, {}).get(kind) for side in (worst, ordinary)]
-            cells.append(_beside(*values))
+            cells.append(_with_ratio(*values))
         rows.append([part, *cells])
     return rows
 
@@ -180,11 +181,6 @@ def _gradient(side: dict[str, Any], part: str) -> float | None:
 # ---- numbers, code and tables in Markdown ----------------------------------------------------------------------------
 
 
-def utc(seconds: float) -> str:
-    """A time for people, the same on every machine."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-
-
 def _number(value: float | None) -> str:
     """A number with four significant digits; large whole numbers in full."""
     if value is None:
@@ -192,7 +188,7 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def _beside(value: float | None, ordinary: float | None) -> str:
+def _with_ratio(value: float | None, ordinary: float | None) -> str:
     """A number, and its ratio to the ordinary one."""
     if value is None:
         return ""

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import RequestError
-from lm.runs.evaluations import Evaluation, is_evaluation
-from lm.runs.metrics import numbers, valid_metrics
+from lm.runs.metrics import Evaluation, is_evaluation, numbers, valid_metrics
 from lm.system.files import Attempts, append_line, nonnegative, parse_json, parse_yaml, read_lines, write_atomically
 from lm.system.process import launch_command, program
 
@@ -115,11 +114,7 @@ def refuse_name(name: str) -> None:
 
 
 class Run:
-    """One run folder.
-
-    Args:
-        path: `checkpoints/<run>`.
-    """
+    """One run folder, `checkpoints/<run>`."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -180,11 +175,7 @@ class Run:
                                       self.script)  # fmt: skip
 
     def validate_command(self, checkpoint: str | Path = "best") -> str:
-        """The command that validates a checkpoint on the run's data.
-
-        Args:
-            checkpoint: its name in the run's folder, or the absolute path of any folder.
-        """
+        """The command that validates a checkpoint, a name or an absolute path, on the run's data."""
         there, path = self._from_its_folder()
         config = f"--config {shlex.quote(str(path / 'config.yaml'))} " if Path(checkpoint).is_absolute() else ""
         return f"{there}{program(self.script)} validate {config}--ckpt_path {shlex.quote(str(path / checkpoint))}"
@@ -210,7 +201,7 @@ class Run:
         return nonnegative(facts.get("turn")) or 0, nonnegative(facts.get("entered")) or 0.0
 
     @classmethod
-    def next_turn(cls, root: Path | str) -> int:
+    def next_start(cls, root: Path | str) -> int:
         """The number of the next session, `turn` in run.json: a time would not do, since clocks are set back."""
         return 1 + int(max((run.entered()[0] for run in cls.all(root)), default=0))
 
@@ -224,11 +215,7 @@ class Run:
     def create(cls, name: str, root: Path | str = ROOT, taken: Callable[[str], bool] = lambda name: False) -> "Run":
         """Claim a new folder: `name`, else `name-2`, `name-3` ...; an existing one is never overwritten.
 
-        Args:
-            taken: whether a name is not free though there is no such folder.
-
-        Raises:
-            RequestError: the name would climb out of the root, or the folder cannot be made.
+        Nor is a name that is `taken`, though there is no such folder.
         """
         refuse_name(name)
         for attempt in count(1):
@@ -263,7 +250,7 @@ class Run:
         try:
             lock.acquire()
         except Timeout:
-            raise self._is_being_trained() from None
+            raise self.is_being_trained(self.path) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -290,52 +277,45 @@ class Run:
             return None
 
     def refuse_if_trained(self) -> None:
-        """Refuse to resume a run that a process is training now.
-
-        Raises:
-            RequestError: one is; the message says which.
-        """
+        """Raise RequestError where a process is training the run now; the message says which."""
         self.seen = self.seen or self.entered()
         locked = self.is_locked()
         trained = self.status() == "running" if locked is None else locked
-        if (trained or self._heartbeat_comes_from_afar()) and self._holder().get("pid") != os.getpid():
-            raise self._is_being_trained()
+        # Some shared file systems keep locks to each machine: the run may be trained though its lock looks free here.
+        afar = self.read("heartbeat.json").get("host") not in (None, socket.gethostname())
+        if (trained or afar and self.beats(self.path)) and self._holder().get("pid") != os.getpid():
+            raise self.is_being_trained(self.path)
 
-    def _heartbeat_comes_from_afar(self) -> bool:
-        """Whether a process of another machine trains the run though its lock looks free here.
+    def beats(self, place: Path | str, refresh: Callable[[], None] = lambda: None) -> bool:
+        """Wait for the next heartbeat of a run that may be trained, as long as one may come; whether it came.
 
-        Some shared file systems keep locks to each machine. So this waits for the next heartbeat, where there may be
-        one.
+        `place` is the run's for the log, `refresh` brings its files up to date where they are copies.
         """
-        beat = self.read("heartbeat.json")
-        if beat.get("host") in (None, socket.gethostname()) or self.status() != "running":
+        beat, until = self.read("heartbeat.json"), time.monotonic() + SILENCE
+        if self.status() != "running":
             return False
-        log.info("waiting to see whether a process on %s still trains %s: %.0f s at most", beat["host"], self, SILENCE)
-        while self.status() == "running":
+        log.info("waiting to see whether a process on %s still trains %s: %.0f s at most",
+                 beat.get("host", "another machine"), place, SILENCE)  # fmt: skip
+        while self.status() == "running" and time.monotonic() < until:
             if self.read("heartbeat.json").get("time") != beat.get("time"):
                 return True
             time.sleep(1)
+            refresh()
         return False
 
     def _holder(self) -> dict[str, Any]:
         """`pid` and `host` of the process that trains the run, or was the last one to."""
         return {**self.read("state.json"), **self.read("heartbeat.json")}
 
-    def _is_being_trained(self) -> RequestError:
+    def is_being_trained(self, place: Path | str) -> RequestError:
+        """The error of a second training of this run, which is at `place`."""
         pid, host = self._holder().get("pid"), self._holder().get("host")
         holder = (f"process {pid}" if pid else "another process") + (f" on {host}" if host else "")
         cure = f"wait for its end, or stop it{f' (`kill {pid}`)' if pid else ''}, and give the command again"
-        return RequestError(f"run {self.path} is being trained by {holder}: {cure}")
+        return RequestError(f"run {place} is being trained by {holder}: {cure}")
 
     def write_heartbeat(self, machine: dict[str, Any]) -> None:
-        """Replace `heartbeat.json`, the sign of life of the process that trains the run.
-
-        Args:
-            machine: `Telemetry.read()`, or {}.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Replace `heartbeat.json`, the sign of life of the training process; `machine` is `Telemetry.read()` or {}."""
         beat = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname(), "machine": machine}
         write_atomically(self.path / "heartbeat.json", json.dumps(beat) + "\n", durable=False)
 
@@ -372,11 +352,7 @@ class Run:
         return link.parent / os.readlink(link) if link.is_symlink() and link.exists() else None
 
     def checkpoint(self, name: str | None = None) -> Path:
-        """The folder behind `best`, `last` or `step-...`; the best if not given, or the last where none was validated.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """The folder behind `best`, `last` or `step-...`; without a name the best, else the last."""
         name = name or ("best" if self.link("best") else "last")
         path = self.link(name) if name in ("best", "last") else self.path / name
         if path is None or not (path / "trainer.json").exists():
@@ -409,11 +385,7 @@ class Run:
         self._append("metrics.jsonl", metrics)
 
     def mark_resume(self, step: int) -> None:
-        """Add to `metrics.jsonl` that the run resumes from a step: the lines of later steps count no more.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Add to `metrics.jsonl` that the run resumes from a step: the lines of later steps count no more."""
         append_line(self.path / "metrics.jsonl", {"resumed_at": step})
 
     def append_alert(self, alert: dict[str, Any]) -> None:
@@ -425,11 +397,7 @@ class Run:
         return [line for line in read_lines(self.path / "alerts.jsonl") if is_alert(line)]
 
     def append_evaluation(self, evaluation: Evaluation) -> None:
-        """Add one line to `evaluations.jsonl`.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Add one line to `evaluations.jsonl`."""
         append_line(self.path / "evaluations.jsonl", evaluation)
 
     def evaluations(self) -> list[Evaluation]:
@@ -444,8 +412,7 @@ class Run:
     def metrics(self, name: str = "") -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl` by step, without those that were logged after the checkpoint of a later resume.
 
-        Args:
-            name: only the lines with this metric; the others, of which there may be very many, are not parsed.
+        With a name only the lines with this metric; the others, of which there may be very many, are not parsed.
         """
         kept: list[dict[str, Any]] = []
         lines = read_lines(self.path / "metrics.jsonl", (f'"{name}"', '"resumed_at"') if name else ("",))

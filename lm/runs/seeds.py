@@ -46,8 +46,8 @@ def group_by_seed(runs: Sequence[Run], names: Sequence[str]) -> list[Group]:
     # A config that cannot be read is like no other one.
     shared = [{key: value for key, value in config.items() if key not in OF_A_RUN} or {"unknown": index}
               for index, config in enumerate(configs)]  # fmt: skip
-    alike = [[other for other, config in enumerate(shared) if config == shared[index]] for index in range(len(runs))]
-    together = [same for index, same in enumerate(alike) if same[0] == index]
+    equal = [[other for other, config in enumerate(shared) if config == shared[index]] for index in range(len(runs))]
+    together = [same for index, same in enumerate(equal) if same[0] == index]
     seeds = [[configs[index].get(SEED) for index in same] for same in together]
     if all(len(set(map(str, each))) == 1 for each in seeds):
         return [Group(name, (index,), (configs[index].get(SEED),)) for index, name in enumerate(names)]
@@ -122,10 +122,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def welch(after: Sequence[float], before: Sequence[float]) -> Difference:
-    """How the means of two groups differ, by Welch's t-test, which takes their variances for different.
+    """How the means of two groups differ, by Welch's t-test, which does not assume equal variances.
 
     Welch, 1947, "The generalization of 'Student's' problem when several different population variances are involved",
-    Biometrika 34. It takes the values for normal; with few seeds that cannot be checked.
+    Biometrika 34. It assumes normal values; with few seeds that cannot be checked.
 
     Args:
         after, before: values of independent runs, at least one each.

@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
+
 from lm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -168,10 +170,9 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
     return memory()["total_bytes"] if device.type == "cpu" else None
 
 
-def process_bytes() -> int | None:
-    """Resident memory of this process; None where the system does not say."""
-    pages = _read("/proc/self/statm").split()[1:2]
-    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else None
+def process_bytes() -> int:
+    """Resident memory of this process."""
+    return psutil.Process().memory_info().rss
 
 
 def driver_version() -> str | None:
@@ -297,9 +298,6 @@ def find_device(name: str, memory_bytes: int | None = None, peak_tflops: float |
             that this machine would train on.
         memory_bytes: in place of the device's own; with "auto" it is any other GPU, of compute capability 8.0.
         peak_tflops: its peak in TFLOP/s in the precision of the training, in place of the one that is known.
-
-    Raises:
-        RequestError: the name is not known; the message has the nearest ones.
     """
     found, count = (Device("any GPU", None, (8, 0)), 1) if memory_bytes and name == "auto" else _named_device(name)
     return found._replace(memory_bytes=memory_bytes or found.memory_bytes, peak_tflops=peak_tflops), count
@@ -326,8 +324,7 @@ def _named_device(name: str) -> tuple[Device, int]:
         found = Device(device_name("cuda"), memory_bytes("cuda"), torch.cuda.get_device_capability())
         return found, torch.cuda.device_count()
     ram = memory()
-    free = None if ram["total_bytes"] is None else ram["total_bytes"] - (ram["used_bytes"] or 0)
-    return Device(device_name("cpu"), free, None), 1
+    return Device(device_name("cpu"), ram["total_bytes"] - ram["used_bytes"], None), 1
 
 
 # ---- telemetry: load, memory, temperature and power -----------------------------------------------------------------
@@ -346,11 +343,12 @@ CGROUPS = (
     ("memory.current", "memory.max", "memory.stat", "inactive_file"),
     ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-TICKS_BUSY = (0, 1, 2, 5, 6, 7)  # of /proc/stat: user, nice, system, irq, softirq, steal; 3 is idle, 4 waits for a disk
 
 
 class Telemetry:
     """Reads CPU, memory, this process and its GPUs. Loads are means since the reading before; None is not known.
+
+    All readings have to come from one thread.
 
     Args:
         gpus: UUIDs of the GPUs to read.
@@ -361,7 +359,7 @@ class Telemetry:
         self._wanted = gpus
         self._nvml = nvml
         self._handles: list[Any] | None = None  # of the GPUs that NVML knows, from the first reading on
-        self._ticks = _ticks()
+        self._has_read = False
 
     def read(self) -> dict[str, Any]:
         """One reading.
@@ -378,9 +376,9 @@ class Telemetry:
         return {"cpu": self._cpu(), "memory": memory(), "process": {"memory_bytes": process_bytes()}, "gpus": gpus}
 
     def _cpu(self) -> dict[str, Any]:
-        before, self._ticks = self._ticks, _ticks()
-        busy, total = (now - then for now, then in zip(self._ticks, before, strict=True))
-        return {"load_percent": 100 * busy / total if total > 0 else None, "cores": os.cpu_count()}
+        load, since_before = psutil.cpu_percent(), self._has_read
+        self._has_read = True
+        return {"load_percent": load if since_before else None, "cores": os.cpu_count()}
 
     def _open(self) -> list[Any]:
         """Start NVML and find the GPUs; none where the package or the driver is not there."""
@@ -427,25 +425,12 @@ def clock_limits(reasons: int | None) -> list[str] | None:
     return list(words)
 
 
-def memory() -> dict[str, int | None]:
+def memory() -> dict[str, int]:
     """Used and total memory of the machine, or of the container where its limit is less. Page cache is not used."""
-    lines = (line.split() for line in _read("/proc/meminfo").splitlines())
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
-    if "MemTotal" not in kib:
-        known = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {})
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
-        return {"used_bytes": None, "total_bytes": total}
-    total, used = kib["MemTotal"] * 1024, (kib["MemTotal"] - kib.get("MemAvailable", kib["MemFree"])) * 1024
+    whole = psutil.virtual_memory()
     for in_use, limit, stat, cache in CGROUPS:
         limit, in_use = (_read(f"/sys/fs/cgroup/{name}").strip() for name in (limit, in_use))
-        if limit.isdigit() and in_use.isdigit() and int(limit) < total:
+        if limit.isdigit() and in_use.isdigit() and int(limit) < whole.total:
             parts = dict(line.split() for line in _read(f"/sys/fs/cgroup/{stat}").splitlines())
-            total, used = int(limit), max(0, int(in_use) - int(parts.get(cache, 0)))
-    return {"used_bytes": used, "total_bytes": total}
-
-
-def _ticks() -> tuple[int, int]:
-    """Busy and total clock ticks of all cores since the machine was started; zeros where the system does not say."""
-    first = _read("/proc/stat").partition("\n")[0].split()[1:9]  # user's includes guests'
-    ticks = [int(count) for count in first]
-    return sum(ticks[index] for index in TICKS_BUSY) if len(ticks) == 8 else 0, sum(ticks)
+            return {"used_bytes": max(0, int(in_use) - int(parts.get(cache, 0))), "total_bytes": int(limit)}
+    return {"used_bytes": whole.total - whole.available, "total_bytes": whole.total}

@@ -65,17 +65,11 @@ def is_remote(source: str) -> bool:
 
 
 def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
-    """Find the file system of a path or URL.
+    """The file system of a path or URL, the path in it, and the prefix that makes a path of it a URL.
 
     `s3://` and `gs://` go through pyarrow, with region, endpoint and credentials from the environment, or in the URL:
     `s3://bucket/folder?endpoint_override=http://host:9000`, `gs://anonymous@bucket/folder`. `hf://` goes through
     `system/hub`, and any other scheme through fsspec, if its package is installed.
-
-    Returns:
-        The file system, the path in it, and the prefix that makes a path of it a URL.
-
-    Raises:
-        RequestError: the scheme is unknown or its package is missing.
     """
     if not is_remote(source):
         return pafs.LocalFileSystem(), source.removeprefix("file://"), ""
@@ -218,11 +212,7 @@ def _described(info: Mapping[str, Any]) -> File:
 
 
 def _walk(folder: str, recursive: bool) -> list[str]:
-    """The paths of all files below a local folder; a link that leads to a folder above itself is not followed.
-
-    Raises:
-        OSError: a folder cannot be listed.
-    """
+    """The paths of all files below a local folder; a link that leads to a folder above itself is not followed."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -274,11 +264,7 @@ def open_file(filesystem: pafs.FileSystem, path: str, name: str, patience: float
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file of which every read is retried, and gives as many bytes as it should.
-
-    Raises:
-        RunError: at any read; names the file.
-    """
+    """A remote file of which every read is retried, and gives as many bytes as it should, or a RunError."""
 
     def __init__(self, filesystem: pafs.FileSystem, path: str, name: str, patience: float) -> None:
         self._filesystem, self._path, self._name, self._patience = filesystem, path, name, patience
@@ -466,13 +452,6 @@ def fetch(source: str, names: Sequence[str] = ()) -> Path:
     Args:
         source: URL of the folder.
         names: the first must be there, and the others may be; all that are directly in it if not given.
-
-    Returns:
-        The folder of the copy.
-
-    Raises:
-        RequestError: it is not there, or cannot be read.
-        RunError: the store failed again and again, or the copy cannot be written.
     """
     from filelock import FileLock
 

@@ -15,7 +15,6 @@ from statistics import fmean, median, pstdev
 from typing import Any, NoReturn
 
 from lm.errors import RequestError
-from lm.model.config import DecoderConfig
 from lm.runs.metrics import METRICS
 
 MAX_CHARACTERS = 500
@@ -180,31 +179,6 @@ class AlertEvaluator:
         self.history.add(values)
         measured = {each: each.depths.keys() - CLOCKS or each.depths.keys() for each in self.expressions}
         return {each: each.holds(self.history) for each, names in measured.items() if names & values.keys()}
-
-
-def true_of_untrained(texts: Iterable[str], config: DecoderConfig, step: int, tokens: int) -> dict[str, float]:
-    """Expressions that hold for a model that has learned nothing, such as `loss > 10` with 32,768 tokens.
-
-    It takes every token for equally likely: its loss is ln(vocab_size), and above that by half of the variance of its
-    logits, which are products of a row of RMS 1 and one of standard deviation `initializer_range`.
-
-    Args:
-        texts: expressions.
-        config: of the decoder, its vocabulary known.
-        step: of the first log line; and
-        tokens: that the run has seen by then.
-
-    Returns:
-        The expressions, each with the loss at which it holds.
-    """
-    least = math.log(config.vocab_size)
-    found: dict[str, float] = {}
-    for loss in (least, least + config.hidden_size * config.initializer_range**2 / 2):
-        line = {"step": step, "data/tokens": tokens, "train/loss": loss, "train/max_loss": loss, "val/loss": loss,
-                **dict.fromkeys(("train/perplexity", "val/perplexity"), math.exp(min(loss, 700.0)))}  # fmt: skip
-        holding = AlertEvaluator(texts).evaluate(line)
-        found = {each.text: loss for each, holds in holding.items() if holds} | found
-    return found
 
 
 def _parse(text: str) -> ast.expr:

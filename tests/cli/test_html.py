@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -242,17 +240,6 @@ def test_a_page_replaces_a_page_and_nothing_else(place):
     assert not (place / "new.html").exists() and not list(place.glob(".*"))
 
 
-def test_the_command_says_what_is_wrong_in_one_line(place):
-    make()
-    for arguments, message in (
-        (("runs", "export", "b", "--html", "b.html"), "no run 'b'"),
-        (("monitor", "a", "--html", "checkpoints"), "is a folder"),
-        (("monitor", "a", "--html", "a.html", "--json"), "leave out --json"),
-    ):
-        done = subprocess.run([sys.executable, "-m", "lm", *arguments], capture_output=True, text=True)
-        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
-
-
 # ---- a run that goes on ----------------------------------------------------------------------------------------------
 
 
@@ -287,6 +274,8 @@ def test_one_page_is_of_one_run(place):
     make_run(place / "checkpoints", "a", lines=3), make_run(place / "checkpoints", "b", lines=3)
     with pytest.raises(RequestError, match="name one of b, a|name one of a, b"):
         monitor([], html="a.html")
+    with pytest.raises(RequestError, match="leave out --json"):
+        monitor(["a"], html="a.html", json=True)
     monitor(["a"], html="a.html", once=True)
     assert ("http-equiv", "refresh") not in Page("a.html").attributes
 

@@ -44,6 +44,18 @@ def planned(workplace, monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def bench(planned, workplace):
+    """The option with a result of `lm bench step` on the model of the config."""
+    model = {"parameters": planned()[1]["model"]["parameters"]["total"], "seq_len": 32}
+
+    def write(**measured):
+        (workplace / "bench.json").write_text(json.dumps(model | measured))
+        return "--bench", "bench.json"
+
+    return write
+
+
 def found(planned_run, level):
     """The findings of a level, as one text each."""
     return [f"{one['what']} {one['cure']}" for one in planned_run[1]["findings"] if one["level"] == level]
@@ -96,19 +108,15 @@ def test_the_same_facts_for_programs(planned):
     assert mirrored["at_once"] == 4 * mirrored["checkpoint"] and mirrored["mirror"] == "s3://b/x"
 
 
-def test_time_and_cost_follow_from_what_is_given(planned, workplace):
+def test_time_and_cost_follow_from_what_is_given(planned, bench):
     """A share of the peak, or a measurement of the same model."""
     _, assumed, _ = planned("--rate_usd_per_hr", "3.6")
     _, given, _ = planned("--rate_usd_per_hr", "3.6", "--mfu", "0.2")
     assert given["time"]["seconds"] == pytest.approx(2 * assumed["time"]["seconds"])
     assert given["time"]["usd"] == pytest.approx(given["time"]["seconds"] * 1e-3)
-    total = assumed["model"]["parameters"]["total"]
-    measured = {"parameters": total, "seq_len": 32, "tokens_per_second": 100.0}
-    (workplace / "bench.json").write_text(json.dumps(measured))
-    _, by_bench, _ = planned("--bench", "bench.json")
+    _, by_bench, _ = planned(*bench(tokens_per_second=100.0))
     assert by_bench["time"]["seconds"] == pytest.approx(12 * 256 / 100)
-    (workplace / "bench.json").write_text(json.dumps(measured | {"parameters": total + 1}))
-    code, _, err = planned("--bench", "bench.json")
+    code, _, err = planned(*bench(tokens_per_second=100.0, parameters=1))
     assert code == 2 and "of another model" in err and err.count("\n") == 1
 
 
@@ -447,56 +455,49 @@ def test_a_learning_rate_far_below_the_rule_is_advice(planned):
                for text in found(planned("--strict", **LONG_RUN | {"model.optimizer.lr": 1e-4}), "advice"))  # fmt: skip
 
 
-def test_what_a_crash_loses_and_what_saving_takes(planned, workplace):
+def test_what_a_crash_loses_and_what_saving_takes(planned, bench):
     """At a measured speed, with a price; from the bench file where it timed checkpoints."""
-    total = planned()[1]["model"]["parameters"]["total"]
-    bench = {"parameters": total, "seq_len": 32, "tokens_per_second": 0.1, "checkpoint": {"stall_ms": 460_800.0}}
-    (workplace / "bench.json").write_text(json.dumps(bench))
-    run = planned("--bench", "bench.json", "--rate_usd_per_hr", "3")
+    measured = bench(tokens_per_second=0.1, checkpoint={"stall_ms": 460_800.0})
+    run = planned(*measured, "--rate_usd_per_hr", "3")
     facts = run[1]["checkpoints"]
     assert facts["lost_seconds"] == 3 * 256 / 0.1 and facts["lost_usd"] == pytest.approx(6.40)
     assert facts["saving_share"] == pytest.approx(0.06) and facts["saving_basis"] == "measured"
     warnings = str(found(run, "warning"))
     assert "a crash loses up to 3 steps of work: 2 h 8 min, 6.40 USD --trainer.checkpoint_interval 1" in warnings
     assert "saving takes 6% of the time: 460.8 s (measured) every 7,680.0 s --trainer.checkpoint_interval 4" in warnings
-    del bench["checkpoint"]
-    (workplace / "bench.json").write_text(json.dumps(bench))
-    facts = planned("--bench", "bench.json")[1]["checkpoints"]
+    facts = planned(*bench(tokens_per_second=0.1))[1]["checkpoints"]
     assert facts["lost_usd"] is None and "assumed" in facts["saving_basis"] and facts["saving_share"] < 1e-6
 
 
-def test_the_budget_is_counted(planned, workplace):
+def test_the_budget_is_counted(planned, bench):
     """3,072 tokens at 1 a second are 0.85 h: an error where the speed was measured, a warning where it was assumed."""
-    total = planned()[1]["model"]["parameters"]["total"]
-    measured = {"parameters": total, "seq_len": 32, "tokens_per_second": 1.0}
-    (workplace / "bench.json").write_text(json.dumps(measured))
+    measured = bench(tokens_per_second=1.0)
     budget = {"guards.budget.cap_usd": 2, "guards.budget.rate_usd_per_hr": 3}
-    run = planned("--bench", "bench.json", "--rate_usd_per_hr", "100", **budget)
+    run = planned(*measured, "--rate_usd_per_hr", "100", **budget)
     assert run[0] == 2 and run[1]["time"]["usd"] == pytest.approx(2.56)
     (error,) = found(run, "error")
     assert "takes 0.85 h x 3.00 USD/h = 2.56 USD, and guards.budget.cap_usd is 2.00" in error
     assert error.endswith("--guards.budget.cap_usd 3, or --trainer.max_steps 9")
-    assert planned("--bench", "bench.json", "--trainer.max_steps", "9", **budget)[0] == 0
-    assert planned("--bench", "bench.json", **budget | {"guards.budget.cap_usd": 3})[0] == 0
-    assert planned("--bench", "bench.json", **budget, **{"guards.budget.dry_run": True})[0] == 0
-    hours = planned("--bench", "bench.json", **{"guards.budget.max_hours": 0.5})
+    assert planned(*measured, "--trainer.max_steps", "9", **budget)[0] == 0
+    assert planned(*measured, **budget | {"guards.budget.cap_usd": 3})[0] == 0
+    assert planned(*measured, **budget, **{"guards.budget.dry_run": True})[0] == 0
+    hours = planned(*measured, **{"guards.budget.max_hours": 0.5})
     assert hours[0] == 2 and "the run takes 0.85 h, and guards.budget.max_hours is 0.50" in found(hours, "error")[0]
     assumed = planned("--device", "h200", **{"guards.budget.max_hours": 1e-12})
     assert assumed[0] == 0 and "guards.budget.max_hours is 1e-12" in str(found(assumed, "warning"))
     limit = planned("--rate_usd_per_hr", "9", **{"guards.budget": {"max_rate_usd_per_hr": 4, "rate_usd_per_hr": 3}})
     assert limit[0] == 0, "the budget's own rate counts"
-    asked = planned("--bench", "bench.json", "--rate_usd_per_hr", "3", **{"guards.budget": {"cap_usd": 2}})
+    asked = planned(*measured, "--rate_usd_per_hr", "3", **{"guards.budget": {"cap_usd": 2}})
     assert asked[0] == 2 and "0.85 h x 3.00 USD/h = 2.56 USD, and guards.budget.cap_usd is 2.00" in str(asked[1])
 
 
-def test_what_another_program_has_counted_is_added_to_the_cost(planned, workplace):
-    total = planned()[1]["model"]["parameters"]["total"]
-    (workplace / "bench.json").write_text(json.dumps({"parameters": total, "seq_len": 32, "tokens_per_second": 1.0}))
+def test_what_another_program_has_counted_is_added_to_the_cost(planned, workplace, bench):
+    measured = bench(tokens_per_second=1.0)
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     file = {"spent_usd": 1.0, "rate_usd_per_hr": 2.0, "last_update_utc": now}
     (workplace / "budget.json").write_text(json.dumps(file))
     budget = {"guards.budget": {"cap_usd": 2.5, "file": "budget.json", "rate_usd_per_hr": 9}}
-    run = planned("--bench", "bench.json", **budget)
+    run = planned(*measured, **budget)
     assert run[0] == 0 and run[1]["budget"]["rate_usd_per_hr"] == 2.0, "the file's rate is the newer one"
     assert "0.85 h x 2.00 USD/h = 1.71 USD after 1.00 before it" in str(found(run, "warning"))
     limit = planned(**{"guards.budget": {"file": "budget.json", "max_rate_usd_per_hr": 1.5}})

@@ -161,17 +161,6 @@ def test_tokens_come_out_as_they_went_in():
     assert moved.cursor == batch.cursor and moved.mask is None
 
 
-def test_a_failure_of_a_decoding_thread_is_raised_where_batches_are_taken(tmp_path):
-    write_folder(tmp_path, [200, 200])
-    broken = Shards.open(str(tmp_path), vocab_size=1000)
-    (tmp_path / "00001.parquet").write_bytes(b"gone")
-    batches = iter(stream(broken))
-    with pytest.raises(RunError, match="00001.parquet, row groups 0 to 1: cannot be decoded"):
-        list(islice(batches, 100))
-    with pytest.raises(StopIteration):
-        next(batches)
-
-
 def test_rows_of_a_damaged_shard_are_left_out_where_that_is_asked_for(tmp_path):
     """Their targets do not count, they say why, and every other row is where it was."""
     write_folder(tmp_path, [200, 200, 200])

@@ -83,6 +83,8 @@ def test_the_shards_hold_every_document_once_with_its_end(tmp_path):
     chosen = [split_hash(text) < 0.1 for text in texts]
     assert train == [text for text, is_val in zip(texts, chosen, strict=True) if not is_val]
     assert val == [text for text, is_val in zip(texts, chosen, strict=True) if is_val]
+    tokenizer, rows = Tokenizer.load(tmp_path / "out"), pq.read_table(tmp_path / "out/train")["input_ids"].to_pylist()
+    assert rows == [[*tokenizer.encode(text), tokenizer.eos_id] for text in train]
     for name, found in (("train", train), ("val", val)):
         split = manifest["splits"][name]
         assert (split["documents"], split["bytes"]) == (len(found), sum(len(text.encode()) for text in found))
@@ -91,15 +93,6 @@ def test_the_shards_hold_every_document_once_with_its_end(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "manifest.json", "tokenizer.json", "tokenizer_config.json", "train", "val",
     ]  # fmt: skip
-
-
-def test_ids_are_those_of_the_tokenizer(tmp_path):
-    texts = make_texts(50)
-    run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), val_fraction=0.0)
-    tokenizer = Tokenizer.load(tmp_path / "out")
-    rows = pq.read_table(tmp_path / "out/train/00000.parquet")["input_ids"].to_pylist()
-    assert rows == [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
-    assert not (tmp_path / "out/val").exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -538,42 +531,6 @@ def test_a_wrong_request_is_refused(options, message, tmp_path):
 def test_text_that_is_all_empty_is_refused(tmp_path):
     with pytest.raises(RequestError, match="no text"):
         run(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", ["", ""]))
-
-
-def test_reads_that_fail_are_tried_again(tmp_path, monkeypatch):
-    """A network that breaks in the middle of a file costs a second, not the preparation."""
-    import fsspec
-    from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-
-    failures = iter([True, True])
-
-    class Breaking(MemoryFile):
-        def read(self, *arguments):
-            if next(failures, False):
-                raise ConnectionError("reset by peer")
-            return super().read(*arguments)
-
-    class Flaky(MemoryFileSystem):
-        protocol = "flaky"
-        store: dict = {}
-        pseudo_dirs = [""]
-
-        @classmethod
-        def _strip_protocol(cls, path):
-            return super()._strip_protocol(path.removeprefix("flaky:/"))
-
-        def _open(self, path, mode="rb", **options):
-            return Breaking(self, path, super()._open(path, mode, **options).getvalue())
-
-    monkeypatch.setattr("lm.system.remote.FIRST_PAUSE", 0.01)
-    fsspec.register_implementation("flaky", Flaky, clobber=True)
-    tokenizer = train_char(["abc"])
-    for name, content in tokenizer.files().items():
-        (tmp_path / name).write_text(content)
-    Flaky().pipe("/a.jsonl", b'{"text": "ab"}\n{"text": "ca"}\n')
-    run(tmp_path / "out", "flaky://a.jsonl", tokenizer=str(tmp_path), val_fraction=0.0)
-    assert documents(tmp_path / "out", "train") == ["ab", "ca"]
-    assert next(failures, None) is None
 
 
 MEASURED = """

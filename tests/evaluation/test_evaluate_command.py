@@ -14,7 +14,7 @@ from lm.cli.evaluate import evaluate, short_names
 from lm.cli.runs import show
 from lm.errors import RequestError
 from lm.runs import registry
-from lm.runs.evaluations import evaluation_metrics, evaluation_record, merge_evaluations
+from lm.runs.metrics import evaluation_metrics, evaluation_record, merge_evaluations
 from lm.runs.run import Run
 from lm.system.arguments import call
 

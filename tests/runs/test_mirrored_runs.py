@@ -122,7 +122,7 @@ def test_a_run_that_another_machine_trains_is_refused(mirror, place, monkeypatch
     with pytest.raises(RequestError, match="small is being trained by process 7 on far: wait for its end, or stop it"):
         mirror.bring_back("small", place / "b", named=False)
     assert not (place / "b" / "small").exists()
-    monkeypatch.setattr(mirrors, "SILENCE", 2.0)
+    monkeypatch.setattr("lm.runs.run.SILENCE", 2.0)
     mirror.bring_back("small", place / "b", named=False)
     assert Run(place / "b" / "small").status() == "interrupted"
     write(0)

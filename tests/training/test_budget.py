@@ -14,7 +14,7 @@ from lm.cli.main import main
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start
-from lm.training.callbacks.budget import STALE, Budget, Cost, Meter, Sidecar, judge, read_budget_file
+from lm.training.callbacks.budget import STALE, BudgetGuard, Cost, Meter, Sidecar, judge, read_budget_file
 from lm.training.callbacks.logging import StepTimeEstimator
 from lm.training.config import BudgetConfig
 from lm.training.run_state import RunState
@@ -144,18 +144,25 @@ class Simulation:
         self.acts = []
         self.trainer = SimpleNamespace(
             run=run, global_step=0, max_steps=1000, val_interval=val_interval, world_size=1, is_global_zero=True,
-            datamodule=SimpleNamespace(has_validation=True), run_state=RunState(run=run),
+            datamodule=SimpleNamespace(has_validation=True), run_state=RunState(run=run), tokens_seen=0,
+            log_interval=10, precision_plugin=None,
         )  # fmt: skip
+        self.module = SimpleNamespace(options=SimpleNamespace(schedule=None))
         self.clock = Clock()
-        self.budget = Budget(config, self.clock)
+        self.budget = BudgetGuard(config, self.clock)
         monkeypatch.setattr("lm.training.callbacks.budget.seconds_since_process_start", lambda: 0.0)
-        monkeypatch.setattr("lm.training.callbacks.budget.act", self._act)
-        self.budget.on_train_start(self.trainer, None)
+        for module in ("budget", "guards"):
+            monkeypatch.setattr(f"lm.training.callbacks.{module}.act", self._act)
+        self.budget.on_train_start(self.trainer, self.module)
 
-    def _act(self, trainer, pl_module, guard, action, message, save=False):
-        self.acts.append((trainer.global_step, action, save, message))
-        if action == "stop":
-            trainer.run_state.stop = RuntimeError(message)
+    def _act(self, trainer, pl_module, finding):
+        self.acts.append((trainer.global_step, finding.action, finding.save, finding.message))
+        if finding.action == "stop":
+            trainer.run_state.stop = RuntimeError(finding.message)
+
+    @property
+    def spent(self):
+        return self.budget.observer.meter.read().usd
 
     def lines(self, count, seconds, validation=0.0):
         """Log lines of 10 steps, each step so long; stops where the guard does."""
@@ -164,11 +171,11 @@ class Simulation:
                 return
             self.trainer.global_step += 10
             self.clock.now += 10 * (seconds() if callable(seconds) else seconds)
-            self.budget.on_metrics(self.trainer, None, {})
+            self.budget.on_metrics(self.trainer, self.module, {})
             if validation and self.trainer.global_step % self.trainer.val_interval == 0:
                 self.clock.now += validation
                 self.budget.on_pause(self.trainer, validation, "validation")
-                self.budget.on_metrics(self.trainer, None, {})
+                self.budget.on_metrics(self.trainer, self.module, {})
 
     @property
     def file(self):
@@ -193,18 +200,37 @@ def test_a_run_that_fits_is_left_alone(tmp_path, monkeypatch):
     assert file["rate_usd_per_hr"] == 3600 and datetime.fromisoformat(file["last_update_utc"])
 
 
-def test_most_of_it_spent_is_a_warning_once(tmp_path, monkeypatch):
-    simulation = Simulation(tmp_path, monkeypatch, hourly(1200))
-    simulation.lines(100, 1)
-    assert [act[:2] for act in simulation.acts] == [(960, "warn")] and "80%" in simulation.acts[0][3]
+@pytest.mark.parametrize(("budget", "lines", "acts", "words", "spent"), [
+    # 80 % of it is spent: a warning, once.
+    (dict(cap=1200), [(100, 1)], [(960, "warn", False)], "80%", 1000),
+    # Twice as long as the cap allows from the first step on: seen after ten measured lines, three times in a row.
+    (dict(cap=1000), [(100, 2)], [(130, "stop", True)], "$2,000.00 of $1,000.00", 260),
+    # 1000 steps of 1 s fit in $1100, and four validations of 60 s do not; the first of them tells.
+    (dict(cap=1100), [(100, 1, 60)], [(280, "stop", True)], "will have taken $1,240.00", 340),
+    # The machine stands still for an hour: no projection saw it coming.
+    (dict(cap=2000), [(50, 1), (1, 360)], [(510, "stop", False)], "are spent", 4100),
+    # Ten seconds a log line, and no projection yet: at $90 of $100 there is time for one more and a checkpoint.
+    (dict(cap=100, warn_at=1), [(100, 1)], [(90, "stop", True)], "$90.00 so far", 90),
+    # From step 500 on they take 45 times as long: it ends before the median of their times has seen that.
+    (dict(cap=2000, warn_at=1), [(50, 1), (50, 45)], [(520, "stop", True)], "so far", 1400),
+    # The run is over anyway, and its last checkpoint is worth what was paid.
+    (dict(cap=1000, warn_at=1), [(99, 1), (1, 2)], [], "", 1010),
+    (dict(cap=500, dry_run=True), [(100, 1)], [(130, "warn", False), (500, "warn", False)],
+     "if not for the dry run: a checkpoint", 1000),
+])  # fmt: skip
+def test_a_run_ends_in_time_and_with_a_checkpoint_if_possible(tmp_path, monkeypatch, budget, lines, acts, words, spent):
+    simulation = Simulation(tmp_path, monkeypatch, hourly(**budget))
+    for each in lines:
+        simulation.lines(*each)
+    assert [act[:3] for act in simulation.acts] == acts and words in "".join(act[3] for act in simulation.acts[:1])
+    assert simulation.spent == pytest.approx(spent)
 
 
-def test_what_will_not_suffice_ends_with_a_checkpoint_once_the_projection_has_settled(tmp_path, monkeypatch):
-    """Twice as long as the cap allows from the first step on: seen after ten measured lines, three times in a row."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(1000))
-    simulation.lines(100, 2)
-    assert [act[:3] for act in simulation.acts] == [(130, "stop", True)]
-    assert "$2,000.00 of $1,000.00" in simulation.acts[0][3]
+def test_a_validation_at_every_line_is_counted_once(tmp_path, monkeypatch):
+    """1000 steps of 1 s and a hundred validations of 10 s fit in $2300."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(2300, warn_at=1), val_interval=10)
+    simulation.lines(100, 1, validation=10)
+    assert simulation.acts == [] and simulation.spent == pytest.approx(2000)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -217,46 +243,7 @@ def test_noise_and_slow_stretches_stop_nothing(tmp_path, monkeypatch, seed):
     for line in range(99):
         simulation.lines(1, 10 if line in slow else draw.uniform(0.8, 1.2), validation=30)
     assert simulation.trainer.global_step == 1000
-    assert simulation.budget.meter.read().usd < 2600 and "stop" not in [act[1] for act in simulation.acts]
-
-
-def test_validations_are_paid_for_too(tmp_path, monkeypatch):
-    """1000 steps of 1 s fit in $1100, and four validations of 60 s do not; the first of them tells."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(1100))
-    simulation.lines(100, 1, validation=60)
-    assert [act[:3] for act in simulation.acts] == [(280, "stop", True)]
-
-
-def test_a_validation_at_every_line_is_counted_once(tmp_path, monkeypatch):
-    """1000 steps of 1 s and a hundred validations of 10 s fit in $2300."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(2300, warn_at=1), val_interval=10)
-    simulation.lines(100, 1, validation=10)
-    assert simulation.acts == [] and simulation.budget.meter.read().usd == pytest.approx(2000)
-
-
-def test_what_is_spent_ends_at_once_without_a_checkpoint(tmp_path, monkeypatch):
-    """The machine stands still for an hour: no projection saw it coming."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(2000))
-    simulation.lines(50, 1)
-    simulation.lines(1, 360)
-    assert [act[:3] for act in simulation.acts] == [(510, "stop", False)]
-
-
-def test_a_cap_that_comes_before_the_projection_has_settled_ends_with_a_checkpoint_under_it(tmp_path, monkeypatch):
-    """Ten seconds a log line: at $90 of $100 there is time for no more than one more and a checkpoint."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(100, warn_at=1))
-    simulation.lines(100, 1)
-    assert [act[:3] for act in simulation.acts] == [(90, "stop", True)]
-    assert "$90.00 so far" in simulation.acts[0][3] and simulation.budget.meter.read().usd == pytest.approx(90)
-
-
-def test_steps_that_become_slow_all_of_a_sudden_end_with_a_checkpoint_under_the_cap(tmp_path, monkeypatch):
-    """From step 500 on they take 45 times as long: it ends before the median of their times has seen that."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(2000, warn_at=1))
-    simulation.lines(50, 1)
-    simulation.lines(50, 45)
-    ((step, action, save, message),) = simulation.acts
-    assert (action, save) == ("stop", True) and simulation.budget.meter.read().usd < 2000, message
+    assert simulation.spent < 2600 and "stop" not in [act[1] for act in simulation.acts]
 
 
 def test_a_damaged_budget_file_is_no_fresh_budget(tmp_path, monkeypatch):
@@ -280,22 +267,6 @@ def test_a_budget_that_is_spent_before_the_first_step_ends_with_3(tmp_path):
     assert Run(folder / "checkpoints/small").status() == "stopped"
 
 
-def test_a_dry_run_says_what_it_would_do_and_continues(tmp_path, monkeypatch):
-    simulation = Simulation(tmp_path, monkeypatch, hourly(500, dry_run=True))
-    simulation.lines(100, 1)
-    assert [act[:2] for act in simulation.acts] == [(130, "warn"), (500, "warn")]
-    assert "dry run" in simulation.acts[0][3] and "checkpoint" in simulation.acts[0][3]
-    assert "without a checkpoint" in simulation.acts[-1][3]
-
-
-def test_the_last_step_is_not_stopped(tmp_path, monkeypatch):
-    """The run is over anyway, and its last checkpoint is worth what was paid."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(1000, warn_at=1))
-    simulation.lines(99, 1)
-    simulation.lines(1, 2)
-    assert simulation.trainer.global_step == 1000 and [act[1] for act in simulation.acts] == []
-
-
 def test_a_jump_of_the_wall_clock_changes_nothing(tmp_path, monkeypatch):
     """Ten years forth and back, with nothing said and nothing counted."""
     simulation = Simulation(tmp_path, monkeypatch, hourly(1300))
@@ -304,7 +275,7 @@ def test_a_jump_of_the_wall_clock_changes_nothing(tmp_path, monkeypatch):
     for jump in (3e8, -3e8):
         monkeypatch.setattr(time, "time", lambda jump=jump: wall() + jump)
         simulation.lines(20, 1)
-    assert simulation.acts == [] and simulation.budget.meter.read().usd == pytest.approx(600)
+    assert simulation.acts == [] and simulation.spent == pytest.approx(600)
 
 
 def test_a_sidecar_counts_and_the_own_clock_takes_over_where_it_ends(tmp_path, monkeypatch, caplog):
@@ -390,6 +361,6 @@ def test_a_file_of_somebody_else_is_not_written_over(tmp_path, monkeypatch):
 def test_the_file_is_not_written_at_every_line(tmp_path, monkeypatch):
     simulation = Simulation(tmp_path, monkeypatch, hourly(1e6))
     writes = []
-    monkeypatch.setattr(Budget, "_write", lambda self, trainer: writes.append(setattr(self, "_written", self._clock())))
+    monkeypatch.setattr(BudgetGuard, "_write", lambda self, trainer: writes.append(setattr(self, "_written", self._clock())))
     simulation.lines(90, 0.2)
     assert 10 <= len(writes) <= 19

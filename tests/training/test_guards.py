@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from trainings import lm, make_workplace, write_config
 from lm.data.loader import Batch
 from lm.errors import RequestError
 from lm.runs.run import Run
-from lm.training.callbacks.guards import Rollback, ValidationTrend
 from lm.training.config import GuardsConfig, ScheduleConfig
+from lm.training.guards import Line, Rollbacks, ValidationTrend
 from lm.training.step import StepResult
 from lm.training.step_stats import StepStats
 
@@ -129,20 +128,17 @@ def test_a_stop_leaves_last_as_it_was_and_says_why_everywhere(workplace):
     assert run.status() == "finished" and [line["step"] for line in run.metrics() if "optim/lr" in line][-1] == 12
 
 
-def warned(lines, state=None, max_steps=120):
-    """Step and guard of what `ValidationTrend` says of lines of step, training loss and validation loss."""
-    callback, found = ValidationTrend(), []
-    module = SimpleNamespace(options=SimpleNamespace(schedule=ScheduleConfig(name="cosine", warmup_steps=2)))
-    trainer = SimpleNamespace(
-        global_step=0, max_steps=max_steps, world_size=1, is_global_zero=False, callbacks=[callback], stop=None
-    )
-    callback.on_guard = lambda trainer, module, guard, action, message: found.append((trainer.global_step, guard))
+def warned(lines, state=None):
+    """Step and guard of what `ValidationTrend` says of lines of step, training loss and validation loss, of 120 steps."""
+    observer, found = ValidationTrend(), []
+    schedule = ScheduleConfig(name="cosine", warmup_steps=2)
     if state is not None:
-        callback.load_state_dict(json.loads(json.dumps(state)))
-    for trainer.global_step, trained, validated in lines:
-        callback.on_metrics(trainer, module, {"train/loss": trained})
-        callback.on_metrics(trainer, module, {"val/loss": validated})
-    return found, callback.state_dict()
+        observer.load_state_dict(json.loads(json.dumps(state)))
+    for step, trained, validated in lines:
+        for metrics in ({"train/loss": trained}, {"val/loss": validated}):
+            line = Line("a", step, 120, 256 * step, metrics, 1, schedule)
+            found += [(step, finding.guard) for finding in observer.observe(line)]
+    return found, observer.state_dict()
 
 
 def test_overfitting_is_said_once_and_over_a_resume():
@@ -194,9 +190,9 @@ def test_a_kill_after_a_rollback_does_not_bring_the_bad_stretch_back(workplace):
 
 
 def test_a_rollback_with_nothing_to_return_to_or_too_many_of_them_stops(workplace):
-    always = {"guards.alerts": {"grad_norm > 0": "rollback"}}
+    always = {"guards.alerts": {"step > 1": "rollback"}}
     done, run = fit(workplace, "nothing", expect=3, **always)
-    assert "there is no checkpoint of step 0 or before" in run.read("run.json")["reason"]
+    assert "there is no checkpoint of step 1 or before" in run.read("run.json")["reason"]
     late = {"guards.alerts": {"step > 6 and loss > 0": "rollback"}, "guards.max_rollbacks": 2}
     _, run = fit(workplace, "often", expect=3, **late, **{"trainer.checkpoint_interval": 3})
     assert "guards.max_rollbacks 2 are used up" in run.read("run.json")["reason"]
@@ -266,7 +262,7 @@ def test_a_wrong_guard_on_the_command_line_is_one_line(workplace):
 
 def test_a_line_without_steps_does_not_make_the_steps_before_it_good():
     """An evaluation between two log lines says nothing of the steps that no guard has seen yet."""
-    rollback = Rollback(3)
-    rollback.on_metrics(SimpleNamespace(global_step=10), None, {"train/loss": 1.0})
-    rollback.on_metrics(SimpleNamespace(global_step=15), None, {"eval/core": 0.1})
-    assert rollback._good == 10
+    rollbacks = Rollbacks(3)
+    rollbacks.note(10, {"train/loss": 1.0})
+    rollbacks.note(15, {"eval/core": 0.1})
+    assert rollbacks.good == 10

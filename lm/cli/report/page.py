@@ -8,14 +8,13 @@ import base64
 import functools
 import hashlib
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from lm.system.units import format_count, format_duration, plural
+from lm.system.units import format_count, format_duration, plural, utc
 
 PARTS = Path(__file__).parent
 # Control characters, those that change the direction of what follows, and halves of a character, which UTF-8 has not.
@@ -64,8 +63,3 @@ def source(*names: str) -> Markup:
 def digest(source: str) -> str:
     """The name of an inline script or style in a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
-
-
-def utc(seconds: float) -> str:
-    """A time for people all over the world."""
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

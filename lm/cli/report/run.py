@@ -20,15 +20,14 @@ from markupsafe import Markup
 
 from lm import __version__
 from lm.cli.options import changed_settings
-from lm.cli.report.page import printable, render, source, utc
+from lm.cli.report.page import printable, render, source
 from lm.cli.runs import checks_of, describe_run, machine_of
 from lm.errors import RequestError, RunError
-from lm.runs.evaluations import core_sentence, merge_evaluations
 from lm.runs.history import read_samples
-from lm.runs.metrics import BY_SOURCE, METRICS, Metric
+from lm.runs.metrics import BY_SOURCE, METRICS, Metric, core_sentence, merge_evaluations
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, read_lines, refuse_url, write_atomically
-from lm.system.units import format_bytes, format_figure
+from lm.system.units import format_bytes, format_figure, utc
 
 OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced
 POINTS = 1000  # of a curve
@@ -49,7 +48,7 @@ def refuse_html_path(path: str) -> Path:
     """The file for a page, if a page may be written there.
 
     Raises:
-        RequestError: there is a folder, or a file that is no page of a run, which would be lost.
+        RequestError: there is a folder, or a file that is not the page of a run, and would be lost.
     """
     refuse_url("--html", path)
     target = Path(path)

@@ -31,22 +31,13 @@ class Checkpoints(ModelCheckpoint):
     A checkpoint is taken between two optimizer steps, after the validation if there is one, so that a resume repeats
     and loses neither. ModelCheckpoint's own timing and linking are replaced: they save twice, and move links before the
     files are whole.
-
-    Args:
-        interval: optimizer steps between checkpoints.
-        min_delta: how much lower `val/loss` must be to be a new best.
-        keep: how many of the newest are kept beside the best.
-        keep_every: checkpoints of multiples of this step are taken and kept too.
     """
 
     FILE_EXTENSION = ""
 
     def __init__(self, interval: int, min_delta: float = 0.0, keep: int = 1, keep_every: int | None = None) -> None:
         super().__init__(monitor="val/loss", save_top_k=0, enable_version_counter=False)
-        self.interval = interval
-        self.min_delta = min_delta
-        self.keep = keep
-        self.keep_every = keep_every
+        self.interval, self.min_delta, self.keep, self.keep_every = interval, min_delta, keep, keep_every
         self.best_loss = float("inf")
         self.best_name: str | None = None
         self.saved_step = -1

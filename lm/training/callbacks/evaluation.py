@@ -18,7 +18,7 @@ from lm.errors import LmError, RequestError, first_line
 from lm.evaluation.benchmark import check_items, core, evaluate
 from lm.evaluation.tasks import Task, read_tasks
 from lm.inference.generation import Sampling, generate
-from lm.runs.evaluations import evaluation_metrics, evaluation_record
+from lm.runs.metrics import evaluation_metrics, evaluation_record
 from lm.system.files import append_line
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import not_training

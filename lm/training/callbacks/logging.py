@@ -47,12 +47,9 @@ lines = logging.getLogger("lm.lines")  # the command line shows them where there
 class RunLog(Callback):
     """Writes every metric once, under the optimizer step that it belongs to.
 
-    The metrics are those of `logged_metrics` of the module and of every callback, and what a callback or a module of
-    one's own gave to Lightning's `log`; `on_metrics` of every callback gets them, on every rank. A value that is not
-    finite is not written, because JSON has no notation for it.
-
-    Args:
-        interval: optimizer steps between log lines.
+    The metrics are those of `logged_metrics` of the module and of every callback, and what a custom callback or module
+    gave to Lightning's `log`; `on_metrics` of every callback gets them, on every rank. A value that is not finite is
+    not written, because JSON has no notation for it.
     """
 
     def __init__(self, interval: int) -> None:
@@ -272,10 +269,14 @@ class StepTimeEstimator:
 
 def remaining(trainer: Trainer) -> tuple[int, int]:
     """Optimizer steps and validations that are still to come."""
-    step, end, interval = trainer.global_step, trainer.max_steps, trainer.val_interval
-    if not trainer.datamodule.has_validation:
-        return end - step, 0
-    return end - step, end // interval - step // interval + (end % interval > 0)
+    step, end = trainer.global_step, trainer.max_steps
+    validations = validations_left(step, end, trainer.val_interval) if trainer.datamodule.has_validation else 0
+    return end - step, validations
+
+
+def validations_left(step: int, max_steps: int, interval: int) -> int:
+    """Validations after a step: one every `interval` steps, and one after the last step."""
+    return max_steps // interval - step // interval + (max_steps % interval > 0)
 
 
 # ---- progress bar ----------------------------------------------------------------------------------------------------
@@ -400,9 +401,6 @@ class Histograms(Callback):
 
     They are counted on the device: `SummaryWriter.add_histogram` copies every weight to the host and takes a second for
     25 million of them. Shards of a weight are gathered, one weight at a time.
-
-    Args:
-        interval: optimizer steps between them.
     """
 
     def __init__(self, interval: int) -> None:

@@ -33,6 +33,7 @@ from lm.training.callback import Callback
 from lm.training.callbacks.loggers import CallThread
 from lm.training.callbacks.logging import RunLog
 from lm.training.config import Action
+from lm.training.guards import Finding
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -76,17 +77,14 @@ _said = _AppriseLog()
 
 
 class Recipient:
-    """An address that messages can be sent to.
+    """An address that messages of a level, and more important ones, can be sent to.
 
     Args:
         url: the address in Apprise's notation; `$NAME` in it is read from the environment.
-        level: the least important of what is sent to it.
         place: where it stands, for errors.
 
     Attributes:
         name: for messages: the address without its passwords and tokens.
-        level: as given.
-        takes_pictures: whether the service takes attachments.
 
     Raises:
         RequestError: a variable is not set, or Apprise is missing or cannot read the address.
@@ -185,10 +183,7 @@ def _recipient(entry: Any, place: str) -> Recipient:
 
 
 def send_test(recipients: Sequence[Recipient], run: str) -> None:
-    """Send a test message to each address, and print whether it was sent.
-
-    Args:
-        run: the name of the run that would be.
+    """Send a test message to each address, as of a run of this name, and print whether it was sent.
 
     Raises:
         RequestError: there is no address.
@@ -217,9 +212,6 @@ class Notifications(Callback):
     them has a post-mortem, or the run ends. A finding that ends the run is told with its end.
 
     It stands after the guards, and after those callbacks that write post-mortems and roll back.
-
-    Args:
-        recipients: of `open_recipients`.
     """
 
     def __init__(self, recipients: Sequence[Recipient]) -> None:
@@ -240,7 +232,7 @@ class Notifications(Callback):
         ends = trainer.run_state.stop is not None or action == "stop" and trainer.global_step < trainer.max_steps
         if ends or not self._recipients:
             return
-        self._findings.append(f"{guard}: {message}{'' if action == 'warn' else f': {action}'}")
+        self._findings.append(str(Finding(guard, action, message)))
         folder = self._new_post_mortem(trainer)
         if folder or time.monotonic() >= self._quiet_until:
             self._send_findings(trainer, folder)
@@ -297,13 +289,7 @@ class Notifications(Callback):
         self, trainer: Trainer, level: Level, event: str, lines: list[str], picture: bytes | None = None,
         curves: bool = False,
     ) -> None:  # fmt: skip
-        """Have a message sent to those who want its level; it does not wait for that.
-
-        Args:
-            lines: what happened; empty ones are left out.
-            picture: a PNG to attach.
-            curves: draw the curves of the run for it.
-        """
+        """Have a message sent to those who want its level, with a PNG or the run's curves; it waits for nothing."""
         to = [one for one in self._recipients if LEVELS.index(level) >= LEVELS.index(one.level)]
         if not to or not trainer.is_global_zero:
             return

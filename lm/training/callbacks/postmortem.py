@@ -22,10 +22,12 @@ from lm.errors import Interrupted
 from lm.runs import postmortem
 from lm.runs.postmortem import Evidence, Incident
 from lm.system.process import steady_time
+from lm.system.units import plural
 from lm.training.alerts import AlertEvaluator
 from lm.training.callback import Callback
 from lm.training.callbacks.guards import act, from_rank_zero, not_training
 from lm.training.config import Action
+from lm.training.guards import Finding
 from lm.training.probe import StepRef, gather_evidence, injected_rows, is_sharded
 from lm.training.step_stats import StepRecord
 from lm.training.trainer import Trainer
@@ -46,7 +48,6 @@ class PostMortem(Callback):
     Actions of guards while one is open are added to it. This callback must stand before those that change weights.
 
     Args:
-        spike: the condition of a spike, as in an alert; None: there is none.
         drill: the first step of `SpikeInjection`; None: there is none.
     """
 
@@ -83,7 +84,7 @@ class PostMortem(Callback):
         line = {**metrics, "step": trainer.global_step, "data/tokens": trainer.tokens_seen}
         message = from_rank_zero(trainer, self._spike_in(line))
         if message is not None:
-            act(trainer, pl_module, "spike", "warn", message)
+            act(trainer, pl_module, Finding("spike", "warn", message))
         self._write_drill(trainer, pl_module)
 
     def _write_drill(self, trainer: Trainer, module: LightningModule) -> None:
@@ -93,7 +94,7 @@ class PostMortem(Callback):
             if self._open is not None:
                 text = f"The loss was not as low as before when the drill began, in step {self._drill.start}."
                 self._close(trainer, "not recovered", text)
-            act(trainer, module, "drill", "warn", "samples of rare tokens (guards.inject_step)")
+            act(trainer, module, Finding("drill", "warn", "samples of rare tokens (guards.inject_step)"))
 
     def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
         if action == "warn" and guard not in ("spike", "not-finite", "drill"):
@@ -158,7 +159,7 @@ class PostMortem(Callback):
             after = step - incident.worst
             text = (
                 f"The loss was as low as before in the log line of step {step}: {self._beside(loss)}. That is "
-                f"{_steps(after)} and {after * incident.tokens_per_step:,} tokens after step {incident.worst}."
+                f"{plural(after, 'step')} and {after * incident.tokens_per_step:,} tokens after step {incident.worst}."
             )
             self._close(trainer, "recovered", text)
         elif self._lines >= RECOVERY_LINES:
@@ -175,7 +176,7 @@ class PostMortem(Callback):
         step, loss = self._losses[-1] if self._losses else (trainer.global_step, math.nan)
         last, worst = trainer.global_step, self._open.worst
         text = (
-            f"The training ended at step {last}, {_steps(last - worst)} after step {worst}. "
+            f"The training ended at step {last}, {plural(last - worst, 'step')} after step {worst}. "
             f"In the log line of step {step} the loss was {self._beside(loss)}."
         )
         self._close(trainer, "ended", text)
@@ -234,10 +235,6 @@ class PostMortem(Callback):
             return None
         middle = statistics.median(each.step.loss for each in before[-100:])
         return next(each for each in reversed(before) if each.step.loss <= middle)
-
-
-def _steps(count: int) -> str:
-    return f"{count} step" + ("" if count == 1 else "s")
 
 
 def _save_pictures(folder: Path, incident: Incident, after: Sequence[dict[str, Any]] = ()) -> None:

@@ -5,17 +5,18 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lm.training.callbacks.budget import Budget
+from lm.training.callbacks.budget import BudgetGuard
 from lm.training.callbacks.checkpoints import Checkpoints
 from lm.training.callbacks.evaluation import Evaluations, Predictions, Samples
-from lm.training.callbacks.guards import Alerts, NotFinite, Rollback, SkippedData, ValidationTrend
+from lm.training.callbacks.guards import Guard, Rollback, SkippedData, ThroughputGuard
 from lm.training.callbacks.logging import Histograms, ProgressBar, RunLog
 from lm.training.callbacks.notifications import Notifications, open_recipients
 from lm.training.callbacks.postmortem import PostMortem, SpikeInjection
 from lm.training.callbacks.run_folder import Heartbeat, RunFolder
 from lm.training.callbacks.stopping import EarlyStopping, Interrupt
-from lm.training.callbacks.throughput import Throughput, ThroughputFloor
+from lm.training.callbacks.throughput import Throughput
 from lm.training.config import TrainerConfig
+from lm.training.guards import Alerts, NotFinite, ValidationTrend
 
 
 def standard_callbacks(
@@ -54,11 +55,11 @@ def standard_callbacks(
         RunLog(trainer.log_interval),
         Throughput(),
         *injection,
-        NotFinite(guards.not_finite, guards.max_skipped),
-        ValidationTrend(),
-        Alerts(guards.alerts),
-        Budget(guards.budget),
-        ThroughputFloor(guards.throughput),
+        Guard(NotFinite(guards.not_finite, guards.max_skipped)),
+        Guard(ValidationTrend()),
+        Guard(Alerts(guards.alerts)),
+        BudgetGuard(guards.budget),
+        ThroughputGuard(guards.throughput),
         PostMortem(guards.spike, guards.inject_step),
         Rollback(guards.max_rollbacks),
         *notifications,
