@@ -83,8 +83,8 @@ class Pretrained:
 
     Attributes:
         path: the folder that it was read from.
-        step: the optimizer step of the checkpoint; None for an average of several, and for a folder that is no
-            checkpoint of ours.
+        step: the optimizer step of the checkpoint; None for an average of several, and for a folder that a
+            training did not write.
         kernels: what computes it, in words.
     """
 
@@ -184,7 +184,7 @@ def read_config(folder: Path) -> DecoderConfig:
     """
     file = folder / "config.json"
     if not file.exists():
-        raise RequestError(f"{folder} is no model: it has no config.json")
+        raise RequestError(f"{folder} is not a model: it has no config.json")
     try:
         return config_from_json(read_object(file))
     except (TypeError, AttributeError, ValueError) as error:
