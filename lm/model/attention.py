@@ -20,9 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 HALF = (torch.bfloat16, torch.float16)
 FLASH_FROM = (8, 0)  # compute capability
 FLASH_WIDTH = 8  # widths of a head are multiples of it
-FLASH_WIDEST = 256  # head
 GROUPS_IN_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes groups unasked
-Kernel = Literal["causal", "varlen", "masked"]
 _order_is_set = False  # whether `kernel_order` is entered
 
 
@@ -67,11 +65,11 @@ def _begins(document_ids: Tensor) -> Tensor:
 def kernel_for(
     device_type: str, capability: tuple[int, int], dtype: torch.dtype, window: int | None, documents: bool,
     head_dim: int, dropout: float,
-) -> Kernel:  # fmt: skip
+) -> Literal["causal", "varlen", "masked"]:  # fmt: skip
     """The kernel for layers with this window, where rows are divided into documents or not, on a device."""
     if window is None and not documents:
         return "causal"
-    flash = device_type == "cuda" and capability >= FLASH_FROM and dtype in HALF and head_dim <= FLASH_WIDEST
+    flash = device_type == "cuda" and capability >= FLASH_FROM and dtype in HALF and head_dim <= 256
     return "varlen" if flash and not dropout else "masked"
 
 
@@ -82,20 +80,16 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def attention_mask(
     x: Tensor, window: int | None, documents: Documents | None, head_dim: int, dropout: float = 0.0
 ) -> AttentionMask:
-    """The mask of the layers with this window.
+    """The mask of the layers with this window, for hidden states like `x` `(B, T, C)`; None: each row is a document.
 
     Where documents become sequences and their limit is not known, this waits for the device.
-
-    Args:
-        x: hidden states `(B, T, C)`; only their shape, device and precision are used.
-        window: tokens that a token attends to, itself included; None: all before it.
-        documents: None: each row is one.
     """
     batch, length = x.shape[:2]
     if window is not None and window >= length:
         window = None
-    divided = documents is not None
-    kernel = kernel_for(x.device.type, _capability(x.device), x.dtype, window, divided, head_dim, dropout)
+    kernel = kernel_for(
+        x.device.type, _capability(x.device), x.dtype, window, documents is not None, head_dim, dropout
+    )  # fmt: skip
     if kernel == "causal":
         return AttentionMask(window, None, None)
     if kernel == "masked":
@@ -122,7 +116,7 @@ def _offsets(documents: Documents) -> Tensor:
 
 
 def dense_mask(length: int, window: int | None, documents: Documents | None, device: torch.device) -> AttentionMask:
-    """The mask as a tensor, the reference for all kernels. Arguments as for `attention_mask`; `length` is T."""
+    """The mask as a tensor, the reference for all kernels."""
     index = torch.arange(length, device=device)
     dense = (index[:, None] >= index)[None, None]  # (1, 1, T, T)
     if window is not None:
@@ -133,18 +127,7 @@ def dense_mask(length: int, window: int | None, documents: Documents | None, dev
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float = 0.0) -> Tensor:
-    """Causal attention with grouped key and value heads.
-
-    Args:
-        q: `(B, T, H, D)`.
-        k: `(B, T, KV, D)`, KV a divisor of H.
-        v: alike.
-        mask: which tokens each token attends to.
-        dropout: probability of dropping a weight.
-
-    Returns:
-        `(B, T, H, D)`.
-    """
+    """Causal attention of `q` `(B, T, H, D)` to `k` and `v` `(B, T, KV, D)`, KV a divisor of H: `(B, T, H, D)`."""
     if mask.offsets is not None:
         return _varlen(q, k, v, mask)
     if mask.past is not None:

@@ -7,7 +7,6 @@ versions and shape, so that a run that is resumed takes the same kernels again.
 import hashlib
 import json
 import logging
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,7 +37,6 @@ class Choice(NamedTuple):
 
     @property
     def backend(self) -> SDPBackend:
-        """torch's name of the kernel of layers that attend to all tokens before."""
         return _backend(self.causal)
 
     def apply(self, decoder: Decoder) -> None:
@@ -72,18 +70,7 @@ class Shape(NamedTuple):
 
 
 def choose_attention(name: Attention, device: torch.device, dtype: torch.dtype, shape: Shape) -> Choice | None:
-    """The kernels for a model.
-
-    Args:
-        name: a kernel that is named by hand, or `auto`, where they are measured.
-        dtype: of queries, keys and values.
-
-    Returns:
-        None where there is nothing to choose: on other devices than CUDA's, and in fp32.
-
-    Raises:
-        RequestError: the kernel that is named does not run there.
-    """
+    """The kernels for a model, measured unless they are named; None on other devices than CUDA's, and in fp32."""
     if device.type != "cuda" or dtype == torch.float32:
         if name != "auto":
             raise RequestError(f"model.attention {name} needs a CUDA device and half precision: take auto")
@@ -141,12 +128,13 @@ def candidates(device: torch.device) -> list[str]:
 def measure(
     device: torch.device, dtype: torch.dtype, shape: Shape, names: list[str]
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Time a layer's forward and backward pass with these kernels.
+    """Milliseconds of a layer's forward and backward pass, and for every kernel that does not run, why.
 
-    Returns:
-        Milliseconds: of a causal layer by the kernel's name; of one with windows or documents by the version of flash
-        attention and the window, such as `flash 512`, or `flash None`. And for every kernel that does not run, why.
+    A causal layer is under the kernel's name; one with windows or documents under the version of flash attention and
+    the window, such as `flash 512`, or `flash None`.
     """
+    from torch.utils.benchmark import Timer  # is slow to import, and most trainings measure nothing
+
     times, failures = {}, {}
     before = current_flash_attention_impl()
     own = torch.Generator(device).manual_seed(0)  # training draws the same numbers whether this was measured or read
@@ -154,32 +142,28 @@ def measure(
                            requires_grad=True) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))  # fmt: skip
     offsets = torch.arange(0, shape.batch * shape.length + 1, shape.length, dtype=torch.int32, device=device)
 
-    def run(mask: AttentionMask) -> None:
-        out = attend(q, k, v, mask)
-        torch.autograd.grad(out, (q, k, v), out)
+    def milliseconds(mask: AttentionMask) -> float:
+        def run() -> None:
+            out = attend(q, k, v, mask)
+            torch.autograd.grad(out, (q, k, v), out)
+
+        for _ in range(2):  # libraries choose and load their code
+            run()
+        timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+        return min(timer.blocked_autorange(min_run_time=SECONDS).times) * 1e3  # a round queues many runs on a GPU
 
     for name in names:
         try:
             _use_flash(name if name in FLASH else "flash")
             if len(shape.sequences) < len(shape.windows):
                 with kernel_order([_backend(name)]):
-                    times[name] = _milliseconds(lambda: run(AttentionMask(None, None, None)))
+                    times[name] = milliseconds(AttentionMask(None, None, None))
             for window in dict.fromkeys(shape.sequences if name in FLASH else ()):
-                times[f"{name} {window}"] = _milliseconds(lambda: run(AttentionMask(window, offsets, None)))
+                times[f"{name} {window}"] = milliseconds(AttentionMask(window, offsets, None))
         except (RuntimeError, ImportError, ValueError) as error:  # not installed, unknown, or not for these inputs
             failures[name] = str(error).strip().splitlines()[0]
     _use_flash(next(name for name, version in FLASH.items() if version == before))
     return times, failures
-
-
-def _milliseconds(run: Callable[[], None]) -> float:
-    """The fastest of several rounds; on a GPU a round queues many runs before it waits."""
-    from torch.utils.benchmark import Timer  # is slow to import, and most trainings measure nothing
-
-    for _ in range(2):  # libraries choose and load their code
-        run()
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=SECONDS).times) * 1e3
 
 
 def _backend(name: str) -> SDPBackend:

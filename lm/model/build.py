@@ -33,11 +33,6 @@ class BuildOptions:
     document_mask: bool = False
     z_loss: float = 0.0
 
-    @property
-    def forward_arguments(self) -> dict[str, bool]:
-        """For each optional argument of a training's forward pass, whether it is given."""
-        return {"document_ids": self.document_mask, "z_loss": bool(self.z_loss)}
-
 
 class Built(NamedTuple):
     """A decoder that is ready, and how it computes, in words."""
@@ -63,17 +58,12 @@ def build(
 
     Args:
         config: its shape, with its vocabulary.
-        options: how it is computed.
-        device: where it will be.
         dtype: of the activations.
         shape: `(B, T)` of a micro-batch, for which attention kernels are measured; None: the usual ones are taken.
         make: the model itself; another than `Decoder` keeps to the contract of `model/custom`.
         on_made: called with the model and its first weights, before anything is compiled or sharded.
         agree: takes the attention kernels that were chosen here and returns those of all ranks.
         shard: divides the weights over ranks, in place; None: they stay whole.
-
-    Raises:
-        RequestError: an option cannot be had on this device or with this model.
     """
     decoder = attach_config(make(config), config)
     builtin = is_builtin(decoder)
@@ -111,12 +101,8 @@ def build(
 
 
 def _refuse_custom(decoder: nn.Module, options: BuildOptions) -> None:
-    """Refuse options that a custom model has no use for, and a model that does not keep to the contract.
-
-    Raises:
-        RequestError: names the option or the argument.
-    """
-    refuse_contract(decoder, options.forward_arguments)
+    """Refuse options that a custom model has no use for, and a model that does not keep to the contract."""
+    refuse_contract(decoder, {"document_ids": options.document_mask, "z_loss": bool(options.z_loss)})
     ours = isinstance(decoder, Decoder)
     for option, asked, possible in (
         ("kernels", options.kernels == "on", False),

@@ -27,12 +27,8 @@ def keeps_all(kernels: bool, compile: Compile) -> bool:
 def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing) -> None:
     """Recompute activations in the backward pass instead of keeping them (Chen et al., 2016, arXiv:1604.06174).
 
-    Call it after `model/fused.fuse` and before `compile_decoder`. Results are the same to the bit.
-
-    Args:
-        decoder: changed in place.
-        mode: `block` keeps what goes into a block and runs its forward pass again; `selective` does so with the MLP
-            alone, which keeps the most; `none` leaves the decoder as it is.
+    Call it after `model/fused.fuse` and before `compile_decoder`. Results are the same to the bit. `block` keeps what
+    goes into a block and runs its forward pass again; `selective` does so with the MLP alone, which keeps the most.
     """
     if mode == "none":
         return
@@ -41,20 +37,16 @@ def checkpoint_activations(decoder: nn.Module, mode: ActivationCheckpointing) ->
             owner, name = layer, "forward"
         else:
             owner, name = (layer, "mlp_branch") if isinstance(layer, FusedBlock) else (layer.mlp, "forward")
-        recomputed = functools.partial(
+        setattr(owner, name, functools.partial(
             checkpoint, getattr(owner, name), use_reentrant=False, preserve_rng_state=layer.dropout.p > 0
-        )  # fmt: skip
-        setattr(owner, name, recomputed)
+        ))  # fmt: skip
 
 
 def compile_decoder(decoder: nn.Module, mode: Compile) -> None:
-    """Compile every block of a decoder and its loss in place.
+    """Compile every block of a decoder and its loss in place; any other model as one.
 
     A block's `forward` is compiled and not its `__call__`: names of parameters do not change, and hooks around a block
     (FSDP2 has some) stay outside of the graph.
-
-    Args:
-        decoder: has `layers` and `cross_entropy`; any other model is compiled as one.
     """
     if mode == "none":
         return
@@ -88,13 +80,10 @@ class GraphedMicroBatch:
 
     The first calls run as usual, then one is recorded, and from then on it is replayed. Gradients are accumulated in
     buffers that stay where they are: `zero_grad` clears them, and nothing else may drop them. The optimizer stays
-    outside, and so do accumulation, clipping and the schedule.
+    outside, and so do accumulation, clipping and the schedule. Without `capture` every call runs as usual.
 
-    Args:
-        parameters: what gets gradients.
-        forward_backward: takes tokens `(B, T + 1)`, always of one shape, and what else it was called with, and returns
-            a tensor that is not differentiable. It must not wait for the device.
-        capture: whether there is a device that can record; otherwise every call runs as usual.
+    `forward_backward` takes tokens `(B, T + 1)`, always of one shape, and what else it was called with, and returns a
+    tensor that is not differentiable. It must not wait for the device.
     """
 
     def __init__(

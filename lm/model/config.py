@@ -127,9 +127,5 @@ class DecoderConfig:
 
 
 def matrix_rows(config: DecoderConfig) -> dict[str, int]:
-    """The weights in which several matrices of equal size are stacked: the heads of q, k and v; gate and up.
-
-    Returns:
-        The end of a weight's name -> the rows of each matrix in it.
-    """
+    """The rows of each matrix in the weights that are stacks of equal ones, by the end of the weight's name."""
     return {"qkv_proj.weight": int(config.head_dim), "gate_up_proj.weight": int(config.intermediate_size)}

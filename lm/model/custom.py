@@ -46,7 +46,6 @@ def use_module_class(kind: type | None) -> None:
 
 
 def module_class() -> type | None:
-    """The subclass that `use_module_class` has set."""
     return _module_class
 
 
@@ -59,13 +58,7 @@ def call_for_losses(
     decoder: nn.Module, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None, z_loss: float = 0.0,
     max_documents: int | None = None,
 ) -> Losses:  # fmt: skip
-    """The losses of a decoder, or of a custom model, which is given `document_ids` and `z_loss` where there are any.
-
-    The arguments are those of `Decoder.forward`.
-
-    Raises:
-        RequestError: a custom model returns something else; in training also a total that is a mean or has no gradient.
-    """
+    """The losses of a decoder, or of a custom model, which gets `document_ids` and `z_loss` where there are any."""
     if isinstance(decoder, Decoder):
         return decoder(input_ids, labels, document_ids, z_loss, max_documents=max_documents)
     options = {"document_ids": document_ids} if document_ids is not None else {}
@@ -134,14 +127,9 @@ def custom_config_json(
 
 
 def known_class(document: Mapping[str, Any], kind: type | None, where: str, script: Path | None = None) -> type:
-    """The class that a document of `custom_config_json` names, if it is `kind`, the one that is there.
+    """The class that a document of `custom_config_json` names, if it is `kind`, the one that is there; else refuse.
 
-    Args:
-        where: the folder, for the message.
-        script: the file that trained the model, where that is known.
-
-    Raises:
-        RequestError: it is another one, or there is none.
+    `where`, the folder, and `script`, the file that trained the model, are for the message.
     """
     name = document["architectures"][0]
     if kind is None or kind.__name__ != name:
@@ -155,7 +143,7 @@ def known_class(document: Mapping[str, Any], kind: type | None, where: str, scri
 
 
 def build_custom(document: Mapping[str, Any], kind: type | None, where: str, script: Path | None = None) -> nn.Module:
-    """The model that a `config.json` describes. Arguments and errors are those of `known_class`."""
+    """The model that a `config.json` describes; `kind`, `where` and `script` as for `known_class`."""
     kind, config = known_class(document, kind, where, script), DecoderConfig(**document["decoder"])
     hints = get_type_hints(kind.__init__)
     arguments = {
@@ -166,11 +154,7 @@ def build_custom(document: Mapping[str, Any], kind: type | None, where: str, scr
 
 
 def plain_arguments(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a class as JSON has them; `build_custom` makes dataclasses of them again.
-
-    Raises:
-        RequestError: one is something that JSON cannot hold.
-    """
+    """The arguments of a class as JSON has them; `build_custom` makes dataclasses of them again."""
     plain = {}
     for name, value in arguments.items():
         plain[name] = asdict(value) if is_dataclass(value) else value
@@ -203,11 +187,7 @@ def custom_flops_per_token(
 
 
 def attach_config(decoder: nn.Module, config: DecoderConfig) -> nn.Module:
-    """The same model, whose `config_of` is then this. Nothing is written on a custom model, which may have a `config`.
-
-    Raises:
-        RequestError: it is not a module.
-    """
+    """The same model, whose `config_of` is then this. Nothing is written on custom ones, which may have a `config`."""
     if not isinstance(decoder, nn.Module):
         raise RequestError(f"build_decoder returned {type(decoder).__name__}: it returns a torch.nn.Module")
     if not isinstance(decoder, Decoder):

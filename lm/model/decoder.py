@@ -65,13 +65,10 @@ class Rotary(NamedTuple):
 
 
 def rotary_table(length: int, head_dim: int, theta: float, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Cosines and sines: pair `i` of a head turns by the angle `position * theta ** (-2i / head_dim)`.
+    """Cosines and sines `(length, head_dim / 2)` of the angles of pair `i`, `position * theta ** (-2i / head_dim)`.
 
     The table is not a buffer: it is computed in fp32 for every batch, so no cast and no meta device can spoil it, and
     that costs next to nothing.
-
-    Returns:
-        Two tensors `(length, head_dim / 2)` in fp32.
     """
     positions = torch.arange(length, device=device, dtype=torch.float32)
     exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
@@ -173,11 +170,7 @@ class Continuation(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer with the architecture of Llama, or of Qwen3 with `qk_norm`.
-
-    Raises:
-        RequestError: the vocabulary is not known yet.
-    """
+    """A decoder-only transformer with the architecture of Llama, or of Qwen3 with `qk_norm`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -223,9 +216,6 @@ class Decoder(nn.Module):
         Returns:
             Logits `(B, T, V)` in the precision of the computation; with labels `Losses`. With a continuation the logits
             of each row's last token only, `(B, V)`.
-
-        Raises:
-            RequestError: a sequence is longer than the context.
         """
         hidden = self.hidden_states(input_ids, document_ids, continuation, max_documents)  # (B, T, C)
         if continuation is not None:
@@ -274,21 +264,17 @@ class Decoder(nn.Module):
     ) -> tuple[Rotary, list[AttentionMask]]:
         """The positions of the tokens of `x` `(B, T, C)`, and each layer's attention mask."""
         documents = None if document_ids is None else documents_from(document_ids, max_documents)
-        table = rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
-        dropout = self.config.dropout if self.training else 0.0
-        head_dim = self.config.head_dim
+        head_dim, dropout = self.config.head_dim, self.config.dropout if self.training else 0.0
+        table = rotary_table(x.shape[1], head_dim, self.config.rope_theta, x.device)
         masks = {window: attention_mask(x, window, documents, head_dim, dropout) for window in set(self.windows)}
         positions = None if documents is None else documents.positions
         return Rotary(*table, positions), [masks[window] for window in self.windows]
 
 
 def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:
-    """Number the documents of each row: an end-of-sequence token begins the next one, whose first token it predicts.
+    """Number the documents of ids `(B, T)`, from 0 in each row: an end-of-sequence token begins the next one.
 
     So a document is computed as it is when a text is evaluated or continued: the token is its first context.
-
-    Returns:
-        For ids `(B, T)` whole numbers `(B, T)` from 0, never decreasing along a row.
     """
     number = (input_ids == eos_id).cumsum(1)  # (B, T)
     return number - number[:, :1]

@@ -16,15 +16,7 @@ CHUNK_BYTES = 256 * 2**20  # of logits, as in `kernels/cross_entropy`
 
 
 def parameters(config: DecoderConfig) -> dict[str, int]:
-    """Parameters by part.
-
-    Returns:
-        `embedding`, `attention`, `mlp`, `norms`, `lm_head` (0 where it is tied), their sum `total`, and
-        `non_embedding`, those of the blocks and the last norm.
-
-    Raises:
-        RequestError: the vocabulary's size is not set.
-    """
+    """Parameters by part, their sum `total`, and `non_embedding`, those of the blocks and the last norm."""
     if config.vocab_size is None:
         raise RequestError("vocab_size is not known: set it, or take it from a tokenizer before counting parameters")
     width, layers = config.hidden_size, config.num_hidden_layers
@@ -57,11 +49,8 @@ def flops_per_token(config: DecoderConfig, seq_len: int, full_attention: bool = 
 
     A document mask is not accounted for: the positions that it hides count as attended.
 
-    Args:
-        config: the decoder.
-        seq_len: tokens of a sequence.
-        full_attention: count each token as attending to all `seq_len` positions, also those that the causal mask hides,
-            or to a whole window, as that appendix and nanochat's `estimate_flops` do. MFU by it is higher.
+    With `full_attention` each token counts as attending to all `seq_len` positions, also those that the causal mask
+    hides, or to a whole window, as that appendix and nanochat's `estimate_flops` have it. MFU by it is higher.
     """
     counts = parameters(config)
     output = config.vocab_size * config.hidden_size
@@ -88,10 +77,7 @@ def assumed_speed(device: Device, precision: str, flops_per_token: float) -> tup
     """Tokens a second of a device where nothing was measured, and what was assumed; None where its peak is not known.
 
     FP8 counts as bf16. What it wins is known when it is measured: not all products are in it, and converting costs.
-
-    Args:
-        precision: of the matrix multiplications, as `hardware.peak_flops` takes it.
-        flops_per_token: with what activation checkpointing does again.
+    `flops_per_token` has what activation checkpointing does again in it.
     """
     fp8 = precision.startswith("fp8")
     given = device.peak_tflops is not None  # in this precision
@@ -114,33 +100,19 @@ def describe_mfu(mfu: float | None, full: float | None) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """How a micro-batch is computed.
+    """How a micro-batch is computed."""
 
-    Args:
-        micro_batch_size: sequences of a micro-batch.
-        seq_len: tokens of a sequence.
-        precision: a trainer's, such as "bf16-mixed".
-        kernels: whether the forward pass is the fused one, of our kernels.
-        compile: as `model.compile`.
-        accumulate: micro-batches of an optimizer step.
-        cuda_graphs: as `model.cuda_graphs`.
-        world_size: devices; with `sharded`, each holds a part of weights, gradients and optimizer state.
-        sharded: FSDP2.
-        gathered: with `sharded`, blocks whose whole weights are there at once.
-        checkpointing: as `model.activation_checkpointing`.
-    """
-
-    micro_batch_size: int
+    micro_batch_size: int  # sequences
     seq_len: int
-    precision: str = "32-true"
-    kernels: bool = False
-    compile: str = "none"
-    accumulate: int = 1
+    precision: str = "32-true"  # a Trainer's, such as "bf16-mixed"
+    kernels: bool = False  # whether the forward pass is the fused one, of our kernels
+    compile: str = "none"  # as `model.compile`
+    accumulate: int = 1  # micro-batches of an optimizer step
     cuda_graphs: bool = False
-    world_size: int = 1
-    sharded: bool = False
-    checkpointing: str = "none"
-    gathered: int = 2
+    world_size: int = 1  # devices
+    sharded: bool = False  # FSDP2: each device holds a part of weights, gradients and optimizer state
+    checkpointing: str = "none"  # as `model.activation_checkpointing`
+    gathered: int = 2  # with `sharded`, blocks whose whole weights are there at once
 
     @property
     def tokens(self) -> int:
@@ -170,19 +142,11 @@ ADAMW = OptimizerState()
 
 
 def training_memory(config: DecoderConfig, step: Step, state: OptimizerState = ADAMW) -> dict[str, int]:
-    """Bytes on one device at the worst moment of a step.
+    """Bytes on one device at the worst moment of a step, by what holds them, and their sum `peak`.
 
-    Args:
-        config: the decoder.
-        step: how it is computed.
-        state: values that the optimizer keeps.
-
-    Returns:
-        `weights`, `gradients`, `optimizer`, `casts` (half-precision copies of the weights), `activations` (kept for
-        the backward pass), `working` (the largest temporary: around the loss, or of one block), and their sum `peak`.
-        With a single micro-batch a step the gradients do not exist yet when the activations are most, so the peak is
-        then less than the sum; but DDP's buckets, which hold them, are always there. FSDP2 adds up whole gradients
-        until a step's last micro-batch exchanges them.
+    With a single micro-batch a step the gradients do not exist yet when the activations are most, so the peak is then
+    less than the sum; but DDP's buckets, which hold them, are always there. FSDP2 adds up whole gradients until a
+    step's last micro-batch exchanges them.
     """
     counts = parameters(config)
     shards = step.world_size if step.sharded else 1
@@ -320,20 +284,10 @@ def _state_values(counts: dict[str, int], state: OptimizerState, owners: int = 1
 def largest_micro_batch(
     config: DecoderConfig, step: Step, most: int, samples: int | None, state: OptimizerState = ADAMW
 ) -> int | None:
-    """The largest micro-batch whose step fits, of those that divide a device's share of the global batch.
+    """The largest micro-batch whose step fits into `most` bytes; None if not even one sequence does.
 
-    Args:
-        config: the decoder.
-        step: as it is asked for; its micro-batch and accumulation are replaced.
-        most: bytes that may be used.
-        samples: sequences of an optimizer step on one device; None: a step is one micro-batch, of a power of two.
-        state: values that the optimizer keeps.
-
-    Returns:
-        Sequences; None if not even one fits.
-
-    Raises:
-        RequestError: there is no sample.
+    It divides `samples`, the sequences of an optimizer step on one device; None: a step is one micro-batch, of a power
+    of two. The micro-batch and accumulation of `step` are replaced.
     """
     if samples is None:
         steps = {2**n: 1 for n in range(32)}  # micro-batch -> micro-batches of a step

@@ -22,11 +22,7 @@ def fuse(decoder: Decoder, ops: FusedOps | None) -> None:
     """Replace a decoder's forward pass by the one in this file. Call it once, before the decoder is compiled.
 
     The decoder and its blocks change their class and stay the same objects, with the same parameters. They are still
-    called, so hooks around them (FSDP2 has some) run as before.
-
-    Args:
-        decoder: changed in place.
-        ops: as `kernels/operations.choose_kernels` gives them; None leaves the decoder as it is.
+    called, so hooks around them (FSDP2 has some) run as before. Without `ops` nothing changes.
     """
     if ops is None:
         return
@@ -75,15 +71,10 @@ class FusedBlock(Block):
 
 
 class FusedDecoder(Decoder):
-    """A `Decoder` of fused blocks.
-
-    Attributes:
-        ops: what they compute with.
-        output_copy: of the output matrix in half precision, while `model/low_precision.WeightCopies` keeps one.
-    """
+    """A `Decoder` of fused blocks."""
 
     ops: FusedOps
-    output_copy: Tensor | None = None
+    output_copy: Tensor | None = None  # of the output matrix in half precision, while `WeightCopies` keeps one
 
     def run_blocks(self, branch: Tensor, rotary: Rotary, masks: list[AttentionMask]) -> Tensor:
         stream = None

@@ -28,11 +28,7 @@ SHAPE = (*REQUIRED, "num_key_value_heads", "head_dim", *LEFT_OUT_OF_BOTH)  # of 
 
 
 def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """The weights of `Decoder.state_dict()` under Hugging Face's names.
-
-    Returns:
-        Views of the same weights, fused ones taken apart; no `lm_head.weight` where it is tied to the embedding.
-    """
+    """The weights of `Decoder.state_dict()` under Hugging Face's names: views of the same, fused ones taken apart."""
     heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     out = {}
     for name, weight in state.items():
@@ -50,10 +46,6 @@ def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str,
 
 def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
     """The inverse of `to_huggingface`: what `Decoder.load_state_dict` takes.
-
-    Args:
-        state: weights of a `LlamaForCausalLM`, `Qwen3ForCausalLM` or `MinistralForCausalLM`.
-        config: the shape they belong to.
 
     Raises:
         RequestError: a weight is missing, or one has no place in this decoder.
@@ -91,12 +83,8 @@ def config_json(config: DecoderConfig, eos_id: int | None, dtype: str) -> dict[s
 
     Dropout is not in it: it belongs to the training, and Hugging Face's applies to attention alone. Which layers have
     windows is in `layer_types`; a Qwen3's `max_window_layers`, the full layers before the first window, says it to
-    readers that know only that, if all layers after it have windows.
-
-    Args:
-        config: with its vocabulary.
-        eos_id: the token that ends a document, if there is one.
-        dtype: of the stored weights: "float32", "bfloat16" or "float16".
+    readers that know only that, if all layers after it have windows. `dtype` is that of the stored weights: "float32",
+    "bfloat16" or "float16".
     """
     windows = config.windows
     sliding = {

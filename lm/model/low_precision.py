@@ -14,15 +14,10 @@ from lm.model.decoder import Linear
 
 
 class LowPrecisionLinear(Linear):
-    """A `Linear` whose product may be in FP8 or take a copy of the weight.
+    """A `Linear` whose product may be in FP8 or take a copy of the weight."""
 
-    Attributes:
-        scaling: how FP8 products are scaled; None: no FP8.
-        copy: of the weight, in the precision of the activations or in FP8, while `WeightCopies` keeps one.
-    """
-
-    scaling: Scaling | None = None
-    copy: Matrix | None = None
+    scaling: Scaling | None = None  # of FP8 products; None: no FP8
+    copy: Matrix | None = None  # of the weight, as the product takes it, while `WeightCopies` keeps one
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scaling is None and self.copy is None:
@@ -46,11 +41,7 @@ class WeightCopies:
     optimizer step, not once a micro-batch.
 
     `with copies:` brings them up to date and lets the forward passes inside use them. They keep their place in memory,
-    as CUDA graphs need it. Gradients are those of the weights themselves.
-
-    Args:
-        decoder: a `model/fused.FusedDecoder` on its device; its matrices know whether they are multiplied in FP8.
-        dtype: of the activations.
+    as CUDA graphs need it. Gradients are those of the weights themselves. `dtype` is that of the activations.
     """
 
     def __init__(self, decoder: nn.Module, dtype: torch.dtype) -> None:
