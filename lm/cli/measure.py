@@ -462,7 +462,7 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "precision": str(trainer.precision),
         "ranks": trainer.world_size,
-        "strategy": trainer.sharding if trainer.world_size > 1 else None,
+        "strategy": trainer.options.strategy if trainer.world_size > 1 else None,
         "compile": module.options.compile,
         "activation_checkpointing": module.options.activation_checkpointing,
         "kernels": module.built.kernels,
