@@ -49,9 +49,6 @@ def doctor(config: str | None = None, json: bool = False) -> None:
     Args:
         config: A training's config, whose folder of runs and data are checked; the working directory if not given.
         json: Print one JSON object instead of a page.
-
-    Raises:
-        LmError: something is wrong that no training survives; it is on the page.
     """
     document = read_config(find_config(config)) if config else {}
     root = Path(str(document.get("trainer", {}).get("default_root_dir", ROOT)))

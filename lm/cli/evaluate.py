@@ -106,14 +106,7 @@ def measure(
     shards: list[str] | None = None, max_items: int | None = None, num_fewshot: int | None = None,
     batch_tokens: int = benchmark.BATCH_TOKENS, begin: Begin = "eos", stride: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure a model; the other options, and what it returns, are those of `lm evaluate --json`.
-
-    Args:
-        load: loads it, once the request is known to be sound.
-
-    Raises:
-        RequestError: nothing to measure on is given, or an option is wrong.
-    """
+    """Measure a model, which is loaded once the request is known to be sound; else as `lm evaluate --json`."""
     if not (tasks or texts or shards):
         raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
     require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)

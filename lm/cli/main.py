@@ -70,11 +70,7 @@ Every command takes --debug, which shows where an error came from.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what stands after `lm` on a command line.
-
-    Returns:
-        The exit code: 0 finished, 1 failed, 2 the request is wrong, 3 stopped by a guard, 75 interrupted.
-    """
+    """Run what stands after `lm`: 0 finished, 1 failed, 2 a wrong request, 3 stopped by a guard, 75 interrupted."""
     arguments = list(arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
