@@ -166,8 +166,8 @@ def measure_corpora(
 def short_names(sources: Sequence[str]) -> list[str]:
     """A short name for each source, such as `book` for `texts/book.txt`.
 
-    It is the last part of the path that is no pattern, without its suffix; with the part before it for a split such as
-    `val`; the whole source where two would have one name.
+    It is the last part of the path that is not a pattern, without its suffix; with the part before it for a split such
+    as `val`; the whole source where two would have one name.
     """
     names = []
     for source in sources:

@@ -102,9 +102,8 @@ def evaluate(
     for task in tasks:
         items = chosen_items(task, max_items)
         own = range(rank, len(items), world)
-        results.append(_result(task, _of_all_ranks(
-            _outcomes(decoder, tokenizer, task, items, own, batch_tokens, begin, progress), world
-        )))  # fmt: skip
+        outcomes = _outcomes(decoder, tokenizer, task, items, own, batch_tokens, begin, progress)
+        results.append(_result(task, _of_all_ranks(outcomes, world)))
     return results
 
 

@@ -289,7 +289,7 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
     tokens = samples * seq_len
     whole = 0 if mixed(run) else _tokens(run, "train")  # of a mixture the epochs are those of each source
     planned = run.read("state.json").get("max_steps")
-    batches = [stretch["global_batch"] for stretch in described.get("stretches", []) if stretch["step"] < step]
+    batches = [entry["global_batch"] for entry in described.get("stretches", []) if entry["step"] < step]
     spent = time_spent(run.metrics(), step)
     seconds = spent["computing"] + spent["waiting for data"]
     began_from, average = described.get("began_from"), read_progress(model.path).average

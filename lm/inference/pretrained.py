@@ -78,7 +78,7 @@ def _files(folder: Path) -> list[str]:
 class Pretrained:
     """A decoder with its tokenizer, on its device, in evaluation mode, without gradients.
 
-    `step` is None for an average of several checkpoints, and for a folder that is no checkpoint of ours.
+    `step` is None for an average of several checkpoints, and for a folder that a training did not write.
     """
 
     path: Path  # the folder that it was read from
@@ -171,7 +171,7 @@ def read_config(folder: Path) -> DecoderConfig:
     """The shape that a folder's `config.json` describes."""
     file = folder / "config.json"
     if not file.exists():
-        raise RequestError(f"{folder} is no model: it has no config.json")
+        raise RequestError(f"{folder} is not a model: it has no config.json")
     try:
         return config_from_json(read_object(file))
     except (TypeError, AttributeError, ValueError) as error:

@@ -238,10 +238,10 @@ def samples_at(run: Run, step: int) -> tuple[int, int]:
     """
     taken = steps_taken(run)
     try:
-        stretches = [stretch for stretch in run.read("run.json").get("stretches", []) if stretch["step"] < step]
-        if not stretches or step > taken:
+        before = [entry for entry in run.read("run.json").get("stretches", []) if entry["step"] < step]
+        if not before or step > taken:
             raise RequestError(f"run {run.path} has taken steps 1 to {taken}; there is no step {step}")
-        begin, sample, batch = (int(stretches[-1][name]) for name in ("step", "sample", "global_batch"))
+        begin, sample, batch = (int(before[-1][name]) for name in ("step", "sample", "global_batch"))
     except DAMAGE as error:
         raise RequestError(f"{run.path / 'run.json'} is damaged: its `stretches` cannot be read ({error})") from error
     return sample + (step - 1 - begin) * batch, batch

@@ -209,7 +209,7 @@ def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
 
 
 def _named_weights(decoder: nn.Module) -> dict[str, Tensor]:
-    """Weights under Hugging Face's names; of a model of one's own under its names."""
+    """Weights under Hugging Face's names; of a custom model under its own."""
     weights = dict(decoder.named_parameters())
     return to_huggingface(weights, decoder.config) if is_builtin(decoder) else weights
 

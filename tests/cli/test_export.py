@@ -328,8 +328,8 @@ def test_large_weights_are_several_files_that_transformers_reads(tmp_path, monke
     assert theirs.keys() == weights.keys() and all(torch.equal(theirs[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("value, named", [(1e6, "norm.weight has values that are no finite float16"),
-                                          (float("nan"), "no finite float16")])
+@pytest.mark.parametrize("value, named", [(1e6, "norm.weight has values that are not finite in float16"),
+                                          (float("nan"), "not finite in float16")])
 def test_weights_that_half_precision_cannot_hold_are_refused(value, named, tmp_path):
     source = model_folder(tmp_path / "hf", SHAPES["llama, tied"])
     weights = read_weights(source)
