@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class BranchOptions:
-    """Where a branch begins, and its schedule.
+    """Begin a new run at a checkpoint of another: its weights, optimizer, place in the data and random generators.
+    Options of a training, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
 
     Args:
         run: Name of the other run, under the root or in the registry, or its path.
@@ -76,14 +77,7 @@ class BranchOptions:
 def main(arguments: list[str]) -> None:
     """`lm branch RUN [options] [options of a training, which override the other run's]`."""
     own, overrides = split_overrides(arguments)
-    branch(call(read_options, own, "lm branch"), overrides)
-
-
-def read_options(**options: Any) -> BranchOptions:
-    """Begin a new run at a checkpoint of another: its weights, optimizer, place in the data and random generators.
-    Options of a training, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
-    """
-    return BranchOptions(**options)
+    branch(call(BranchOptions, own, "lm branch"), overrides)
 
 
 def branch(options: BranchOptions, overrides: list[str]) -> None:

@@ -425,7 +425,6 @@ def refuse_notebook(trainer: Trainer) -> None:
 
 
 def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook."""
     return "ipykernel" in sys.modules
 
 

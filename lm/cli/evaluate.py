@@ -85,12 +85,9 @@ def evaluate(
         raise RequestError(f"--output {output} is a folder; give a file")
     if output is not None and not output.absolute().parent.is_dir():
         raise RequestError(f"--output {output}: there is no folder {output.parent}")
-
-    def load() -> Pretrained:
-        return load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype))
-
     found = measure(
-        load, tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
+        lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype)),
+        tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
         batch_tokens=batch_tokens, begin=begin, stride=stride,
     )  # fmt: skip
     if output is not None:
@@ -213,7 +210,6 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
 
 
 def show_evaluation(found: dict[str, Any]) -> None:
-    """Print the result as tables."""
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     for row, results in ((_task_row, found["tasks"]), (_text_row, found["texts"])):
         if results:

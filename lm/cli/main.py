@@ -106,7 +106,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def console_handler(stream: TextIO) -> logging.Handler:
-    """Prints what is logged."""
     console = logging.StreamHandler(stream)
     # A line a log interval, unless a progress bar shows it.
     console.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())

@@ -352,7 +352,6 @@ def find_config(name: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The document of a config."""
     try:
         document = parse_yaml(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -297,7 +297,6 @@ class PlanChecks(Callback):
 
 
 def show_plan(found: dict[str, Any], noted: list[Finding]) -> None:
-    """Print the facts, the findings and whether the config is ready."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{found['config']}[/bold]")
     for name, lines_of in PAGE.items():

@@ -220,7 +220,6 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
 
 
 def memory_of_option(given: str | None) -> int | None:
-    """Bytes of `--memory`."""
     try:
         return None if given is None else parse_bytes(given)
     except ValueError as error:

@@ -37,7 +37,7 @@ class Recipe:
     optimizer: OptimizerName  # of the matrices in the blocks; AdamW for the rest
 
     @property
-    def parameters(self) -> int:  # all of them
+    def parameters(self) -> int:
         return parameters(self.decoder)["total"]
 
     @property

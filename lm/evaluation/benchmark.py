@@ -136,7 +136,6 @@ def _outcomes(
     decoder: Decoder, tokenizer: Tokenizer, task: Task, items: Sequence[Item], indices: Sequence[int],
     batch_tokens: int, begin: Begin, progress: Progress | None,
 ) -> Iterator[Outcome]:  # fmt: skip
-    """The outcomes of the items at these indices."""
     context = config_of(decoder).max_position_embeddings
     for start in range(0, len(indices), GROUP):
         group = indices[start : start + GROUP]
