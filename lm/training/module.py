@@ -134,13 +134,16 @@ class LanguageModule(LightningModule):
         call_hook(self.trainer, "on_model_built", self)
 
     def losses(self, batch: Batch) -> Losses:
-        """The losses of a batch in nats: their sum with the z-loss, which has a gradient, and each token's, without."""
+        """The losses of a batch, in nats: a sum that has a gradient, and each token's loss, which has none.
+
+        The sum has the z-loss in it where one is asked for; masked tokens count in neither.
+        """
         input_ids = batch.input_ids  # (B, T)
         documents = None
         if self.options.document_mask:
             documents = document_ids_from(input_ids, self.trainer.datamodule.tokenizer.eos_id)
         z_loss = self.options.z_loss if self.training else 0.0
-        with self.trainer.precision_plugin.forward_context():
+        with self.trainer.precision_plugin.forward_context():  # `LightningStep` turned Lightning's own off
             return call_for_losses(self.decoder, input_ids, batch.labels, documents, z_loss, batch.max_documents)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -155,7 +158,7 @@ class LanguageModule(LightningModule):
         """One optimizer step on this rank's rows `(B, T + 1)` of the global batch; `training/step` has it.
 
         Returns:
-            The mean loss over the unmasked targets of all ranks, in nats: a scalar, of which Lightning does nothing.
+            The mean loss over the unmasked targets of all ranks, in nats: a scalar, for callbacks.
         """
         number = self.global_step  # Lightning counts calls of the optimizer, which skips a step by itself
         try:
@@ -168,13 +171,13 @@ class LanguageModule(LightningModule):
     def on_train_start(self) -> None:
         self.step = LightningStep(self)
         sources = len(self.trainer.datamodule.source_names)
-        self.run_state.begin(self.device, sources, self.step.scaled, self.global_rank)
+        self.run_state.begin(self.device, sources=sources, scaled=self.step.scaled, rank=self.global_rank)
 
     def on_train_end(self) -> None:
         self.step = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""
+        """The one optimizer, which skips a step that is not finite. `training/step` sets its learning rates."""
         stacked = matrix_rows(self.config) if isinstance(self.decoder, Decoder) else {}  # several matrices in one
         return build_optimizer(self.decoder, self.options.optimizer, stacked)
 
@@ -236,13 +239,15 @@ class LanguageModule(LightningModule):
         self.run_state.restore(self, checkpoint)
 
     def build_for_checkpoint(self, config: DecoderConfig) -> None:
-        """Build the decoder of a plain Trainer's checkpoint.
+        """Build the decoder of a plain Trainer's checkpoint, which `PlainRunState.restore` calls.
 
         `load_from_checkpoint` calls `configure_model` without a Trainer, and so without data and a vocabulary; the
-        decoder has to wait for `on_load_checkpoint`, where the checkpoint's own config is known.
+        decoder has to wait for `on_load_checkpoint`, where the checkpoint's own config is known. Checkpoints of
+        `lm.Trainer` are loaded by `lm.load_model`.
         """
         self.config = config
         self.decoder = attach_config(self.build_decoder(config), config)
+        self.builtin = is_builtin(self.decoder)
 
 
 def training_class() -> type[LanguageModule]:
