@@ -83,11 +83,7 @@ def export(
 
 
 def write_model(model: Pretrained, card: Card, folder: Path) -> None:
-    """Fill an empty folder with weights, in the model's number format, tokenizer and model card.
-
-    Raises:
-        RequestError: a weight has no finite value in this number format.
-    """
+    """Fill an empty folder with weights, in the model's number format, tokenizer and model card."""
     dtype = str(model.dtype).removeprefix("torch.")
     weights = to_huggingface(model.decoder.state_dict(), model.config)
     for weight_name, weight in weights.items():

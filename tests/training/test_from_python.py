@@ -19,8 +19,8 @@ from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
 from lm.training.callbacks.evaluation import Samples
-from lm.training.callbacks.guards import NotFinite
 from lm.training.config import GuardsConfig, ModelConfig, SamplesConfig, TrainerConfig
+from lm.training.guards import NotFinite
 from lm.training.trainer import Trainer as BareTrainer
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
@@ -132,7 +132,8 @@ def test_counts_are_taken_as_in_a_config():
 def test_the_trainer_takes_the_other_sections_of_a_config_by_name():
     given = {"guards": GuardsConfig(max_skipped=3), "samples": SamplesConfig(prompts=["a"])}
     callbacks = package.Trainer(**given, **ON_CPU).callbacks
-    assert [each.max_skipped for each in callbacks if isinstance(each, NotFinite)] == [3]
+    observers = [getattr(each, "observer", None) for each in callbacks]
+    assert [each.max_skipped for each in observers if isinstance(each, NotFinite)] == [3]
     assert [each.texts for each in callbacks if isinstance(each, Samples)] == [["a"]]
 
 
