@@ -196,7 +196,7 @@ def shorten(message: str, known: list[str]) -> str:
     # Of a type such as `int | None` what each part says, without the list of the parts, and None is no help.
     key, indent = re.match(r'(?:Parser key "(.+?)":)?', message)[1], re.search(r"Errors:\n( *)- ", message)
     errors = re.findall(rf"\n{indent[1]}- (.*(?:\n{indent[1]} {{4}}.*)*)", message) if indent else []
-    if reasons := [each.removeprefix("Not of type Count: ") for each in errors if "NoneType" not in each]:
+    if reasons := [each for each in errors if "NoneType" not in each]:
         given = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
         # What a class itself says comes before that the value is of none of the other types.
         text = ", or ".join([each for each in reasons if not each.startswith(("Expected", "Not a"))] or reasons)
@@ -205,7 +205,7 @@ def shorten(message: str, known: list[str]) -> str:
         text = message.partition('":')[2] if key else message
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
-    text = text.replace(". Got value:", ", got")
+    text = text.replace(". Got value:", ", got").replace("Not of type Count: ", "")
     # What was given for a list may have a password in it.
     text = re.sub("expected list, got .*", "expected a list: [a, b], or lines that begin with a dash", text)
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
