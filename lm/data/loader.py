@@ -79,7 +79,7 @@ class Batch:
         return labels if self.mask is None else labels.masked_fill_(~self.mask, IGNORED)
 
     @property
-    def num_tokens(self) -> int:
+    def num_targets(self) -> int:
         """How many targets count. They are counted before a batch moves to a device, which then is not waited for."""
         if self.mask is None:
             return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
@@ -117,7 +117,7 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        mask, counted = (None, None) if self.mask is None else (function(self.mask), self.num_tokens)
+        mask, counted = (None, None) if self.mask is None else (function(self.mask), self.num_targets)
         sources = None if self.sources is None else function(self.sources)
         return Batch(function(self.tokens), self.cursor, mask, self.bad, counted, self.row_documents, sources)
 

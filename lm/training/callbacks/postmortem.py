@@ -46,9 +46,7 @@ class PostMortem(Callback):
     It is written for the guards `spike` and `not-finite`, for any guard that does more than warn, and for the drill,
     whether it is noticed as a spike or not; but not for cost and speed, of which samples and weights say nothing.
     Actions of guards while one is open are added to it. This callback must stand before those that change weights.
-
-    Args:
-        drill: the first step of `SpikeInjection`; None: there is none.
+    `drill` is the first step of `SpikeInjection`, if there is one.
     """
 
     def __init__(self, spike: str | None = None, drill: int | None = None) -> None:
@@ -261,8 +259,6 @@ DRILL_STEPS = 5
 class SpikeInjection(Callback):
     """A drill: replaces the samples of optimizer steps `first` to `first + 4` by sequences of rare tokens.
 
-    `PostMortem` writes it up, whether or not the loss rises.
-
     `run.json` lists the steps under `injected`. A resume from before them removes them from the list, and they are
     injected as in a run that was never stopped.
     """
@@ -294,7 +290,15 @@ class SpikeInjection(Callback):
         if step not in self._done:
             self._done.append(step)
             self._save_steps(trainer)
-            self._report(step)
+            last = self.first + DRILL_STEPS - 1
+            if step == self.first:
+                log.warning(
+                    "step %d: the samples of steps %d to %d are replaced by rare tokens (guards.inject_step), drawn "
+                    "from %d tokens, the bottom %.0f %% of the text", step, step, last, len(self._rare),
+                    100 * RARE_FRACTION,
+                )  # fmt: skip
+            elif step == last:
+                log.warning("step %d: the last of the injected steps", step)
 
     def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
         """The injected samples of a step, `(G, T + 1)`, from the seed and the step alone; None: it has none."""
@@ -316,13 +320,3 @@ class SpikeInjection(Callback):
     def _save_steps(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             trainer.run.describe(injected={"steps": self._done})
-
-    def _report(self, step: int) -> None:
-        last = self.first + DRILL_STEPS - 1
-        if step == self.first:
-            log.warning(
-                "step %d: the samples of steps %d to %d are replaced by rare tokens (guards.inject_step), drawn from "
-                "%d tokens, the bottom %.0f %% of the text", step, step, last, len(self._rare), 100 * RARE_FRACTION,
-            )  # fmt: skip
-        elif step == last:
-            log.warning("step %d: the last of the injected steps", step)
