@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class BranchOptions:
-    """Where a branch begins, and its schedule.
+    """Begin a new run at a checkpoint of another: its weights, optimizer, place in the data and random generators.
+    Options of a training, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
 
     Args:
         run: Name of the other run, under the root or in the registry, or its path.
@@ -76,22 +77,11 @@ class BranchOptions:
 def main(arguments: list[str]) -> None:
     """`lm branch RUN [options] [options of a training, which override the other run's]`."""
     own, overrides = split_overrides(arguments)
-    branch(call(read_options, own, "lm branch"), overrides)
-
-
-def read_options(**options: Any) -> BranchOptions:
-    """Begin a new run at a checkpoint of another: its weights, optimizer, place in the data and random generators.
-    Options of a training, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
-    """
-    return BranchOptions(**options)
+    branch(call(BranchOptions, own, "lm branch"), overrides)
 
 
 def branch(options: BranchOptions, overrides: list[str]) -> None:
-    """Make the run, with options of a training as they are typed, and train it.
-
-    Raises:
-        RequestError: there is no such checkpoint, or an override makes it another run.
-    """
+    """Make the run, with options of a training as they are typed, and train it."""
     if (under_torchrun() or under_srun()) and not options.make_only:
         raise RequestError("every process would make a run: give --make_only to one process, and train it then with "
                            "`lm fit` as it says")  # fmt: skip
@@ -138,11 +128,7 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
 
 
 def checkpoint_at(run: Run, at: str | None) -> Path:
-    """The checkpoint of a run that `--at` names.
-
-    Raises:
-        RequestError: there is none; names those that are there.
-    """
+    """The checkpoint of a run that `--at` names."""
     if at in (None, "last", "best"):
         return run.checkpoint(at or "last").resolve()
     steps = run.steps()
@@ -160,9 +146,6 @@ def change_context(settings: dict[str, Any], context: int | None) -> None:
     The base of the rotary wavelengths is multiplied by `r ^ (d / (d - 2))` for `r` times the context and heads `d`
     wide, so that the longest wavelength grows by `r` and the shortest stays ("NTK-aware" scaling: Peng et al., 2023,
     arXiv:2309.00071, section 3.1).
-
-    Raises:
-        RequestError: it is the context that there is.
     """
     if context is None:
         return
@@ -181,9 +164,6 @@ def change_context(settings: dict[str, Any], context: int | None) -> None:
 
 def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions) -> None:
     """Set, in place, the schedule of a branch at a step and its number of steps; the other run's if nothing is asked.
-
-    Raises:
-        RequestError: a length is less than a step.
     """
     if options.tokens is None:
         return
@@ -201,17 +181,12 @@ def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions)
     }  # fmt: skip
 
 
-def tokens_of_a_step(data: dict[str, Any]) -> int:
-    """Tokens of an optimizer step, on one device where the config leaves them to the devices."""
+def tokens_of_a_step(data: dict[str, Any]) -> int:  # on one device, where the config leaves them to the devices
     return data["global_batch_tokens"] or data["micro_batch_size"] * data["seq_len"]
 
 
 def refuse_other_run(trunk: Run, before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
-    """What differs between two configs, `{key: [before, after]}`.
-
-    Raises:
-        RequestError: what makes the weights or the optimizer's state those of another run.
-    """
+    """What differs between two configs, `{key: [before, after]}`, if its weights and optimizer can stay the same."""
     changes = differences([before, after])
     changes.pop("trainer.default_root_dir", None)
     if fixed := not_allowed("branch", changes):
@@ -224,8 +199,7 @@ def refuse_other_run(trunk: Run, before: dict[str, Any], after: dict[str, Any]) 
 def pin_checkpoint(source: Path, target: Path, seq_len: int, new_seq_len: int) -> None:
     """Make a checkpoint of another run the first one of a branch: its files as hard links, its callbacks' states not.
 
-    Args:
-        seq_len, new_seq_len: tokens of a sample there and here; samples count by the tokens that were trained on.
+    Samples, of `seq_len` tokens there and `new_seq_len` here, count by the tokens that were trained on.
     """
     document = read_document(source)
     document["callbacks"] = {}

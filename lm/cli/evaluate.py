@@ -85,12 +85,9 @@ def evaluate(
         raise RequestError(f"--output {output} is a folder; give a file")
     if output is not None and not output.absolute().parent.is_dir():
         raise RequestError(f"--output {output}: there is no folder {output.parent}")
-
-    def load() -> Pretrained:
-        return load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype))
-
     found = measure(
-        load, tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
+        lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype)),
+        tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
         batch_tokens=batch_tokens, begin=begin, stride=stride,
     )  # fmt: skip
     if output is not None:
@@ -106,14 +103,7 @@ def measure(
     shards: list[str] | None = None, max_items: int | None = None, num_fewshot: int | None = None,
     batch_tokens: int = benchmark.BATCH_TOKENS, begin: Begin = "eos", stride: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure a model; the other options, and what it returns, are those of `lm evaluate --json`.
-
-    Args:
-        load: loads it, once the request is known to be sound.
-
-    Raises:
-        RequestError: nothing to measure on is given, or an option is wrong.
-    """
+    """Measure a model, which is loaded once the request is known to be sound; else as `lm evaluate --json`."""
     if not (tasks or texts or shards):
         raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
     require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)
@@ -173,8 +163,8 @@ def measure_corpora(
 def short_names(sources: Sequence[str]) -> list[str]:
     """A short name for each source, such as `book` for `texts/book.txt`.
 
-    It is the last part of the path that is no pattern, without its suffix; with the part before it for a split such as
-    `val`; the whole source where two would have one name.
+    It is the last part of the path that is not a pattern, without its suffix; with the part before it for a split such
+    as `val`; the whole source where two would have one name.
     """
     names = []
     for source in sources:
@@ -220,7 +210,6 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
 
 
 def show_evaluation(found: dict[str, Any]) -> None:
-    """Print the result as tables."""
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     for row, results in ((_task_row, found["tasks"]), (_text_row, found["texts"])):
         if results:

@@ -44,7 +44,6 @@ ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's ma
 
 
 def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """Findings on the steps of the run, from the config alone."""
     total = steps["max_steps"]
     if (drill := config.guards.inject_step) is not None and drill > total:
         yield Finding("error", f"guards.inject_step {drill:,}: the run ends with step {total:,}", "inject it before")
@@ -56,7 +55,6 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
 
 
 def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) -> Iterator[Finding]:
-    """Findings on the warm-up, for the steps of the run and of an epoch."""
     warmup, total, per_epoch = steps["warmup_steps"], steps["max_steps"], steps.get("steps_per_epoch")
     ratio = config.model.schedule.warmup_ratio is not None
     shorter = f"--model.schedule.warmup_{'ratio' if ratio else 'steps'} {{}}"
@@ -80,7 +78,6 @@ def _steps_an_epoch(data: dict[str, Any], steps: dict[str, Any]) -> str:
 
 
 def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
-    """Findings on the model's size for the tokens of the run."""
     parameters = model["parameters"]["total"]
     ratio = steps["tokens"] / parameters
     if ratio < FEW_TOKENS:
@@ -95,7 +92,6 @@ def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
 
 
 def of_tokenizer(tokenizer: Tokenizer | None, decoder: DecoderConfig | None) -> Iterator[Finding]:
-    """Findings on the tokenizer, and on its vocabulary beside the model's."""
     if tokenizer and tokenizer.lossy:
         yield Finding("advice", tokenizer.lossy, "a model learns and writes texts as they are decoded")
     rows, tokens = decoder.vocab_size if decoder else 0, tokenizer.vocab_size if tokenizer else 0
@@ -106,7 +102,6 @@ def of_tokenizer(tokenizer: Tokenizer | None, decoder: DecoderConfig | None) -> 
 
 
 def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """Findings on the data for the steps of the run."""
     if not data["prepared"]:
         yield Finding("advice", f"{config.data.path} is not there yet: the first fit makes it from "
                       f"{', '.join(data['from'])}", "to plan with its tokens, run `lm data prepare` first")  # fmt: skip
@@ -140,7 +135,6 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
 
 
 def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Iterator[Finding]:
-    """Findings on how often the samples of one source of a mixture are repeated."""
     taken = steps["sources"][source.name]
     count, epochs, most = taken["samples"], taken["epochs"], source.max_epochs
     arithmetic = (f"{count:,} of the {steps['tokens'] // steps['seq_len']:,} samples of the run, {taken['share']:.1%}, "
@@ -156,7 +150,6 @@ def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Ite
 
 
 def of_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
-    """Findings on the tasks of the evaluations during training."""
     try:
         read_evaluation_tasks(evaluation)
     except RequestError as error:
@@ -165,7 +158,6 @@ def of_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
 
 def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
               config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
-    """Findings on the device, its memory and the disk."""
     if precision != config.trainer.precision:
         yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is taken",
                       f"--trainer.precision {precision} says so")  # fmt: skip
@@ -268,7 +260,6 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
 
 
 def of_checkpoints(checkpoints: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
-    """Findings on the work that a crash loses, and on the time that saving takes."""
     if "lost_seconds" not in checkpoints:
         return
     lost, interval = checkpoints["lost_seconds"], checkpoints["interval"]

@@ -76,9 +76,8 @@ def data_facts(
 ) -> tuple[dict[str, Any], Tokenizer | None]:
     """Tokens and shards by split, how well the tokenizer fits a sample of them, and the tokenizer.
 
-    Args:
-        opened: the data of a fit that begins, of which nothing is read, unless there is a document mask.
-        document_mask: look whether documents end in the first block.
+    Of `opened`, the data of a fit that begins, nothing is read but, for a document mask, whether documents end in the
+    first block.
     """
     if opened is None and not is_prepared(data):
         return {"prepared": False, "from": list(data.prepare.input)}, find_tokenizer(data)
@@ -126,11 +125,7 @@ def remote_sources(data: Namespace) -> list[str]:
 def data_facts_in_time(
     data: Namespace, opened: DataModule | None, document_mask: bool
 ) -> tuple[dict[str, Any], Tokenizer | None]:
-    """As `data_facts`, but a file system that is not local is waited for `NETWORK_SECONDS` and no longer.
-
-    Raises:
-        NoAnswer, Unreachable: it did not answer well in that time.
-    """
+    """As `data_facts`, but raises NoAnswer or Unreachable where an object store takes more than `NETWORK_SECONDS`."""
     if opened is not None or not remote_sources(data):
         return data_facts(data, opened, document_mask)
     logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
@@ -142,11 +137,7 @@ def data_facts_in_time(
 
 
 def ranks(devices: int | str | list[int], here: int) -> int:
-    """How many devices of a node `trainer.devices` names; `auto`: those of this machine.
-
-    Raises:
-        RequestError: it names none.
-    """
+    """How many devices of a node `trainer.devices` names; `auto`: those of this machine."""
     count = device_count(devices)
     if count is None:
         count = here if str(devices) in ("auto", "-1") else 0
@@ -193,11 +184,7 @@ def model_facts(decoder: DecoderConfig, seq_len: int) -> dict[str, Any]:
 
 
 def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | None:
-    """The facts of a custom model, which are counted by building it on the meta device; None: there is none.
-
-    Raises:
-        RequestError: `build_decoder` fails, or returns no module.
-    """
+    """The facts of a custom model, which are counted by building it on the meta device; None: there is none."""
     if not training_class().is_custom():
         return None
     module = training_class()(**vars(config.model))
@@ -233,11 +220,6 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
 
 
 def memory_of_option(given: str | None) -> int | None:
-    """Bytes of `--memory`.
-
-    Raises:
-        RequestError: it is not a size.
-    """
     try:
         return None if given is None else parse_bytes(given)
     except ValueError as error:
@@ -271,9 +253,7 @@ def time_facts(
 ) -> dict[str, Any]:  # fmt: skip
     """How long the steps take and what that costs; `seconds` is None where nothing says how fast the device is.
 
-    Args:
-        measured: what `lm bench step` found, if it was given.
-        recomputed: operations a token that activation checkpointing does again.
+    `measured` is what `lm bench step` found; activation checkpointing does `recomputed` operations a token again.
     """
     peak, flops = device.peak_flops(precision), model["flops_per_token"]
     if measured:
@@ -301,11 +281,7 @@ def time_facts(
 
 
 def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any]:
-    """A file of `lm bench step --output`, with `tokens_per_second` of one device and what was measured, as `basis`.
-
-    Raises:
-        RequestError: it cannot be read, or is of another model.
-    """
+    """A file of `lm bench step --output`, with `tokens_per_second` of one device and what was measured, as `basis`."""
     try:
         found = parse_json(file.read_bytes())
         shape = found["parameters"], found["seq_len"]

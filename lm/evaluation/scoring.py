@@ -46,16 +46,10 @@ class Score(NamedTuple):
 def score(
     decoder: Decoder, rows: Sequence[Row], batch_tokens: int, *, documents_end: int | None = None
 ) -> list[Score]:
-    """Score rows of any lengths: a score for each, in order.
+    """Score rows of any lengths: a score for each, in order. With FSDP2 all ranks score the same rows.
 
-    Args:
-        decoder: on any device, in any precision; with FSDP2 all ranks score the same rows.
-        batch_tokens: the most tokens of a batch, padding included; a batch has one row at least.
-        documents_end: the token that ends a document, where attention is to stay inside documents.
-
-    Raises:
-        RequestError: `batch_tokens` is below 1.
-        RunError: a log-probability is not finite.
+    A batch has at most `batch_tokens`, padding included, and one row at least. `documents_end` is the token that ends a
+    document, where attention is to stay inside documents.
     """
     require_at_least(1, "", batch_tokens=batch_tokens)
     scores: dict[int, Score] = {}
@@ -156,11 +150,8 @@ def prompts(
     Texts are put together as DCLM and nanochat do, so that scores can be compared: solved examples are drawn by the
     item's number, and a blank line stands after each.
 
-    Args:
-        items: all that are asked, from `chosen_items`; solved examples are drawn from them too.
-        indices: of the items to write out.
-        context: the most tokens that the model reads at once.
-        begin: `eos` or `nothing`; a prompt whose answer is all there is begins with `eos` anyway.
+    Of `items`, from `chosen_items`, those at `indices` are written out; solved examples are drawn from all. A prompt
+    whose answer is all there is begins with `eos`, whatever `begin` says.
     """
     questions = [_question(task, items, index) for index in indices]
     # A blank at the end of the text before it belongs to the answer's first token.

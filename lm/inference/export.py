@@ -62,7 +62,7 @@ BEGINNING = (
 class Card:
     """What a person says of a model."""
 
-    name: str  # what the card calls it
+    name: str
     license: str = "unknown"  # an SPDX identifier
     language: tuple[str, ...] = ()  # ISO 639 codes
 
@@ -289,7 +289,7 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
     tokens = samples * seq_len
     whole = 0 if mixed(run) else _tokens(run, "train")  # of a mixture the epochs are those of each source
     planned = run.read("state.json").get("max_steps")
-    batches = [stretch["global_batch"] for stretch in described.get("stretches", []) if stretch["step"] < step]
+    batches = [entry["global_batch"] for entry in described.get("stretches", []) if entry["step"] < step]
     spent = time_spent(run.metrics(), step)
     seconds = spent["computing"] + spent["waiting for data"]
     began_from, average = described.get("began_from"), read_progress(model.path).average
@@ -381,17 +381,10 @@ def check_reload(folder: Path, model: Pretrained) -> tuple[str, float]:
     """Load a folder as others do, and compare it with the model that it was made of.
 
     It is loaded with transformers where that is installed, else with this package. Compared are the ids of some texts,
-    and the logits of random ids.
-
-    Args:
-        folder: a Hugging Face model.
-        model: with the very weights that the folder is to have; they are widened to fp32 here, in place.
+    and the logits of random ids; RunError where anything differs. The model's weights are widened to fp32, in place.
 
     Returns:
         What loaded the folder, and the largest difference between logits, as a share of the largest logit.
-
-    Raises:
-        RunError: the folder could not be loaded, or anything differs.
     """
     widest = max((window or 0 for window in model.config.windows), default=0)
     length = min(model.config.max_position_embeddings, widest + 2 * LAST, LONGEST)  # so many that a wrong window shows

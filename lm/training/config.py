@@ -398,11 +398,7 @@ class BudgetConfig:
             raise RequestError("guards.budget.dry_run needs guards.budget.cap_usd or guards.budget.max_hours")
 
     def refuse_rate(self, rate: float | None, name: str) -> None:
-        """Refuse a rate in US dollars an hour, by the name of where it stands.
-
-        Raises:
-            RequestError: it is more than `max_rate_usd_per_hr`.
-        """
+        """Refuse a rate in US dollars an hour, by the name of where it stands."""
         if rate is not None and self.max_rate_usd_per_hr is not None and rate > self.max_rate_usd_per_hr:
             raise RequestError(
                 f"{name} {format_figure(rate)} is more than guards.budget.max_rate_usd_per_hr "

@@ -54,7 +54,8 @@ def nesterov(momenta: list[Tensor], gradients: list[Tensor], decay: float, skip:
     if updates:
         foreach_lerp_(momenta, updates, 1 - decay)  # momentum = decay * momentum + (1 - decay) * gradient
         foreach_lerp_(updates, momenta, decay)  # update = decay * momentum + (1 - decay) * gradient
-    return [update.to(update_dtype(update.device)) for update in updates]
+    dtype = update_dtype(skip.device)
+    return [update.to(dtype) for update in updates]
 
 
 def update_dtype(device: torch.device) -> torch.dtype:
@@ -285,9 +286,7 @@ def assign_owners(costs: Sequence[int], counts: Sequence[int], world: int) -> li
     matrices are assigned first (longest processing time first; Graham, 1969, doi:10.1137/0117039).
 
     Args:
-        costs: of one matrix of each group.
-        counts: matrices of each group.
-        world: ranks.
+        costs: of one matrix of each group; `counts` are their numbers.
 
     Returns:
         For each group the rank of each matrix, in ascending order.

@@ -101,5 +101,5 @@ def step_of(trainer: Any) -> Step:
         steps.micro_batch_size, steps.seq_len, str(trainer.precision), is_fused(module.decoder), options.compile,
         steps.accumulate, options.cuda_graphs, steps.world_size // getattr(strategy, "replicas", 1),
         isinstance(strategy, FullyShardedStrategy) and steps.world_size > 1, options.activation_checkpointing,
-        trainer.distributed.gathered_blocks(module.config.num_hidden_layers),
+        trainer.options.distributed.gathered_blocks(module.config.num_hidden_layers),
     )  # fmt: skip

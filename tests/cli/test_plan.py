@@ -132,12 +132,10 @@ def test_any_other_device_is_given_by_its_memory_and_its_peak(planned):
         assert code == 2 and wrong[0] in err and err.count("\n") == 1
 
 
-def test_fit_prints_the_flag_to_take(workplace):
-    write_config(workplace, **PLAIN)
-    said = lm(workplace, "plan", "--config", "small.yaml", "--fit", "--device", "t4").stdout
-    assert said == "--data.micro_batch_size 8\n"  # all 8 samples of a step fit at once
-    said = json.loads(lm(workplace, "plan", "--config", "small.yaml", "--fit", "--json", "--device", "t4").stdout)
-    assert said["fit"] == {"data.micro_batch_size": 8}
+def test_fit_prints_the_flag_to_take(planned, capsys):
+    assert planned("--fit")[1]["fit"] == {"data.micro_batch_size": 8}  # all 8 samples of a step fit at once
+    assert main(["plan", "--config", "small.yaml", "--fit", "--device", "t4"]) == 0
+    assert capsys.readouterr().out == "--data.micro_batch_size 8\n"
 
 
 def test_fit_finds_the_largest_of_all_where_no_global_batch_is_given(planned):
@@ -262,19 +260,6 @@ def test_data_that_ends_before_the_warm_up_does(planned):
     assert "1 error" in run[2] and run[2].count("\n") == 1
 
 
-def test_a_batch_that_cannot_fit(planned):
-    """An error with the largest micro-batch that does; taking it makes the plan ready."""
-    large = {"model.decoder.hidden_size": 2048, "model.decoder.num_hidden_layers": 4, "data.micro_batch_size": 512,
-             "model.decoder.intermediate_size": 8192, "model.decoder.num_attention_heads": 16,
-             "data.global_batch_tokens": 512 * 32}  # fmt: skip
-    run = planned("--device", "t4", **large)
-    (error,) = [text for text in found(run, "error") if "a step takes" in text]
-    best = run[1]["memory"]["largest_micro_batch"]
-    assert f"--data.micro_batch_size {best}" in error and 1 <= best < 512
-    again = planned("--device", "t4", **large | {"data.micro_batch_size": best})
-    assert not any("a step takes" in text for text in found(again, "error"))
-
-
 def test_data_that_is_not_there(planned, workplace):
     run = planned(**{"data.path": "elsewhere", "data.prepare": None})
     assert run[0] == 2 and "elsewhere holds no manifest.json" in found(run, "error")[0] and "model" not in run[1]
@@ -393,12 +378,6 @@ def test_what_devices_exchange_is_planned(planned):
     assert one_node["weights"] == 2 * all_nodes["weights"]
 
 
-def test_a_device_is_asked_for_by_a_name_that_is_known(planned):
-    assert planned("--device", "h200")[1]["device"]["kernels"] and not planned("--device", "t4")[1]["device"]["kernels"]
-    code, _, err = planned("--device", "h2000")
-    assert code == 2 and "h2000 is not known" in err and "h200" in err
-
-
 def test_strict_is_schema_and_algebra_alone(planned):
     """It looks at no data and no device, so it runs in CI; any error is exit code 2."""
     code, facts, _ = planned("--strict", **{"data.path": "elsewhere", "data.prepare": None})
@@ -435,24 +414,19 @@ LONG_RUN = {  # 1.6e18 operations in the blocks, enough for the rules of `lm sca
      "16,384 tokens, 15.5 times fewer than the 253,"),
 ])  # fmt: skip
 def test_what_costs_days_is_a_warning_with_its_numbers(planned, changes, words):
-    sound, run = planned("--strict", **LONG_RUN), planned("--strict", **LONG_RUN | changes)
-    assert sound[0] == run[0] == 0
-    assert not any(words in text for text in found(sound, "warning")), found(sound, "warning")
-    assert any(words in text for text in found(run, "warning")), found(run, "warning")
+    run = planned("--strict", **LONG_RUN | changes)
+    assert run[0] == 0 and any(words in text for text in found(run, "warning")), found(run, "warning")
 
 
 def test_sound_settings_are_not_warned_of(planned):
-    for changes in ({"model.schedule.decay_steps": 9_800}, {"model.schedule.name": "constant"},
-                    {"model.schedule.name": "wsd", "model.schedule.decay_ratio": 0.2},
+    for changes in ({}, {"model.schedule.decay_steps": 9_800}, {"model.schedule.name": "constant"},
+                    {"model.schedule.name": "wsd", "model.schedule.decay_ratio": 0.2}, {"model.optimizer.lr": 1e-4},
                     {"trainer.gradient_clip_val": None, "model.optimizer.lr": 6e-4},
                     {"trainer.max_steps": 9, "model.optimizer.lr": 1e-2, "model.schedule.warmup_steps": 1}):  # fmt: skip
-        given = LONG_RUN | changes
-        assert [text for text in found(planned("--strict", **given), "warning") if "tokens are" not in text] == []
-
-
-def test_a_learning_rate_far_below_the_rule_is_advice(planned):
-    assert any("is 16.4 times less than the 0.0016" in text
-               for text in found(planned("--strict", **LONG_RUN | {"model.optimizer.lr": 1e-4}), "advice"))  # fmt: skip
+        run = planned("--strict", **LONG_RUN | changes)
+        assert [text for text in found(run, "warning") if "tokens are" not in text] == []
+        low = changes.get("model.optimizer.lr") == 1e-4
+        assert low == any("is 16.4 times less than the 0.0016" in text for text in found(run, "advice"))
 
 
 def test_what_a_crash_loses_and_what_saving_takes(planned, bench):

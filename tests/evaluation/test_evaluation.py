@@ -393,11 +393,8 @@ def corpus(tmp_path_factory, tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (folder / "tokenizer.json").write_text(tokenizer.text)
-    prepare(
-        PrepareOptions(
-            [str(folder / "texts.jsonl")], str(folder / "data"), str(folder / "tokenizer.json"), val_fraction=0
-        )
-    )
+    paths = (folder / name for name in ("data", "tokenizer.json"))
+    prepare(PrepareOptions([str(folder / "texts.jsonl")], *map(str, paths), val_fraction=0))
     return folder
 
 
