@@ -152,7 +152,7 @@ def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[st
     facts = {
         "seq_len": steps.seq_len, "micro_batch_size": steps.micro_batch_size, "accumulate": steps.accumulate,
         "world_size": steps.world_size, "tokens_per_step": steps.tokens_per_step, "max_steps": steps.max_steps,
-        "tokens": steps.tokens_per_step * steps.max_steps,
+        "tokens": steps.tokens(steps.max_steps),
         "warmup_steps": warmup, "warmup_share": warmup / steps.max_steps, "decay_steps": decay,
         "validations": math.ceil(steps.max_steps / config.trainer.val_interval),
         "checkpoints": math.ceil(steps.max_steps / config.trainer.checkpoint_interval),
@@ -160,10 +160,10 @@ def step_facts(steps: Steps, config: Namespace, data: dict[str, Any]) -> dict[st
     if "train" in data:
         windows = data["train"]["windows"]
         facts["steps_per_epoch"] = windows / steps.global_batch
-        facts["epochs"] = steps.max_steps * steps.global_batch / windows
+        facts["epochs"] = steps.samples(steps.max_steps) / windows
     if data.get("sources"):
         samples = counts_of(phases_of(config.data.sources, config.data.phases or [], steps.seq_len),
-                            steps.max_steps * steps.global_batch)  # fmt: skip
+                            steps.samples(steps.max_steps))  # fmt: skip
         facts["sources"] = {
             name: {"samples": count, "share": count / sum(samples), "epochs": count / source["windows"]}
             for (name, source), count in zip(data["sources"].items(), samples.tolist(), strict=True)

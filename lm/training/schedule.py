@@ -75,6 +75,14 @@ class Steps:
     def tokens_per_step(self) -> int:
         return self.global_batch * self.seq_len
 
+    def samples(self, step: int) -> int:
+        """Samples that the first `step` optimizer steps take, over all ranks."""
+        return step * self.global_batch
+
+    def tokens(self, step: int) -> int:
+        """Predicted tokens of the first `step` optimizer steps, over all ranks."""
+        return step * self.tokens_per_step
+
     def __str__(self) -> str:
         return (
             f"{self.micro_batch_size} x {self.seq_len} tokens x {plural(self.accumulate, 'micro-batch')} x "

@@ -160,7 +160,7 @@ class RunLog(Callback):
             "step": trainer.global_step,
             "max_steps": trainer.max_steps,
             "tokens": trainer.tokens_seen,
-            "max_tokens": trainer.max_steps * trainer.steps.tokens_per_step,
+            "max_tokens": trainer.steps.tokens(trainer.max_steps),
             "metrics": self.latest,
             "eta_seconds": self.eta(trainer),
             "pid": os.getpid(),

@@ -82,9 +82,9 @@ def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
     embeddings = sum(table.numel() for table in tables.values())
     data, steps = trainer.datamodule, trainer.steps
     tokens = {split: shards.document_tokens for split, shards in data.shards.items()}
-    epochs = f"{steps.max_steps * steps.tokens_per_step / tokens['train']:.2f} epochs"
+    epochs = f"{steps.tokens(steps.max_steps) / tokens['train']:.2f} epochs"
     if data.source_names:
-        each = data.order().epochs(steps.max_steps * steps.global_batch)
+        each = data.order().epochs(steps.samples(steps.max_steps))
         epochs = "epochs: " + ", ".join(f"{name} {count:.2f}" for name, count in zip(data.source_names, each))
     return [
         f"device: {_devices(trainer)}",
@@ -93,7 +93,7 @@ def describe_fit(trainer: Trainer, module: LightningModule) -> list[str]:
         f"data: {format_count(tokens['train'])} tokens for training, "
         f"{format_count(tokens.get('val', 0))} for validation",
         f"training: {steps.max_steps:,} steps of {steps.tokens_per_step:,} tokens = "
-        f"{format_count(steps.max_steps * steps.tokens_per_step)} tokens, {epochs}",
+        f"{format_count(steps.tokens(steps.max_steps))} tokens, {epochs}",
         f"expected: {_expected(trainer, module)}",
         f"weights: {_origin(trainer)}",
     ]
@@ -118,7 +118,7 @@ def _expected(trainer: Trainer, module: LightningModule) -> str:
     if (assumed := assumed_speed(device, precision, flops)) is None:
         return "not known before two log lines"
     speed, basis = assumed
-    tokens = (trainer.steps.max_steps - trainer.global_step) * trainer.steps.tokens_per_step
+    tokens = trainer.steps.tokens(trainer.steps.max_steps) - trainer.steps.tokens(trainer.global_step)
     return f"{_time_and_cost(trainer, tokens / (speed * trainer.world_size))}, at {basis}"
 
 

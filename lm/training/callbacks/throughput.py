@@ -51,7 +51,7 @@ class Throughput(Callback):
         """Of the steps since the last call. The loss was read before this, so the device has caught up."""
         now = time.monotonic()
         seconds = now - self._since - self._paused
-        tokens = (trainer.global_step - self._step) * trainer.steps.tokens_per_step
+        tokens = trainer.steps.tokens(trainer.global_step) - trainer.steps.tokens(self._step)
         waited = sum(a.elapsed_time(b) / 1000 if self._on_gpu else b - a for a, b in self._fetches)
         self._since, self._paused, self._step = now, 0.0, trainer.global_step
         self._fetches.clear()
