@@ -66,11 +66,7 @@ def average(
 
 
 def choose_checkpoints(run: Run, steps: Sequence[int] | None, last: int | None) -> dict[int, Path]:
-    """The checkpoints of a run to take, by optimizer step, ascending: those of `steps`, or the `last` newest.
-
-    Raises:
-        RequestError: both are given or none, a step has no checkpoint, or they are fewer than two.
-    """
+    """The checkpoints of a run to take, by optimizer step, ascending: those of `steps`, or the `last` newest."""
     there, newest = run.steps(), run.link("last")
     have = f"run {run.path} has checkpoints of steps {', '.join(map(str, there))}" if there else (
         f"run {run.path} has no checkpoint yet"
@@ -95,12 +91,6 @@ def mean_weights(folders: Sequence[Path]) -> dict[str, Tensor]:
 
     What is not a floating-point number, such as a count of steps in a buffer, is that of the last folder. Weights are
     read one by one, so that the memory is that of one model and of one weight in fp64.
-
-    Args:
-        folders: whole checkpoints of one shape.
-
-    Raises:
-        RequestError: they are of different shapes; the message names the weight.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(folder / TENSORS["state_dict"], "pt")) for folder in folders]

@@ -17,11 +17,11 @@ from lm.cli.config import TrainingCLI, quiet_lightning, resolved_text
 from lm.cli.options import split_overrides
 from lm.errors import RequestError, require_at_least
 from lm.runs.checkpoint import find_damage, read_document, read_progress
-from lm.runs.history import differences
+from lm.runs.config_diff import differences, not_allowed
 from lm.runs.registry import find_run
 from lm.runs.run import ROOT, Run, hide_addresses
 from lm.system.arguments import call
-from lm.system.files import atomic_folder, dump_checksummed, flatten, parse_yaml
+from lm.system.files import atomic_folder, dump_checksummed, parse_yaml
 from lm.system.process import command_line, under_srun, under_torchrun
 from lm.system.units import Count
 from lm.training.config import ScheduleConfig
@@ -29,14 +29,11 @@ from lm.training.schedule import lr_fraction
 
 log = logging.getLogger(__name__)
 
-# Of the decoder only what changes no weight's shape or meaning may be another in a branch.
-FREE = ("max_position_embeddings", "rope_theta", "dropout", "window_pattern", "sliding_window", "initializer_range",
-        "zero_init_residual")  # fmt: skip
-
 
 @dataclass
 class BranchOptions:
-    """Where a branch begins, and its schedule.
+    """Begin a new run at a checkpoint of another: its weights, optimizer, place in the data and random generators.
+    Options of a training, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
 
     Args:
         run: Name of the other run, under the root or in the registry, or its path.
@@ -80,25 +77,11 @@ class BranchOptions:
 def main(arguments: list[str]) -> None:
     """`lm branch RUN [options] [options of a training, which override the other run's]`."""
     own, overrides = split_overrides(arguments)
-    branch(call(read_options, own, "lm branch"), overrides)
-
-
-def read_options(**options: Any) -> BranchOptions:
-    """Begin a new run at a checkpoint of another: its weights, optimizer, place in the data and random generators.
-    Options of a training, such as `--data.path data/other` or `--model.optimizer.lr 1e-3`, override the other run's.
-    """
-    return BranchOptions(**options)
+    branch(call(BranchOptions, own, "lm branch"), overrides)
 
 
 def branch(options: BranchOptions, overrides: list[str]) -> None:
-    """Make the run and train it.
-
-    Args:
-        overrides: options of a training, as they are typed.
-
-    Raises:
-        RequestError: there is no such checkpoint, or an override makes it another run.
-    """
+    """Make the run, with options of a training as they are typed, and train it."""
     if (under_torchrun() or under_srun()) and not options.make_only:
         raise RequestError("every process would make a run: give --make_only to one process, and train it then with "
                            "`lm fit` as it says")  # fmt: skip
@@ -126,7 +109,7 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
         run.config.write_text(text, encoding="utf-8")
         origin = {"run": trunk.name, "path": str(trunk.path.resolve()), "step": step, "changes": changes}
         run.describe(id=run.name, name=run.name, status="interrupted", step=step, branch=origin,
-                     turn=Run.next_turn(root))  # fmt: skip
+                     turn=Run.next_start(root))  # fmt: skip
         log.info("run %s begins at step %d of %s", run.path, step, trunk.path)
         for key, (old, new) in changes.items():
             log.info("changed: %s: %s -> %s", key, old, new)
@@ -145,11 +128,7 @@ def branch(options: BranchOptions, overrides: list[str]) -> None:
 
 
 def checkpoint_at(run: Run, at: str | None) -> Path:
-    """The checkpoint of a run that `--at` names.
-
-    Raises:
-        RequestError: there is none; names those that are there.
-    """
+    """The checkpoint of a run that `--at` names."""
     if at in (None, "last", "best"):
         return run.checkpoint(at or "last").resolve()
     steps = run.steps()
@@ -167,9 +146,6 @@ def change_context(settings: dict[str, Any], context: int | None) -> None:
     The base of the rotary wavelengths is multiplied by `r ^ (d / (d - 2))` for `r` times the context and heads `d`
     wide, so that the longest wavelength grows by `r` and the shortest stays ("NTK-aware" scaling: Peng et al., 2023,
     arXiv:2309.00071, section 3.1).
-
-    Raises:
-        RequestError: it is the context that there is.
     """
     if context is None:
         return
@@ -188,9 +164,6 @@ def change_context(settings: dict[str, Any], context: int | None) -> None:
 
 def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions) -> None:
     """Set, in place, the schedule of a branch at a step and its number of steps; the other run's if nothing is asked.
-
-    Raises:
-        RequestError: a length is less than a step.
     """
     if options.tokens is None:
         return
@@ -208,29 +181,16 @@ def change_schedule(settings: dict[str, Any], step: int, options: BranchOptions)
     }  # fmt: skip
 
 
-def tokens_of_a_step(data: dict[str, Any]) -> int:
-    """Tokens of an optimizer step, on one device where the config leaves them to the devices."""
+def tokens_of_a_step(data: dict[str, Any]) -> int:  # on one device, where the config leaves them to the devices
     return data["global_batch_tokens"] or data["micro_batch_size"] * data["seq_len"]
 
 
 def refuse_other_run(trunk: Run, before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
-    """What differs between two configs, `{key: [before, after]}`.
-
-    Raises:
-        RequestError: what makes the weights or the optimizer's state those of another run.
-    """
-    known = flatten(before)  # an option that the other run did not have counts where it is used
-    changes = {
-        key: values for key, values in differences([before, after]).items()
-        if key != "trainer.default_root_dir" and (key in known or values[1])
-    }  # fmt: skip
-    fixed = [
-        key for key in changes
-        if key in ("seed_everything", "model.optimizer.name", "model.optimizer.class_path")
-        or (key.startswith("model.decoder.") and key.rpartition(".")[2] not in FREE)
-    ]  # fmt: skip
-    if fixed:
-        values = ", ".join(f"{key} was {changes[key][0]}, now {changes[key][1]}" for key in fixed)
+    """What differs between two configs, `{key: [before, after]}`, if its weights and optimizer can stay the same."""
+    changes = differences([before, after])
+    changes.pop("trainer.default_root_dir", None)
+    if fixed := not_allowed("branch", changes):
+        values = ", ".join(f"{key} was {old}, now {new}" for key, (old, new) in fixed.items())
         raise RequestError(f"a branch of {trunk.path} begins with its weights and its optimizer: {values}; leave it as "
                            "it was, or start a new run")  # fmt: skip
     return changes
@@ -239,10 +199,7 @@ def refuse_other_run(trunk: Run, before: dict[str, Any], after: dict[str, Any]) 
 def pin_checkpoint(source: Path, target: Path, seq_len: int, new_seq_len: int) -> None:
     """Make a checkpoint of another run the first one of a branch: its files as hard links, its callbacks' states not.
 
-    Args:
-        source: the checkpoint.
-        target: its place in the branch.
-        seq_len, new_seq_len: tokens of a sample there and here; samples count by the tokens that were trained on.
+    Samples, of `seq_len` tokens there and `new_seq_len` here, count by the tokens that were trained on.
     """
     document = read_document(source)
     document["callbacks"] = {}

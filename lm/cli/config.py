@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -56,18 +56,14 @@ from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("force",)
 LISTS = tuple(option.name for option in training_options("fit") if "list of str" in option.kind)
 
 
-def classes() -> dict[str, type]:
-    """The classes that take the options under `trainer`, `model` and `data`."""
-    return {"trainer": Trainer, "model": training_class(), "data": DataModule}
-
-
-def other_sections() -> dict[str, type]:
-    """The sections whose dataclasses are made as they stand; the empty name is that of options in no section."""
-    return {section.name: section.options for section in SECTIONS if section.name not in classes()}
+def add_sections(parser: Any) -> None:
+    """Add the sections whose dataclasses are made as they stand, and the options in no section."""
+    for section in SECTIONS:
+        if section.name not in ("trainer", "model", "data"):
+            parser.add_class_arguments(section.options, section.name or None)
 
 
 class ConfigFile(ActionConfigFile):
@@ -81,13 +77,7 @@ class ConfigFile(ActionConfigFile):
 
 
 class TrainingOptions:
-    """For parsers: `model.optimizer.class_path` is an option like the others, and a callback or logger that does not
-    take its arguments is named.
-
-    Raises:
-        RequestError: the class that was given to `lm.run` does not take the options of a model; or a callback or logger
-            fails.
-    """
+    """For parsers: `model.optimizer.class_path` is an option like others; a callback or logger that fails is named."""
 
     def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
         added = super().add_class_arguments(theclass, *args, **kwargs)
@@ -131,11 +121,7 @@ class ConfigParser(TrainingOptions, Parser):
     flags: tuple[str, ...] = ()  # options that need no value
 
     def read(self, arguments: list[str]) -> Namespace:
-        """The config that a command line gives, its dataclasses built.
-
-        Raises:
-            RequestError: no config is named, or it does not fit.
-        """
+        """The config that a command line gives, its dataclasses built."""
         config = self.parse_args(spell_out(arguments, self.flags, LISTS))
         if not config.config:
             raise RequestError("give a training's config with --config, such as --config tiny.yaml")
@@ -147,24 +133,19 @@ class ConfigParser(TrainingOptions, Parser):
 
 
 def config_parser(prog: str, options: type | None = None) -> ConfigParser:
-    """A parser of a training's config and of overrides of it.
+    """A parser of a training's config, of overrides of it, and of the command's own `options`, a dataclass.
 
     What stands under `trainer`, `model` and `data` comes back as keyword arguments of the three classes: nothing that
     is large, or that opens a file, has been built by then.
-
-    Args:
-        prog: the command as it is typed.
-        options: a dataclass with the command's own options.
     """
     parser = ConfigParser(prog=prog, allow_abbrev=False)
     parser.add_argument("-c", "--config", action=ConfigFile, help=CONFIG.help)
     parser.add_argument(f"--{SEED.name}", type=int, default=SEED.default)
     for name in ("run", "ckpt_path"):  # a config may carry them, and they are `fit`'s
         parser.add_argument(f"--{name}", type=str | None, default=None)
-    for name, kind in classes().items():
+    for name, kind in (("trainer", Trainer), ("model", training_class()), ("data", DataModule)):
         parser.add_class_arguments(kind, name, instantiate=False)
-    for name, kind in other_sections().items():
-        parser.add_class_arguments(kind, name or None)
+    add_sections(parser)
     if options is not None:
         parser.add_class_arguments(options)
         parser.flags = tuple(option.name for option in fields(options) if option.type is bool)
@@ -172,15 +153,7 @@ def config_parser(prog: str, options: type | None = None) -> ConfigParser:
 
 
 def resolved_text(settings: dict[str, Any], overrides: list[str] | None = None) -> str:
-    """A training's config with what was typed in place of its own values, and all options, as YAML.
-
-    Args:
-        settings: the content of a config.
-        overrides: options of a training, as they are typed.
-
-    Raises:
-        RequestError: an option is unknown or does not fit.
-    """
+    """The content of a config, with options as they are typed in place of its own values, and all others, as YAML."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(yaml.safe_dump({key: value for key, value in settings.items() if key != "run"}))
@@ -219,11 +192,7 @@ def refuse_seed(seed: int) -> None:
 
 
 def refuse_nulls(config: Namespace) -> None:
-    """Refuse a null where it means nothing, and a value in place of a group of options; the parser takes both.
-
-    Raises:
-        RequestError: names the key.
-    """
+    """Refuse a null where it means nothing, and a value in place of a group of options; the parser takes both."""
     for section in SECTIONS:
         if section.name:
             _refuse_nulls(section.options, config[section.name], section.name)
@@ -246,11 +215,7 @@ def _refuse_nulls(options: type, group: Any, place: str) -> None:
 
 
 def link_seq_len(config: Namespace) -> None:
-    """Set the context of the data to the model's unless the data asks for a shorter one.
-
-    Raises:
-        RequestError: the data asks for a longer one.
-    """
+    """Set the context of the data to the model's unless the data asks for a shorter one."""
     most = config.model.decoder.max_position_embeddings
     if config.data.seq_len is None:
         config.data.seq_len = most
@@ -302,19 +267,10 @@ class TrainingParser(TrainingOptions, OneLineErrors, LightningArgumentParser):
 
 
 class TrainingCLI(LightningCLI):
-    """LightningCLI whose classes are fixed, so that a config needs no `class_path`.
+    """LightningCLI whose classes are fixed, so that a config needs no `class_path`."""
 
-    Args:
-        arguments: those of the command line, from the subcommand on.
-        callbacks: beside those of the config.
-        check: called with the Trainer before anything runs.
-    """
-
-    def __init__(
-        self, arguments: list[str], callbacks: Sequence[Callback] = (),
-        check: Callable[[Trainer], None] = lambda trainer: None,
-    ) -> None:  # fmt: skip
-        self.own_callbacks, self.check, self.typed = callbacks, check, arguments[0]
+    def __init__(self, arguments: list[str], callbacks: Sequence[Callback] = ()) -> None:
+        self.own_callbacks, self.typed = callbacks, arguments[0]
         super().__init__(
             training_class(),
             DataModule,
@@ -339,8 +295,7 @@ class TrainingCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--run", type=str | None, default=None)
         parser.add_argument("--force", type=bool, default=False)
-        for name, kind in other_sections().items():
-            parser.add_class_arguments(kind, name or None)
+        add_sections(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:
         super().parse_arguments(parser, args)
@@ -403,13 +358,8 @@ class TrainingCLI(LightningCLI):
             trainer = self._instantiate_trainer(trainer_config, callbacks)
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise RequestError(f"trainer: {' '.join(str(error).split())}") from error
-        self.check(trainer)
+        refuse_notebook(trainer)
         return trainer
-
-    @property
-    def finished_run(self) -> Run:
-        """The run of a fit that is over."""
-        return self.trainer.run or self.resumed_run
 
     def before_fit(self) -> None:
         """What `lm plan` refuses without the data is refused before hours are spent on making it."""
@@ -467,6 +417,17 @@ def _chosen_run(arguments: list[str]) -> Run:
     return find_run(options.get("--run"), root, otherwise=", or give --config")
 
 
+def refuse_notebook(trainer: Trainer) -> None:
+    """Refuse several devices in a notebook: their processes are started by running the program again."""
+    if in_notebook() and trainer.world_size > 1:
+        raise RequestError(f"a notebook trains on one device, and these are {trainer.world_size}: give trainer.devices "
+                           "1, or train with `lm fit`")  # fmt: skip
+
+
+def in_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
 def quiet_lightning() -> None:
     """Leave out what Lightning says of every training."""
     warnings.filterwarnings("ignore", module="lightning")
@@ -475,15 +436,10 @@ def quiet_lightning() -> None:
 
 
 def refuse_unknown_class(run: Run) -> None:
-    """Refuse a run whose model another class builds than this process has, before its options are unknown ones.
-
-    Raises:
-        RequestError: names the class and how to give it.
-    """
+    """Refuse a run whose model another class builds than this process has, before its options are unknown ones."""
     newest = run.link("last")
-    file = newest / "config.json" if newest else None
-    if file is not None and file.exists():
-        document = read_object(file)
+    if newest and (newest / "config.json").exists():
+        document = read_object(newest / "config.json")
         if document.get("model_type") == MODEL_TYPE:
             known_class(document, module_class(), str(run.path), run.script)
 
@@ -503,4 +459,4 @@ def main(arguments: list[str]) -> None:
     if not {"", os.getcwd()} & set(sys.path):  # `lm` finds a callback in the working directory as `python -m lm` does
         sys.path.insert(0, os.getcwd())
     with command_line([command, *rest]):
-        TrainingCLI([command, *spell_out(rest, FLAGS, LISTS)])
+        TrainingCLI([command, *spell_out(rest, ("force",), LISTS)])

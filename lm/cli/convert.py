@@ -1,6 +1,6 @@
 """`lm export`: a model for others, as a Hugging Face folder with a model card. `lm import`: the way back.
 
-An export is reloaded in another process and compared with its source. An import is a checkpoint of step 0, with fp32
+An export is reloaded as others do and compared with its source. An import is a checkpoint of step 0, with fp32
 weights and without optimizer state, so that a new run can start from its weights.
 """
 
@@ -76,23 +76,21 @@ def export(
         model.decoder.to(model.dtype)
         write_model(model, Card(name or Path(output).resolve().name, license, tuple(language or [])), folder)
         loader, difference = check_reload(folder, model)
-    log.info("a new process loaded it with %s: logits in fp32 differ by %.1e of the largest", loader, difference)
+    log.info("loaded it with %s: logits in fp32 differ by %.1e of the largest", loader, difference)
     if license == "unknown":
         log.info("the model card says that the licence is unknown: choose one with --license before you publish it")
     print(output)
 
 
 def write_model(model: Pretrained, card: Card, folder: Path) -> None:
-    """Fill an empty folder with weights, in the model's number format, tokenizer and model card.
-
-    Raises:
-        RequestError: a weight has no finite value in this number format.
-    """
+    """Fill an empty folder with weights, in the model's number format, tokenizer and model card."""
     dtype = str(model.dtype).removeprefix("torch.")
     weights = to_huggingface(model.decoder.state_dict(), model.config)
     for weight_name, weight in weights.items():
         if not torch.isfinite(weight).all():
-            raise RequestError(f"{weight_name} has values that are no finite {dtype}; choose another --dtype or model")
+            raise RequestError(
+                f"{weight_name} has values that are not finite in {dtype}; choose another --dtype or model"
+            )
     files = describing_files(model, dtype)
     about = json.loads(model.tokenizer.files(model.config.max_position_embeddings)["tokenizer_config.json"])
     special = {name: token for name, token in about.items() if name in SPECIAL}
@@ -138,12 +136,12 @@ def import_model(input: str = "", output: str = "", eos_token: str | None = None
         eos_token: The token that ends a document, where the model's files do not tell.
     """
     if hint := hub_hint(input):
-        raise RequestError(f"--input {input} is no folder{hint}")
+        raise RequestError(f"--input {input} is not a folder{hint}")
     if not input or not output:
         raise RequestError("give a model's folder with --input and the folder to make with --output")
     source, target = checkpoint_folder(input) if is_remote(input) else Path(input), Path(output)
     if not source.is_dir():
-        raise RequestError(f"--input {source} is no folder; give one with a config.json and safetensors in it")
+        raise RequestError(f"--input {source} is not a folder; give one with a config.json and safetensors in it")
     if not (source / "tokenizer.json").exists() and (source / "config.json").exists():
         raise RequestError(
             f"{source} has no tokenizer.json; transformers makes one: "

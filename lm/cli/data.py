@@ -58,17 +58,10 @@ def inspect(path: str, column: str = "input_ids", seq_len: int | None = None, js
 
 
 def describe_folder(path: str, column: str = "input_ids", seq_len: int | None = None) -> dict[str, Any]:
-    """What `lm data inspect --json` prints.
-
-    Returns:
-        "path", "made_by_lm", "tokenizer" (None if not known), "seq_len", "splits" by name, "sample" (None
-        without a tokenizer).
-
-    Raises:
-        RequestError: there are no readable shards.
-    """
+    """What `lm data inspect --json` prints."""
     manifest = _manifest(Path(path) / MANIFEST)
-    tokenizer = _tokenizer_near(Path(path))
+    beside = next((at for at in (Path(path), Path(path).parent) if (at / "tokenizer.json").is_file()), None)
+    tokenizer = beside and Tokenizer.load(beside)
     known = {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256}
     if manifest is not None:
         opened = {name: Shards.open(f"{path}/{name}", column, **known) for name in manifest["splits"]}
@@ -112,14 +105,6 @@ def _manifest(file: Path) -> dict[str, Any] | None:
         if name in ("", "..") or Path(name).name != name:
             raise RequestError(f"{file} has a split {name!r}, which is outside of its folder")
     return manifest
-
-
-def _tokenizer_near(path: Path) -> Tokenizer | None:
-    """The tokenizer in a folder of data, or beside a split."""
-    for folder in (path, path.parent):
-        if (folder / "tokenizer.json").is_file():
-            return Tokenizer.load(folder)
-    return None
 
 
 def _counts(shards: Shards, seq_len: int, recorded: dict[str, Any] | None) -> dict[str, Any]:

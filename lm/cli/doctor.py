@@ -49,9 +49,6 @@ def doctor(config: str | None = None, json: bool = False) -> None:
     Args:
         config: A training's config, whose folder of runs and data are checked; the working directory if not given.
         json: Print one JSON object instead of a page.
-
-    Raises:
-        LmError: something is wrong that no training survives; it is on the page.
     """
     document = read_config(find_config(config)) if config else {}
     root = Path(str(document.get("trainer", {}).get("default_root_dir", ROOT)))
@@ -61,7 +58,11 @@ def doctor(config: str | None = None, json: bool = False) -> None:
             "checks": [check._asdict() for check in checks], "ready": all(check.level != "error" for check in checks),
         }))  # fmt: skip
     else:
-        _show(checks)
+        console, width = Console(highlight=False, soft_wrap=True), max(len(check.name) for check in checks)
+        for check in checks:
+            console.print(f"{check.name:<{width}}  {MARKS[check.level]:<7}  {escape(check.what)}")
+            if check.cure:
+                console.print(f"{'':<{width}}           {escape(check.cure)}")
     if errors := [check for check in checks if check.level == "error"]:
         raise LmError(f"{plural(len(errors), 'error')}: {errors[0].name}: {errors[0].what}")
 
@@ -212,12 +213,3 @@ def _store(data: dict[str, Any]) -> Iterator[Check]:
             else:
                 yield Check("data", "error", str(error), "put it there, or set data.path" if not is_remote(source) else
                             "look at its address, the network, and the credentials in the environment")  # fmt: skip
-
-
-def _show(checks: list[Check]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        console.print(f"{check.name:<{width}}  {MARKS[check.level]:<7}  {escape(check.what)}")
-        if check.cure:
-            console.print(f"{'':<{width}}           {escape(check.cure)}")

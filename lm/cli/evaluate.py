@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from lm.data.parquet import COLUMN
 from lm.errors import RequestError, require_at_least
 from lm.evaluation import benchmark
 from lm.evaluation.bits_per_byte import shards_bits_per_byte, texts_bits_per_byte
@@ -27,7 +28,7 @@ from lm.evaluation.scoring import Begin
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.runs import registry
-from lm.runs.evaluations import Evaluation, core_sentence, evaluation_metrics, evaluation_record, merge_evaluations
+from lm.runs.metrics import Evaluation, core_sentence, evaluation_metrics, evaluation_record, merge_evaluations
 from lm.runs.resume import chosen_model
 from lm.runs.run import ROOT, Run
 from lm.system.files import refuse_url, write_atomically
@@ -84,12 +85,9 @@ def evaluate(
         raise RequestError(f"--output {output} is a folder; give a file")
     if output is not None and not output.absolute().parent.is_dir():
         raise RequestError(f"--output {output}: there is no folder {output.parent}")
-
-    def load() -> Pretrained:
-        return load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype))
-
     found = measure(
-        load, tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
+        lambda: load_pretrained(chosen_model(run, ckpt_path, root), device, dtype and getattr(torch, dtype)),
+        tasks=tasks, texts=texts, shards=shards, max_items=max_items, num_fewshot=num_fewshot,
         batch_tokens=batch_tokens, begin=begin, stride=stride,
     )  # fmt: skip
     if output is not None:
@@ -105,14 +103,7 @@ def measure(
     shards: list[str] | None = None, max_items: int | None = None, num_fewshot: int | None = None,
     batch_tokens: int = benchmark.BATCH_TOKENS, begin: Begin = "eos", stride: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure a model; the other options, and what it returns, are those of `lm evaluate --json`.
-
-    Args:
-        load: loads it, once the request is known to be sound.
-
-    Raises:
-        RequestError: nothing to measure on is given, or an option is wrong.
-    """
+    """Measure a model, which is loaded once the request is known to be sound; else as `lm evaluate --json`."""
     if not (tasks or texts or shards):
         raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
     require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)
@@ -152,19 +143,19 @@ def measure_corpora(
     Windows are as long as those that the run was trained on, and attention is kept inside documents where it was then.
     """
     config = run.settings() if run else {}
-    seq_len = config.get("data", {}).get("seq_len")
+    data = config.get("data", {})
     document_mask = config.get("model", {}).get("document_mask", False)
     found: dict[str, dict[str, Any]] = {}
     names = short_names([*texts, *shards])
     for name, source in zip(names, texts):
         found[name] = asdict(texts_bits_per_byte(
-            model.decoder, model.tokenizer, [source], seq_len=seq_len, stride=stride, max_documents=most,
+            model.decoder, model.tokenizer, [source], seq_len=data.get("seq_len"), stride=stride, max_documents=most,
             batch_tokens=batch_tokens, progress=partial(bar, name),
         ))  # fmt: skip
     for name, source in zip(names[len(texts) :], shards, strict=True):
         found[name] = asdict(shards_bits_per_byte(
-            model.decoder, model.tokenizer, source, seq_len=seq_len, max_windows=most, document_mask=document_mask,
-            batch_tokens=batch_tokens, progress=partial(bar, name),
+            model.decoder, model.tokenizer, source, column=data.get("column", COLUMN), seq_len=data.get("seq_len"),
+            max_windows=most, document_mask=document_mask, batch_tokens=batch_tokens, progress=partial(bar, name),
         ))  # fmt: skip
     return found
 
@@ -172,8 +163,8 @@ def measure_corpora(
 def short_names(sources: Sequence[str]) -> list[str]:
     """A short name for each source, such as `book` for `texts/book.txt`.
 
-    It is the last part of the path that is no pattern, without its suffix; with the part before it for a split such as
-    `val`; the whole source where two would have one name.
+    It is the last part of the path that is not a pattern, without its suffix; with the part before it for a split such
+    as `val`; the whole source where two would have one name.
     """
     names = []
     for source in sources:
@@ -219,12 +210,10 @@ def keep_evaluation(run: Run, found: Evaluation) -> None:
 
 
 def show_evaluation(found: dict[str, Any]) -> None:
-    """Print the result as tables."""
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
-    if found["tasks"]:
-        console.print(_tasks(found["tasks"]))
-    if found["texts"]:
-        console.print(_texts(found["texts"]))
+    for row, results in ((_task_row, found["tasks"]), (_text_row, found["texts"])):
+        if results:
+            console.print(_table([row(harmless(name), result) for name, result in results.items()]))
     step = "" if found["step"] is None else f", step {found['step']:,}"
     took = f"in {found['seconds']:.1f} s"
     console.print(f"{harmless(found['model'])}{step}{core_sentence(found)}, {took}", soft_wrap=True)
@@ -232,35 +221,36 @@ def show_evaluation(found: dict[str, Any]) -> None:
         console.print("95 % intervals; centred accuracy: 0 is guessing, 1 is all correct", soft_wrap=True)
 
 
-def _tasks(tasks: dict[str, Any]) -> Table:
-    table = _table("task", "shots", "items", "right", "guessing", "centred", "perplexity")
-    for name, task in tasks.items():
-        low, high = task["interval"]
-        table.add_row(
-            harmless(name), str(task["num_fewshot"]), f"{task['items']:,}",
-            f"{task['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})", f"{task['baseline']:.1%}",
-            f"{task['centered']:.3f}", "" if task["perplexity"] is None else f"{task['perplexity']:.2f}",
-        )  # fmt: skip
-    return table
+def _task_row(name: str, task: dict[str, Any]) -> dict[str, str]:
+    low, high = task["interval"]
+    return {
+        "task": name, "shots": str(task["num_fewshot"]), "items": f"{task['items']:,}",
+        "right": f"{task['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})", "guessing": f"{task['baseline']:.1%}",
+        "centred": f"{task['centered']:.3f}", "perplexity": _if_known(task["perplexity"], ".2f"),
+    }  # fmt: skip
 
 
-def _texts(texts: dict[str, Any]) -> Table:
-    table = _table("text", "bits a byte", "loss", "perplexity", "tokens", "bytes")
-    for name, text in texts.items():
-        numbers = (_with_error(text["bits_per_byte"], text["stderr"]), _with_error(text["loss"], text["loss_stderr"]))
-        perplexity = "" if text["perplexity"] is None else f"{text['perplexity']:.2f}"
-        table.add_row(harmless(name), *numbers, perplexity, format_count(text["tokens"]), format_count(text["bytes"]))
-    return table
+def _text_row(name: str, text: dict[str, Any]) -> dict[str, str]:
+    return {
+        "text": name, "bits a byte": _with_interval(text["bits_per_byte"], text["stderr"]),
+        "loss": _with_interval(text["loss"], text["loss_stderr"]), "perplexity": _if_known(text["perplexity"], ".2f"),
+        "tokens": format_count(text["tokens"]), "bytes": format_count(text["bytes"]),
+    }  # fmt: skip
 
 
-def _table(first: str, *names: str) -> Table:
+def _if_known(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _with_interval(value: float | None, error: float | None) -> str:
+    return _if_known(value, ".4f") + ("" if error is None else f" ± {1.96 * error:.4f}")
+
+
+def _table(rows: list[dict[str, str]]) -> Table:
     """A table of a name and numbers, without borders, so that it fits 80 columns."""
-    table = Table(first, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in rows[0]:
+        table.add_column(name, justify="right" if table.columns else "left", no_wrap=bool(table.columns))
+    for row in rows:
+        table.add_row(*row.values())
     return table
-
-
-def _with_error(value: float | None, error: float | None) -> str:
-    """A value with its 95 % interval, if it is known."""
-    return "" if value is None else f"{value:.4f}" if error is None else f"{value:.4f} ± {1.96 * error:.4f}"

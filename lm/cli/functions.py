@@ -15,7 +15,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
-from lm.cli.config import TrainingCLI, quiet_lightning
+from lm.cli.config import TrainingCLI, in_notebook, quiet_lightning, refuse_notebook
 from lm.cli.evaluate import measure
 from lm.cli.main import console_handler
 from lm.cli.options import refuse_unknown_options
@@ -47,8 +47,7 @@ def prepare(input: str | Sequence[str], output: str | Path, **options: Any) -> d
     Args:
         input: files, folders, globs or URLs of text, or `embedded:sotu`.
         output: the folder to make.
-        options: the other fields of `data/config.PrepareOptions`, such as `vocab_size`, which
-            `lm data prepare --help` explains.
+        options: the others of `lm data prepare`, such as `vocab_size`.
 
     Returns:
         The folder's manifest: `splits` with the tokens, documents and bytes of each, and what it was made from.
@@ -97,11 +96,14 @@ def fit(
             file.write_text(yaml.safe_dump(json.loads(json.dumps(config))))
         else:
             file = config
-        arguments = [f"--config={file}", *(f"--{name}={_typed(value)}" for name, value in given.items())]
+        typed = {name: str(value) if isinstance(value, str | Path) else json.dumps(value)
+                 for name, value in given.items()}  # fmt: skip
+        arguments = [f"--config={file}", *(f"--{name}={value}" for name, value in typed.items())]
         with _class_of_models(module), _logging_to_console(), STOP.borrowed():
             refuse_unknown_options("fit", arguments)
             quiet_lightning()
-            return TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks, refuse_notebook).finished_run
+            cli = TrainingCLI(["fit", *arguments, *["--force=true"] * force], callbacks)
+            return cli.trainer.run or cli.resumed_run
 
 
 def evaluate(
@@ -189,16 +191,9 @@ class Trainer(BareTrainer):
         self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | Path | None = None,
         force: bool = False,
     ) -> None:  # fmt: skip
-        """Train; on several devices all processes run the same script.
+        """Train a `LanguageModule` on a `DataModule`; on several devices all processes run the same script.
 
-        Args:
-            model: a `LanguageModule`.
-            datamodule: a `DataModule`.
-            ckpt_path: a checkpoint to resume from: a folder, `best`, `last` or `auto`, the newest one there is.
-            force: train although `lm plan` finds an error.
-
-        Raises:
-            RequestError, GuardStop, RunError, Interrupted: as for `lm.fit`.
+        `ckpt_path`, `force` and the errors are those of `lm.fit`.
         """
         refuse_notebook(self)
         refuse_parts(model, datamodule)
@@ -247,30 +242,9 @@ class Trainer(BareTrainer):
         return {name: value.item() for name, value in self.callback_metrics.items()}
 
 
-def refuse_notebook(trainer: BareTrainer) -> None:
-    """Refuse several devices in a notebook: their processes are started by running the program again."""
-    if in_notebook() and trainer.world_size > 1:
-        raise RequestError(f"a notebook trains on one device, and these are {trainer.world_size}: give trainer.devices "
-                           "1, or train with `lm fit`")  # fmt: skip
-
-
-def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook."""
-    return "ipykernel" in sys.modules
-
-
-def _typed(value: Any) -> str:
-    """A value as it is typed after `--name=`."""
-    return value if isinstance(value, str) else str(value) if isinstance(value, Path) else json.dumps(value)
-
-
 @contextmanager
 def _class_of_models(kind: type | None) -> Iterator[None]:
-    """Inside the `with`, models are built by this class, if one is given.
-
-    Raises:
-        RequestError: it is not a subclass of `LanguageModule`.
-    """
+    """Inside the `with`, models are built by this subclass of `LanguageModule`, if one is given."""
     if kind is not None and not (isinstance(kind, type) and issubclass(kind, LanguageModule)):
         raise RequestError(f"module is {kind_of(kind)}, and has to be a subclass of lm.LanguageModule")
     before = module_class()

@@ -47,7 +47,7 @@ from lm.cli.scale import (
 from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.runs import scaling_laws
-from lm.runs.history import differences
+from lm.runs.config_diff import differences, not_allowed
 from lm.runs.run import ROOT, Run
 from lm.system import process
 from lm.system.arguments import call
@@ -72,11 +72,6 @@ FACTOR = re.compile(r"x(\d+\.?\d*(?:e[+-]?\d+)?)")  # of a size's own value
 POLL = 0.2  # seconds between looks at the trainings
 PATIENCE = 60.0  # seconds that a training of a killed ladder has to save its last checkpoint
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
-# What may be another when a ladder is resumed, since it changes no loss, or no more than the order of additions.
-FREE = ("run", "trainer.default_root_dir", "trainer.devices", "trainer.log_interval", "trainer.val_interval",
-        "trainer.checkpoint_interval", "trainer.keep_checkpoints", "trainer.keep_every", "trainer.stop_within",
-        "trainer.mirror", "data.micro_batch_size", "guards", "notify", "tags", "note", "on_event",
-        "expect")  # fmt: skip
 
 
 class Length(NamedTuple):
@@ -178,10 +173,7 @@ class LadderOptions:
         if len({key for point in self.points for key in point}) < len(self.grid):
             raise RequestError("--grid names an option twice: give all of its values together, as in lr=0.01,0.02")
 
-    @property
-    def folder(self) -> Path:
-        """Of the ladder."""
-        return Path(self.root) / self.name
+        self.folder = Path(self.root) / self.name
 
 
 def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
@@ -193,7 +185,8 @@ def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
         except ValueError:
             number = -1
         if not 0 < number < math.inf:
-            raise RequestError(f"{option} {','.join(given)}: {word!r} is no {'whole ' * (kind is int)}number above 0")
+            wanted = "whole number" if kind is int else "number"
+            raise RequestError(f"{option} {','.join(given)}: {word!r} is not a {wanted} above 0")
         found.add(number)
     return sorted(found)
 
@@ -227,16 +220,7 @@ def read_options(**options: Any) -> LadderOptions:
 
 
 def ladder(options: LadderOptions, overrides: list[str]) -> None:
-    """Plan all trainings, train those that are not finished, and write the report.
-
-    Args:
-        overrides: options of a training, as they are typed.
-
-    Raises:
-        RequestError: an option is wrong, a training does not fit, or a prediction would be from too little.
-        RunError: a training has failed.
-        Interrupted: a signal ended it.
-    """
+    """Plan all trainings, train those that are not finished, and write the report."""
     quiet_lightning()
     if process.under_torchrun() or process.under_srun():
         raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, by itself")
@@ -274,16 +258,15 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
 
 
 def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Training]:
-    """All trainings of a ladder, planned: the first seed at all sizes, then the next one.
-
-    Raises:
-        RequestError: an option is wrong, or a training does not fit; names the depth.
-    """
+    """All trainings of a ladder, planned: the first seed at all sizes, then the next one."""
     typed = [one.removeprefix("--").partition("=")[0] for one in overrides if one.startswith("--")]
     for key in (*typed, *options.points[0]):
         if key in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
-    vocab_size = options.vocab_size or tokenizer_size(options.data)
+    vocab_size = options.vocab_size
+    if not vocab_size:
+        prepared = (Path(options.data) / "tokenizer.json").exists()
+        vocab_size = Tokenizer.load(options.data).vocab_size if prepared else VOCAB_SIZE
     parts = []
     for depth, length in itertools.product(sorted({*options.sizes, *options.held_out}), options.lengths):
         try:
@@ -330,11 +313,6 @@ def keep_length(config: dict[str, Any], recipe: Recipe, length: Length, typed: S
             config["model"]["schedule"]["warmup_steps"] = BUILTIN[recipe.optimizer].warmup_steps(steps, tokens)
 
 
-def tokenizer_size(data: str) -> int:
-    """Tokens of the tokenizer in a data folder; those of `lm scale` where there is none yet."""
-    return Tokenizer.load(data).vocab_size if (Path(data) / "tokenizer.json").exists() else VOCAB_SIZE
-
-
 def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
     """A resolved config with the values of a point of the grid in place of its own."""
     overrides = []
@@ -350,10 +328,7 @@ def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
 
 
 def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refuse: bool) -> dict[str, Any]:
-    """The facts of `lm plan` on a training.
-
-    `refuse` is for a config with an error, such as too little memory; one that is only predicted may have some.
-    """
+    """The facts of `lm plan` on a training; `refuse` one with an error, such as too little memory."""
     names = ("device", "memory", "peak_tflops", "mfu", "rate_usd_per_hr")
     wanted = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     parser = config_parser("lm ladder", PlanOptions)
@@ -371,8 +346,10 @@ def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) ->
         flops = {depth: size.flops for depth, size in sizes.items()}
         fitted = [value for depth, value in flops.items() if depth not in options.held_out]
         if len(fitted) < scaling_laws.FEWEST:
-            raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
-                               f"{len(fitted)}: add some, such as --depths 2,4,6,8")  # fmt: skip
+            raise RequestError(
+                f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has {len(fitted)}: add "
+                "some, such as --depths 2,4,6,8"
+            )
         for depth in options.held_out:
             if scaling_laws.distance(fitted, flops[depth]) > scaling_laws.FARTHEST:
                 raise RequestError(
@@ -383,24 +360,18 @@ def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) ->
 
 
 def refuse_other_settings(trainings: list[Training]) -> None:
-    """Refuse a ladder one of whose runs is there and was trained with other settings.
-
-    Raises:
-        RequestError: names the run and the first difference.
-    """
+    """Refuse a ladder one of whose runs is there and was trained with other settings."""
     for one in trainings:
         if not (one.run.path / "run.json").exists():
             continue
-        settings = {key: value for key, value in one.run.settings().items() if key != "run"}
-        config = {key: value for key, value in yaml.safe_load(one.config).items() if key != "run"}
-        for key, (before, now) in differences([settings, config]).items():
-            if not any(key == free or key.startswith(f"{free}.") for free in FREE) and (before or now):
-                raise RequestError(f"run {one.run.path} has {key} {before}, and this ladder {now}: give the options "
-                                   "that it was made with, or another --name")  # fmt: skip
+        differing = differences([one.run.settings(), yaml.safe_load(one.config)])
+        for key, (before, now) in not_allowed("ladder", differing).items():
+            raise RequestError(f"run {one.run.path} has {key} {before}, and this ladder {now}: give the options "
+                               "that it was made with, or another --name")  # fmt: skip
 
 
 def print_plan(console: Console, options: LadderOptions, trainings: list[Training]) -> None:
-    """Print a table of the sizes, and what is left to do."""
+    """Print the sizes, and what is left to do."""
     by_size = {(one.size.depth, one.size.length): one for one in trainings}
     priced = any(one.plan["time"].get("usd") is not None for one in by_size.values())
     heads = ["depth", "length", "parameters", "steps", "tokens", "operations", "memory", "time", "runs"]
@@ -445,15 +416,9 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def train(options: LadderOptions, wanted: list[Training], trainings: list[Training]) -> list[Training]:
-    """Train what is not finished, each in a process of its own, one at a time on each device.
+    """Train what is not finished, each in a process of its own, one at a time on each device; those that failed.
 
     The report is written after each.
-
-    Returns:
-        Those that failed.
-
-    Raises:
-        Interrupted: a signal ended this process, or one of the trainings.
     """
     waiting = [one for one in wanted if not one.finished]
     places, failed = free_devices(waiting), []
@@ -482,14 +447,13 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
             eta = sum(expected_seconds(done, other.size.flops) for other in left) / (len(places) + len(running))
             found = save_report(options, trainings)
             usd = eta / 3600 * options.rate_usd_per_hr if options.rate_usd_per_hr else None
-            rest = format_time_and_cost(eta, usd)
-            about = f"; {plural(len(left), 'training')} left, about {rest}" if left else ""
+            about = f"; {plural(len(left), 'training')} left, about {format_time_and_cost(eta, usd)}" if left else ""
             loss = next(each["loss"] for each in found["runs"] if each["run"] == one.run.name)
             if loss is None:
                 failed.append(one)
                 log.error("%s ended without a finite loss%s", one.run.name, about)
-                continue
-            log.info("%s: %.4f %s%s", one.run.name, loss, found["unit"], about)
+            else:
+                log.info("%s: %.4f %s%s", one.run.name, loss, found["unit"], about)
     if STOP.received:
         stop(running)
         raise Interrupted(f"{STOP.received.name}: {sum(one.finished for one in wanted)} of {len(wanted)} trainings are "
@@ -532,14 +496,13 @@ def start(one: Training, place: str | None) -> subprocess.Popen:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,  # Ctrl-C is for this process, which passes it on
-            preexec_fn=end_with_parent,
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
         )  # fmt: skip
 
 
 def end_with_parent() -> None:
-    """Ask the system for a SIGTERM when the parent process dies, where it can do that."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
+    """Ask the system for a SIGTERM when the parent process dies."""
+    ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
 
 
 def stop(running: dict[subprocess.Popen, Any]) -> None:
@@ -557,11 +520,7 @@ def last_line(file: Path) -> str:
 
 
 def write_predicted(options: LadderOptions, trainings: list[Training], found: dict[str, Any]) -> list[Training]:
-    """Write the configs of sizes that are predicted and not trained, at the best point of the largest size.
-
-    Returns:
-        Those that are not trained yet.
-    """
+    """Write the configs of sizes that are predicted and not yet trained, at the best point of the largest size."""
     measured = [size for size in found["sizes"] if size["losses"] and not size["held_out"]]
     best = max(measured, key=lambda size: size["flops"], default={"point": {}})["point"]
     left = [one for one in trainings if one.size.depth not in options.sizes and one.seed == 1 and one.point == best
@@ -575,7 +534,6 @@ def write_predicted(options: LadderOptions, trainings: list[Training], found: di
 
 def save_report(options: LadderOptions, trainings: Sequence[Training]) -> dict[str, Any]:
     """Write what has been measured so far into the ladder's folder: `ladder.json` and `ladder.html`."""
-    command = [process.program(), *map(shlex.quote, sys.argv[1:])]
-    found = report(options.name, " ".join(command), trainings)
+    found = report(options.name, f"{process.program()} {shlex.join(sys.argv[1:])}", trainings)
     write_report(options.folder, found)
     return found

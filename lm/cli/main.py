@@ -70,14 +70,7 @@ Every command takes --debug, which shows where an error came from.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command line.
-
-    Args:
-        arguments: what stands after `lm`.
-
-    Returns:
-        The exit code: 0 finished, 1 failed, 2 the request is wrong, 3 stopped by a guard, 75 interrupted.
-    """
+    """Run what stands after `lm`: 0 finished, 1 failed, 2 a wrong request, 3 stopped by a guard, 75 interrupted."""
     arguments = list(arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
@@ -113,7 +106,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def console_handler(stream: TextIO) -> logging.Handler:
-    """Prints what is logged."""
     console = logging.StreamHandler(stream)
     # A line a log interval, unless a progress bar shows it.
     console.addFilter(lambda record: record.name != "lm.lines" or not sys.stderr.isatty())

@@ -20,7 +20,7 @@ import docstring_parser
 
 import lm
 from lm.errors import RequestError
-from lm.system.arguments import is_text, nearest_option, shown, unknown_options
+from lm.system.arguments import nearest_option, shown, unknown_options
 from lm.system.files import flatten, parse_yaml
 from lm.system.units import Count, spelled_count
 from lm.training.config import SECTIONS
@@ -81,7 +81,6 @@ USAGE = dict.fromkeys(("validate", "test", "predict"), "[--run NAME] [--ckpt_pat
 PARSERS_OWN = {"c", "h", "help", "print_config", "verbose", "weights_only", "return_predictions"}
 COLUMN = 38  # where the help of an option begins
 UNIONS = (Union, UnionType)
-CLASS_KEYS = {"class_path", "init_args", "dict_kwargs", "help"}
 
 
 class Option(NamedTuple):
@@ -147,7 +146,7 @@ class BenchOptions:
     """The options of `lm bench step` beside those of a training.
 
     Args:
-        steps: Optimizer steps that are timed, in stretches of trainer.log_interval steps.
+        steps: Optimizer steps that are timed, in rounds of trainer.log_interval steps.
         checkpoints: Checkpoints that are timed after them; 0 for none.
         json: Print one JSON object instead of lines.
         output: File to write the JSON object to.
@@ -232,16 +231,7 @@ def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_options(command: str, what: str, chosen: str | None = None) -> None:
-    """Print the help of a command that takes a training's options.
-
-    Args:
-        command: such as `fit`.
-        what: it does, in a line.
-        chosen: `all`, or the group to show, such as `data`; the frequent options if not given.
-
-    Raises:
-        RequestError: there is no such group.
-    """
+    """Print what a command does and its options: those of the `chosen` group, `all`, or else the frequent ones."""
     if chosen not in (None, "all") and chosen not in _groups({option.name for option in training_options(command)}):
         raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(NAMES)}")
     width = min(110, shutil.get_terminal_size().columns)
@@ -264,7 +254,7 @@ def print_options(command: str, what: str, chosen: str | None = None) -> None:
 
 
 def _print_option(option: Option, width: int, short: bool) -> None:
-    """Print an option: with the first sentence of its help beside it, or with all that is known of it below."""
+    """With the first sentence of the help beside its name, or with all of it below."""
     value = spelled_count(option.default) if isinstance(option.default, Count) else option.default
     default = f" [{value}]" if option.default else ""
     if not short:
@@ -283,11 +273,7 @@ def _print_option(option: Option, width: int, short: bool) -> None:
 
 
 def refuse_unknown_options(command: str, arguments: list[str]) -> None:
-    """Refuse names that no option has, in a command line and in the configs that it names.
-
-    Raises:
-        RequestError: a name is unknown, or a config is not there or is damaged.
-    """
+    """Refuse names that no option has, in a command line and in the configs that it names."""
     if arguments and not arguments[0].startswith("-"):
         raise RequestError(f"{arguments[0]!r} is not an option; did you mean `lm {command} --config {arguments[0]}`?")
     leaves = {option.name for option in (*training_options(command), *FIT)}  # a config may carry those of a fit
@@ -309,11 +295,6 @@ def refuse_unknown_options(command: str, arguments: list[str]) -> None:
                                      for name in names})
             for where, names in unknown.items()
         ))  # fmt: skip
-    name = ""
-    for argument in arguments:
-        if argument.startswith("--"):
-            name, _, argument = argument.removeprefix("--").partition("=")
-        _refuse_doubled_keys(name, argument)
     if command == "fit" and not files and not any(one.startswith(("--data.", "--print_config")) for one in arguments):
         raise RequestError("give a config with --config, such as `lm fit --config tiny.yaml`")
 
@@ -332,16 +313,6 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     return own, overrides
 
 
-def _refuse_doubled_keys(name: str, value: str) -> None:
-    """Refuse the value of an option with a key twice, of which YAML would keep the last one."""
-    try:
-        if ":" in value and not is_text(name):
-            parse_yaml(value)
-    except ValueError as error:  # any other is the parser's to say
-        if "a second time" in str(error):
-            raise RequestError(f"--{name}: {error}") from error
-
-
 def _keys(document: dict[str, Any], leaves: set[str], place: str = "") -> Iterator[str]:
     """The names of a config's keys, with dots; below a name that is unknown there are no more."""
     for key, value in document.items():
@@ -355,7 +326,8 @@ def _is_known(name: str, leaves: set[str]) -> bool:
     """Whether a name is an option, a group of options, or within an option's value or a class by path."""
     parts = name.split(".")
     within = any(".".join(parts[:count]) in leaves for count in range(1, len(parts) + 1))
-    return within or name in _groups(leaves) or bool(CLASS_KEYS & set(parts))
+    of_class = not {"class_path", "init_args", "dict_kwargs", "help"}.isdisjoint(parts)
+    return within or of_class or name in _groups(leaves)
 
 
 def _groups(leaves: Iterable[str]) -> set[str]:
@@ -367,11 +339,7 @@ def _groups(leaves: Iterable[str]) -> set[str]:
 
 
 def find_config(name: str) -> Path:
-    """A config as typed, else under `configs/`.
-
-    Raises:
-        RequestError: it is in neither.
-    """
+    """A config as typed, else under `configs/`."""
     for path in (Path(name), *(folder / name for folder in CONFIGS), *(folder / f"{name}.yaml" for folder in CONFIGS)):
         if path.is_file():
             return path
@@ -384,11 +352,6 @@ def find_config(name: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The document of a config.
-
-    Raises:
-        RequestError: it is damaged, or has something else where a group of options belongs.
-    """
     try:
         document = parse_yaml(path.read_bytes())
     except (OSError, ValueError) as error:

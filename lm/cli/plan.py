@@ -49,16 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def plan(config: Namespace, name: str) -> None:
-    """Check a config and say what it asks for: `lm plan --config X [--strict] [--device D] [--fit] [--json]`.
-
-    Args:
-        config: of a training, with `PlanOptions`.
-        name: of the run.
-
-    Raises:
-        RequestError: the config has errors; they are on the page.
-        RunError: a test message could not be sent.
-    """
+    """Check a config, which has `PlanOptions` too, and say what it asks for; `name` is that of the run."""
     if config.mfu is not None and not 0 < config.mfu <= 1:
         raise RequestError(f"--mfu {config.mfu} must lie in (0, 1]")
     if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
@@ -94,11 +85,7 @@ def plan(config: Namespace, name: str) -> None:
 
 
 def largest_that_fits(found: dict[str, Any], noted: list[Finding]) -> int:
-    """The largest micro-batch that fits.
-
-    Raises:
-        RequestError: none fits, or the config has an error.
-    """
+    """The largest micro-batch that fits."""
     if "memory" not in found:  # the last finding is the reason
         errors = [finding for finding in noted if finding.level == "error"]
         raise RequestError(f"--fit: {(errors or noted[-1:])[0].what}")
@@ -120,10 +107,7 @@ def examine(
 ) -> tuple[dict[str, Any], list[Finding]]:
     """The facts of a config, as far as they can be known, and the findings on it, the errors first.
 
-    Args:
-        config: of a training, with `PlanOptions`.
-        opened: the data of a fit that begins.
-        resumed: the run that it resumes, of which the beginning is over and a part is paid for.
+    Of a fit that begins, `opened` is the data, and `resumed` a run whose beginning is over and in part paid for.
     """
     wanted = config.device or "auto"
     cpu = wanted == "auto" and config.trainer.accelerator == "cpu"
@@ -259,11 +243,7 @@ def _read_rate(config: Namespace, noted: list[Finding]) -> tuple[dict[str, Any],
 
 
 class PlanChecks(Callback):
-    """Makes the checks of `lm plan` when a fit begins: logs the warnings, and refuses a run with an error.
-
-    Args:
-        sections: those of callbacks, by name.
-    """
+    """Makes the checks of `lm plan` when a fit begins: logs the warnings, and refuses a run with an error."""
 
     def __init__(self, sections: Mapping[str, Any]) -> None:
         self._sections = sections
@@ -272,12 +252,7 @@ class PlanChecks(Callback):
         self._noted: list[str] = []  # to be logged once the run has a log
 
     def resume(self, run: Run | None, force: bool) -> None:
-        """What is known before a fit.
-
-        Args:
-            run: the one that it resumes. Errors that are about its beginning do not count.
-            force: log the errors too, and train.
-        """
+        """The run that a fit resumes, whose beginning is not checked; `force` logs the errors too, and trains."""
         self._resumed, self._force = run, force
 
     def setup(self, trainer: Trainer, pl_module: LanguageModule, stage: str) -> None:
@@ -288,11 +263,7 @@ class PlanChecks(Callback):
     def refuse(self, trainer: Trainer, module: LanguageModule, data: DataModule, opened: bool) -> None:
         """Refuse what has an error; with several ranks, rank zero decides and reports, once they can exchange it.
 
-        Args:
-            opened: whether the data is; else it is still to be made, and the ranks have not found one another.
-
-        Raises:
-            RequestError: the last error, with its cure; those before it are logged.
+        Where the data is not `opened`, it is still to be made, and the ranks have not found one another.
         """
         ranks = {"num_nodes": trainer.num_nodes, "devices": trainer.world_size // trainer.num_nodes}
         config = Namespace(
@@ -326,7 +297,6 @@ class PlanChecks(Callback):
 
 
 def show_plan(found: dict[str, Any], noted: list[Finding]) -> None:
-    """Print the facts, the findings and whether the config is ready."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{found['config']}[/bold]")
     for name, lines_of in PAGE.items():
@@ -358,22 +328,19 @@ def _data_lines(found: dict[str, Any]) -> list[str]:
     return [
         f"{split}: {format_count(data[split]['tokens'])} tokens in {plural(data[split]['shards'], 'shard')}, "
         f"{plural(data[split]['windows'], 'sample')}, {data[split]['left_over']:,} tokens in none"
-        f"{_of_packing(data[split])}{_text_per_token(data[split])}"
+        f"{_of_text(data[split])}"
         for split in ("train", "val") if split in data
     ] + [
         f"{name}: {source['share']:.1%} of the samples, {source['epochs']:.2f} epochs of "
-        f"{format_count(data['sources'][name]['tokens'])} tokens{_text_per_token(data['sources'][name])}"
+        f"{format_count(data['sources'][name]['tokens'])} tokens{_of_text(data['sources'][name])}"
         for name, source in found["steps"].get("sources", {}).items()
     ] or ["not there yet"]  # fmt: skip
 
 
-def _of_packing(split: dict[str, Any]) -> str:
-    return "" if split["filled_up"] is None else f", {split['filled_up']:.2%} of a sample only fills it up"
-
-
-def _text_per_token(part: dict[str, Any]) -> str:
-    each = part["bytes_per_token"]
-    return "" if each is None else f", {each:.2f} bytes of text a token"
+def _of_text(part: dict[str, Any]) -> str:
+    filled, each = part.get("filled_up"), part["bytes_per_token"]
+    said = "" if filled is None else f", {filled:.2%} of a sample only fills it up"
+    return said if each is None else f"{said}, {each:.2f} bytes of text a token"
 
 
 def _steps_lines(found: dict[str, Any]) -> list[str]:

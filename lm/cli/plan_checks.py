@@ -18,12 +18,12 @@ from lm.model.config import DecoderConfig
 from lm.model.estimates import block_flops_per_token
 from lm.system.files import DiskSpace
 from lm.system.hardware import Device
-from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost
+from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
 from lm.training.builtin_optimizers import BUILTIN
 from lm.training.callbacks.evaluation import read_evaluation_tasks
 from lm.training.checks import Finding
 from lm.training.config import EvaluationConfig, OptimizerConfig
-from lm.training.schedule import lr_fraction, warmup_problem
+from lm.training.schedule import lr_fraction
 
 LONG_WARMUP = 0.2  # share of the run
 MANY_EPOCHS = 4  # up to here repeated tokens are nearly as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
@@ -44,7 +44,6 @@ ROWS = 64  # a vocabulary that is a multiple of it fills the tiles of a GPU's ma
 
 
 def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """Findings on the steps of the run, from the config alone."""
     total = steps["max_steps"]
     if (drill := config.guards.inject_step) is not None and drill > total:
         yield Finding("error", f"guards.inject_step {drill:,}: the run ends with step {total:,}", "inject it before")
@@ -56,24 +55,29 @@ def of_steps(steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
 
 
 def of_warmup(steps: dict[str, Any], config: Namespace, data: dict[str, Any]) -> Iterator[Finding]:
-    """Findings on the warm-up, for the steps of the run and of an epoch."""
     warmup, total, per_epoch = steps["warmup_steps"], steps["max_steps"], steps.get("steps_per_epoch")
     ratio = config.model.schedule.warmup_ratio is not None
     shorter = f"--model.schedule.warmup_{'ratio' if ratio else 'steps'} {{}}"
-    if problem := warmup_problem(warmup, total, None, 1):
-        yield Finding("error", problem, f"{shorter.format(0.1 if ratio else total // 10)}, or `lm fit` with --force")
+    if warmup >= total:
+        yield Finding("error", f"the warm-up of {plural(warmup, 'step')} is not over when the run of {total:,} ends",
+                      f"{shorter.format(0.1 if ratio else total // 10)}, or `lm fit` with --force")
     elif per_epoch is not None and per_epoch < warmup:
-        samples = steps["tokens_per_step"] // steps["seq_len"]
-        problem = warmup_problem(warmup, total, data["train"]["windows"], samples)
         most = f"{int(per_epoch) / total:.6f}" if ratio else int(per_epoch)
-        yield Finding("error", problem, f"{shorter.format(most)}, more data, or `lm fit` with --force")
+        yield Finding("error", f"the data ends before the warm-up does: {_steps_an_epoch(data, steps)}, and the "
+                      f"warm-up takes {warmup:,} of {total:,}",
+                      f"{shorter.format(most)}, more data, or `lm fit` with --force")
     elif steps["warmup_share"] > LONG_WARMUP:
         yield Finding("warning", f"warm-up takes {warmup:,} of {total:,} steps, {steps['warmup_share']:.0%} of the run",
                       f"lower model.schedule.warmup_{'ratio' if ratio else 'steps'}, or train longer")
 
 
+def _steps_an_epoch(data: dict[str, Any], steps: dict[str, Any]) -> str:
+    samples = steps["tokens_per_step"] // steps["seq_len"]
+    per_epoch = f"{steps['steps_per_epoch']:,.1f} steps an epoch"
+    return f"{data['train']['windows']:,} samples / {samples:,} a step = {per_epoch}"
+
+
 def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
-    """Findings on the model's size for the tokens of the run."""
     parameters = model["parameters"]["total"]
     ratio = steps["tokens"] / parameters
     if ratio < FEW_TOKENS:
@@ -88,7 +92,6 @@ def of_model(model: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
 
 
 def of_tokenizer(tokenizer: Tokenizer | None, decoder: DecoderConfig | None) -> Iterator[Finding]:
-    """Findings on the tokenizer, and on its vocabulary beside the model's."""
     if tokenizer and tokenizer.lossy:
         yield Finding("advice", tokenizer.lossy, "a model learns and writes texts as they are decoded")
     rows, tokens = decoder.vocab_size if decoder else 0, tokenizer.vocab_size if tokenizer else 0
@@ -99,7 +102,6 @@ def of_tokenizer(tokenizer: Tokenizer | None, decoder: DecoderConfig | None) -> 
 
 
 def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
-    """Findings on the data for the steps of the run."""
     if not data["prepared"]:
         yield Finding("advice", f"{config.data.path} is not there yet: the first fit makes it from "
                       f"{', '.join(data['from'])}", "to plan with its tokens, run `lm data prepare` first")  # fmt: skip
@@ -109,14 +111,12 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
     if data["train"]["documents_end"] is False:
         yield Finding("warning", "model.document_mask does nothing: no document ends in the first block of the "
                       "training data", "leave it out, or prepare data with its end-of-text token")
-    per_epoch, epochs = steps["steps_per_epoch"], steps["epochs"]
-    samples = steps["tokens_per_step"] // steps["seq_len"]
-    arithmetic = f"{data['train']['windows']:,} samples / {samples:,} a step = {per_epoch:,.1f} steps an epoch"
+    epochs = steps["epochs"]
     for source in config.data.sources or ():
         yield from _of_source(source, data["sources"][source.name]["windows"], steps)
     if epochs > MANY_EPOCHS and not config.data.sources:
-        yield Finding("warning", f"every token is seen {epochs:,.2f} times: {arithmetic}, and the run has "
-                      f"{steps['max_steps']:,}; beyond {MANY_EPOCHS} epochs repeated tokens teach little",
+        yield Finding("warning", f"every token is seen {epochs:,.2f} times: {_steps_an_epoch(data, steps)}, and the "
+                      f"run has {steps['max_steps']:,}; beyond {MANY_EPOCHS} epochs repeated tokens teach little",
                       "give more data, or train for fewer steps")  # fmt: skip
     if "val" not in data:
         yield Finding("warning", "there is no validation data: no best checkpoint, no early stopping", "give data.val")
@@ -135,7 +135,6 @@ def of_data(data: dict[str, Any], steps: dict[str, Any], config: Namespace) -> I
 
 
 def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Iterator[Finding]:
-    """Findings on how often the samples of one source of a mixture are repeated."""
     taken = steps["sources"][source.name]
     count, epochs, most = taken["samples"], taken["epochs"], source.max_epochs
     arithmetic = (f"{count:,} of the {steps['tokens'] // steps['seq_len']:,} samples of the run, {taken['share']:.1%}, "
@@ -151,7 +150,6 @@ def _of_source(source: SourceConfig, windows: int, steps: dict[str, Any]) -> Ite
 
 
 def of_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
-    """Findings on the tasks of the evaluations during training."""
     try:
         read_evaluation_tasks(evaluation)
     except RequestError as error:
@@ -160,7 +158,6 @@ def of_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
 
 def of_device(memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device,
               config: Namespace, precision: str) -> Iterator[Finding]:  # fmt: skip
-    """Findings on the device, its memory and the disk."""
     if precision != config.trainer.precision:
         yield Finding("advice", f"{device.name} is slow in {config.trainer.precision}, so {precision} is taken",
                       f"--trainer.precision {precision} says so")  # fmt: skip
@@ -232,8 +229,9 @@ def of_optimizer(optimizer: OptimizerConfig) -> Iterator[Finding]:
     """Options that the class of `model.optimizer.class_path` does not get."""
     if names := optimizer.left_out():
         values = ", ".join(f"{name} {getattr(optimizer, name)}" for name in names)
-        yield Finding("warning", f"model.optimizer: {values}: this is for AdamW and Muon, and {optimizer.class_path} "
-                      "gets none of it", "put what it should get under model.optimizer.init_args")  # fmt: skip
+        yield Finding("warning", f"model.optimizer: {values}: this is for the built-in optimizers, and "
+                      f"{optimizer.class_path} gets none of it",
+                      "put what it should get under model.optimizer.init_args")  # fmt: skip
 
 
 def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -> Iterator[Finding]:
@@ -262,7 +260,6 @@ def of_rules(decoder: DecoderConfig, steps: dict[str, Any], config: Namespace) -
 
 
 def of_checkpoints(checkpoints: dict[str, Any], steps: dict[str, Any]) -> Iterator[Finding]:
-    """Findings on the work that a crash loses, and on the time that saving takes."""
     if "lost_seconds" not in checkpoints:
         return
     lost, interval = checkpoints["lost_seconds"], checkpoints["interval"]

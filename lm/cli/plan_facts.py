@@ -76,37 +76,34 @@ def data_facts(
 ) -> tuple[dict[str, Any], Tokenizer | None]:
     """Tokens and shards by split, how well the tokenizer fits a sample of them, and the tokenizer.
 
-    Args:
-        opened: the data of a fit that begins, of which nothing is read, unless there is a document mask.
-        document_mask: look whether documents end in the first block.
+    Of `opened`, the data of a fit that begins, nothing is read but, for a document mask, whether documents end in the
+    first block.
     """
     if opened is None and not is_prepared(data):
         return {"prepared": False, "from": list(data.prepare.input)}, find_tokenizer(data)
-    fit, opened = opened is not None, opened or DataModule(**vars(data))
-    if not fit:
+    reads = opened is None
+    if reads:
+        opened = DataModule(**vars(data))
         opened.prepare_data()  # which makes nothing: it looks whether the folder was made with these options
         opened.setup("fit")
-    return {"prepared": True, "warnings": opened.warnings()} | {
-        split: {
+    found: dict[str, Any] = {"prepared": True, "warnings": opened.warnings(), "sources": {}}
+    for split, shards in opened.shards.items():
+        found[split] = {
             "tokens": shards.document_tokens, "shards": len(shards.fingerprint()),
             "windows": int(shards.windows(opened.seq_len).sum()), "left_over": shards.left_over(opened.seq_len),
-            "filled_up": shards.padding_fraction,
-            "dtype": str(shards.column.dtype),
-            # Of the first block, which in a mixture is of the first source alone.
-            "bytes_per_token": None if fit or opened.mixed else float(
-                shards.token_bytes(opened.tokenizer)[next(shards.pieces())].mean()),
+            "filled_up": shards.padding_fraction, "dtype": str(shards.column.dtype), "bytes_per_token": None,
             "documents_end": bool((shards.read(0) == opened.tokenizer.eos_id).any()) if document_mask else None,
-        }
-        for split, shards in opened.shards.items()
-    } | {
-        "sources": {
-            source.name: {
+        }  # fmt: skip
+        if reads and not opened.mixed:  # the first block of a mixture is of its first source alone
+            first = next(shards.pieces())
+            found[split]["bytes_per_token"] = float(shards.token_bytes(opened.tokenizer)[first].mean())
+    if opened.mixed:
+        for source, shards in zip(opened.sources, opened.by_source["train"].values(), strict=True):
+            found["sources"][source.name] = {
                 "tokens": shards.document_tokens, "windows": int(shards.windows(opened.seq_len).sum()),
                 "bytes_per_token": bytes_per_token(source),
-            }
-            for source, shards in zip(opened.sources, opened.by_source["train"].values(), strict=True)
-        } if opened.mixed else {}
-    }, opened.tokenizer  # fmt: skip
+            }  # fmt: skip
+    return found, opened.tokenizer
 
 
 def bytes_per_token(source: SourceConfig) -> float | None:
@@ -128,11 +125,7 @@ def remote_sources(data: Namespace) -> list[str]:
 def data_facts_in_time(
     data: Namespace, opened: DataModule | None, document_mask: bool
 ) -> tuple[dict[str, Any], Tokenizer | None]:
-    """As `data_facts`, but a file system that is not local is waited for `NETWORK_SECONDS` and no longer.
-
-    Raises:
-        NoAnswer, Unreachable: it did not answer well in that time.
-    """
+    """As `data_facts`, but raises NoAnswer or Unreachable where an object store takes more than `NETWORK_SECONDS`."""
     if opened is not None or not remote_sources(data):
         return data_facts(data, opened, document_mask)
     logging.getLogger("lm.system.remote").setLevel(logging.ERROR)  # the page says what failed
@@ -144,11 +137,7 @@ def data_facts_in_time(
 
 
 def ranks(devices: int | str | list[int], here: int) -> int:
-    """How many devices of a node `trainer.devices` names; `auto`: those of this machine.
-
-    Raises:
-        RequestError: it names none.
-    """
+    """How many devices of a node `trainer.devices` names; `auto`: those of this machine."""
     count = device_count(devices)
     if count is None:
         count = here if str(devices) in ("auto", "-1") else 0
@@ -195,11 +184,7 @@ def model_facts(decoder: DecoderConfig, seq_len: int) -> dict[str, Any]:
 
 
 def custom_model(config: Namespace, decoder: DecoderConfig) -> dict[str, Any] | None:
-    """The facts of a custom model, which are counted by building it on the meta device; None: there is none.
-
-    Raises:
-        RequestError: `build_decoder` fails, or returns no module.
-    """
+    """The facts of a custom model, which are counted by building it on the meta device; None: there is none."""
     if not training_class().is_custom():
         return None
     module = training_class()(**vars(config.model))
@@ -235,11 +220,6 @@ def computation(steps: Steps, config: Namespace, device: Device, precision: str)
 
 
 def memory_of_option(given: str | None) -> int | None:
-    """Bytes of `--memory`.
-
-    Raises:
-        RequestError: it is not a size.
-    """
     try:
         return None if given is None else parse_bytes(given)
     except ValueError as error:
@@ -273,9 +253,7 @@ def time_facts(
 ) -> dict[str, Any]:  # fmt: skip
     """How long the steps take and what that costs; `seconds` is None where nothing says how fast the device is.
 
-    Args:
-        measured: what `lm bench step` found, if it was given.
-        recomputed: operations a token that activation checkpointing does again.
+    `measured` is what `lm bench step` found; activation checkpointing does `recomputed` operations a token again.
     """
     peak, flops = device.peak_flops(precision), model["flops_per_token"]
     if measured:
@@ -303,11 +281,7 @@ def time_facts(
 
 
 def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any]:
-    """A file of `lm bench step --output`, with `tokens_per_second` of one device and what was measured, as `basis`.
-
-    Raises:
-        RequestError: it cannot be read, or is of another model.
-    """
+    """A file of `lm bench step --output`, with `tokens_per_second` of one device and what was measured, as `basis`."""
     try:
         found = parse_json(file.read_bytes())
         shape = found["parameters"], found["seq_len"]

@@ -1,21 +1,13 @@
 """`lm plan --rehearse`: the guards of a config on invented log lines: what they would log, do and end the run with.
 
-The callbacks are those of a training and decide by themselves. Only what they act on is a stand-in: the trainer, the
-module, the clock, checkpoints, and a copy of `guards.budget.file` that goes on counting.
+The observers are those of a training and decide by themselves. The clock, checkpoints and the other program that counts
+the cost are invented like the log lines.
 """
 
-import json
-import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
-from types import SimpleNamespace
 from typing import Any
 
 from jsonargparse import Namespace
@@ -23,20 +15,17 @@ from jsonargparse import Namespace
 from lm.errors import GuardStop
 from lm.model.build import NOT_BUILT
 from lm.runs.metrics import METRICS
-from lm.runs.run import Run
 from lm.system.files import nonnegative
 from lm.system.units import format_count, format_figure
 from lm.training.alerts import CLOCKS, NAMES
-from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.budget import Budget, Cost, Meter, read_budget_file
-from lm.training.callbacks.guards import Alerts, NotFinite, Rollback
-from lm.training.callbacks.throughput import ThroughputFloor
+from lm.training.callbacks.logging import validations_left
 from lm.training.config import Action, Alert, BudgetConfig
-from lm.training.run_state import RunState
+from lm.training.guards import Alerts, Finding, Line, NotFinite, Observer, Rollbacks, ThroughputFloor
 from lm.training.schedule import lr_fraction
 from lm.training.step_stats import StepRecord
 
-Line = dict[str, float]  # metrics of a log line
+Metrics = dict[str, float]  # of a log line
 SECONDS_PER_STEP = 1.0  # where the plan knows none
 RATE = 1.0  # US dollars an hour, where a cap is counted by a file that has none
 FINAL_LOSS = 0.25  # of an untrained model's, at the end of an invented run
@@ -48,95 +37,34 @@ TYPICAL = {  # other metrics of a healthy run
 FACTORS = (1.2, 2.0, 10.0, 1e3, 1e6, 0.8, 0.5, 0.1, 0.0, -1.0)  # of the metrics of an alert, until it is true
 
 
-class RehearsedRollback(Rollback):
-    """A rollback to the newest checkpoint that a run with this config would have; nothing is loaded."""
+class InventedRun:
+    """Shows invented log lines to guards, and keeps in `events` what the log says, where it stood and what followed.
 
-    def _last_good(self, trainer: "Stage") -> Path | None:
-        step = self._good - self._good % trainer.checkpoint_interval
-        return Path(f"step-{step:08d}") if step else None
-
-    def _load(self, trainer: "Stage", pl_module: Any, folder: Path) -> None:
-        pass
-
-
-class Stage(logging.Handler):
-    """A trainer without a training, for callbacks of guards: it plays log lines and keeps what they cause.
-
-    Args:
-        config: of the training.
-        found: the facts of the plan.
-        seconds: of a step.
-        meter: the cost so far, and the rate.
-        folder: for the files of the run.
-
-    Attributes:
-        events: log lines of guards, each with where the run stood and what followed.
+    `found` are the facts of the plan, `seconds` those of a step, and the meter has the cost so far and the rate.
     """
 
     def __init__(
-        self, config: Namespace, found: dict[str, Any], seconds: float, meter: Meter, folder: str, *callbacks: Callback
+        self, config: Namespace, found: dict[str, Any], seconds: float, meter: Meter, *observers: Observer
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.callbacks = [*callbacks, self]
-        self.config, self.seconds, self.meter, self.now = config, seconds, meter, 0.0
-        self.steps, self.max_steps = SimpleNamespace(**found["steps"]), found["steps"]["max_steps"]
-        self.log_interval, self.precision = config.trainer.log_interval, config.trainer.precision
-        self.val_interval, self.checkpoint_interval = config.trainer.val_interval, config.trainer.checkpoint_interval
-        self.datamodule, self.precision_plugin = SimpleNamespace(has_validation=True), SimpleNamespace()
-        self.checkpoint_callback, self.world_size, self.is_global_zero = self, 1, True
-        self.run = Run(Path(mkdtemp(dir=folder)) / found["config"])
-        self.run.path.mkdir()
-        decoder = replace(config.model.decoder, vocab_size=found.get("model", {}).get("vocab_size") or 2**15)
-        self.module = SimpleNamespace(
-            config=decoder, options=SimpleNamespace(schedule=config.model.schedule), device=SimpleNamespace(type="cpu"),
-            built=NOT_BUILT, decoder=None,
-        )  # fmt: skip
-        rate = found.get("time", {}).get("tokens_per_second") or self.steps.tokens_per_step / seconds
+        self.config, self.name, self.seconds, self.observers = config, found["config"], seconds, observers
+        self.max_steps, self.tokens_per_step = found["steps"]["max_steps"], found["steps"]["tokens_per_step"]
+        self.log_interval = config.trainer.log_interval
+        self.first_loss = math.log(found.get("model", {}).get("vocab_size") or 2**15)
+        rate = found.get("time", {}).get("tokens_per_second") or self.tokens_per_step / seconds
         self.tokens_per_second = max(rate, 2 * (config.guards.throughput.floor or 0))
-        self.run_state = RunState(run=self.run)
-        self.global_step, self.requested = 0, False
+        self.rollbacks = Rollbacks(config.guards.max_rollbacks)
+        self.step, self.now, self.stopped = 0, 0.0, False
+        self.cost: Callable[[], Cost] = lambda: meter.read(ahead=self.now)
         self.events: list[dict[str, Any]] = []
 
     @property
-    def tokens_seen(self) -> int:
-        return self.global_step * self.steps.tokens_per_step
+    def ended(self) -> bool:
+        return self.stopped or self.step >= self.max_steps
 
-    def request(self) -> None:
-        """A checkpoint after this step, as of `Checkpoints`."""
-        self.requested = True
-
-    def emit(self, record: logging.LogRecord) -> None:
-        budgets = [callback for callback in self.callbacks if isinstance(callback, Budget)]
-        hours, usd = budgets[0].meter.read() if budgets else self.meter.read(ahead=self.now)
-        self.events.append({"step": self.global_step, "hours": hours, "spent_usd": usd, "log": record.getMessage(),
-                            "guard": None, "action": None, "checkpoint": False, "exit_code": None,
-                            "reason": None})  # fmt: skip
-
-    def on_guard(self, trainer: Any, pl_module: Any, guard: str, action: str, message: str) -> None:
-        self.events[-1].update(guard=guard, action=action)
-
-    def call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of the callbacks, and keep what the guards log and do."""
-        logger = logging.getLogger("lm.training.callbacks")
-        propagate, logger.propagate = logger.propagate, False
-        logger.addHandler(self)
-        try:
-            with suppress(GuardStop):
-                call_hook(self, hook, self.module, *arguments)
-        finally:
-            logger.removeHandler(self)
-            logger.propagate = propagate
-        if self.events and self.requested:
-            self.events[-1]["checkpoint"] = True
-        if self.events and self.run_state.stop is not None:
-            self.events[-1].update(exit_code=self.run_state.stop.exit_code, reason=str(self.run_state.stop))
-        self.requested = False
-
-    def healthy(self, step: int) -> Line:
+    def healthy(self, step: int) -> Metrics:
         """The log line of a run in which nothing is wrong; the loss falls from that of an untrained model."""
-        first, done = math.log(self.module.config.vocab_size), (step - 1) / self.max_steps
-        loss = first * (FINAL_LOSS + (1 - FINAL_LOSS) * math.exp(-5 * done))
-        model = self.config.model
+        done, model = (step - 1) / self.max_steps, self.config.model
+        loss = self.first_loss * (FINAL_LOSS + (1 - FINAL_LOSS) * math.exp(-5 * done))
         return {
             **TYPICAL, **dict.fromkeys(("train/loss", "train/max_loss", "val/loss"), loss),
             **dict.fromkeys(("train/perplexity", "val/perplexity"), math.exp(loss)),
@@ -144,31 +72,71 @@ class Stage(logging.Handler):
             "perf/tokens_per_second": self.tokens_per_second,
         }  # fmt: skip
 
-    def line(self, changed: Line = {}) -> None:
-        """The next log line, `log_interval` steps after the one before: a healthy one but for what is changed."""
-        self.global_step = min(self.max_steps, self.global_step + self.log_interval)
-        self.now += self.log_interval * self.seconds
-        self.call("on_metrics", self.healthy(self.global_step) | changed)
+    def begin_after(self, step: int) -> None:
+        """Have the next log line come after this step."""
+        self.step = self.rollbacks.good = step
+        self.now = step * self.seconds
 
-    @property
-    def ended(self) -> bool:
-        return self.run_state.stop is not None or self.global_step >= self.max_steps
+    def count_with(self, budget: Budget) -> None:
+        """A budget begins to count what this run costs."""
+        self.observers, spent = (budget,), budget.begin(Cost(0.0, None), age=0.0)
+        self.cost = budget.meter.read
+        self.act(spent)
+
+    def line(self, changed: Metrics = {}, steps: Sequence[StepRecord] = ()) -> None:
+        """The next log line, `log_interval` steps after the one before: a healthy one but for what is changed."""
+        self.step = min(self.max_steps, self.step + self.log_interval)
+        self.now += self.log_interval * self.seconds
+        metrics, interval = self.healthy(self.step) | changed, self.config.trainer.val_interval
+        line = Line(
+            self.name, self.step, self.max_steps, self.step * self.tokens_per_step, metrics, self.log_interval,
+            self.config.model.schedule, validations_left(self.step, self.max_steps, interval), steps,
+        )  # fmt: skip
+        for observer in self.observers:
+            self.act(observer.observe(line))
+        self.rollbacks.note(self.step, metrics)
+
+    def act(self, findings: list[Finding]) -> None:
+        """Keep what `callbacks/guards` would do."""
+        for finding in findings:
+            reason = f"{finding.guard}: {finding.message}"
+            stops = finding.action == "stop"
+            self._note(str(finding), finding, finding.takes_checkpoint, reason if stops else None)
+            if finding.action != "rollback":
+                continue
+            for observer in self.observers:
+                observer.forget_newest()
+            if self.rollbacks.asked:
+                continue
+            interval = self.config.trainer.checkpoint_interval
+            to, text = self.rollbacks.ask(self.step, lambda good: good - good % interval or None)
+            if to is None:
+                self._end(f"{reason}; {text}")
+            else:
+                self._note(text, finding, checkpoint=True)
+
+    def _note(self, log: str, finding: Finding, checkpoint: bool = False, reason: str | None = None) -> None:
+        hours, usd = self.cost()
+        self.events.append({"step": self.step, "hours": hours, "spent_usd": usd, "log": log, "guard": finding.guard,
+                            "action": finding.action, "checkpoint": checkpoint, "exit_code": None,
+                            "reason": None})  # fmt: skip
+        if reason is not None:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        self.events[-1].update(exit_code=GuardStop.exit_code, reason=reason)
+        self.stopped = True
 
 
 # ---- scenarios -------------------------------------------------------------------------------------------------------
 
+Played = tuple[str, InventedRun]  # a scenario's name, and how it went
+
 
 def rehearse(config: Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Play the guards of a config through.
+    """Play the guards of a config through, over the facts of its plan.
 
-    Args:
-        found: the facts of the plan.
-
-    Returns:
-        What is assumed, and under `rehearsal` the scenarios, each with its `events`.
-
-    Raises:
-        RequestError: the budget cannot be counted.
+    Returns what is assumed, and under `rehearsal` the scenarios, each with its `events`.
     """
     time, guards, max_steps = found.get("time", {}), config.guards, found["steps"]["max_steps"]
     seconds = time["seconds"] / max_steps if time.get("seconds") else SECONDS_PER_STEP
@@ -177,85 +145,77 @@ def rehearse(config: Namespace, found: dict[str, Any]) -> dict[str, Any]:
     rate = nonnegative(file.get("rate_usd_per_hr")) or guards.budget.rate_usd_per_hr or config.rate_usd_per_hr
     spent = Cost(nonnegative(file.get("hours_elapsed")) or 0.0, nonnegative(file.get("spent_usd")))
     meter = Meter(rate, spent, 0.0, clock=lambda: 0.0)
-    with TemporaryDirectory() as folder:
-        stage = partial(Stage, config, found, seconds, meter, folder)
-        played = [_nothing_wrong(stage(Alerts(guards.alerts), RehearsedRollback(guards.max_rollbacks)))]
-        for text, action in guards.alerts.items():
-            played.append(_alert(stage, text, action, guards.max_rollbacks))
-        for count, name in ((1, "a step is not finite"), (guards.max_skipped, "no step is finite any more")):
-            played.append((name, _not_finite(stage(NotFinite(guards.not_finite, guards.max_skipped)), count)))
-        if guards.throughput.floor is not None:
-            played.append(_slow(stage(ThroughputFloor(guards.throughput)), guards.throughput.floor))
-        if guards.budget.cap_usd or guards.budget.max_hours or guards.budget.max_rate_usd_per_hr:
-            played += _budget(stage, guards.budget, file, meter, Path(folder))
+    run = partial(InventedRun, config, found, seconds, meter)
+    played = [_nothing_wrong(run(Alerts(guards.alerts)))]
+    played += [_alert(run, text, action) for text, action in guards.alerts.items()]
+    for count, name in ((1, "a step is not finite"), (guards.max_skipped, "no step is finite any more")):
+        played.append((name, _not_finite(run(NotFinite(guards.not_finite, guards.max_skipped)), count)))
+    if guards.throughput.floor is not None:
+        floor = ThroughputFloor(guards.throughput)
+        floor.begin(f"attention {NOT_BUILT.attention}, kernels {NOT_BUILT.kernels}")
+        played.append(_slow(run(floor), guards.throughput.floor))
+    if guards.budget.cap_usd or guards.budget.max_hours or guards.budget.max_rate_usd_per_hr:
+        played += _budget(run, guards.budget, file, meter)
     return {"seconds_per_step": seconds, "basis": basis,
-            "rehearsal": [{"scenario": name, "events": stage.events} for name, stage in played]}  # fmt: skip
+            "rehearsal": [{"scenario": name, "events": one.events} for name, one in played]}  # fmt: skip
 
 
-Played = tuple[str, Stage]  # a scenario and its name
+def _nothing_wrong(run: InventedRun) -> Played:
+    while not run.ended:
+        run.line()
+    first, last = (run.healthy(step)["train/loss"] for step in (1, run.max_steps))
+    return f"nothing wrong: the loss falls from {first:.3g} to {last:.3g}", run
 
 
-def _nothing_wrong(stage: Stage) -> Played:
-    stage.call("on_train_start")
-    while not stage.ended:
-        stage.line()
-    first, last = (stage.healthy(step)["train/loss"] for step in (1, stage.max_steps))
-    return f"nothing wrong: the loss falls from {first:.3g} to {last:.3g}", stage
-
-
-def _alert(stage_of: Callable[..., Stage], text: str, action: Action | Alert, max_rollbacks: int) -> Played:
+def _alert(run_of: Callable[..., InventedRun], text: str, action: Action | Alert) -> Played:
     """Healthy log lines, late in the run if possible, and then the first change of a line that makes the alert true."""
     for late in range(3):
-        alerts, rollback = Alerts({text: action}), RehearsedRollback(max_rollbacks)
-        stage, evaluator, (expression,) = stage_of(alerts, rollback), alerts.evaluator, alerts.evaluator.expressions
-        interval, before = stage.log_interval, max(expression.depths.values()) + 2  # so that windows are full
-        step = (stage.max_steps - 3 * interval, stage.max_steps // 2, interval * (before + 1))[late]
-        if not (before + 1) * interval <= step <= stage.max_steps:
+        alerts = Alerts({text: action})
+        run, evaluator, (expression,) = run_of(alerts), alerts.evaluator, alerts.evaluator.expressions
+        interval, before = run.log_interval, max(expression.depths.values()) + 2  # so that windows are full
+        step = (run.max_steps - 3 * interval, run.max_steps // 2, interval * (before + 1))[late]
+        if not (before + 1) * interval <= step <= run.max_steps:
             continue
-        stage.global_step = step - (before + 1) * interval
-        stage.now = stage.global_step * stage.seconds
-        stage.call("on_train_start")
+        run.begin_after(step - (before + 1) * interval)
         for _ in range(before):
-            stage.line()
-        if stage.events or expression.holds(evaluator.history):
+            run.line()
+        if run.events or expression.holds(evaluator.history):
             continue
-        history, healthy = evaluator.history.state_dict(), stage.healthy(step)
-        clocks = {"step": step, "data/tokens": step * stage.steps.tokens_per_step}
+        history, healthy = evaluator.history.state_dict(), run.healthy(step)
+        clocks = {"step": step, "data/tokens": step * run.tokens_per_step}
         names = [NAMES[name] for name in expression.depths.keys() - CLOCKS]
         for changed, factor in product((names, *([name] for name in names)), FACTORS):
             bad = {name: factor * healthy[name] for name in changed}
             holds = any(evaluator.evaluate(healthy | bad | clocks).values())
             evaluator.history.load_state_dict(history)
             if holds:
-                stage.line(bad)
-                if rollback.done:  # and the one that is too many
-                    rollback.done = max_rollbacks
-                    stage.line()
-                    stage.line(bad)
+                run.line(bad)
+                if run.rollbacks.done:  # and the one that is too many
+                    run.rollbacks.done = run.rollbacks.most
+                    run.line()
+                    run.line(bad)
                 values = ", ".join(f"{METRICS[name].alert} {value:.4g}" for name, value in bad.items())
-                return f"alert `{text}`: {values or 'as in a healthy run'}", stage
-    return f"alert `{text}`: no invented line makes it true after one at which it is false", stage_of()
+                return f"alert `{text}`: {values or 'as in a healthy run'}", run
+    return f"alert `{text}`: no invented line makes it true after one at which it is false", run_of()
 
 
-def _not_finite(stage: Stage, count: int) -> Stage:
-    while count > 0 and not stage.ended:
-        steps = range(stage.global_step + 1, stage.global_step + stage.log_interval + 1)
-        stage.run_state.stats.recent = [StepRecord(step, math.nan, math.nan, False) for step in steps][:count]
-        count -= len(stage.run_state.stats.recent)
-        stage.line()
-    return stage
+def _not_finite(run: InventedRun, count: int) -> InventedRun:
+    while count > 0 and not run.ended:
+        steps = range(run.step + 1, run.step + min(run.log_interval, count) + 1)
+        run.line(steps=[StepRecord(step, math.nan, math.nan, False) for step in steps])
+        count -= len(steps)
+    return run
 
 
-def _slow(stage: Stage, floor: int) -> Played:
-    stage.call("on_train_start")
-    while not stage.events and not stage.ended:
-        stage.line({"perf/tokens_per_second": floor / 2})
-    return f"{format_count(floor / 2)} tokens/s, half of the floor", stage
+def _slow(run: InventedRun, floor: int) -> Played:
+    while not run.events and not run.ended:
+        run.line({"perf/tokens_per_second": floor / 2})
+    return f"{format_count(floor / 2)} tokens/s, half of the floor", run
 
 
 def _budget(
-    stage_of: Callable[[], Stage], config: BudgetConfig, file: dict[str, Any], meter: Meter, folder: Path
-) -> Iterator[Played]:
+    run_of: Callable[..., InventedRun], config: BudgetConfig, file: dict[str, Any], meter: Meter
+) -> Iterator[Played]:  # fmt: skip
     """Runs at the planned speed, that take less than the budget and more, all of it at once, and too high a rate."""
     before, rate = meter.read(), meter.rate or RATE
     lefts = [(config.cap_usd - (before.usd or 0.0)) / rate] if config.cap_usd else []
@@ -268,32 +228,27 @@ def _budget(
                   ("the machine stands still until all is spent", 0.95, 0.6 * left, rate)]  # fmt: skip
     if file and config.max_rate_usd_per_hr:
         cases.append(("the file raises the rate", 0.95 if left else None, 0.0, 1.1 * config.max_rate_usd_per_hr))
-    copy = folder / "file.json"
     for name, part, stall, later_rate in cases:
-        stage = stage_of()
-        stage.seconds = stage.seconds if part is None else part * left / stage.max_steps
-        budget = Budget(replace(config, file=str(copy)) if file else config, partial(getattr, stage, "now"), 0.0)
-        stage.callbacks.insert(0, budget)
-        _count_on(copy, file, stage, rate, before)
-        stage.call("on_train_start")
-        while not stage.ended:
-            later = stage.global_step >= stage.max_steps // 2
-            stage.now, stall = stage.now + stall * later, stall * (not later)
-            _count_on(copy, file, stage, later_rate if later else rate, before)
-            stage.line()
-        yield f"budget: {name}", stage
+        run = run_of()
+        run.seconds = run.seconds if part is None else part * left / run.max_steps
+        read_file = partial(_counted, file, run, rate, later_rate, before)
+        run.count_with(Budget(config, clock=partial(getattr, run, "now"), read_file=read_file))
+        while not run.ended:
+            if run.step >= run.max_steps // 2:
+                run.now, stall = run.now + stall, 0.0
+            run.line()
+        yield f"budget: {name}", run
 
 
-def _count_on(copy: Path, file: dict[str, Any], stage: Stage, rate: float, before: Cost) -> None:
-    """Write what the program that keeps the file, if there is one, would write now."""
-    if not file:
-        return
-    hours = stage.now / 3600
-    end = (before.usd or 0.0) + stage.seconds * stage.max_steps / 3600 * rate
-    counted = {"spent_usd": (before.usd or 0.0) + hours * rate, "rate_usd_per_hr": rate,
-               "hours_elapsed": before.hours + hours, "projected_total_usd": end}  # fmt: skip
-    content = {name: value for name, value in counted.items() if name in file}
-    copy.write_text(json.dumps(content | {"last_update_utc": str(datetime.now(UTC) + timedelta(hours=hours))}))
+def _counted(
+    file: dict[str, Any], run: InventedRun, rate: float, later_rate: float, before: Cost
+) -> tuple[dict[str, Any] | None, None]:  # fmt: skip
+    """What the program that keeps the file, if there is one, would say now; nothing is wrong with it."""
+    rate = later_rate if run.step > run.max_steps // 2 else rate
+    hours, spent = run.now / 3600, before.usd or 0.0
+    counted = {"spent_usd": spent + hours * rate, "rate_usd_per_hr": rate, "hours_elapsed": before.hours + hours,
+               "projected_total_usd": spent + run.seconds * run.max_steps / 3600 * rate}  # fmt: skip
+    return {name: value for name, value in counted.items() if name in file} or None, None
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

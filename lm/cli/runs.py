@@ -24,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from lm.errors import LmError, RequestError
 from lm.model.estimates import describe_mfu
 from lm.runs import registry
-from lm.runs.evaluations import describe_evaluation, merge_evaluations
+from lm.runs.facts import read_facts, run_row
 from lm.runs.history import Expectation, acceptance, expectations, read_samples, time_spent
-from lm.runs.metrics import BY_SOURCE, METRICS
+from lm.runs.metrics import BY_SOURCE, METRICS, describe_evaluation, merge_evaluations
 from lm.runs.run import ROOT, Run
 from lm.system.files import finite_or_none
 from lm.system.process import program
@@ -87,8 +87,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
         return
     path = folder.path.resolve()
     folder.refuse_if_trained()
-    checkpoints = [step.name for step in folder.steps().values()]
-    kept = ", ".join(checkpoints) or "none"
+    kept = ", ".join(step.name for step in folder.steps().values()) or "none"
     print(f"{path}: {folder.status()}, {format_bytes(folder_bytes(path))}, checkpoints: {kept}")
     if not yes:
         if not sys.stdin.isatty():
@@ -101,7 +100,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
     dead = path.with_name(f".removed-{path.name}-{os.getpid()}")
     os.rename(path, dead)
     folder.release()  # a network's file system cannot remove a folder with a file that is open
-    (dead / "run.json").unlink()  # what a kill leaves here is no run
+    (dead / "run.json").unlink()  # what a kill leaves here is not a run
     shutil.rmtree(dead)
     if folder.path.is_symlink():
         folder.path.unlink()
@@ -135,10 +134,6 @@ def check(run: str, root: str = str(ROOT), json: bool = False) -> None:
         run: Name under the root or in the registry, or a path.
         root: Folder of the runs.
         json: Print one JSON object instead of lines.
-
-    Raises:
-        RequestError: the run has not ended, or its config expects nothing.
-        LmError: it did not end as expected.
     """
     folder = registry.find_run(run, root)
     found, status = expectations(folder), folder.status()
@@ -170,14 +165,14 @@ def collect_runs(root: str) -> list[dict[str, Any]]:
     for row in registry.known_runs():
         path = Path(row["path"])
         if (path / "run.json").is_file():
-            found[row["path"]] = registry.facts(Run(path))
+            found[row["path"]] = run_row(Run(path))
         elif path.parent.is_dir():
             removed.append(row["path"])
         else:
             found[row["path"]] = {**row, "status": "gone"}
     for run in Run.all(root):
-        if str(run.path.resolve()) not in found:
-            found[str(run.path.resolve())] = registry.facts(run)
+        path = str(run.path.resolve())
+        found[path] = found.get(path) or run_row(run)
     if removed:
         try:
             registry.forget(removed)
@@ -187,7 +182,6 @@ def collect_runs(root: str) -> list[dict[str, Any]]:
 
 
 def folder_bytes(path: Path) -> int:
-    """Bytes of all files in a folder."""
     return sum(file.lstat().st_size for file in path.rglob("*"))
 
 
@@ -201,7 +195,7 @@ HEADINGS = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")
 
 
 def _print_table(found: list[dict[str, Any]], console: Console) -> None:
-    """Print the runs of each folder, the last run's folder first; the columns of all folders are aligned."""
+    """The runs of each folder, the last run's folder first; the columns of all folders are aligned."""
     folders: dict[Path, list[dict[str, Any]]] = {}
     for run in reversed(found):
         folders.setdefault(Path(run["path"]).parent, []).insert(0, run)
@@ -267,25 +261,19 @@ def show(run: str, json: bool = False, root: str = str(ROOT)) -> None:
 
 def describe_run(run: Run, metrics: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """What `lm runs show --json` prints; what is not known is None or empty. `metrics` spares reading them again."""
-    described, state = run.read("run.json"), run.read("state.json")
+    facts, row = read_facts(run), run_row(run)
     metrics = run.metrics() if metrics is None else metrics
-    config = run.settings()
-    steps, status = run.steps(), run.status()
+    config, steps = run.settings(), run.steps()
     best, last = run.link("best"), run.link("last") or next(reversed(steps.values()), None)
-    samples, facts = read_samples(run), registry.facts(run)
-    each = described.get("flops_per_token")
+    samples, each = read_samples(run), facts["flops_per_token"]
     return {
-        **facts,
-        "max_tokens": state.get("max_tokens"),
-        "eta_seconds": state.get("eta_seconds") if status == "running" else None,
-        "phase": state.get("phase"),
-        "time": state.get("time"),
-        "pid": state.get("pid"),
-        "note": described.get("note"),
-        "branch": described.get("branch"),
+        **row,
+        **{name: facts[name] for name in (
+            "max_tokens", "eta_seconds", "phase", "time", "pid", "note", "branch", "acceptance", "device",
+            "world_size", "python", "versions", "git", "command", "budget",
+        )},
         "branches": [[other.name, origin["step"]] for other in Run.all(run.path.parent)
                      if (origin := other.read("run.json").get("branch")) and origin["path"] == str(run.path.resolve())],
-        "acceptance": described.get("acceptance"),
         "parameters": count_parameters(last / "model.safetensors") if last else None,
         "config": config,
         "curves": {name: curve for name in (*LOSSES, "optim/grad_norm", "perf/tokens_per_second", "perf/mfu",
@@ -293,22 +281,18 @@ def describe_run(run: Run, metrics: list[dict[str, Any]] | None = None) -> dict[
                    if (curve := summarize(metrics, name))},
         "sources": {source: {name: curve["last"] for name in BY_SOURCE
                              if (curve := summarize(metrics, f"{name}/{source}"))}
-                    for source in (described.get("mixture") or {}).get("sources", [])},
+                    for source in (facts["mixture"] or {}).get("sources", [])},
         "checkpoints": [
             {"step": step, "path": str(path), "bytes": folder_bytes(path), "best": path == best, "last": path == last}
             for step, path in steps.items()
         ],
         "seconds": time_spent(metrics),
         "flops": None if None in (each, facts["tokens"]) else each * facts["tokens"],
-        "device": described.get("device"), "world_size": described.get("world_size"),
-        "python": described.get("python"), "versions": described.get("versions", {}), "git": described.get("git"),
-        "command": described.get("command", []),
-        "budget": run.read("budget.json") or None,
         "alerts": run.alerts(),
         "post_mortems": sorted(str(path) for path in run.path.glob("postmortem-*") if path.is_dir()),
         "evaluation": merge_evaluations(run.evaluations()),
         "samples": [sample for sample in samples if sample["step"] == samples[-1]["step"]],
-        "next": next_command(run, status),
+        "next": next_command(run, row["status"]),
     }  # fmt: skip
 
 
@@ -352,11 +336,14 @@ def _print_page(found: dict[str, Any]) -> None:
     if found["reason"]:
         title.append(f": {found['reason']}")
     console.print(title)
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     parts = {
         "where": [found["path"]], "about": _about(found), "progress": _progress(found), "losses": _losses(found),
         "speed": _speed(found), "time": _time(found),
         "model": _model(found), "training": _training(found["config"]), "checkpoints": _checkpoints(found),
-        "machine": _machine(found), "started as": _started(found), "cost": _cost(found["budget"]),
+        "machine": [machine_of(found), f"python {found['python']}, {versions}"],
+        "started as": [shlex.join(start_command(found)), f"git {found['git']}" if found["git"] else ""],
+        "cost": _cost(found["budget"]),
         "evaluation": describe_evaluation(found["evaluation"]), "alerts": _alerts(found["alerts"]),
         "samples": _samples(found),
         "post-mortems": [Path(path).name for path in found["post_mortems"]],
@@ -379,8 +366,13 @@ def checks_of(found: dict[str, Any]) -> list[Expectation]:
     return [Expectation(each["metric"], each["low"], each["high"], each["value"]) for each in checks]
 
 
+def start_command(found: dict[str, Any]) -> list[str]:
+    """The command that started a run; `python -m lm` is written as `lm`, and a script by its name."""
+    command = list(map(str, found["command"]))
+    return ["lm", *command[1:]] if command[:1] == ["__main__.py"] else command
+
+
 def machine_of(found: dict[str, Any]) -> str:
-    """The devices of a run and their host."""
     devices = f"{found['world_size'] or 1} x {found['device'] or 'unknown device'}"
     return devices + (f" on {found['host']}" if found["host"] else "")
 
@@ -399,13 +391,13 @@ def _about(found: dict[str, Any]) -> list[str]:
 def _progress(found: dict[str, Any]) -> list[str]:
     if found["step"] is None:
         return ["no step taken yet"]
-    share = f" ({found['step'] / found['max_steps']:.0%})" if found["max_steps"] else ""
-    of = f" of {found['max_steps']:,}" if found["max_steps"] else ""
+    last = found["max_steps"]
+    of = f" of {last:,} ({found['step'] / last:.0%})" if last else ""
     tokens = "" if found["tokens"] is None else f", {format_count(found['tokens'])} tokens"
     left = f", {format_duration(found['eta_seconds'])} to go" if found["eta_seconds"] else ""
     entered = f", last started {format_duration(time.time() - found['entered'])} ago" if found["entered"] else ""
     return [
-        f"step {found['step']:,}{of}{share}{tokens}{left}",
+        f"step {found['step']:,}{of}{tokens}{left}",
         f"started {found['started']}{entered}" if found["started"] else "",
     ]
 
@@ -468,18 +460,15 @@ def _training(config: dict[str, Any]) -> list[str]:
     optimizer, schedule = model.get("optimizer") or {}, model.get("schedule") or {}
     if not optimizer:
         return []
+    mixture = ", ".join(f"{source['name']} ({source.get('weight', 1):g} of {source.get('path') or source.get('train')})"
+                        for source in data.get("sources") or [])  # fmt: skip
     return [
         f"{optimizer.get('class_path') or optimizer.get('name')}, lr {optimizer.get('lr')}, "
         f"{schedule.get('name')} schedule, "
         f"{data.get('global_batch_tokens')} tokens a step of {data.get('seq_len')}, {trainer.get('precision')}, "
         f"seed {config.get('seed_everything')}",
-        f"data {data.get('path') or data.get('train') or ', '.join(map(_source, data.get('sources') or []))}",
+        f"data {data.get('path') or data.get('train') or mixture}",
     ]
-
-
-def _source(source: dict[str, Any]) -> str:
-    """A source of a mixture, from a config."""
-    return f"{source['name']} ({source.get('weight', 1):g} of {source.get('path') or source.get('train')})"
 
 
 def _checkpoints(found: dict[str, Any]) -> list[str]:
@@ -488,18 +477,6 @@ def _checkpoints(found: dict[str, Any]) -> list[str]:
         marks = [mark for mark in ("best", "last") if checkpoint[mark]]
         parts.append(f"step {checkpoint['step']:,} ({', '.join([*marks, format_bytes(checkpoint['bytes'])])})")
     return [", ".join(parts) or "none yet"]
-
-
-def _machine(found: dict[str, Any]) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return [machine_of(found), f"python {found['python']}, {versions}"]
-
-
-def _started(found: dict[str, Any]) -> list[str]:
-    command = list(found["command"])
-    if command and command[0] == "__main__.py":
-        command[0] = "lm"
-    return [shlex.join(map(str, command)), f"git {found['git']}" if found["git"] else ""]
 
 
 def _cost(budget: dict[str, Any] | None) -> list[str]:

@@ -38,7 +38,6 @@ class Recipe:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
         return parameters(self.decoder)["total"]
 
     @property
@@ -50,23 +49,19 @@ class Recipe:
         return self.parameters - self.decoder.vocab_size * self.decoder.hidden_size
 
     @property
-    def batch_tokens(self) -> int:
-        """Tokens of an optimizer step."""
+    def batch_tokens(self) -> int:  # of an optimizer step
         return self.batch * self.decoder.max_position_embeddings
 
     @property
-    def tokens(self) -> int:
-        """Tokens of the run."""
+    def tokens(self) -> int:  # of the run
         return self.steps * self.batch_tokens
 
     @property
-    def flops_per_token(self) -> float:
-        """Floating-point operations of training on a token."""
+    def flops_per_token(self) -> float:  # of training
         return flops_per_token(self.decoder, self.decoder.max_position_embeddings)
 
     @property
-    def flops(self) -> float:
-        """Floating-point operations of the run."""
+    def flops(self) -> float:  # of the run
         return self.tokens * self.flops_per_token
 
     @property
@@ -80,8 +75,7 @@ class Recipe:
         return BUILTIN[self.optimizer].learning_rate(self.decoder, self.block_flops, self.batch_tokens)
 
     @property
-    def weight_decay(self) -> float:
-        """Of the matrices in the blocks."""
+    def weight_decay(self) -> float:  # of the matrices in the blocks
         return weight_decay(self.learning_rate, self.steps, self.tokens / self.multiplied)
 
 
@@ -89,17 +83,9 @@ def recipe(
     decoder: DecoderConfig, *, tokens_per_parameter: float | None = None, flops: float | None = None,
     steps: int | None = None, optimizer: OptimizerName = "muon",
 ) -> Recipe:  # fmt: skip
-    """The recipe of a decoder for a horizon.
+    """The recipe of a decoder for a horizon, which is given in one of three ways.
 
-    Args:
-        decoder: as `shape` makes it.
-        tokens_per_parameter: the horizon, as tokens for each parameter outside the embedding; or
-        flops: as floating-point operations of the run; or
-        steps: as optimizer steps. Exactly one of the three.
-        optimizer: of the matrices in the blocks.
-
-    Raises:
-        RequestError: the horizon is less than one optimizer step.
+    They are tokens for each parameter outside the embedding, floating-point operations of the run, optimizer steps.
     """
     step, seq_len = Recipe(decoder, 1, 1, optimizer), decoder.max_position_embeddings  # a step of one sample
     if steps is not None:
@@ -132,9 +118,6 @@ def shape(
     The output matrix is not the embedding, so that each learns at its own rate, as in nanochat. QK-norm bounds the
     attention logits, which lets larger learning rates pass (Wortsman et al., 2023, arXiv:2309.14322). Blocks begin by
     passing their input on (Goyal et al., 2017, arXiv:1706.02677).
-
-    Raises:
-        RequestError: fewer than two blocks, or an impossible size.
     """
     if depth < 2:
         raise RequestError(f"--depth {depth} must be at least 2")
@@ -238,8 +221,6 @@ DATA = "data/pretrain-32k"
 INTERVAL = 250  # optimizer steps between validations, and between checkpoints
 VALIDATED = 16  # batches a validation reads after so many steps: a fiftieth of their work
 
-WINDOW = "tokens of a window: a quarter of the context, in tiles of 128 (nanochat)"
-
 YAML = """\
 # {title}
 #   {command} > {name}.yaml
@@ -319,9 +300,6 @@ def scaled_config(
         aspect_ratio: Width / depth, before the width is rounded up to whole heads.
         head_dim: Width of a head, even.
         window_pattern: Layers with a window (S) and with full attention (L), repeated; the last is always L.
-
-    Raises:
-        RequestError: no depth, several horizons, or numbers that make no model.
     """
     if depth is None:
         raise RequestError("give the depth, such as --depth 12")
@@ -362,7 +340,10 @@ def write_yaml(made: Recipe, command: str, horizon: str, data: str, aspect_ratio
         "warmup_steps": f"{optimizer.warmup_steps(made.steps, made.batch_tokens):_}",
     }  # fmt: skip
     interval = min(INTERVAL, made.steps)
-    window = f"    sliding_window: {decoder.sliding_window:_}  # {WINDOW}\n" if decoder.sliding_window else ""
+    window = "" if decoder.sliding_window is None else (
+        f"    sliding_window: {decoder.sliding_window:_}"
+        "  # tokens of a window: a quarter of the context, in tiles of 128 (nanochat)\n"
+    )
 
     def rate(factor: float) -> str:
         return _float(peak_rate(factor, decoder.num_hidden_layers, decoder.hidden_size))

@@ -23,6 +23,7 @@ import numpy as np
 
 from lm.data.config import LEARNED, PrepareOptions
 from lm.data.encode import (
+    COUNTS,
     Recipe,
     Slice,
     Unit,
@@ -48,7 +49,6 @@ log = logging.getLogger(__name__)
 FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
 LOSS_SPREAD = 2.5  # nats, standard deviation of a token's loss: 2 to 3 for tokens of a BPE
 MANIFEST, PARTS, PLAN = "manifest.json", ".parts", ".parts/plan.json"
-EARLIER = {"packing": "stream"}  # of folders that were made before there was such an option
 CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
 
 
@@ -56,23 +56,14 @@ class Split(NamedTuple):
     """The tokens of a split."""
 
     name: str  # "train" or "val"
-    documents: int
-    tokens: int  # with the one that ends each document
-    bytes: int  # of the documents in UTF-8
-    token_bytes: int  # what `Tokenizer.token_bytes` makes of them
+    counts: dict[str, int]  # of COUNTS
     slices: list[Slice]  # of the parts
 
 
 def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Make shards, or continue making them; a finished folder that fits the options is left as it is.
 
-    Returns:
-        The content of `manifest.json`.
-
-    Raises:
-        RequestError: an option or input is wrong, or the folder was made with other ones; says what differs.
-        RunError: a file cannot be read; names the file and line or row.
-        Interrupted: stopped by Ctrl-C; the same command continues.
+    Returns the content of `manifest.json`.
     """
     options.check()
     output, parts = Path(options.output), Path(options.output) / PARTS
@@ -157,12 +148,8 @@ def _make(
         "eos_id": tokenizer.eos_id,
         "packed": None if options.seq_len is None else PackedRows(options.seq_len, tokenizer.eos_id),
         "splits": {
-            split.name: {
-                "documents": split.documents,
-                "tokens": split.tokens,
-                "bytes": split.bytes,
-                "token_bytes": split.token_bytes,
-                "shards": [entry for entry in entries if entry["file"].startswith(f"{split.name}/")],
+            split.name: split.counts | {
+                "shards": [entry for entry in entries if entry["file"].startswith(f"{split.name}/")]
             }
             for split in splits
         },
@@ -229,13 +216,12 @@ def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, A
 
 
 def _read(output: Path, name: str) -> dict[str, Any]:
-    """A manifest or plan."""
     file = output / name
     try:
         made = parse_json(file.read_bytes())
         if not all(isinstance(entry["name"], str) for entry in made["sources"]):
             raise ValueError("a source has no name")
-        return made | {"options": {**EARLIER, **made["options"]}}
+        return made | {"options": {"packing": "stream", **made["options"]}}  # before that was an option, it was so
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
 
@@ -271,9 +257,13 @@ def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], given: T
 
 def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -> Iterator[str]:
     """Training documents, of much text the beginnings of units; all documents where none is for training."""
+
+    def scattered(unit: Unit) -> bytes:  # an order that has nothing to do with that of the files
+        return blake2b(repr([(file.name, part) for file, part, _ in unit.slices]).encode()).digest()
+
     limit, nothing = options.sample_bytes, True
     per_unit = limit if sum(unit.text_bytes for unit in units) <= limit else max(limit // len(units), 2**20)
-    for unit in sorted(units, key=_scattered):
+    for unit in sorted(units, key=scattered):
         left, wanted = min(limit, per_unit), None
         for piece in unit_pieces(unit, options.text_key, None):
             if wanted is None:  # a document begins
@@ -291,12 +281,6 @@ def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -
             return
     if nothing and training:
         yield from _sample(options, units, training=False)
-
-
-def _scattered(unit: Unit) -> bytes:
-    """An order that has nothing to do with that of the files."""
-    names = [(file.name, part) for file, part, _ in unit.slices]
-    return blake2b(repr(names).encode()).digest()
 
 
 def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, tuple[Slice, ...]]]:
@@ -318,23 +302,20 @@ def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, t
 
 
 def divide(parts: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """The splits that the parts of all units make: "train", and "val" unless no validation was asked for.
-
-    Raises:
-        RequestError: there is no text.
-    """
+    """The splits that the parts of all units make: "train", and "val" unless no validation was asked for."""
     train, val = (_gather(name, [part for part in parts if part["split"] == name]) for name in ("train", "val"))
-    if train.documents and (val.documents or val_fraction == 0):
-        return [train, val] if val.documents else [train]
-    only = train if train.documents else val._replace(name="train")
-    if only.documents == 0:
+    documents, held_out = train.counts["documents"], val.counts["documents"]
+    if documents and (held_out or val_fraction == 0):
+        return [train, val] if held_out else [train]
+    only = train if documents else val._replace(name="train")
+    if only.counts["documents"] == 0:
         raise RequestError("the input holds no text: every document is empty")
     return _cut(only, val_fraction, tokenizer, folder) if val_fraction > 0 else [only]
 
 
 def _gather(name: str, parts: list[dict[str, Any]]) -> Split:
-    sums = (sum(part[key] for part in parts) for key in ("documents", "tokens", "bytes", "token_bytes"))
-    return Split(name, *sums, [Slice(part["file"], 0, part["tokens"]) for part in parts])
+    counts = {key: sum(part[key] for part in parts) for key in COUNTS}
+    return Split(name, counts, [Slice(part["file"], 0, part["tokens"]) for part in parts])
 
 
 def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
@@ -359,7 +340,7 @@ def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) 
     index = int(np.searchsorted(ends, edge, side="right"))  # of the document that is cut
     last = ids(list(different.values())[index])
     first = edge - int(ends[index]) + len(last)
-    if first == len(last) - 1 and last[-1] == tokenizer.eos_id:  # the token that ends a document is no text
+    if first == len(last) - 1 and last[-1] == tokenizer.eos_id:  # the token that ends a document is not text
         first = max(first - 1, 0 if index else 1)
     near = range(first, min(first + CUT_SEARCH, len(last) + (index < len(ends) - 1)))
     near = [at for at in near if at == first or at != len(last) - 1]
@@ -371,15 +352,15 @@ def _cut(whole: Split, val_fraction: float, tokenizer: Tokenizer, folder: Path) 
         middle = stop if order[digest] < index else start + cut if order[digest] == index else start
         kept += [Slice(part, start, middle)] if middle > start else []
         held_out += [Slice(part, middle, stop)] if middle < stop else []
-    sizes, tokens = tokenizer.token_bytes(), sum(piece.stop - piece.start for piece in held_out)
+    sizes, counts = tokenizer.token_bytes(), whole.counts
+    tokens = sum(piece.stop - piece.start for piece in held_out)
     counted = sum(int(sizes[ids(piece)].sum()) for piece in held_out)
-    size = round(whole.bytes * counted / max(1, whole.token_bytes))
-    log.info("too few documents to hold some out: validation gets %s of %s tokens", f"{tokens:,}", f"{whole.tokens:,}")
-    rest = (whole.tokens - tokens, whole.bytes - size, whole.token_bytes - counted)
-    return [
-        Split("train", len(kept), *rest, _joined(kept)),
-        Split("val", len(held_out), tokens, size, counted, _joined(held_out)),
-    ]
+    size = round(counts["bytes"] * counted / max(1, counts["token_bytes"]))
+    some, all_tokens = f"{tokens:,}", f"{counts['tokens']:,}"
+    log.info("too few documents to hold some out: validation gets %s of %s tokens", some, all_tokens)
+    val = {"documents": len(held_out), "tokens": tokens, "bytes": size, "token_bytes": counted}
+    train = {key: counts[key] - val[key] for key in COUNTS} | {"documents": len(kept)}
+    return [Split("train", train, _joined(kept)), Split("val", val, _joined(held_out))]
 
 
 def _joined(pieces: list[Slice]) -> list[Slice]:

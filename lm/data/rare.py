@@ -9,13 +9,10 @@ COUNTED = 4 * 2**20  # tokens of the text that are counted
 
 
 def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
-    """The bottom 1 % of the unigram distribution of a text.
+    """The ids of the bottom 1 % of the unigram distribution of a text, the rarest first.
 
     The first 4 Mi tokens of the shards are counted. Tokens that occur are sorted by count, then by id, and taken from
     the rarest on as long as they make up at most 1 % of the count together; the rarest is always taken.
-
-    Returns:
-        Their ids, the rarest first.
     """
     counts = sum(np.bincount(tokens, minlength=vocab_size) for tokens in shards.pieces(COUNTED))
     rarest = np.argsort(counts, kind="stable")
@@ -25,15 +22,7 @@ def rare_tokens(shards: Shards, vocab_size: int) -> np.ndarray:
 
 
 def rare_rows(rare: np.ndarray, seed: int, step: int, samples: int, length: int) -> np.ndarray:
-    """The samples of an injected step: tokens drawn uniformly from the rare ones, by seed and step alone.
-
-    Args:
-        rare: ids to draw from.
-        seed: of the run.
-        step: optimizer step, 1 is the first.
-        samples: G, of the step over all ranks.
-        length: T + 1, tokens of a sample; the result is (G, T + 1).
-    """
+    """The samples of an injected step, (samples, length): drawn uniformly from rare tokens, by seed and step alone."""
     # numpy promises the stream of a bit generator for good, and not what its Generator makes of it (NEP 19).
     drawn = np.random.Philox(key=np.array([seed % 2**64, step], dtype=np.uint64)).random_raw(samples * length)
     return rare[drawn % np.uint64(len(rare))].reshape(samples, length)

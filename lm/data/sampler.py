@@ -1,6 +1,21 @@
 """Which window is sample `i`: a pure function of the seed, so a run can be stopped, resumed and divided anywhere.
 
-The second stop of a batch, between `data/shards` and `data/loader`, which reads the windows.
+Input: how many windows each block has (`data/shards`); output: the block and window of each sample, which `data/loader`
+reads. A run keeps one number, how many samples it was trained on, and is resumed by it:
+
+    >>> order = Order([3, 5, 4], seed=1, lanes=2)  # three blocks with 12 windows
+    >>> def step(first, ranks=1):  # the (block, window) pairs that each rank reads in a step of four samples
+    ...     parts = [order.locate(range(first + rank, first + 4, ranks)) for rank in range(ranks)]
+    ...     return [list(zip(blocks.tolist(), windows.tolist())) for blocks, windows in parts]
+    >>> step(0)
+    [[(1, 1), (2, 3), (1, 0), (2, 2)]]
+    >>> step(4)
+    [[(1, 3), (2, 0), (1, 4), (0, 2)]]
+    >>> order = Order([3, 5, 4], seed=1, lanes=2)  # another process resumes after 4 samples, on two ranks
+    >>> step(4, ranks=2)
+    [[(1, 3), (1, 4)], [(2, 0), (0, 2)]]
+    >>> step(12) == step(0)  # the second epoch has another order
+    False
 
 The samples of an epoch are the windows of all blocks, each once. The blocks are shuffled and laid end to end, that
 line is cut into equal *lanes*, and the lanes take turns; the windows inside a block are shuffled too:
@@ -25,30 +40,18 @@ U64 = (1 << 64) - 1
 
 
 def lanes_for(largest_block: int, shuffle_buffer: int) -> int:
-    """How many lanes fit a shuffle buffer: a power of two from 1 to 64 (`Stream` checks that one block fits at all).
-
-    Args:
-        largest_block: tokens.
-        shuffle_buffer: tokens.
-    """
+    """How many lanes fit a shuffle buffer, both in tokens: a power of two from 1 to 64."""
     fitting = shuffle_buffer // max(1, largest_block) - BLOCKS_AHEAD
     return 1 << (min(MAX_LANES, max(1, fitting)).bit_length() - 1)
 
 
 class Order:
-    """The order of samples: `locate(i)` says which window sample `i` is."""
+    """The order of samples: `locate(i)` says which window sample `i` is.
+
+    `lanes`, a power of two, are part of the order. `shuffle=False` gives the windows as they are stored, every epoch.
+    """
 
     def __init__(self, windows_per_block, seed: int, lanes: int = MAX_LANES, shuffle: bool = True):
-        """
-        Args:
-            windows_per_block: (blocks,) how many windows each block has; 0 is fine.
-            seed: any integer; another seed is another order.
-            lanes: blocks that are drawn from in turn, see the module's docstring; they are part of the order.
-            shuffle: False gives the windows as they are stored, every epoch.
-
-        Raises:
-            ValueError: there is no window at all, or the lanes are not a power of two.
-        """
         self.windows = np.asarray(windows_per_block, dtype=np.int64)  # (blocks,)
         self.total = int(self.windows.sum())
         if self.total < 1 or lanes < 1 or lanes & (lanes - 1):
@@ -65,8 +68,7 @@ class Order:
     def locate(self, samples) -> tuple[np.ndarray, np.ndarray]:
         """The block of each sample, and its window in that block: two (n,) int64 arrays.
 
-        Args:
-            samples: (n,) indices >= 0; index `epoch * total + j` is the j-th sample of that epoch.
+        Sample `epoch * total + j` is the j-th of that epoch.
         """
         epochs, places = np.divmod(np.asarray(samples, dtype=np.int64), self.total)
         blocks, windows = np.empty_like(places), np.empty_like(places)

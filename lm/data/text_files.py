@@ -21,12 +21,11 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from lm.data.tokenizer import Tokenizer
 from lm.errors import LmError, RequestError, RunError, first_line
-from lm.system.remote import File, file_identity, is_remote, list_files, open_file, open_filesystem
+from lm.system.remote import file_identity, is_remote, list_files, open_file, open_filesystem
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class TextFile:
     size: int  # bytes, as it is stored
     modified: int | str | None  # ns, or what a store calls the content; None where the file system does not say
     split: str | None = None  # "train" or "val", where the names of the files decide it
-    address: str = field(default="", repr=False, compare=False)  # that is opened: `name`, or at the commit listed
+    address: str = field(default="", repr=False, compare=False)  # where it is, of a hub at the commit that was listed
 
     @property
     def text_bytes(self) -> int:
@@ -87,7 +86,7 @@ class TextFile:
 
     def open(self) -> pa.NativeFile:
         """The file as it is, seekable."""
-        return open_file(*_locate(self.address or self.name), self.name)
+        return open_file(*open_filesystem(self.address)[:2], self.name)
 
     def stream(self) -> BinaryIO:
         """Its content, decompressed; seekable where it is not compressed."""
@@ -100,17 +99,9 @@ class TextFile:
 
 
 def find_files(inputs: Sequence[str]) -> list[TextFile]:
-    """Find all files of several inputs.
+    """All files of files, folders, globs (`data/**/*.md`), URLs of any of them, or `embedded:sotu`, by name, each once.
 
-    Args:
-        inputs: files, folders, globs (`data/**/*.md`), URLs of any of them, or `embedded:sotu`. Of a folder, files
-            with known suffixes are taken; a file that is named is read as text, whatever its suffix.
-
-    Returns:
-        The files by name, each once.
-
-    Raises:
-        RequestError: there is nothing, or something that is no text; names it.
+    Of a folder, files with known suffixes are taken; a file that is named is read as text, whatever its suffix.
     """
     found: dict[Hashable, TextFile] = {}
     for file in (file for source in inputs for file in _find(source)):
@@ -154,8 +145,11 @@ def _named_split(name: str) -> str | None:
 
 def _find(source: str) -> Iterator[TextFile]:
     if source.startswith(EMBEDDED):
-        [file] = list_files(_locate(source)[1]).files.values()
-        yield _text_file(source, file)
+        path = Path(__file__).parent / "corpus" / f"{source.removeprefix(EMBEDDED)}.parquet"
+        if not path.exists():
+            raise RequestError(f"{source}: there is no such text in the package; there is embedded:sotu")
+        # When it was installed does not matter.
+        yield TextFile(source, "parquet", None, path.stat().st_size, None, address=str(path))
         return
     listing = list_files(source)
     files = listing.files
@@ -175,20 +169,11 @@ def _find(source: str) -> Iterator[TextFile]:
     for file in files.values():
         name = listing.name(file)
         name = name if is_remote(name) else posixpath.normpath(name)
-        cure = NOT_TEXT.get(_split_suffixes(name)[0])
-        if cure:
+        suffix, packed = _split_suffixes(file.path)
+        if cure := NOT_TEXT.get(suffix):
             raise RequestError(f"{name} is not plain text: {cure.format(quote(name))}; or leave it out")
-        yield _text_file(name, file, listing.address(file))
-
-
-def _locate(source: str) -> tuple[pafs.FileSystem, str]:
-    """The file system of a file, and its path there."""
-    if source.startswith(EMBEDDED):
-        path = Path(__file__).parent / "corpus" / f"{source.removeprefix(EMBEDDED)}.parquet"
-        if not path.exists():
-            raise RequestError(f"{source}: there is no such text in the package; there is embedded:sotu")
-        return pafs.LocalFileSystem(), str(path)
-    return open_filesystem(source)[:2]
+        kind, compression = KINDS.get(suffix, "text"), COMPRESSIONS.get(packed)
+        yield TextFile(name, kind, compression, file.size, file.modified, address=listing.address(file))
 
 
 def _split_suffixes(path: str) -> tuple[str, str]:
@@ -201,14 +186,6 @@ def _is_known(path: str) -> bool:
     """Whether a file of a folder is read; flat ids are not, since they often stand beside their text."""
     suffix = _split_suffixes(path)[0]
     return suffix in TEXT_SUFFIXES or KINDS.get(suffix, "flat") != "flat"
-
-
-def _text_file(name: str, file: File, address: str = "") -> TextFile:
-    suffix, packed = _split_suffixes(file.path)
-    modified = None if name.startswith(EMBEDDED) else file.modified  # when it was installed does not matter
-    return TextFile(
-        name, KINDS.get(suffix, "text"), COMPRESSIONS.get(packed), file.size, modified, address=address
-    )
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -224,12 +201,7 @@ class Piece(NamedTuple):
 
 
 def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tuple[str, str]]:
-    """Whole documents of files, folders, globs or URLs, with the place of each, in order.
-
-    Raises:
-        RequestError: an input is not there or holds no text.
-        RunError: a file cannot be read; names the file and line or row.
-    """
+    """Whole documents of files, folders, globs or URLs, with the place of each, in order."""
     for file in find_files(inputs):
         held = []
         for piece in read_pieces(file, text_key=text_key):
@@ -242,18 +214,10 @@ def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tu
 def read_pieces(
     file: TextFile, part: int = 0, parts: int = 1, text_key: str = "text", tokenizer: Tokenizer | None = None
 ) -> Iterator[Piece]:
-    """Documents of a part of a file; empty ones are left out.
+    """Documents of a part, from 0, of a file; empty ones are left out. Flat ids need the tokenizer that made them.
 
-    Args:
-        file: of any kind.
-        part: which part, from 0; the documents of all parts one after the other are those of the file.
-        parts: how many parts there are; more than 1 for divisible files only.
-        text_key: key or column of the text.
-        tokenizer: that flat ids were made with.
-
-    Raises:
-        RequestError: a plain text file holds something else.
-        RunError: the file cannot be read; names the file and line or row.
+    The documents of all parts one after the other are those of the file; there are several of divisible files only.
+    RunError names the line or row of a file that cannot be read.
     """
     try:
         if file.kind == "flat":
@@ -327,16 +291,10 @@ def _json_lines(file: TextFile, part: int, parts: int, key: str) -> Iterator[tup
 
 
 def _json_text(line: bytes, key: str) -> str:
-    """Raises:
-    ValueError: what is wrong with the line.
-    """
+    """The text of a line; ValueError says what is wrong with it."""
     try:
         entry = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte 0x{error.object[error.start]:02x} is not UTF-8 text") from error
-    except RecursionError:
-        raise ValueError("values are nested too deep to be read") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not a JSON object on one line ({first_line(error)})") from error
     if not isinstance(entry, dict):
         raise ValueError(f"a JSON {type(entry).__name__} where one object a line is expected")
@@ -346,7 +304,7 @@ def _json_text(line: bytes, key: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"{key!r} is not a text but {json.dumps(text)[:40]}")
     if not text.isascii() and SURROGATE.search(text):
-        raise ValueError(f"{key!r} holds half of a surrogate pair, which is no character")
+        raise ValueError(f"{key!r} holds half of a surrogate pair, which is not a character")
     return text
 
 
@@ -403,8 +361,7 @@ def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
         while data := following:
             following = stream.read(dtype.itemsize * PIECE)
             if len(data) % dtype.itemsize:
-                problem = "an odd number of bytes" if count is None else "no whole number of token ids: it is truncated"
-                raise RunError(f"{file.name} has {problem}, so it is not a file of {dtype.name} token ids")
+                raise RunError(f"{file.name} ends inside of a token id: it is truncated, or not of {dtype.name} ids")
             ids = np.frombuffer(data, dtype)  # (n,)
             outside = (ids >= tokenizer.vocab_size) | (ids < 0)
             if outside.any():
@@ -427,11 +384,7 @@ def _flat(file: TextFile, tokenizer: Tokenizer | None) -> Iterator[Piece]:
 
 
 def _npy_header(file: TextFile, stream: BinaryIO) -> tuple[np.dtype, int]:
-    """Read up to the values of a `.npy`; returns their type and how many there are.
-
-    Raises:
-        RequestError: it is not an array of whole numbers with one axis.
-    """
+    """Read up to the values of a `.npy`; returns their type and how many there are."""
     try:
         version = np.lib.format.read_magic(stream)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -95,10 +95,6 @@ def evaluate(
         share: `(rank, world)`: ask every `world`-th item here, and gather the outcomes of all ranks; all get the same
             results. Not where ranks share one model (FSDP2): there all ask everything, in step.
         progress: called with a task's label, how many of its items are done, and how many there are.
-
-    Raises:
-        RequestError: `max_items` leaves too few items for a task's `num_fewshot`, or a number is out of range.
-        RunError: a log-probability is not finite.
     """
     for task in tasks:
         check_items(task, max_items)
@@ -106,9 +102,8 @@ def evaluate(
     for task in tasks:
         items = chosen_items(task, max_items)
         own = range(rank, len(items), world)
-        results.append(_result(task, _of_all_ranks(
-            _outcomes(decoder, tokenizer, task, items, own, batch_tokens, begin, progress), world
-        )))  # fmt: skip
+        outcomes = _outcomes(decoder, tokenizer, task, items, own, batch_tokens, begin, progress)
+        results.append(_result(task, _of_all_ranks(outcomes, world)))
     return results
 
 
@@ -141,7 +136,6 @@ def _outcomes(
     decoder: Decoder, tokenizer: Tokenizer, task: Task, items: Sequence[Item], indices: Sequence[int],
     batch_tokens: int, begin: Begin, progress: Progress | None,
 ) -> Iterator[Outcome]:  # fmt: skip
-    """The outcomes of the items at these indices."""
     context = config_of(decoder).max_position_embeddings
     for start in range(0, len(indices), GROUP):
         group = indices[start : start + GROUP]

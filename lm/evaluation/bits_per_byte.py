@@ -68,13 +68,7 @@ def texts_bits_per_byte(
         stride: tokens between the beginnings of windows. `seq_len`, if not given: windows do not overlap, and a
             window's first tokens have little before them. With less, each token is still predicted once, with at
             least `seq_len - stride` tokens before it where the document has them.
-        max_documents: the most documents, from the first.
-        batch_tokens: the most tokens of a batch.
         progress: called with the number of tokens done, and of all where that is known.
-
-    Raises:
-        RequestError: an input is missing or holds no text, or a number is out of range.
-        RunError: a file cannot be read, or a log-probability is not finite.
     """
     seq_len = _seq_len(decoder, seq_len)
     stride = seq_len if stride is None else stride
@@ -110,15 +104,7 @@ def shards_bits_per_byte(
 ) -> CorpusResult:
     """Measure the windows of shards of token ids, as a validation does. What is not said is as for texts.
 
-    Args:
-        source: folders, globs, files or URLs of shards, as `data.val` takes them.
-        column: of the token ids.
-        max_windows: the most windows, from the first.
-        document_mask: keep attention inside a document, as `model.document_mask` does.
-
-    Raises:
-        RequestError: there are no such shards, another tokenizer made them, or a number is out of range.
-        RunError: a shard is damaged, or a log-probability is not finite.
+    `source` is as for `data.val`, and `document_mask` keeps attention inside a document, as `model.document_mask` does.
     """
     seq_len = _seq_len(decoder, seq_len)
     require_at_least(1, "", max_windows=max_windows)

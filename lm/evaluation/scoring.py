@@ -46,16 +46,10 @@ class Score(NamedTuple):
 def score(
     decoder: Decoder, rows: Sequence[Row], batch_tokens: int, *, documents_end: int | None = None
 ) -> list[Score]:
-    """Score rows of any lengths: a score for each, in order.
+    """Score rows of any lengths: a score for each, in order. With FSDP2 all ranks score the same rows.
 
-    Args:
-        decoder: on any device, in any precision; with FSDP2 all ranks score the same rows.
-        batch_tokens: the most tokens of a batch, padding included; a batch has one row at least.
-        documents_end: the token that ends a document, where attention is to stay inside documents.
-
-    Raises:
-        RequestError: `batch_tokens` is below 1.
-        RunError: a log-probability is not finite.
+    A batch has at most `batch_tokens`, padding included, and one row at least. `documents_end` is the token that ends a
+    document, where attention is to stay inside documents.
     """
     require_at_least(1, "", batch_tokens=batch_tokens)
     scores: dict[int, Score] = {}
@@ -70,7 +64,7 @@ def score(
 def _batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[int]]:
     """Indices of rows that are read together, the longest first: what does not fit into memory fails at once."""
     batch: list[int] = []
-    for index in sorted(range(len(rows)), key=lambda index: (-len(rows[index].ids), index)):
+    for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].ids)):
         width = len(rows[batch[0]].ids if batch else rows[index].ids) - 1
         if batch and (len(batch) + 1) * width > batch_tokens:
             yield batch
@@ -90,9 +84,11 @@ def _score(decoder: Decoder, rows: Sequence[Row], documents_end: int | None) -> 
     device = next(decoder.parameters()).device
     inputs, targets = torch.from_numpy(tokens[:, :-1]).to(device), torch.from_numpy(tokens[:, 1:][asked]).to(device)
     documents = None if documents_end is None else document_ids_from(inputs, documents_end)
+    size = max(1, LOGITS // config_of(decoder).vocab_size)
+    parts = _logits(decoder, inputs, torch.from_numpy(asked).to(device), documents, size)
     found = [
         (logits.log_softmax(-1).gather(-1, part[:, None])[:, 0], logits.argmax(-1) == part)
-        for logits, part in _logits(decoder, inputs, torch.from_numpy(asked).to(device), documents, targets)
+        for logits, part in zip(parts, targets.split(size), strict=True)
     ]
     log_probabilities, likeliest = (torch.cat(parts).cpu().numpy() for parts in zip(*found, strict=True))
     if not np.isfinite(log_probabilities).all():
@@ -102,24 +98,20 @@ def _score(decoder: Decoder, rows: Sequence[Row], documents_end: int | None) -> 
 
 
 def _logits(
-    decoder: Decoder, inputs: Tensor, asked: Tensor, documents: Tensor | None, targets: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits in fp32 of the n tokens that are asked for, a part at a time, with the targets of that part.
-
-    Inputs, `asked` and documents are `(B, T)`, targets `(n,)`.
-    """
-    size = max(1, LOGITS // config_of(decoder).vocab_size)
+    decoder: Decoder, inputs: Tensor, asked: Tensor, documents: Tensor | None, size: int
+) -> Iterator[Tensor]:
+    """Logits in fp32 of the n tokens that are asked for, `size` at a time; inputs, `asked` and documents are (B, T)."""
     # The weights of a sharded model are whole inside of its forward pass only; a custom model has nothing else.
     if isinstance(decoder, FSDPModule) or not isinstance(decoder, Decoder):
         options = {} if documents is None else {"document_ids": documents}
-        parts = decoder(inputs, **options)[asked].split(size)  # (n, V)
-        yield from zip((part.float() for part in parts), targets.split(size), strict=True)
+        logits = decoder(inputs, **options)[asked]  # (n, V)
+        yield from (part.float() for part in logits.split(size))
         return
     hidden = decoder.hidden_states(inputs, documents)[asked]  # (n, C)
     weight = decoder.output_weight.float()  # (V, C)
     with torch.autocast(hidden.device.type, enabled=False):
-        for part, target in zip(hidden.split(size), targets.split(size), strict=True):
-            yield F.linear(part.float(), weight), target
+        for part in hidden.split(size):
+            yield F.linear(part.float(), weight)
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -158,11 +150,8 @@ def prompts(
     Texts are put together as DCLM and nanochat do, so that scores can be compared: solved examples are drawn by the
     item's number, and a blank line stands after each.
 
-    Args:
-        items: all that are asked, from `chosen_items`; solved examples are drawn from them too.
-        indices: of the items to write out.
-        context: the most tokens that the model reads at once.
-        begin: `eos` or `nothing`; a prompt whose answer is all there is begins with `eos` anyway.
+    Of `items`, from `chosen_items`, those at `indices` are written out; solved examples are drawn from all. A prompt
+    whose answer is all there is begins with `eos`, whatever `begin` says.
     """
     questions = [_question(task, items, index) for index in indices]
     # A blank at the end of the text before it belongs to the answer's first token.

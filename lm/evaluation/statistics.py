@@ -96,10 +96,7 @@ class TokenLoss(KeepsPrecision, Metric):
     SUMS = ("nats", "tokens", "text_nats", "text_bytes")
 
     def __init__(self, sources: int | None = None, **kwargs: Any) -> None:
-        """
-        Args:
-            sources: keep the sums of so many sources apart: `compute` has vectors `(sources,)` then, and no scalars.
-        """
+        """Keep the sums of so many sources apart: `compute` has vectors `(sources,)` then, and no scalars."""
         super().__init__(**kwargs)
         for name in self.SUMS:
             zeros = torch.zeros(() if sources is None else sources, dtype=torch.float64)

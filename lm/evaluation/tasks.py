@@ -55,13 +55,8 @@ class Task:
 def read_tasks(paths: Sequence[str], num_fewshot: int | None = None) -> list[Task]:
     """The tasks of files, in their order; for each of several numbers of solved items a task, called `LABEL_Nshot`.
 
-    Args:
-        paths: a YAML with `icl_tasks:`, a `.jsonl` or `.parquet` file of items, whose kind follows from its columns, or
-            `embedded:sotu`.
-        num_fewshot: instead of what the files say; a file of items alone says 0.
-
-    Raises:
-        RequestError: a file is missing or not what it should be; names it and the task or line.
+    A path is a YAML with `icl_tasks:`, a `.jsonl` or `.parquet` file of items, whose kind follows from its columns, or
+    `embedded:sotu`. `num_fewshot` is instead of what the files say; a file of items alone says 0.
     """
     require_at_least(0, "", num_fewshot=num_fewshot)
     known: dict[str, Task] = {}
@@ -174,20 +169,17 @@ def _items(file: Path) -> list[Item]:
             raise RequestError(f"{file} cannot be read ({str(error).splitlines()[0]}); is it damaged?") from error
     else:
         lines = enumerate(file.read_bytes().split(b"\n"), start=1)
-        items = [_item(line, f"{file}, line {number}") for number, line in lines if line.strip()]
+        items = []
+        for place, line in ((f"{file}, line {number}", line) for number, line in lines if line.strip()):
+            try:
+                items.append(parse_json(line))
+            except ValueError as error:
+                raise RequestError(f"{place}: not a JSON object on one line ({error})") from error
+            if not isinstance(items[-1], dict):
+                raise RequestError(f"{place}: a JSON {type(items[-1]).__name__} where one object a line is expected")
     if not items:
         raise RequestError(f"{file} has no items")
     return items
-
-
-def _item(line: bytes, place: str) -> Item:
-    try:
-        item = parse_json(line)
-    except ValueError as error:
-        raise RequestError(f"{place}: not a JSON object on one line ({error})") from error
-    if not isinstance(item, dict):
-        raise RequestError(f"{place}: a JSON {type(item).__name__} where one object a line is expected")
-    return item
 
 
 def _kind(item: Item, file: Path) -> Kind:
@@ -203,8 +195,9 @@ def _task(
 ) -> Task:
     for number, item in enumerate(items, start=1):
         _check(item, kind, f"{source}, item {number}")
-    if baseline is None:
-        baseline = _chance(items, kind)
+    if baseline is None:  # one over the number of answers, on average; no text is written by chance
+        options = CHOSEN_FROM.get(kind)
+        baseline = sum(1 / len(item[options]) for item in items) / len(items) if options else 0.0
     return Task(label, kind, tuple(items), num_fewshot, delimiter, baseline, str(source))
 
 
@@ -224,10 +217,3 @@ def _check(item: Item, kind: Kind, place: str) -> None:
         raise RequestError(f"{place}: an answer is empty")
     if not 0 <= item["gold"] < len(options):
         raise RequestError(f"{place}: gold {item['gold']} is not one of {len(options)} answers, counted from 0")
-
-
-def _chance(items: list[Item], kind: Kind) -> float:
-    """The share that guessing gets: one over the number of answers, on average; no text is written by chance."""
-    if kind == "language_modeling":
-        return 0.0
-    return sum(1 / len(item[CHOSEN_FROM[kind]]) for item in items) / len(items)

@@ -1,4 +1,4 @@
-"""What an export has beside weights: a model card, and the check that another process loads it as the same model.
+"""What an export has beside weights: a model card, and the check that others load it as the same model.
 
 The card's front matter is what the Hugging Face Hub reads (https://huggingface.co/docs/hub/model-cards). Everything
 else is tables of a name and a text, from the folder of the model's run. Unknown values are left out, and no text names
@@ -6,12 +6,8 @@ folders of the machine or secrets of a URL, so that the card may be published.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,19 +15,17 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCardData
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lm import __version__
 from lm.data.mixture import Phase, counts_of
-from lm.errors import RunError
+from lm.errors import RunError, first_line
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.estimates import flops_per_token, parameters
 from lm.model.huggingface import config_json
 from lm.runs.checkpoint import read_progress
-from lm.runs.evaluations import evaluation_rows, merge_evaluations
 from lm.runs.history import time_spent
-from lm.runs.metrics import METRICS
+from lm.runs.metrics import METRICS, evaluation_rows, merge_evaluations
 from lm.runs.run import Run
 from lm.system.units import format_bytes, format_count, format_duration, format_figure
 
@@ -68,7 +62,7 @@ BEGINNING = (
 class Card:
     """What a person says of a model."""
 
-    name: str  # what the card calls it
+    name: str
     license: str = "unknown"  # an SPDX identifier
     language: tuple[str, ...] = ()  # ISO 639 codes
 
@@ -295,7 +289,7 @@ def training_rows(model: Pretrained, run: Run) -> Rows:
     tokens = samples * seq_len
     whole = 0 if mixed(run) else _tokens(run, "train")  # of a mixture the epochs are those of each source
     planned = run.read("state.json").get("max_steps")
-    batches = [stretch["global_batch"] for stretch in described.get("stretches", []) if stretch["step"] < step]
+    batches = [entry["global_batch"] for entry in described.get("stretches", []) if entry["step"] < step]
     spent = time_spent(run.metrics(), step)
     seconds = spent["computing"] + spent["waiting for data"]
     began_from, average = described.get("began_from"), read_progress(model.path).average
@@ -382,36 +376,27 @@ LAST = 32  # tokens of a sequence whose logits are compared: those that have all
 LONGEST = 2048  # sequence
 TOLERANCE = 1e-4  # of the largest logit: both sides multiply in fp32, in another order
 
-Loaded = tuple[str, list[list[int]], Tensor]  # by what, the ids of `TEXTS`, the last logits of a sequence `(LAST, V)`
 
+def check_reload(folder: Path, model: Pretrained) -> tuple[str, float]:
+    """Load a folder as others do, and compare it with the model that it was made of.
 
-def check_reload(
-    folder: Path, model: Pretrained, load: Callable[[Path, list[int]], Loaded] | None = None
-) -> tuple[str, float]:
-    """Load a folder in a new process and compare it with the model that it was made of.
-
-    The new process uses transformers where that is installed, else this package. Compared are the ids of some texts,
-    and the logits of random ids.
-
-    Args:
-        folder: a Hugging Face model.
-        model: with the very weights that the folder is to have; they are widened to fp32 here, in place.
-        load: `load_and_compute`, to do it in this process.
+    It is loaded with transformers where that is installed, else with this package. Compared are the ids of some texts,
+    and the logits of random ids; RunError where anything differs. The model's weights are widened to fp32, in place.
 
     Returns:
         What loaded the folder, and the largest difference between logits, as a share of the largest logit.
-
-    Raises:
-        RunError: the folder could not be loaded, or anything differs.
     """
     widest = max((window or 0 for window in model.config.windows), default=0)
     length = min(model.config.max_position_embeddings, widest + 2 * LAST, LONGEST)  # so many that a wrong window shows
     ids = torch.randint(model.tokenizer.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    loader, found, logits = (load or _load_in_new_process)(folder, ids[0].tolist())
+    try:
+        loader, texts, logits = _load_and_compute(folder, ids)
+    except Exception as error:  # of any kind: it is transformers' own
+        raise RunError(f"what was written cannot be loaded: {first_line(error)}") from error
     problems = []
-    for text, encoded in zip(TEXTS, found, strict=True):
-        if encoded != (wanted := model.tokenizer.backend.encode(text).ids):
-            problems.append(f"{text!r} is {encoded} to the tokenizer, not {wanted}")
+    for text, found in zip(TEXTS, texts, strict=True):
+        if found != (wanted := model.tokenizer.backend.encode(text).ids):
+            problems.append(f"{text!r} is {found} to the tokenizer, not {wanted}")
     with torch.no_grad():
         expected = model.decoder.float().cpu()(ids)[0, -LAST:]
     difference = ((logits - expected).abs().max() / expected.abs().max()).item()
@@ -423,42 +408,16 @@ def check_reload(
 
 
 @torch.no_grad()
-def load_and_compute(folder: Path, sequence: list[int]) -> Loaded:
-    """Load a folder in this process, with transformers if it is installed."""
-    ids = torch.tensor([sequence])
+def _load_and_compute(folder: Path, ids: Tensor) -> tuple[str, list[list[int]], Tensor]:
+    """What loads a folder here, the ids of `TEXTS`, and the logits `(LAST or fewer, V)` at the end of ids `(1, T)`."""
     if find_spec("transformers") is None:
         model = load_pretrained(folder, device="cpu", dtype=torch.float32)
-        loader, logits = f"lm {__version__}", model.decoder(ids)
         texts = [model.tokenizer.backend.encode(text).ids for text in TEXTS]
-    else:
-        import transformers
+        return f"lm {__version__}", texts, model.decoder(ids)[0, -LAST:]
+    import transformers
 
-        transformers.utils.logging.disable_progress_bar()
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        loader, logits = f"transformers {transformers.__version__}", model(ids).logits
-        texts = tokenizer(list(TEXTS))["input_ids"]
-    return loader, texts, logits[0, -LAST:].clone()
-
-
-def _load_in_new_process(folder: Path, sequence: list[int]) -> Loaded:
-    """`load_and_compute` in a new process, `python -m lm.inference.export`."""
-    package = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    quiet = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
-    with tempfile.TemporaryDirectory(prefix="lm-reload-") as place:
-        process = subprocess.run(
-            # -P: nothing of the working directory is imported.
-            [sys.executable, "-P", "-m", "lm.inference.export", str(folder.absolute()), f"{place}/logits"],
-            input=json.dumps(sequence), capture_output=True, text=True, env={**os.environ, **quiet},
-        )  # fmt: skip
-        if process.returncode:
-            reason = (process.stderr.strip() or "it said nothing").splitlines()[-1]
-            raise RunError(f"a new process cannot load what was written: {reason}")
-        return *json.loads(process.stdout.splitlines()[-1]), load_file(f"{place}/logits")["logits"]
-
-
-if __name__ == "__main__":
-    *printed, found = load_and_compute(Path(sys.argv[1]), json.load(sys.stdin))
-    save_file({"logits": found}, sys.argv[2])
-    print(json.dumps(printed))
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    texts = tokenizer(list(TEXTS))["input_ids"]
+    return f"transformers {transformers.__version__}", texts, model(ids).logits[0, -LAST:]

@@ -39,9 +39,6 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     The folder is a checkpoint of ours, whose digests are checked, or a Hugging Face model: a `model.safetensors`, or
     several files and their index.
-
-    Raises:
-        RequestError: there are no weights, or they are damaged; the message names the file.
     """
     if (folder / "trainer.json").exists():
         return read_folder(folder, optimizer=False)["state_dict"]
@@ -81,18 +78,14 @@ def _files(folder: Path) -> list[str]:
 class Pretrained:
     """A decoder with its tokenizer, on its device, in evaluation mode, without gradients.
 
-    Attributes:
-        path: the folder that it was read from.
-        step: the optimizer step of the checkpoint; None for an average of several, and for a folder that is no
-            checkpoint of ours.
-        kernels: what computes it, in words.
+    `step` is None for an average of several checkpoints, and for a folder that a training did not write.
     """
 
-    path: Path
+    path: Path  # the folder that it was read from
     decoder: Decoder  # or a custom model, by the contract of `model/custom`
     tokenizer: Tokenizer
     step: int | None
-    kernels: str
+    kernels: str  # what computes it, in words
 
     @property
     def config(self) -> DecoderConfig:
@@ -132,11 +125,9 @@ def load_pretrained(
     path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None,
     eos_token: str | None = None, module: type | None = None,
 ) -> Pretrained:  # fmt: skip
-    """Load a model for use. The other arguments, and the errors, are those of `lm.load_model`.
+    """Load a model for use, as `lm.load_model`, also from the URL of a checkpoint's folder.
 
-    Args:
-        path: also the URL of a checkpoint's folder.
-        eos_token: the token that ends a document, where the folder does not say.
+    `eos_token` is the token that ends a document, where the folder does not say.
     """
     folder = checkpoint_folder(str(path)) if is_remote(str(path)) else Path(path)
     if not folder.is_dir():
@@ -177,14 +168,10 @@ def load_pretrained(
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The shape that a folder's `config.json` describes.
-
-    Raises:
-        RequestError: there is no such file, or it describes another architecture.
-    """
+    """The shape that a folder's `config.json` describes."""
     file = folder / "config.json"
     if not file.exists():
-        raise RequestError(f"{folder} is no model: it has no config.json")
+        raise RequestError(f"{folder} is not a model: it has no config.json")
     try:
         return config_from_json(read_object(file))
     except (TypeError, AttributeError, ValueError) as error:

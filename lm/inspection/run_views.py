@@ -7,8 +7,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from lm.inspection.drawing import VERMILION, Html, figure, label_axes, plot_curves, table, wrapped
-from lm.runs import registry
-from lm.runs.history import Series, curve, differences, labels, read_samples, time_spent
+from lm.runs.config_diff import differences
+from lm.runs.facts import read_facts, run_row
+from lm.runs.history import Series, curve, labels, read_samples, time_spent
 from lm.runs.metrics import METRICS
 from lm.runs.postmortem import Incident
 from lm.runs.run import Run
@@ -105,16 +106,16 @@ def draw_incident(incident: Incident, after: Sequence[dict[str, Any]] = ()) -> d
 
 def summary_table(run: Run) -> Html:
     """Where a run stands."""
-    facts, described = registry.facts(run), run.read("run.json")
+    facts, row = read_facts(run), run_row(run)
     rows = {
         "run": facts["name"], "status": facts["status"], "reason": facts["reason"],
-        "optimizer steps": facts["step"], "tokens": facts["tokens"],
-        "last training loss (nats a token)": facts["loss"],
-        "last validation loss (nats a token)": facts["val_loss"],
-        "lowest validation loss (nats a token)": facts["best_loss"],
+        "optimizer steps": row["step"], "tokens": facts["tokens"],
+        "last training loss (nats a token)": row["loss"],
+        "last validation loss (nats a token)": row["val_loss"],
+        "lowest validation loss (nats a token)": row["best_loss"],
         "checkpoints kept": ", ".join(path.name for path in run.steps().values()),
         "best": path.name if (path := run.link("best")) else None,
-        "device": described.get("device"), "devices": described.get("world_size"), "host": facts["host"],
+        "device": facts["device"], "devices": facts["world_size"], "host": facts["host"],
         "started": facts["started"],
     }  # fmt: skip
     return table([(name, value) for name, value in rows.items() if value not in (None, "")], ("", ""))

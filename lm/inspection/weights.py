@@ -1,6 +1,7 @@
 """A model's weights: how many, how they are distributed, their singular values, how far two models are apart."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
-from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, Html, figure, heat_map, label_axes, table
+from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, SEQUENTIAL, Html, figure, label_axes, table
 from lm.inspection.probabilities import predictions
 from lm.model.custom import is_builtin
 from lm.model.decoder import Decoder
@@ -44,7 +45,7 @@ def parameter_parts(decoder: Decoder) -> list[Part]:
     total = sum(weight.numel() for weight in weights.values())
     kinds: dict[str, list] = {}
     for name, weight in weights.items():
-        kinds.setdefault(kind_of(name), []).append(weight)
+        kinds.setdefault(kind_and_layer(name)[0], []).append(weight)
     return [
         Part(kind, len(same), tuple(same[0].shape), count, count / total, count * same[0].element_size())
         for kind, same in kinds.items()
@@ -52,19 +53,13 @@ def parameter_parts(decoder: Decoder) -> list[Part]:
     ]
 
 
-def kind_of(name: str) -> str:
-    """What a weight is, without its layer: `model.layers.3.mlp.up_proj.weight` is a `mlp.up_proj`."""
-    return _trimmed(name).split(".", 2)[2] if layer_of(name) is not None else _trimmed(name)
+def kind_and_layer(name: str) -> tuple[str, int | None]:
+    """What a weight is and of which layer, from 0: `model.layers.3.mlp.up_proj.weight` is `mlp.up_proj` of layer 3.
 
-
-def layer_of(name: str) -> int | None:
-    """Which layer a weight is of, from 0; None for embedding, last norm and output matrix."""
-    name = _trimmed(name)
-    return int(name.split(".")[1]) if name.startswith("layers.") else None
-
-
-def _trimmed(name: str) -> str:
-    return name.removeprefix("model.").removesuffix(".weight")
+    Embedding, last norm and output matrix are of none.
+    """
+    layer, kind = re.fullmatch(r"(?:model\.)?(?:layers\.(\d+)\.)?(.*?)(?:\.weight)?", name).groups()
+    return kind, None if layer is None else int(layer)
 
 
 def parameter_table(parts: Sequence[Part]) -> Html:
@@ -92,18 +87,17 @@ class Histogram(NamedTuple):
 def matrices(decoder: Decoder) -> dict[str, Tensor]:
     """The matrices of a model in fp32 by their names in Hugging Face's files, so fused ones are taken apart."""
     weights = to_huggingface({name: weight.detach() for name, weight in decoder.named_parameters()}, decoder.config)
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise RequestError(f"{name} is not finite everywhere: the weights are broken")
     return {name: weight.float() for name, weight in weights.items() if weight.ndim == 2}
 
 
 def weight_histograms(decoder: Decoder, bins: int = 80) -> dict[str, Histogram]:
-    """A histogram of every matrix, of at most so many bins of equal width; small matrices have fewer.
-
-    Raises:
-        RequestError: a weight is not finite.
-    """
+    """A histogram of every matrix, of at most so many bins of equal width; small matrices have fewer."""
     found = {}
     for name, weight in matrices(decoder).items():
-        values = _finite(name, weight).cpu().numpy().ravel()
+        values = weight.cpu().numpy().ravel()
         density, edges = np.histogram(values, min(bins, math.isqrt(values.size)), density=True)
         found[name] = Histogram(edges, density)
     return found
@@ -114,22 +108,12 @@ def spectra(decoder: Decoder) -> dict[str, np.ndarray]:
 
     They are the roots of the smaller Gram matrix's eigenvalues, which takes a twentieth of the time and is exact to
     1e-8 of the largest.
-
-    Raises:
-        RequestError: a weight is not finite.
     """
     found = {}
     for name, weight in matrices(decoder).items():
-        matrix = _finite(name, weight).double()
-        tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT
+        tall = (weight if weight.shape[0] >= weight.shape[1] else weight.mT).double()
         found[name] = torch.linalg.eigvalsh(tall.mT @ tall).clamp(min=0).sqrt().flip(0).cpu().numpy()
     return found
-
-
-def _finite(name: str, weight: Tensor) -> Tensor:
-    if not weight.isfinite().all():
-        raise RequestError(f"{name} is not finite everywhere: the weights are broken")
-    return weight
 
 
 def draw_histograms(histograms: Mapping[str, Histogram]) -> Figure:
@@ -139,9 +123,7 @@ def draw_histograms(histograms: Mapping[str, Histogram]) -> Figure:
         density = np.where(one.density > 0, one.density, np.nan)  # an empty bin is a gap and no fall to the bottom
         axes.stairs(density, one.edges, baseline=None, color=color, linewidth=1.2)
 
-    picture = _by_kind(histograms, curve, "weight", "density (log scale)", "log")
-    picture.suptitle("How the weights are distributed")
-    return picture
+    return _by_kind(histograms, curve, "How the weights are distributed", "weight", "density (log scale)", "log")
 
 
 def draw_spectra(found: Mapping[str, np.ndarray]) -> Figure:
@@ -150,19 +132,18 @@ def draw_spectra(found: Mapping[str, np.ndarray]) -> Figure:
     def curve(axes: Axes, values: np.ndarray, color: Any) -> None:
         axes.plot(np.arange(1, len(values) + 1), values / values[0], color=color, linewidth=1.2)
 
-    picture = _by_kind(found, curve, "which singular value", "share of the largest")
-    picture.suptitle("Singular values")
-    return picture
+    return _by_kind(found, curve, "Singular values", "which singular value", "share of the largest")
 
 
 def _by_kind(
-    found: Mapping[str, Any], curve: Callable[[Axes, Any, Any], None], x: str, y: str, scale: str = "linear"
+    found: Mapping[str, Any], curve: Callable[[Axes, Any, Any], None], title: str, x: str, y: str, scale: str = "linear"
 ) -> Figure:
     """A panel for each kind of weight, in which `curve` draws each layer's numbers in a colour."""
     kinds: dict[str, dict[int | None, Any]] = {}
     for name, one in found.items():
-        kinds.setdefault(kind_of(name), {})[layer_of(name)] = one
-    layers = 1 + max(layer_of(name) or 0 for name in found)
+        kind, layer = kind_and_layer(name)
+        kinds.setdefault(kind, {})[layer] = one
+    layers = 1 + max(layer or 0 for same in kinds.values() for layer in same)
     colors = ScalarMappable(Normalize(0, max(1, layers - 1)), COLORMAP_OF_LINES)
     rows = -(-len(kinds) // COLUMNS)
     picture, grid = figure(rows, COLUMNS, width=10, height=0.8 + 2.6 * rows, squeeze=False)
@@ -175,6 +156,7 @@ def _by_kind(
     for axes in grid.flat[len(kinds) :]:
         axes.remove()
     picture.colorbar(colors, ax=picture.axes, label="layer", ticks=range(0, layers, -(-layers // 12)), shrink=0.8)
+    picture.suptitle(title)
     return picture
 
 
@@ -200,11 +182,7 @@ class Divergence(NamedTuple):
 
 @torch.no_grad()
 def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
-    """How every weight differs between two models of the same shape, in the order of the model.
-
-    Raises:
-        RequestError: a weight differs in shape, or one of them lacks it.
-    """
+    """How every weight differs between two models of the same shape, in the order of the model."""
     first, second = (_named_weights(model) for model in (before, after))
     for name in first | second:
         shapes = [tuple(weights[name].shape) if name in weights else "absent" for weights in (first, second)]
@@ -219,7 +197,7 @@ def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
 
 
 def _named_weights(decoder: nn.Module) -> dict[str, Tensor]:
-    """Weights under Hugging Face's names; of a model of one's own under its names."""
+    """Weights under Hugging Face's names; of a custom model under its own."""
     weights = dict(decoder.named_parameters())
     return to_huggingface(weights, decoder.config) if is_builtin(decoder) else weights
 
@@ -228,9 +206,6 @@ def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[st
     """How the predictions of two models with one tokenizer differ, at every token of some texts.
 
     The texts begin as documents do; one longer than the shorter context is cut into windows.
-
-    Raises:
-        RequestError: the tokenizers differ, or there is no token.
     """
     if before.tokenizer.sha256 != after.tokenizer.sha256:
         raise RequestError(f"{before.path} and {after.path} have different tokenizers: their tokens cannot be compared")
@@ -261,14 +236,21 @@ def change_table(changes: Sequence[Change]) -> Html:
 
 def draw_weight_drift(changes: Sequence[Change]) -> Figure:
     """Relative change of the blocks' weights, a row a kind and a column a layer."""
-    inside = [change for change in changes if layer_of(change.name) is not None]
-    kinds = list(dict.fromkeys(kind_of(change.name) for change in inside))
-    layers = [str(layer) for layer in range(1 + max(layer_of(change.name) for change in inside))]
-    values = np.full((len(kinds), len(layers)), np.nan)
-    for change in inside:
-        values[kinds.index(kind_of(change.name)), layer_of(change.name)] = change.relative
+    placed = {kind_and_layer(change.name): change.relative for change in changes}
+    kinds = list(dict.fromkeys(kind for kind, layer in placed if layer is not None))
+    layers = range(1 + max(layer for _, layer in placed if layer is not None))
+    values = np.array([[placed.get((kind, layer), np.nan) for layer in layers] for kind in kinds])
     picture, axes = figure(width=max(6, 3.2 + 0.55 * len(layers)), height=1.2 + 0.4 * len(kinds))
-    heat_map(axes, values, kinds, layers, 0, max(np.nanmax(values), 1e-12))
+    high = max(np.nanmax(values), 1e-12)
+    axes.pcolormesh(np.ma.masked_invalid(values), cmap=SEQUENTIAL, vmin=0, vmax=high, edgecolors="white")
+    axes.set_xticks(np.arange(len(layers)) + 0.5, layers)
+    axes.set_yticks(np.arange(len(kinds)) + 0.5, kinds)
+    axes.tick_params(length=0)
+    axes.set_ylim(len(kinds), 0)
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            ink = "black" if value > 0.6 * high else "white"
+            axes.annotate(f"{value:.2f}", (column + 0.5, row + 0.5), color=ink, ha="center", va="center", fontsize=8)
     label_axes(axes, "Size of the change, as a share of the weights", "layer")
     axes.grid(visible=False)
     return picture

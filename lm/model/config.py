@@ -45,9 +45,6 @@ class DecoderConfig:
         zero_init_residual: Begin with o_proj and down_proj at 0, so that every block passes its input on unchanged at
             first.
         dropout: Probability of dropping, while training, embeddings, attention weights and residual branches.
-
-    Raises:
-        RequestError: where the fields contradict each other.
     """
 
     vocab_size: Count | None = None

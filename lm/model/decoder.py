@@ -267,8 +267,7 @@ class Decoder(nn.Module):
         head_dim, dropout = self.config.head_dim, self.config.dropout if self.training else 0.0
         table = rotary_table(x.shape[1], head_dim, self.config.rope_theta, x.device)
         masks = {window: attention_mask(x, window, documents, head_dim, dropout) for window in set(self.windows)}
-        positions = None if documents is None else documents.positions
-        return Rotary(*table, positions), [masks[window] for window in self.windows]
+        return Rotary(*table, documents and documents.positions), [masks[window] for window in self.windows]
 
 
 def document_ids_from(input_ids: Tensor, eos_id: int) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import pyarrow.fs as pafs
 
 from lm.errors import LmError, RequestError, RunError, first_line
-from lm.runs.run import LOCK, SILENCE, STEP, Run, valid_facts
+from lm.runs.run import LOCK, STEP, Run, session, valid_facts
 from lm.system.files import atomic_folder, parse_json, refuse_url
 from lm.system.remote import ARROW_SCHEMES, COPIED_AT_ONCE, call_within, open_file, open_filesystem
 from lm.system.stop_signals import STOP
@@ -40,25 +40,14 @@ END_PATIENCE = 60.0  # seconds without an answer after which the end of a run wa
 
 
 class Mirror:
-    """A folder of an object store with the mirrors of runs.
-
-    Args:
-        url: `s3://bucket/folder`, `gs://bucket/folder` or `file:///folder`; see `remote.open_filesystem`.
-
-    Attributes:
-        name: the URL for messages, without credentials.
-        answered: when the store answered last, by `time.monotonic`.
-
-    Raises:
-        RequestError: it is another URL, or none.
-    """
+    """A folder of an object store with the mirrors of runs, by a URL as `remote.open_filesystem` takes it."""
 
     def __init__(self, url: str) -> None:
         scheme, _, rest = url.partition("://")
         if scheme not in (*ARROW_SCHEMES, "file") or not rest.strip("/") or (scheme == "file") != rest.startswith("/"):
             raise RequestError(f"trainer.mirror {url}: give s3://bucket/folder, gs://bucket/folder or file:///folder")
-        self.name = re.sub("//[^/@]*@", "//", url.partition("?")[0]).rstrip("/")
-        self.answered = 0.0
+        self.name = re.sub("//[^/@]*@", "//", url.partition("?")[0]).rstrip("/")  # for messages: without credentials
+        self.answered = 0.0  # when the store answered last, by `time.monotonic`
         self._url = url
         self._place: tuple[pafs.FileSystem, str] | None = None  # the file system and the path in it
 
@@ -97,10 +86,7 @@ class Mirror:
 
     def facts(self, run: str) -> dict[str, Any]:
         """What `run.json` in a run's mirror says; empty where there is none."""
-        try:
-            return valid_facts("run.json", parse_json(self.read(f"{run}/run.json")))
-        except ValueError:
-            return {}
+        return _facts(self.read(f"{run}/run.json"))
 
     def write(
         self, name: str, source: BinaryIO, seconds: float = NO_ANSWER, meanwhile: Callable[[], None] = lambda: None
@@ -138,14 +124,7 @@ class Mirror:
             self.call(lambda: filesystem.delete_dir(f"{path}/{name}"))
 
     def check(self, root: str) -> None:
-        """Make sure that the mirror can be written to.
-
-        Args:
-            root: the folder of the runs, which must not have the mirror in it.
-
-        Raises:
-            RequestError: it cannot be written to, or does not answer.
-        """
+        """Raise RequestError where the mirror cannot be written to, or is in `root`, the folder of the runs."""
         probe = f".write-test-{os.getpid()}"
         try:
             filesystem, path = self.open()
@@ -163,16 +142,10 @@ class Mirror:
     # ---- bringing a run back ------------------------------------------------------------------------------------
 
     def bring_back(self, name: str, root: str, *, named: bool) -> None:
-        """Copy the newest run of a name to this machine, unless the one that is here is as new.
+        """Copy the newest run of a name to this machine, into the folder `root`, unless the one there is as new.
 
-        Args:
-            name: of the run, or of `name`, `name-2` ...
-            root: folder of the runs.
-            named: the name was given with `--run`, so it is exactly that run.
-
-        Raises:
-            RequestError: another machine trains it, or this one trains the older copy.
-            RunError: it cannot be read, or not be written here.
+        A name that was `named`, with `--run`, is exactly that run, and not the newest of `name`, `name-2` ...; a run
+        that a process trains, here or elsewhere, is refused.
         """
         from filelock import FileLock
 
@@ -196,25 +169,17 @@ class Mirror:
             raise RunError(f"run {name} cannot be brought back from {self.name}: {first_line(error)}") from error
 
     def _refuse_if_trained(self, run: str) -> None:
-        """Refuse a run of which a process gives signs of life; where it may be alive, one is waited for."""
+        """Refuse a run of which a process gives a sign of life, which is waited for."""
         with TemporaryDirectory() as folder:
-            copy, first, until = Run(folder), None, time.monotonic() + SILENCE
-            (copy.path / "run.json").write_bytes(self.read(f"{run}/run.json"))
-            while time.monotonic() < until:
-                (copy.path / HEARTBEAT).write_bytes(self.read(f"{run}/{HEARTBEAT}"))
-                beat = copy.read(HEARTBEAT)
-                if copy.status() != "running":
-                    return
-                if first is None:
-                    first = beat
-                    log.info("waiting to see whether a process on %s still trains %s/%s: %.0f s at most",
-                             beat.get("host", "another machine"), self.name, run, SILENCE)  # fmt: skip
-                if beat.get("time") != first.get("time"):
-                    raise RequestError(
-                        f"run {self.name}/{run} is being trained by process {beat.get('pid')} on {beat.get('host')}: "
-                        "wait for its end, or stop it, and give the command again"
-                    )
-                time.sleep(1)
+            copy = Run(folder)
+
+            def refresh() -> None:
+                for name in ("run.json", HEARTBEAT):
+                    (copy.path / name).write_bytes(self.read(f"{run}/{name}"))
+
+            refresh()
+            if copy.beats(f"{self.name}/{run}", refresh):
+                raise copy.is_being_trained(f"{self.name}/{run}")
 
     def _download(self, run: str, target: Path) -> None:
         files = self.files(run)
@@ -243,16 +208,8 @@ class Mirror:
                 Run(folder).describe(status="interrupted", reason=f"brought back from {self.name}/{run}")
 
     def refuse_other(self, run: Run) -> None:
-        """Refuse to mirror a run where the mirror of another one with its name is.
-
-        Raises:
-            RequestError: it is.
-            RunError: the store does not say.
-        """
-        try:
-            started = self.facts(run.name).get("started")
-        except OSError as error:
-            raise RunError(f"{self.name}/{run.name} cannot be read: {first_line(error)}") from error
+        """Raise RequestError where the mirror of another run with this one's name is."""
+        started = _facts(self._described(run.name)).get("started")
         if started not in (None, run.read("run.json").get("started")):
             raise RequestError(
                 f"{self.name}/{run.name} is the mirror of another run, which was started at {started}: give another "
@@ -260,23 +217,19 @@ class Mirror:
             )
 
     def has(self, run: str) -> bool:
-        """Whether there is a mirror of a run with this name.
+        """Whether there is a mirror of a run with this name."""
+        return bool(self._described(run))
 
-        Raises:
-            RunError: the store does not say.
-        """
+    def _described(self, run: str) -> bytes:
+        """`run.json` of a run's mirror; RunError where the store does not answer."""
         try:
-            return bool(self.read(f"{run}/run.json"))
+            return self.read(f"{run}/run.json")
         except OSError as error:
             raise RunError(f"{self.name}/{run} cannot be read: {first_line(error)}") from error
 
 
 def refuse_remote_root(root: str) -> None:
-    """Refuse a URL as the folder of the runs.
-
-    Raises:
-        RequestError: it is one.
-    """
+    """Raise RequestError for a URL as the folder of the runs."""
     cure = "give one of a local disk"
     if root.partition("://")[0] in ARROW_SCHEMES:
         cure = f"leave it out, and give --trainer.mirror {root} for a copy there"
@@ -290,15 +243,13 @@ def _is_newer(facts: dict[str, Any], local: Run, others: list[Run]) -> bool:
     here = local.read("run.json")
     if here and here.get("started") != facts.get("started"):
         return False  # it is another run, which `refuse_other` does not let be mixed with this one
-    return local.entered() < (facts.get("turn", 0), facts.get("entered", 0.0))
+    return local.entered() < session(facts)
 
 
 class Uploads:
     """The thread that keeps the mirror of a run as the run folder is. A failure is a warning, and ends nothing.
 
-    Args:
-        mirror: of the runs.
-        run: its `run.json` is that of this session, and `Mirror.refuse_other` lets it pass.
+    It begins once `run.json` is that of this session, and `Mirror.refuse_other` has let the run pass.
     """
 
     def __init__(self, mirror: Mirror, run: Run) -> None:
@@ -328,8 +279,7 @@ class Uploads:
     def wait(self, stop_within: float) -> None:
         """Wait until the mirror is as the run folder; where it does not become so, that is logged.
 
-        Args:
-            stop_within: the most seconds after a signal; 0: as long as the store answers.
+        After a signal it is waited for `stop_within` seconds at most; 0: as long as the store answers.
         """
         request, began = self.update(), time.monotonic()
         while self._done < request and not self._ended:
@@ -369,7 +319,7 @@ class Uploads:
                     self._done = request
 
     def _describe(self, error: str) -> None:
-        """Write the mirror's state to `run.json`; log a failure when it begins and when it is over."""
+        """Write the mirror's state to `run.json`; log a failure when it begins and when it ends."""
         if error and error != self._error:
             later = "nothing more is uploaded" if self._ended else "it is tried again with the next checkpoint"
             log.warning("the mirror %s is not up to date: %s; %s", self.name, error, later)
@@ -400,11 +350,11 @@ class Uploads:
         there = self._mirror.facts(self._run.name)
         if self._whole is None:
             self._whole = self._checkpoints()
-            self._sessions = {self._run.entered(), _session(there)}
+            self._sessions = {self._run.entered(), session(there)}
         if not there:  # it is new, or somebody has emptied it
             self._sent.clear()
             self._whole = dict.fromkeys(self._whole)
-        elif _session(there) not in self._sessions:
+        elif session(there) not in self._sessions:
             self._ended = True
             raise RunError(f"the run was resumed on {there.get('host')}, and the mirror is its now")
         self._send_files()
@@ -465,9 +415,12 @@ class Uploads:
             self._whole[folder.name] = _digest(marker)
 
 
-def _session(facts: dict[str, Any]) -> tuple[float, float]:
-    """As `Run.entered`, of the facts of a `run.json`."""
-    return facts.get("turn", 0), facts.get("entered", 0.0)
+def _facts(text: bytes) -> dict[str, Any]:
+    """The facts of a `run.json`; empty where it is damaged."""
+    try:
+        return valid_facts("run.json", parse_json(text))
+    except ValueError:
+        return {}
 
 
 def _digest(marker: bytes) -> str:

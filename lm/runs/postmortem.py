@@ -28,6 +28,7 @@ import jinja2
 from lm.runs.metrics import METRICS
 from lm.runs.run import Run
 from lm.system.files import finite_or_none, write_atomically
+from lm.system.units import utc
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 OPEN = "Open: to be filled in when the loss is as low as it was before, or when the run has ended."
@@ -84,8 +85,7 @@ class Incident:
         if self.highest is None:
             self.update_highest(self.steps)
 
-    def update_highest(self, steps: Iterable[tuple]) -> None:
-        """Update `highest` with more steps, tuples that begin with their number and loss."""
+    def update_highest(self, steps: Iterable[tuple]) -> None:  # each begins with its number and loss
         for step, loss, *_ in steps:
             if math.isfinite(loss) and (self.highest is None or loss > self.highest[1]):
                 self.highest = (step, loss)
@@ -161,28 +161,23 @@ def _parts(worst: dict[str, Any], ordinary: dict[str, Any] | None) -> list[list[
     last = [part for part in ("norm", "lm_head") if f"{part}.weight" in (worst["gradients"] or ())]
     rows = []
     for part in ("embed_tokens", *(f"layers.{index}" for index in layers), *last):
-        cells = [_beside(_gradient(worst, part), ordinary and _gradient(ordinary, part))]
+        cells = [_with_ratio(_gradient(worst, part), ordinary and _gradient(ordinary, part))]
         stream = "embedding" if part == "embed_tokens" else f"{part}.stream"
         for name, kind in ((stream, "rms"), (stream, "max"), (f"{part}.attention", "rms"), (f"{part}.mlp", "rms")):
             values = [side and side["activations"].get(name, {}).get(kind) for side in (worst, ordinary)]
-            cells.append(_beside(*values))
+            cells.append(_with_ratio(*values))
         rows.append([part, *cells])
     return rows
 
 
 def _gradient(side: dict[str, Any], part: str) -> float | None:
-    """The norm of a part's gradient: the root of the squares of its parameters'."""
+    """The norm of a part's gradient."""
     if side["gradients"] is None:
         return None
     return math.sqrt(sum(norm * norm for name, norm in side["gradients"].items() if name.startswith(f"{part}.")))
 
 
 # ---- numbers, code and tables in Markdown ----------------------------------------------------------------------------
-
-
-def utc(seconds: float) -> str:
-    """A time for people, the same on every machine."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def _number(value: float | None) -> str:
@@ -192,7 +187,7 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def _beside(value: float | None, ordinary: float | None) -> str:
+def _with_ratio(value: float | None, ordinary: float | None) -> str:
     """A number, and its ratio to the ordinary one."""
     if value is None:
         return ""
@@ -215,7 +210,6 @@ def _table(heads: list[str], rows: list[list[Any]]) -> str:
 
 
 def folder_of(run: Run, step: int) -> Path:
-    """The folder of a step's post-mortem."""
     return run.path / f"postmortem-{step:08d}"
 
 
@@ -241,8 +235,17 @@ def write_postmortem(run: Run, incident: Incident, evidence: Evidence) -> Path:
     folder.mkdir(exist_ok=True)
     _write_json(folder / "postmortem.json", asdict(incident))
     if evidence.samples:
-        write_atomically(folder / "samples.txt", _as_text(evidence), durable=False)
-        _write_json(folder / "tokens.json", _by_token(evidence))
+        parts = []
+        for sample, text in zip(evidence.samples, evidence.texts, strict=True):
+            where = "injected" if sample.shard is None else f"{sample.shard}, window {sample.window}"
+            parts.append(f"==== sample {sample.index}, mean loss {sample.loss:.4f}, {where}\n{text}\n")
+        write_atomically(folder / "samples.txt", "\n".join(parts), durable=False)
+        _write_json(folder / "tokens.json", [
+            {"sample": sample.index, "shard": sample.shard, "window": sample.window, "loss": sample.loss,
+             "token_ids": sample.tokens, "tokens": pieces,
+             "losses": [None, *sample.losses]}  # nothing predicts the first token
+            for sample, pieces in zip(evidence.samples, evidence.pieces)
+        ])  # fmt: skip
     if evidence.worst:
         parts = {"worst": evidence.worst, "ordinary": evidence.ordinary}
         _write_json(folder / "norms.json", {**parts, "without_gradients": evidence.without_gradients})
@@ -260,10 +263,7 @@ def add_action(run: Run, incident: Incident, step: int, guard: str, action: str,
 
 
 def close_postmortem(run: Run, incident: Incident, how: str, recovery: str) -> None:
-    """Write how the incident ended, in a word and in sentences.
-
-    Only the section on the recovery is replaced: people may have edited the rest.
-    """
+    """Write how the incident ended, in a word and in sentences; the rest stays, as people may have edited it."""
     folder = folder_of(run, incident.step)
     incident.closed = how
     _write_json(folder / "postmortem.json", asdict(incident))
@@ -274,23 +274,5 @@ def close_postmortem(run: Run, incident: Incident, how: str, recovery: str) -> N
         write_atomically(file, f"{before}{heading}\n{recovery}\n{following}{rest}", durable=False)
 
 
-def _as_text(evidence: Evidence) -> str:
-    parts = []
-    for sample, text in zip(evidence.samples, evidence.texts, strict=True):
-        where = "injected" if sample.shard is None else f"{sample.shard}, window {sample.window}"
-        parts.append(f"==== sample {sample.index}, mean loss {sample.loss:.4f}, {where}\n{text}\n")
-    return "\n".join(parts)
-
-
-def _by_token(evidence: Evidence) -> list[dict[str, Any]]:
-    """The worst samples for `tokens.json`; `losses` begins with None, since nothing predicts the first token."""
-    return [
-        {"sample": sample.index, "shard": sample.shard, "window": sample.window, "loss": sample.loss,
-         "token_ids": sample.tokens, "tokens": pieces, "losses": [None, *sample.losses]}
-        for sample, pieces in zip(evidence.samples, evidence.pieces)
-    ]  # fmt: skip
-
-
 def _write_json(path: Path, value: Any) -> None:
-    """Numbers that are not finite become null: JSON has none."""
     write_atomically(path, json.dumps(finite_or_none(value), ensure_ascii=False) + "\n", durable=False)

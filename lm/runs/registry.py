@@ -4,9 +4,7 @@ It is an index of the run folders and may be deleted: `lm runs rebuild` makes it
 through `record_run`, which never fails and takes at most `PATIENCE` seconds.
 """
 
-import hashlib
 import logging
-import math
 import os
 import sqlite3
 import threading
@@ -17,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import LmError, RequestError
-from lm.runs.evaluations import merge_evaluations
-from lm.runs.run import ROOT, STEP, Run
+from lm.runs.facts import run_row
+from lm.runs.run import ROOT, Run
 
 log = logging.getLogger(__name__)
 
@@ -33,54 +31,13 @@ COLUMNS = {
 
 
 def place() -> Path:
-    """Path of the registry: `$LM_REGISTRY`, else `lm/runs.db` in the user's data folder.
-
-    Raises:
-        LmError: the user has no home folder.
-    """
+    """Path of the registry: `$LM_REGISTRY`, else `lm/runs.db` in the user's data folder; LmError without a home."""
     named = os.environ.get("LM_REGISTRY")
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     try:
         return Path(named or f"{data}/lm/runs.db").expanduser()
     except RuntimeError as error:
         raise LmError(f"there is no place for a registry ({error}); name one with LM_REGISTRY") from error
-
-
-# ---- rows ------------------------------------------------------------------------------------------------------------
-
-
-def facts(run: Run) -> dict[str, Any]:
-    """A run's row of the registry, read from its folder; None for what is not known (yet).
-
-    Returns:
-        By the names of `COLUMNS`, and `tags`; `status` is `Run.status()`, `best_loss` the lowest validation loss.
-    """
-    described, state = run.read("run.json"), run.read("state.json")
-    last = run.link("last")
-    saved = STEP.fullmatch(last.name) if last else None
-    steps = [step for step in (state.get("step", described.get("step")), saved and int(saved[1])) if step is not None]
-    config = run.config.read_bytes() if run.config.exists() else None
-    latest = state.get("metrics", {})
-    losses = [line["val/loss"] for line in run.metrics("val/loss") if not math.isnan(line["val/loss"])]
-    return {
-        "path": str(run.path.resolve()),
-        "name": run.name,
-        "status": run.status(),
-        "reason": described.get("reason"),
-        "step": max(steps, default=None),  # a process that was killed after its last checkpoint did not say it
-        "max_steps": state.get("max_steps"),
-        "tokens": state.get("tokens"),
-        "best_loss": min(losses, default=None),
-        "val_loss": latest.get("val/loss"),
-        "loss": latest.get("train/loss"),
-        "tokens_per_second": latest.get("perf/tokens_per_second"),
-        "started": described.get("started"),
-        "entered": described.get("entered"),
-        "host": described.get("host"),
-        "config_sha256": hashlib.sha256(config).hexdigest() if config is not None else None,
-        "tags": described.get("tags") or [],
-        "core": (merge_evaluations(run.evaluations()) or {}).get("core"),
-    }
 
 
 def known_runs() -> list[dict[str, Any]]:
@@ -104,32 +61,19 @@ def known_runs() -> list[dict[str, Any]]:
 
 
 def note(runs: Iterable[Run]) -> None:
-    """Write the rows of these runs, all of them or none.
-
-    Raises:
-        LmError: the registry cannot be written.
-    """
-    rows = [facts(run) for run in runs]
+    """Write the rows of these runs, all of them or none; LmError where the registry cannot be written."""
+    rows = [run_row(run) for run in runs]
     names, marks = ", ".join(COLUMNS), ", ".join(f":{name}" for name in COLUMNS)
     _write(lambda database: database.executemany(f"INSERT OR REPLACE INTO runs ({names}) VALUES ({marks})", rows))
 
 
 def forget(paths: Iterable[str]) -> None:
-    """Remove the rows of these run folders.
-
-    Raises:
-        LmError: the registry cannot be written.
-    """
-    gone = [(path,) for path in paths]
-    _write(lambda database: database.executemany("DELETE FROM runs WHERE path = ?", gone))
+    """Remove the rows of these run folders; LmError where the registry cannot be written."""
+    _write(lambda database: database.executemany("DELETE FROM runs WHERE path = ?", [(path,) for path in paths]))
 
 
 def rebuild(runs: Iterable[Run]) -> None:
-    """Replace the registry, whatever state it is in, by a new one of these runs.
-
-    Raises:
-        LmError: it cannot be written.
-    """
+    """Replace the registry, whatever state it is in, by a new one of these runs; LmError where it cannot be."""
     path = place()
     try:
         for part in ("", "-wal", "-shm"):
@@ -155,15 +99,9 @@ def _write(work: Callable[[sqlite3.Connection], Any]) -> None:
 
 
 def record_run(run: Run, warned: bool = False) -> bool:
-    """Write a run's row when a training starts and when it ends.
+    """Write a run's row when a training starts and when it ends; whether it was written.
 
-    It never raises and returns within `PATIENCE` seconds; a failure is one line in the log.
-
-    Args:
-        warned: that line was logged before.
-
-    Returns:
-        Whether the row was written.
+    It never raises and returns within `PATIENCE` seconds; a failure is one line in the log, unless one was `warned` of.
     """
     failures: list[Exception] = []
 
@@ -193,10 +131,7 @@ def record_run(run: Run, warned: bool = False) -> bool:
 def find_run(name: str | None, root: str | Path = ROOT, otherwise: str = "") -> Run:
     """The run of a name: a folder under `root`, else one in the registry, else a path; without a name the newest.
 
-    `otherwise` is another cure for the message where there is no run at all.
-
-    Raises:
-        RequestError: there is none, or there are several; the message lists them or the nearest names.
+    RequestError where there is none, or several; `otherwise` is another cure for the message where there is no run.
     """
     if name is None:
         if runs := Run.all(root):

@@ -11,9 +11,10 @@ from typing import Any
 from lm.errors import RequestError
 from lm.runs import registry
 from lm.runs.checkpoint import find_damage, link_to, read_progress
+from lm.runs.config_diff import differences, not_allowed
 from lm.runs.mirror import LINKS
 from lm.runs.run import ROOT, STEP, Run, hide_addresses
-from lm.system.files import flatten, restore_interrupted, stated_digest
+from lm.system.files import restore_interrupted, stated_digest
 from lm.system.process import rank
 from lm.system.remote import fetch, is_remote
 
@@ -21,33 +22,20 @@ log = logging.getLogger(__name__)
 
 REFERENCES = ("best", "last", "auto")
 
-# With other values of these a run would be another one: another model, other data, another order of the samples.
-FIXED = ("seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
-         "data.prepare", "data.column", "data.pad_id", "data.seq_len", "data.shuffle_buffer")
-
 
 def find_checkpoint(
     reference: str | None, name: str, root: str, *, named: bool, command: str
 ) -> tuple[Path | None, Run | None]:
-    """Resolve `--ckpt_path`.
+    """The checkpoint folder that a `--ckpt_path` means, and the run that it belongs to; None where there is none.
 
-    Args:
-        reference: a folder, `best`, `last`, `step-...`, `auto` or None.
-        name: the run's name: `--run`, or that of the config.
-        root: folder of the runs.
-        named: the name was given with `--run`, so it is exactly that run and not the newest of `name`, `name-2` ...
-        command: without a reference, `fit` starts fresh and the other commands take the best checkpoint.
-
-    Returns:
-        The checkpoint folder or None, and the run that it belongs to. Its files have been compared with their digests
-        for a `fit`, and where the reference is a folder or `auto`.
-
-    Raises:
-        RequestError: the checkpoint is not there, or not whole.
+    The reference is a folder, `best`, `last`, `step-...` or `auto`; without one `fit` starts fresh, and other commands
+    take the best checkpoint. A name that was `named`, with `--run`, is exactly that run, and not the newest of `name`,
+    `name-2` ... For a `fit`, and where the reference is a folder or `auto`, the checkpoint's files have been compared
+    with their digests.
     """
     fit, auto = command == "fit", reference == "auto"
     if reference is None and fit:
-        _say_unfinished(root, name)
+        _log_resumable_run(root, name)
         return None, None
     if not is_of_a_run(reference):
         path = checkpoint_folder(reference)
@@ -87,11 +75,7 @@ def is_of_a_run(reference: str | None) -> bool:
 
 
 def checkpoint_folder(reference: str) -> Path:
-    """The folder of a `--ckpt_path` that is no name of a run's checkpoint; of a URL, a copy on this machine.
-
-    Raises:
-        RequestError: there is no such folder.
-    """
+    """The folder of a `--ckpt_path` that is no name of a run's checkpoint; of a URL, a copy on this machine."""
     if is_remote(reference):
         address = reference.rstrip("/")
         folder, _, name = address.rpartition("/")
@@ -133,7 +117,7 @@ def _checkpoint_of(run: Run, reference: str | None) -> Path | None:
     return newest_whole(run) if reference == "auto" else run.checkpoint(reference)
 
 
-def _say_unfinished(root: str, name: str) -> None:
+def _log_resumable_run(root: str, name: str) -> None:
     """Log how to resume the newest run of a name, where it has not come to its end."""
     for run in Run.all(root, name)[-1:]:
         steps, status = list(run.steps()), run.status()
@@ -144,11 +128,7 @@ def _say_unfinished(root: str, name: str) -> None:
 
 
 def _refuse_lost_name(root: str, name: str, found: Run | None) -> None:
-    """Refuse to start a new run beside one with checkpoints whose `run.json`, and so its name, is lost.
-
-    Raises:
-        RequestError: there is such a run.
-    """
+    """Raise RequestError where a run has checkpoints and its `run.json`, and so its name, is lost."""
     for folder in sorted(Path(root).glob(f"{name}*")):
         of_this_name = re.fullmatch(re.escape(name) + r"(-\d+)?", folder.name)
         if of_this_name and not Run(folder).read("run.json").get("name") and (found is None or found.path != folder):
@@ -160,11 +140,7 @@ def _refuse_lost_name(root: str, name: str, found: Run | None) -> None:
 
 
 def _beginning(run: Run) -> Path | None:
-    """The checkpoint that a run began from, of an imported model or of another run; None where it began from scratch.
-
-    Raises:
-        RequestError: that checkpoint is gone or damaged.
-    """
+    """The checkpoint, of an imported model or another run, that a run began from; None where it began from scratch."""
     began_from = run.read("run.json").get("began_from")
     if began_from is None:
         log.info("run %s was stopped before its first checkpoint: it starts again at its first step", run.path)
@@ -178,16 +154,9 @@ def _beginning(run: Run) -> Path | None:
 
 
 def chosen_model(run: str | None, ckpt_path: str | None, root: str | Path = ROOT) -> Path:
-    """The model folder that `--run` and `--ckpt_path` mean; it is logged.
+    """The model folder that `--run`, else the newest run, and `--ckpt_path` mean; it is logged.
 
-    Args:
-        run: a name under the root or in the registry, or a path; the newest run if not given.
-        ckpt_path: a folder, which need not belong to a run; `best`, `last`, `step-...` or `auto` (the newest whole one)
-            of the run; its best, or its last where none was validated, if not given.
-        root: folder of the runs.
-
-    Raises:
-        RequestError: there is no such run, checkpoint or folder.
+    Without a `ckpt_path` it is the best checkpoint of the run, or its last where none was validated.
     """
     if is_of_a_run(ckpt_path):
         found = registry.find_run(run, root, otherwise=", or give a --ckpt_path")
@@ -207,10 +176,8 @@ def newest_whole(run: Run) -> Path | None:
     """The newest checkpoint of a run that is not damaged; None where there is no checkpoint. Damaged ones are logged.
 
     When a run is resumed from an earlier step, its later checkpoints are left behind: `run.json` has their digests.
-    They come after all others, however new they are.
-
-    Raises:
-        RequestError: there are checkpoints, and all are damaged; to start from scratch would be a silent loss.
+    They come after all others, however new they are. Where all are damaged, to start from scratch would be a silent
+    loss, and is refused.
     """
     last, left_behind = run.link("last"), run.read("run.json").get("left_behind", [])
     found = {path.name: path for path in run.path.glob("step-*") if STEP.fullmatch(path.name)}
@@ -245,31 +212,21 @@ def repair_links(run: Run, checkpoint: Path) -> None:
 
 
 def refuse_changed_config(run: Run, config: dict[str, Any], force: bool) -> list[str]:
-    """Compare a config with that of a run, and log the differences.
-
-    Returns:
-        The changed keys.
-
-    Raises:
-        RequestError: a key of `FIXED` has changed, without `force`.
-    """
+    """Log what differs between a config and that of a run, and return the keys; refuse what no resume may change."""
     settings = run.settings()
     if not force and not settings:
         raise RequestError(
             f"{run.config} is damaged, so it is not known what the run was trained with: put it back, or give --force "
             "to resume with the config of this command"
         )
-    before, after = flatten(settings), flatten(hide_addresses(config))
-    keys = sorted((before.keys() | after.keys()) - {"run"})
-    newer = {key for key in after if key not in before and not after[key]}  # options that are off, as they were
-    changed = [key for key in keys if before.get(key) != after.get(key) and key not in newer]
-    for key in changed:
-        log.info("changed since the run was started: %s: %s -> %s", key, before.get(key), after.get(key))
-    refused = [key for key in changed if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED)]
+    changed = differences([settings, hide_addresses(config)])
+    for key, (before, now) in changed.items():
+        log.info("changed since the run was started: %s: %s -> %s", key, before, now)
+    refused = not_allowed("resume", changed)
     if refused and not force:
         raise RequestError(
             f"run {run.path} cannot be resumed with another {', '.join(refused)}: "
-            + "; ".join(f"{key} was {before.get(key)}, now {after.get(key)}" for key in refused)
+            + "; ".join(f"{key} was {before}, now {now}" for key, (before, now) in refused.items())
             + "; start a new run, or give --force"
         )
-    return changed
+    return list(changed)

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.errors import RequestError
-from lm.runs.evaluations import Evaluation, is_evaluation
-from lm.runs.metrics import numbers, valid_metrics
+from lm.runs.metrics import Evaluation, is_evaluation, numbers, valid_metrics
 from lm.system.files import Attempts, append_line, nonnegative, parse_json, parse_yaml, read_lines, write_atomically
 from lm.system.process import launch_command, program
 
@@ -34,7 +33,6 @@ SILENCE = 30.0  # seconds without a heartbeat after which a run is taken for dea
 LOCK = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of file systems without locks
 
-GROUPS = ("trainer", "model", "data")  # of options in a config
 NUMBER = (int, float)
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # `$NAME` or `${NAME}` in an address under `notify`
 TYPES: dict[str, dict[str, Any]] = {  # file -> fact -> its type; a fact of another type is damaged, and not known
@@ -74,7 +72,7 @@ def is_alert(line: dict[str, Any]) -> bool:
 
 
 def hide_address(url: str) -> str:
-    """An address under `notify` without what may be a password or a token: its scheme; `$NAME` stays as it is."""
+    """An address under `notify` without what may be a password or a token; `$NAME` stays as it is."""
     return url if VARIABLE.fullmatch(url) else f"{url.partition('://')[0]}://..." if "://" in url else "..."
 
 
@@ -99,6 +97,11 @@ def hide_typed_addresses(command: list[str]) -> list[str]:
     ]  # fmt: skip
 
 
+def session(facts: dict[str, Any]) -> tuple[float, float]:
+    """As `Run.entered`, of the facts of a `run.json`."""
+    return nonnegative(facts.get("turn")) or 0, nonnegative(facts.get("entered")) or 0.0
+
+
 def process_exists(pid: int | None) -> bool:
     """Whether a process of this machine is alive; where that cannot be found out, yes."""
     try:
@@ -115,11 +118,7 @@ def refuse_name(name: str) -> None:
 
 
 class Run:
-    """One run folder.
-
-    Args:
-        path: `checkpoints/<run>`.
-    """
+    """One run folder, `checkpoints/<run>`."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -149,8 +148,10 @@ class Run:
             return {}
         if not isinstance(found, dict):
             return {}
-        whole = {key: value for key, value in found.items() if key not in GROUPS or isinstance(value, dict)}
-        return hide_addresses(whole)
+        groups = ("trainer", "model", "data")
+        return hide_addresses({
+            key: value for key, value in found.items() if key not in groups or isinstance(value, dict)
+        })
 
     def started_in(self) -> Path:
         """The folder that the relative paths of the run's config are relative to.
@@ -180,11 +181,7 @@ class Run:
                                       self.script)  # fmt: skip
 
     def validate_command(self, checkpoint: str | Path = "best") -> str:
-        """The command that validates a checkpoint on the run's data.
-
-        Args:
-            checkpoint: its name in the run's folder, or the absolute path of any folder.
-        """
+        """The command that validates a checkpoint, a name or an absolute path, on the run's data."""
         there, path = self._from_its_folder()
         config = f"--config {shlex.quote(str(path / 'config.yaml'))} " if Path(checkpoint).is_absolute() else ""
         return f"{there}{program(self.script)} validate {config}--ckpt_path {shlex.quote(str(path / checkpoint))}"
@@ -206,11 +203,10 @@ class Run:
 
     def entered(self) -> tuple[float, float]:
         """The number and the time of the run's last start or resume: no two sessions have the same."""
-        facts = self.read("run.json")
-        return nonnegative(facts.get("turn")) or 0, nonnegative(facts.get("entered")) or 0.0
+        return session(self.read("run.json"))
 
     @classmethod
-    def next_turn(cls, root: Path | str) -> int:
+    def next_start(cls, root: Path | str) -> int:
         """The number of the next session, `turn` in run.json: a time would not do, since clocks are set back."""
         return 1 + int(max((run.entered()[0] for run in cls.all(root)), default=0))
 
@@ -222,14 +218,7 @@ class Run:
 
     @classmethod
     def create(cls, name: str, root: Path | str = ROOT, taken: Callable[[str], bool] = lambda name: False) -> "Run":
-        """Claim a new folder: `name`, else `name-2`, `name-3` ...; an existing one is never overwritten.
-
-        Args:
-            taken: whether a name is not free though there is no such folder.
-
-        Raises:
-            RequestError: the name would climb out of the root, or the folder cannot be made.
-        """
+        """Claim a new folder: `name`, else `name-2`, `name-3` ..., the first that is not there and not `taken`."""
         refuse_name(name)
         for attempt in count(1):
             path = Path(root) / (name if attempt == 1 else f"{name}-{attempt}")
@@ -249,10 +238,7 @@ class Run:
         """Be the one process that trains this run, until it ends: take `run.lock`.
 
         The system releases the lock however the process ends, so the run of a dead process is free at once.
-
-        Raises:
-            RequestError: another process trains it; the message says which.
-            OSError: the folder cannot be written to.
+        RequestError where another process trains it, OSError where the folder cannot be written to.
         """
         from filelock import FileLock, Timeout  # takes a while to import
 
@@ -263,7 +249,7 @@ class Run:
         try:
             lock.acquire()
         except Timeout:
-            raise self._is_being_trained() from None
+            raise self.is_being_trained(self.path) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -290,61 +276,53 @@ class Run:
             return None
 
     def refuse_if_trained(self) -> None:
-        """Refuse to resume a run that a process is training now.
-
-        Raises:
-            RequestError: one is; the message says which.
-        """
+        """Raise RequestError where a process is training the run now; the message says which."""
         self.seen = self.seen or self.entered()
         locked = self.is_locked()
         trained = self.status() == "running" if locked is None else locked
-        if (trained or self._heartbeat_comes_from_afar()) and self._holder().get("pid") != os.getpid():
-            raise self._is_being_trained()
+        # Some shared file systems keep locks to each machine: the run may be trained though its lock looks free here.
+        afar = self.read("heartbeat.json").get("host") not in (None, socket.gethostname())
+        if (trained or afar and self.beats(self.path)) and self._holder().get("pid") != os.getpid():
+            raise self.is_being_trained(self.path)
 
-    def _heartbeat_comes_from_afar(self) -> bool:
-        """Whether a process of another machine trains the run though its lock looks free here.
+    def beats(self, place: Path | str, refresh: Callable[[], None] = lambda: None) -> bool:
+        """Wait for the next heartbeat of a run that may be trained, as long as one may come; whether it came.
 
-        Some shared file systems keep locks to each machine. So this waits for the next heartbeat, where there may be
-        one.
+        `place` is the run's for the log, `refresh` brings its files up to date where they are copies.
         """
-        beat = self.read("heartbeat.json")
-        if beat.get("host") in (None, socket.gethostname()) or self.status() != "running":
+        beat, until = self.read("heartbeat.json"), time.monotonic() + SILENCE
+        if self.status() != "running":
             return False
-        log.info("waiting to see whether a process on %s still trains %s: %.0f s at most", beat["host"], self, SILENCE)
-        while self.status() == "running":
+        log.info("waiting to see whether a process on %s still trains %s: %.0f s at most",
+                 beat.get("host", "another machine"), place, SILENCE)  # fmt: skip
+        while self.status() == "running" and time.monotonic() < until:
             if self.read("heartbeat.json").get("time") != beat.get("time"):
                 return True
             time.sleep(1)
+            refresh()
         return False
 
     def _holder(self) -> dict[str, Any]:
         """`pid` and `host` of the process that trains the run, or was the last one to."""
         return {**self.read("state.json"), **self.read("heartbeat.json")}
 
-    def _is_being_trained(self) -> RequestError:
+    def is_being_trained(self, place: Path | str) -> RequestError:
+        """The error of a second training of this run, which is at `place`."""
         pid, host = self._holder().get("pid"), self._holder().get("host")
         holder = (f"process {pid}" if pid else "another process") + (f" on {host}" if host else "")
         cure = f"wait for its end, or stop it{f' (`kill {pid}`)' if pid else ''}, and give the command again"
-        return RequestError(f"run {self.path} is being trained by {holder}: {cure}")
+        return RequestError(f"run {place} is being trained by {holder}: {cure}")
 
     def write_heartbeat(self, machine: dict[str, Any]) -> None:
-        """Replace `heartbeat.json`, the sign of life of the process that trains the run.
-
-        Args:
-            machine: `Telemetry.read()`, or {}.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Replace `heartbeat.json`, the sign of life of the training process; `machine` is `Telemetry.read()` or {}."""
         beat = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname(), "machine": machine}
         write_atomically(self.path / "heartbeat.json", json.dumps(beat) + "\n", durable=False)
 
     def status(self) -> str:
         """The run's state, also where its process could not say that it ended.
 
-        Returns:
-            `running`; `dead`, where run.json says `running` and its process is gone, or has been silent for a while;
-            `finished`; `stopped` by a guard; `interrupted` by a signal; `failed`; `unknown`.
+        `running`; `dead`, where run.json says `running` and its process is gone, or has been silent for a while;
+        `finished`; `stopped` by a guard; `interrupted` by a signal; `failed`; `unknown`.
         """
         facts = self.read("run.json")
         if facts.get("status") != "running":
@@ -354,7 +332,7 @@ class Run:
         if locked or locked is False and here:
             return "running" if locked else "dead"
         # There are no locks, or another machine's process had it last, whose lock may not be visible here.
-        entered, beaten = nonnegative(facts.get("entered")) or 0.0, nonnegative(beat.get("time")) or 0.0
+        entered, beaten = session(facts)[1], nonnegative(beat.get("time")) or 0.0
         if here and beaten >= entered and not process_exists(beat.get("pid")):
             return "dead"
         return "running" if time.time() - max(beaten, entered) < SILENCE else "dead"
@@ -372,11 +350,7 @@ class Run:
         return link.parent / os.readlink(link) if link.is_symlink() and link.exists() else None
 
     def checkpoint(self, name: str | None = None) -> Path:
-        """The folder behind `best`, `last` or `step-...`; the best if not given, or the last where none was validated.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """The folder behind `best`, `last` or `step-...`; without a name the best, else the last."""
         name = name or ("best" if self.link("best") else "last")
         path = self.link(name) if name in ("best", "last") else self.path / name
         if path is None or not (path / "trainer.json").exists():
@@ -409,11 +383,7 @@ class Run:
         self._append("metrics.jsonl", metrics)
 
     def mark_resume(self, step: int) -> None:
-        """Add to `metrics.jsonl` that the run resumes from a step: the lines of later steps count no more.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Add to `metrics.jsonl` that the run resumes from a step: the lines of later steps count no more."""
         append_line(self.path / "metrics.jsonl", {"resumed_at": step})
 
     def append_alert(self, alert: dict[str, Any]) -> None:
@@ -425,11 +395,7 @@ class Run:
         return [line for line in read_lines(self.path / "alerts.jsonl") if is_alert(line)]
 
     def append_evaluation(self, evaluation: Evaluation) -> None:
-        """Add one line to `evaluations.jsonl`.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Add one line to `evaluations.jsonl`."""
         append_line(self.path / "evaluations.jsonl", evaluation)
 
     def evaluations(self) -> list[Evaluation]:
@@ -444,8 +410,7 @@ class Run:
     def metrics(self, name: str = "") -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl` by step, without those that were logged after the checkpoint of a later resume.
 
-        Args:
-            name: only the lines with this metric; the others, of which there may be very many, are not parsed.
+        With a name only the lines with this metric; the others, of which there may be very many, are not parsed.
         """
         kept: list[dict[str, Any]] = []
         lines = read_lines(self.path / "metrics.jsonl", (f'"{name}"', '"resumed_at"') if name else ("",))

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
@@ -22,7 +21,6 @@ from lm.system.units import Count, parse_count
 LONGEST_SHOWN = 60  # characters of a value in a message
 LONGEST_MESSAGE = 300
 FEW_OPTIONS, MOST_UNKNOWN = 10, 6  # that a message lists
-BOOLEANS = ("true", "false", "yes", "no")
 
 register_type(Count, serializer=int, deserializer=parse_count, type_check=lambda value, kind: type(value) is kind)
 
@@ -31,9 +29,7 @@ class OneLineErrors:
     """For parsers: the error of a wrong command line is one line with the nearest name, not fifty lines of usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raises:
-        RequestError: always.
-        """
+        """Raise RequestError with the message in one line."""
         missing = re.search(r"the following arguments are required: (\S+)", message)
         if missing and not self.prog.startswith("lm"):  # of a class that the config names
             raise RequestError(f"give {missing[1]} under init_args") from ex
@@ -53,14 +49,7 @@ class Parser(OneLineErrors, ArgumentParser):
 def call(function: Callable[..., Any], arguments: list[str], prog: str, meant: str | None = None) -> Any:
     """Call a typed function with the values of a command line; parameters without a default are positional.
 
-    Args:
-        meant: what a value without an option is meant for, to be suggested, with `{value}` and its short `{name}`.
-
-    Returns:
-        The function's result.
-
-    Raises:
-        RequestError: the command line does not fit the function.
+    `meant` is what to suggest for a value without an option, with `{value}` and its short `{name}`.
     """
     parser = Parser(prog=prog, allow_abbrev=False, description=(function.__doc__ or "").partition("\n\n")[0])
     parser.add_function_arguments(function, as_group=False, as_positional=True)
@@ -80,11 +69,7 @@ def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None
     """Decorates an `__init__(self, config)` so that the class is called with the fields of this dataclass.
 
     `Trainer(max_steps=10)` makes a `TrainerConfig` and gives it to the decorated function. `help()` and parsers see the
-    fields.
-
-    Args:
-        options: the dataclass.
-        types: what it names in quotes, because to import it would take seconds.
+    fields. `types` are those that the dataclass names in quotes, because to import them would take seconds.
     """
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
@@ -106,11 +91,7 @@ def arguments_from(options: type, **types: type) -> Callable[[Callable[..., None
 
 
 def build_options(options: type, caller: str, *args: Any, **given: Any) -> Any:
-    """A dataclass of options, made of the arguments of a call; a count may be a text, as in a config.
-
-    Raises:
-        RequestError: there is no such option, which names the nearest, or a value is out of range.
-    """
+    """A dataclass of options, made of the arguments of a call; a count may be a text, as in a config."""
     kinds = {one.name: one.type for one in fields(options)}
     if unknown := [name for name in given if name not in kinds]:
         hints = {name: nearest_option(name, list(kinds)) for name in unknown}
@@ -139,7 +120,8 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
         option, equals, value = argument.partition("=")
         name = option.removeprefix("--")
         null = value == "null" if equals else rest[:1] == ["null"] and "." in name
-        if name in flags and argument == f"--{name}" and not (rest and rest[0].lower() in BOOLEANS):
+        has_value = rest and rest[0].lower() in ("true", "false", "yes", "no")
+        if name in flags and argument == f"--{name}" and not has_value:
             spelled.append(f"{argument}=true")
         elif name in lists and option != name and (equals or rest) and not null:
             given = [value] if equals else []
@@ -147,16 +129,12 @@ def spell_out(arguments: list[str], flags: Iterable[str] = (), lists: Iterable[s
                 given.append(rest.pop(0))
             if option not in values:
                 spelled.append(option)
-            as_yaml = bool(equals) or not is_text(name)
+            # Texts for a model may look like YAML.
+            as_yaml = bool(equals) or name.rpartition(".")[2] not in ("prompt", "prompts", "stop")
             values.setdefault(option, []).extend(_listed(given[0], as_yaml) if len(given) == 1 else given)
         else:
             spelled.append(argument)
     return [f"{argument}={as_list(values[argument])}" if argument in values else argument for argument in spelled]
-
-
-def is_text(option: str) -> bool:
-    """Whether the values of an option are texts for a model, which may look like YAML."""
-    return option.rpartition(".")[2] in ("prompt", "prompts", "stop")
 
 
 def _listed(text: str, as_yaml: bool) -> list[str]:
@@ -206,52 +184,32 @@ def known_names(parser: Any) -> list[str]:
 
 def shorten(message: str, known: list[str]) -> str:
     """jsonargparse's message in one line; for an unknown option or choice with the nearest ones."""
-    text = re.sub(r"\s*\n\s*", " ", message).strip()
-    text = re.sub(r'^Parser key "([^"]+)": (?:Not of type Count: )?', r"\1: ", text)
-    union = re.search(r"any of the Union subtypes .*? Errors: - (.*) Given value type: .*? Given value: (.*)$", text)
-    if union:  # of a value that may also be null, which is no help
-        errors = re.sub(r" Subclass types expect one of:( - a ((?! - ).)*)*", "", union[1])
-        parts = [re.sub(r"^Not of type \w+: ", "", part) for part in errors.split(" - ") if "NoneType" not in part]
-        # What a class itself says, before that a list of them is none of them.
-        parts = [part for part in parts if not part.startswith("Not a valid subclass")] or parts
-        reason = ", or ".join(parts)
-        reason += f", got {union[2]}" if " got " not in reason.replace("Got", "got") else ""
-        text = f"{text.split(': ')[0]}: {reason}"
-    text = re.sub(r"^(\S+): Unable to load config .*", r"\1 is a group of options: give each with its name", text)
-    text = re.sub(r"Not a valid subclass of (\w+)", r"expected the options of a \1", text)
-    text = re.sub(r" Subclass types expect .*", "", text)
-    text = re.sub(r"Problem with given class_path '(\S+)': ((?:No module|module '\S+' has no) .*?), got .*",
-                  r"class_path \1: \2; the file my_callbacks.py of a class_path my_callbacks.MyCallback has to be in "
-                  "this folder or in one of PYTHONPATH", text)  # fmt: skip
-    if misspelt := re.search(r"class_path (\S+)\.(\w+): module '\S+' has no attribute", text):
-        near = get_close_matches(misspelt[2], dir(sys.modules.get(misspelt[1])), 1)
-        text = f"{text.split('; ')[0]}; did you mean {misspelt[1]}.{near[0]}?" if near else text
-    text = re.sub(r", got \[Namespace\(class_path='(\S+?)'.*", r", got a \1", text)
-    text = re.sub(r"(give \S+ under init_args), got a (\S+)$", r"\1 of \2", text)
-    text = re.sub(r"Multiple subclasses with name (\w+)\. Give the full class path .*?: (.*?)\.?, got .*",
-                  r"several classes have the name \1: give the whole path, one of \2", text)  # fmt: skip
-    text = re.sub(r"Expected a dot import path string: .*?(?=, got )", "expected a class_path or options", text)
-    text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", text).replace(". Got value:", ", got")
-    text = re.sub(
-        r"expected list, got \{'class_path'.*", "expected a list: begin with a dash, `- class_path: ...`", text
-    )
-    text = re.sub(  # without what was given, which may have a password in it
-        r"^notify: expected list.*", "notify: expected a list: begin each address with a dash, `- ntfy://topic`", text
-    )
-    text = re.sub(r"expected dict, got \[", "expected lines such as `name: value` without a dash, got the list [", text)
-    text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
-    text = re.sub(r"expected expected", "expected", text)
-    text = re.sub(r"argument --(\S+?)(/\S+)?: expected one argument", r"--\1 needs a value", text)
-    if unrecognized := re.search(r"unrecognized arguments: (.*)", text):
+    if unrecognized := re.search(r"unrecognized arguments: (.*)", message):
         names = [word.lstrip("-").partition("=")[0] for word in unrecognized[1].split() if word.startswith("--")]
         if not names:
             return f"{shown(unrecognized[1])} belongs to no option"
         return unknown_options({name: nearest_option(name, known) for name in names})
-    text = re.sub(r"Group '(\S+)' does not accept option '([^']+)'", r"Option '\1.\2' is not accepted", text)
-    text = re.sub(r"Subcommand '\S+' does not accept option '([^']+)'", r"Option '\1' is not accepted", text)
-    if unknown := re.search(r"Option '([^']+)' is not accepted|[Kk]ey '([^']+)' is not", text):
-        name = unknown[1] or unknown[2]
+    unknown = re.search(r"(?:Group '(\S+)' )?does not accept option '([^']+)'|[Kk]ey '([^']+)' is not", message)
+    if unknown:
+        name = ".".join(filter(None, unknown.groups()))
         return unknown_options({name: nearest_option(name, known)})
+    # Of a type such as `int | None` what each part says, without the list of the parts, and None is no help.
+    key, indent = re.match(r'(?:Parser key "(.+?)":)?', message)[1], re.search(r"Errors:\n( *)- ", message)
+    errors = re.findall(rf"\n{indent[1]}- (.*(?:\n{indent[1]} {{4}}.*)*)", message) if indent else []
+    if reasons := [each for each in errors if "NoneType" not in each]:
+        given = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
+        # What a class itself says comes before that the value is of none of the other types.
+        text = ", or ".join([each for each in reasons if not each.startswith(("Expected", "Not a"))] or reasons)
+        text += "" if re.search("[Gg]ot ", text) else f", got {given[1]}"
+    else:
+        text = message.partition('":')[2] if key else message
+    text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))
+    text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
+    text = text.replace(". Got value:", ", got").replace("Not of type Count: ", "")
+    # What was given for a list may have a password in it.
+    text = re.sub("expected list, got .*", "expected a list: [a, b], or lines that begin with a dash", text)
+    text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
+    text = f"{key}: {text}" if key else text
     text = text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
     if choice := re.search(r"expected one of (.*?), got '?(\w[^']*)'?$", text):
         choices = {one.lower(): one for one in re.findall(r"'([^']+)'", choice[1])}

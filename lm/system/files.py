@@ -30,11 +30,7 @@ LARGEST_YAML = 1_000_000  # values and characters, counted as often as aliases r
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: it is no JSON, no UTF-8, nested too deep, or has a whole number of more than 64 bits.
-    """
+    """Parse a JSON text; a whole number of more than 64 bits and values nested too deep are a ValueError too."""
     try:
         return _JSON.decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except RecursionError:
@@ -54,9 +50,8 @@ _JSON = json.JSONDecoder(parse_int=_integer)  # `json.loads` would make a decode
 def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text into plain values: no tag makes an object of another kind.
 
-    Raises:
-        ValueError: it is no YAML, no UTF-8, nested too deep, larger than `LARGEST_YAML` with its aliases, or has a key
-            twice, of which YAML would keep the last one.
+    A ValueError is also what has a key twice, of which YAML would keep the last one, is nested too deep, or is larger
+    than `LARGEST_YAML` with its aliases.
     """
     import yaml
 
@@ -126,11 +121,7 @@ URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)")  # `Path
 
 
 def refuse_url(option: str, path: str | Path, cure: str = "write to this machine, and copy it there") -> None:
-    """Refuse a URL where a path of this machine is needed, which would become a folder `s3:`.
-
-    Raises:
-        RequestError: it is one; with the cure.
-    """
+    """Raise RequestError for a URL where a path of this machine is needed, which would become a folder `s3:`."""
     if url := URL.fullmatch(str(path)):
         cure = f"give the path alone: /{url['rest']}" if url["scheme"] == "file" else cure
         raise RequestError(f"{option} {url['scheme']}://{url['rest']} is a URL, and only a path works here: {cure}")
@@ -158,11 +149,7 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
 
 
 def append_bytes(descriptor: int, data: bytes) -> None:
-    """Add bytes to the end of a file that was opened for appending: all of them, or none.
-
-    Raises:
-        OSError: they cannot be written; the file is as long as before.
-    """
+    """Add bytes to the end of a file that was opened for appending: all of them, or none with the OSError."""
     end, done = os.fstat(descriptor).st_size, 0
     try:
         while done < len(data):
@@ -173,11 +160,7 @@ def append_bytes(descriptor: int, data: bytes) -> None:
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Add a line of JSON to a file, after ending the last one if a kill has cut it short.
-
-    Raises:
-        OSError: it cannot be written; the file is as long as before.
-    """
+    """Add a line of JSON to a file, all of it or none, after ending the last one if a kill has cut it short."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         end = os.fstat(descriptor).st_size
@@ -249,21 +232,13 @@ def digest(path: Path) -> str:
 
 
 def dump_checksummed(document: dict[str, Any]) -> bytes:
-    """The text of a JSON document that is not empty, with its digest.
-
-    Raises:
-        ValueError: a number in it is not finite.
-    """
+    """The text of a JSON document that is not empty, with its digest."""
     body = b'", ' + json.dumps(document, allow_nan=False).encode()[1:]
     return OPENING + hashlib.sha256(body).hexdigest().encode() + body
 
 
 def load_checksummed(text: bytes) -> dict[str, Any]:
-    """The inverse of `dump_checksummed`; nothing is parsed before the digest was compared.
-
-    Raises:
-        ValueError: the text is not what was written.
-    """
+    """The inverse of `dump_checksummed`; a ValueError comes before anything is parsed that was not written so."""
     if text[:BODY] != OPENING + hashlib.sha256(text[BODY:]).hexdigest().encode():
         raise ValueError("its digest is not the one that was written")
     document = json.loads(text)
@@ -327,12 +302,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """An `atomic_folder` for the `--output` of a command.
-
-    Raises:
-        RequestError: there is something under this name that is not an empty folder.
-        RunError: it cannot be written.
-    """
+    """An `atomic_folder` for the `--output` of a command, under a name where there is nothing or an empty folder."""
     refuse_url("--output", target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
@@ -394,13 +364,10 @@ class DiskSpace(NamedTuple):
 
 
 def disk_space(folder: Path, checkpoint: int, keep: int, present: int = 0) -> DiskSpace:
-    """The disk space that a run's checkpoints will need, and what is free there.
+    """The disk space that a run's checkpoints of so many bytes will need, and what is free in a folder, also a new one.
 
-    Args:
-        folder: of the run, or of the runs; it need not exist yet.
-        checkpoint: bytes of one.
-        keep: how many of the newest are kept; the best and the one being written come on top.
-        present: how many exist already, whose space the run will use again.
+    The newest `keep` are kept; the best and the one being written come on top. The run will use the space of those that
+    are `present` again.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free + checkpoint * present

@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
+
 from lm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -120,17 +122,12 @@ FAMILIES = {"bf16": 0, "fp16": 1, "16": 1, "tf32": 2, "fp32": 3, "32": 3, "fp8":
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The dense peak of a device, the denominator of MFU.
+    """The dense peak of a device, the denominator of MFU, in floating-point operations a second; None if not known.
 
-    Args:
-        device_name: as torch names the GPU, such as "NVIDIA H100 80GB HBM3".
-        precision: of the matrix multiplications: "bf16", "fp16", "tf32" or "fp32", or a trainer's ("bf16-mixed",
-            "bf16-true", "16-mixed", "32-true", "fp8-tensorwise", "fp8-rowwise"). "32-true" is fp32; a program that
-            allows TF32 passes "tf32". For FP8 it is the FP8 peak, although attention and the output matrix compute in
-            bf16. So compare FP8 with bf16 by tokens a second, not by MFU.
-
-    Returns:
-        Floating-point operations a second; None for a CPU, and for a device or a precision that is not in the table.
+    The precision is that of the matrix multiplications: "bf16", "fp16", "tf32" or "fp32", or a trainer's, such as
+    "bf16-mixed" or "fp8-rowwise". "32-true" is fp32; a program that allows TF32 passes "tf32". For FP8 it is the FP8
+    peak, although attention and the output matrix compute in bf16. So compare FP8 with bf16 by tokens a second, not by
+    MFU.
     """
     column = FAMILIES.get(re.sub(r"-(mixed|true|tensorwise|rowwise)$", "", precision))
     model = _model(device_name)
@@ -168,10 +165,9 @@ def memory_bytes(device: torch.device | str = "cpu") -> int | None:
     return memory()["total_bytes"] if device.type == "cpu" else None
 
 
-def process_bytes() -> int | None:
-    """Resident memory of this process; None where the system does not say."""
-    pages = _read("/proc/self/statm").split()[1:2]
-    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else None
+def process_bytes() -> int:
+    """Resident memory of this process."""
+    return psutil.Process().memory_info().rss
 
 
 def driver_version() -> str | None:
@@ -251,7 +247,6 @@ class Device(NamedTuple):
     peak_tflops: float | None = None  # in the precision of the training; None: that of `PEAKS`
 
     def peak_flops(self, precision: str) -> float | None:
-        """Its peak as `peak_flops` has it, or the one that was given."""
         return self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(self.name, precision)
 
 
@@ -292,14 +287,9 @@ def _spelling(name: str) -> str:
 def find_device(name: str, memory_bytes: int | None = None, peak_tflops: float | None = None) -> tuple[Device, int]:
     """A device by its name, so that a training can be planned for another machine, and how many of them there are.
 
-    Args:
-        name: such as "h200", "RTX 4090" or "NVIDIA A100-SXM4-80GB", of which there is 1; "cpu"; "auto" for the device
-            that this machine would train on.
-        memory_bytes: in place of the device's own; with "auto" it is any other GPU, of compute capability 8.0.
-        peak_tflops: its peak in TFLOP/s in the precision of the training, in place of the one that is known.
-
-    Raises:
-        RequestError: the name is not known; the message has the nearest ones.
+    A name is such as "h200", "RTX 4090" or "NVIDIA A100-SXM4-80GB", of which there is 1; "cpu"; "auto" for the device
+    that this machine would train on. Memory and peak, in TFLOP/s, are in place of the device's own; with memory "auto"
+    is any other GPU, of compute capability 8.0.
     """
     found, count = (Device("any GPU", None, (8, 0)), 1) if memory_bytes and name == "auto" else _named_device(name)
     return found._replace(memory_bytes=memory_bytes or found.memory_bytes, peak_tflops=peak_tflops), count
@@ -326,8 +316,7 @@ def _named_device(name: str) -> tuple[Device, int]:
         found = Device(device_name("cuda"), memory_bytes("cuda"), torch.cuda.get_device_capability())
         return found, torch.cuda.device_count()
     ram = memory()
-    free = None if ram["total_bytes"] is None else ram["total_bytes"] - (ram["used_bytes"] or 0)
-    return Device(device_name("cpu"), free, None), 1
+    return Device(device_name("cpu"), ram["total_bytes"] - ram["used_bytes"], None), 1
 
 
 # ---- telemetry: load, memory, temperature and power -----------------------------------------------------------------
@@ -346,41 +335,32 @@ CGROUPS = (
     ("memory.current", "memory.max", "memory.stat", "inactive_file"),
     ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-TICKS_BUSY = (0, 1, 2, 5, 6, 7)  # of /proc/stat: user, nice, system, irq, softirq, steal; 3 is idle, 4 waits for a disk
 
 
 class Telemetry:
     """Reads CPU, memory, this process and its GPUs. Loads are means since the reading before; None is not known.
 
-    Args:
-        gpus: UUIDs of the GPUs to read.
-        nvml: the module `pynvml` or a replacement; imported at the first reading if not given.
+    All readings have to come from one thread.
     """
 
     def __init__(self, gpus: Sequence[str] = (), nvml: Any = None) -> None:
-        self._wanted = gpus
-        self._nvml = nvml
+        self._wanted = gpus  # UUIDs
+        self._nvml = nvml  # in place of the module `pynvml`, which the first reading imports
         self._handles: list[Any] | None = None  # of the GPUs that NVML knows, from the first reading on
-        self._ticks = _ticks()
+        self._has_read = False
 
     def read(self) -> dict[str, Any]:
-        """One reading.
-
-        Returns:
-            `cpu`: `load_percent` of all cores, `cores`; `memory`: `used_bytes` and `total_bytes` of the machine, or of
-            the container where it has a limit; `process`: `memory_bytes` resident; `gpus`: for each `index`, `name`,
-            `load_percent`, `memory_used_bytes`, `memory_total_bytes`, `temperature_celsius`, `power_watts`,
-            `power_limit_watts`, `clocks_limited_by` (reasons, empty where nothing limits them).
-        """
+        """One reading, by `cpu`, `memory`, `process` and `gpus`."""
         if self._handles is None:
             self._handles = self._open()
-        gpus = [self._gpu(handle) for handle in self._handles]
-        return {"cpu": self._cpu(), "memory": memory(), "process": {"memory_bytes": process_bytes()}, "gpus": gpus}
-
-    def _cpu(self) -> dict[str, Any]:
-        before, self._ticks = self._ticks, _ticks()
-        busy, total = (now - then for now, then in zip(self._ticks, before, strict=True))
-        return {"load_percent": 100 * busy / total if total > 0 else None, "cores": os.cpu_count()}
+        load, since_before = psutil.cpu_percent(), self._has_read
+        self._has_read = True
+        return {
+            "cpu": {"load_percent": load if since_before else None, "cores": os.cpu_count()},
+            "memory": memory(),
+            "process": {"memory_bytes": process_bytes()},
+            "gpus": [self._gpu(handle) for handle in self._handles],
+        }
 
     def _open(self) -> list[Any]:
         """Start NVML and find the GPUs; none where the package or the driver is not there."""
@@ -406,7 +386,7 @@ class Telemetry:
             "temperature_celsius": ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
             "power_watts": ask("nvmlDeviceGetPowerUsage", handle, then=lambda milliwatts: milliwatts / 1e3),
             "power_limit_watts": ask("nvmlDeviceGetEnforcedPowerLimit", handle, then=lambda limit: limit / 1e3),
-            "clocks_limited_by": clock_limits(reasons),
+            "clocks_limited_by": clock_limits(reasons),  # empty where nothing limits them
         }
 
     def _ask(self, function: str, *arguments: Any, then: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -427,25 +407,12 @@ def clock_limits(reasons: int | None) -> list[str] | None:
     return list(words)
 
 
-def memory() -> dict[str, int | None]:
+def memory() -> dict[str, int]:
     """Used and total memory of the machine, or of the container where its limit is less. Page cache is not used."""
-    lines = (line.split() for line in _read("/proc/meminfo").splitlines())
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
-    if "MemTotal" not in kib:
-        known = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {})
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
-        return {"used_bytes": None, "total_bytes": total}
-    total, used = kib["MemTotal"] * 1024, (kib["MemTotal"] - kib.get("MemAvailable", kib["MemFree"])) * 1024
+    whole = psutil.virtual_memory()
     for in_use, limit, stat, cache in CGROUPS:
         limit, in_use = (_read(f"/sys/fs/cgroup/{name}").strip() for name in (limit, in_use))
-        if limit.isdigit() and in_use.isdigit() and int(limit) < total:
+        if limit.isdigit() and in_use.isdigit() and int(limit) < whole.total:
             parts = dict(line.split() for line in _read(f"/sys/fs/cgroup/{stat}").splitlines())
-            total, used = int(limit), max(0, int(in_use) - int(parts.get(cache, 0)))
-    return {"used_bytes": used, "total_bytes": total}
-
-
-def _ticks() -> tuple[int, int]:
-    """Busy and total clock ticks of all cores since the machine was started; zeros where the system does not say."""
-    first = _read("/proc/stat").partition("\n")[0].split()[1:9]  # user's includes guests'
-    ticks = [int(count) for count in first]
-    return sum(ticks[index] for index in TICKS_BUSY) if len(ticks) == 8 else 0, sum(ticks)
+            return {"used_bytes": max(0, int(in_use) - int(parts.get(cache, 0))), "total_bytes": int(limit)}
+    return {"used_bytes": whole.total - whole.available, "total_bytes": whole.total}

@@ -1,9 +1,9 @@
 """The Hugging Face hub as a file system: `hf://datasets/OWNER/NAME@REVISION/PATH`, and the same of models and spaces.
 
 `system/remote` opens it and retries. The token, the endpoint and the connections are those of huggingface_hub, but not
-its `HfFileSystem`: that one tries again by itself (where the hub says 'too many requests', for as long as it says),
-lists again in every thread, and reads 5 MB ahead of every read. Here a request is made once, and of a file whose size
-is known nothing but its bytes is asked for.
+its `HfFileSystem`. With `cache_type="none"` that one makes the same requests for the same bytes, but it tries again by
+itself: six times inside each attempt of ours, and where the hub says 'too many requests' it waits for as long as it is
+told, which counts as an attempt without an answer. Here a request is made once.
 """
 
 import re
@@ -59,25 +59,20 @@ class HubFileSystem(AbstractFileSystem):
         return hub, ()
 
     def pin(self, path: str) -> str:
-        """The path at the commit that its revision is now, so that all later reads are of the same content.
-
-        Raises:
-            RequestError: it names no repository.
-            OSError: there is none, or no such revision, or the request failed.
-        """
+        """The path at the commit that its revision is now, so that all later reads are of the same content."""
         place = _place(path)
-        about = _get(f"api/{place.kind}/{place.name}/revision/{quote(place.revision, safe='')}").json()
+        about = _ask(f"api/{place.kind}/{place.name}/revision/{quote(place.revision, safe='')}").json()
         return "/".join(filter(None, (place._replace(revision=about["sha"]).root, place.inside)))
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Name, type, size and content of a file, or of a folder."""
+        """`name`, `type` and `size` of a file or folder, and a file's `ETag`."""
         if path in self.known:
             return self.known[path]
         place = _place(path)
         if not place.inside:
             return {"name": path, "type": "directory", "size": 0}
         asked = f"api/{place.kind}/{place.name}/paths-info/{quote(place.revision, safe='')}"
-        entries = _ask("POST", asked, data={"paths": [place.inside], "expand": False}).json()
+        entries = _ask(asked, "POST", data={"paths": [place.inside], "expand": False}).json()
         if not entries:
             raise FileNotFoundError(REASONS["EntryNotFound"])
         return self._note(place, entries[0])
@@ -91,7 +86,7 @@ class HubFileSystem(AbstractFileSystem):
         pages: dict[str, list[dict[str, Any]]] = {}
         while page is not None:
             if (kept := self.pages.get(page)) is None:
-                answer = _get(page)
+                answer = _ask(page)
                 entries = [self._note(place, entry) for entry in answer.json()]
                 kept = self.pages[page] = entries, answer.links.get("next", {}).get("url")
             pages[page], page = kept
@@ -114,12 +109,12 @@ class HubFileSystem(AbstractFileSystem):
 
 
 class HubFile(AbstractBufferedFile):
-    """A file of the hub; every read is a request of its own."""
+    """A file; every read is a request of its own."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         place = _place(self.path)
         kind = "" if place.kind == "models" else f"{place.kind}/"
-        answer = _get(
+        answer = _ask(
             f"{kind}{place.name}/resolve/{quote(place.revision, safe='')}/{quote(place.inside)}",
             headers={"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"},
         )
@@ -140,17 +135,10 @@ def _place(path: str) -> Place:
     return Place(found["kind"] or "models", found["name"], revision, (found["inside"] or "").strip("/"))
 
 
-def _get(page: str, **options: Any) -> Any:
-    return _ask("GET", page, **options)
-
-
-def _ask(method: str, page: str, headers: dict[str, str] = {}, **options: Any) -> Any:
+def _ask(page: str, method: str = "GET", headers: dict[str, str] = {}, **options: Any) -> Any:
     """One request to the hub: a path below its endpoint, or an address of it.
 
-    Raises:
-        RequestError: huggingface_hub is set to work offline.
-        FileNotFoundError, PermissionError: what the hub says of the repository, revision or file.
-        Exception: the request failed in another way.
+    FileNotFoundError and PermissionError are what the hub says of the repository, revision or file.
     """
     from huggingface_hub import constants  # takes a while to import
     from huggingface_hub.errors import OfflineModeIsEnabled

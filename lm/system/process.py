@@ -44,8 +44,7 @@ script: Path | None = None  # the file that `lm.run` was called in, in place of 
 def program(other: Path | None = None) -> str:
     """How this program is started, as it is typed: `lm`, `python -m lm` or `python my_model.py`.
 
-    Args:
-        other: the script to start where this program is none, since it alone knows a model's class.
+    `other` is the script to start where this program is none, since it alone knows a model's class.
     """
     if (script or other) is not None:
         return shlex.join([Path(sys.executable).name, str(script or other)])
@@ -58,40 +57,23 @@ def program(other: Path | None = None) -> str:
 def launch_command(arguments: str, other: Path | None = None) -> str:
     """A command of this program as it is typed to start all ranks of this run; a comment says what is not known of it.
 
-    Args:
-        arguments: those of this program, such as `fit --config a.yaml`, quoted for a shell.
-        other: as for `program`.
+    `arguments` are quoted for a shell, such as `fit --config a.yaml`; `other` is as for `program`.
     """
     start, unknown = program(other), []
-    target = shlex.quote(str(script or other)) if script or other else "-m lm"
     srun = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
     if under_torchrun():
-        options, several = _torchrun_options(), os.environ.get("GROUP_WORLD_SIZE") != "1" and not srun
-        start = f"torchrun {shlex.join(options)} {target}"
-        if not options:
-            nodes, processes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
-            start = f"torchrun --nnodes {nodes} --nproc_per_node {processes} {target}"
-            unknown.append("with the other options of torchrun")
-        if several:
-            ranked = any(one.startswith(("--node_rank", "--node-rank")) for one in options)
-            unknown.append("on every node" + ", with its own --node_rank" * ranked)
+        nodes, processes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+        target = shlex.quote(str(script or other)) if script or other else "-m lm"
+        start = f"torchrun --nnodes {nodes} --nproc_per_node {processes} {target}"
+        unknown.append("with the other options of torchrun")
+        if nodes != "1" and not srun:
+            unknown.append("on every node")
     if srun:
         sizes = {"nodes": "SLURM_NNODES", "ntasks": "SLURM_NTASKS", "ntasks-per-node": "SLURM_NTASKS_PER_NODE"}
         known = [f"--{name} {os.environ[key]}" for name, key in sizes.items() if key in os.environ]
         start = f"srun {' '.join(known)} {start}"
         unknown.append("with the other options of srun")
     return f"{start} {arguments}" + f"  # {', '.join(unknown)}" * bool(unknown)
-
-
-def _torchrun_options() -> list[str]:
-    """The options of the torchrun that started this process; empty where the system does not say."""
-    own = [argument for argument in sys.orig_argv[1:] if argument != "-u"]  # which torchrun adds
-    with suppress(OSError):
-        typed = Path(f"/proc/{PARENT}/cmdline").read_text().rstrip("\0").split("\0")
-        torchrun = [place for place, one in enumerate(typed) if Path(one).name in ("torchrun", "torch.distributed.run")]
-        if torchrun and typed[-len(own) :] == own:
-            return typed[torchrun[0] + 1 : -len(own)]
-    return []
 
 
 @contextmanager

@@ -41,13 +41,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds between attempts; doubled afte
 PATIENCE = 150.0  # seconds for all attempts of one read
 LONGEST_ASKED = 600.0  # seconds that a store may ask to wait
 ASK_LATER = (408, 425, 429)  # statuses below 500 after which the same request may succeed
-WARN_EVERY = 60.0  # seconds
 COPIED_AT_ONCE = 2**24  # bytes
 FRESH = 60.0  # seconds in which a copy is not made again where the store says no times
 FACTS = ".source.json"  # in a copy: sizes and times of the files in the store
 GCS_LIMIT, GCS_SECONDS = "retry_limit_seconds", 10  # of pyarrow's own retries, in a URL; 15 minutes if not given
 ARROW_SCHEMES = ("s3", "gs", "gcs")
-_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _DENIED = re.compile(r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH")
 _REFUSED = re.compile(  # how pyarrow words what S3 will not answer better the next time
     r"AWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH)|HTTP status 301\)"
@@ -65,17 +63,11 @@ def is_remote(source: str) -> bool:
 
 
 def open_filesystem(source: str) -> tuple[pafs.FileSystem, str, str]:
-    """Find the file system of a path or URL.
+    """The file system of a path or URL, the path in it, and the prefix that makes a path of it a URL.
 
     `s3://` and `gs://` go through pyarrow, with region, endpoint and credentials from the environment, or in the URL:
     `s3://bucket/folder?endpoint_override=http://host:9000`, `gs://anonymous@bucket/folder`. `hf://` goes through
     `system/hub`, and any other scheme through fsspec, if its package is installed.
-
-    Returns:
-        The file system, the path in it, and the prefix that makes a path of it a URL.
-
-    Raises:
-        RequestError: the scheme is unknown or its package is missing.
     """
     if not is_remote(source):
         return pafs.LocalFileSystem(), source.removeprefix("file://"), ""
@@ -142,12 +134,7 @@ class Listing(NamedTuple):
 
 
 def list_files(source: str, patience: float = PATIENCE) -> Listing:
-    """List a path, folder, glob or URL; of the Hugging Face hub as it is at the latest commit, which the paths name.
-
-    Raises:
-        RequestError: it is not there, or cannot be listed, or a glob matches no file.
-        RunError: a remote file system failed again and again.
-    """
+    """List a path, folder, glob or URL; of the Hugging Face hub as it is at the latest commit, which the paths name."""
     base, pattern = _split_glob(source)
     query = "".join(base.partition("?")[1:]) if is_remote(base) else ""
     filesystem, given, prefix = open_filesystem(base)
@@ -218,11 +205,7 @@ def _described(info: Mapping[str, Any]) -> File:
 
 
 def _walk(folder: str, recursive: bool) -> list[str]:
-    """The paths of all files below a local folder; a link that leads to a folder above itself is not followed.
-
-    Raises:
-        OSError: a folder cannot be listed.
-    """
+    """The paths of all files below a local folder; a link that leads to a folder above itself is not followed."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -274,11 +257,7 @@ def open_file(filesystem: pafs.FileSystem, path: str, name: str, patience: float
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file of which every read is retried, and gives as many bytes as it should.
-
-    Raises:
-        RunError: at any read; names the file.
-    """
+    """A remote file of which every read is retried, and gives as many bytes as it should, or a RunError."""
 
     def __init__(self, filesystem: pafs.FileSystem, path: str, name: str, patience: float) -> None:
         self._filesystem, self._path, self._name, self._patience = filesystem, path, name, patience
@@ -334,15 +313,8 @@ def with_retries(read: Callable, name: str, patience: float = PATIENCE):
     """Call `read`; where it reads a remote file, until it succeeds, with pauses that double.
 
     An attempt that gets no answer is given up after half of the time that is left. Where the store says how long to
-    wait, such as with 'too many requests', that is waited for, and is not of the patience.
-
-    Args:
-        read: may be called several times, and from other threads.
-        name: path or URL of what is read.
-        patience: seconds for all attempts together.
-
-    Raises:
-        Unreachable: the last attempt failed too.
+    wait, such as with 'too many requests', that is waited for, and is not of the patience: the seconds for all attempts
+    together, after which it is `Unreachable`. `read` is called from other threads.
     """
     global _asked_until
     if not is_remote(name):
@@ -429,8 +401,10 @@ def _is_transient(error: Exception) -> bool:
     status = _answer(error)[0]
     if status is not None and 400 <= status < 500:
         return status in ASK_LATER
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
+        return False
     if isinstance(error, OSError):
-        return not isinstance(error, _PERMANENT) and not _REFUSED.search(str(error))
+        return not _REFUSED.search(str(error))
     return not isinstance(error, (LmError, pa.ArrowException)) and type(error).__module__ != "builtins"
 
 
@@ -441,7 +415,7 @@ def is_denied(error: BaseException | None) -> bool:
 
 def _warn(kind: str, message: str) -> None:
     """Log a warning, each kind at most once a minute: all reads fail when a store is gone."""
-    if time.monotonic() - _last_warnings.get(kind, -math.inf) > WARN_EVERY:
+    if time.monotonic() - _last_warnings.get(kind, -math.inf) > 60:
         _last_warnings[kind] = time.monotonic()
         log.warning("%s", message)
 
@@ -461,18 +435,8 @@ def unreadable(name: str, error: Exception) -> RunError:
 def fetch(source: str, names: Sequence[str] = ()) -> Path:
     """Copy files of a remote folder to this machine, unless its copy there is the same by sizes and times.
 
-    The copies are in `$XDG_CACHE_HOME/lm/remote` or `~/.cache/lm/remote`, one of each folder, and may be deleted.
-
-    Args:
-        source: URL of the folder.
-        names: the first must be there, and the others may be; all that are directly in it if not given.
-
-    Returns:
-        The folder of the copy.
-
-    Raises:
-        RequestError: it is not there, or cannot be read.
-        RunError: the store failed again and again, or the copy cannot be written.
+    The copies are in `$XDG_CACHE_HOME/lm/remote` or `~/.cache/lm/remote`, one of each folder, and may be deleted. Of
+    the names the first must be there, and the others may be; all that are directly in the folder if none are given.
     """
     from filelock import FileLock
 

@@ -1,6 +1,7 @@
 """Counts as people write them, such as `32_768`, `512K` or `512Ki`; counts, bytes and durations as people read them."""
 
 import re
+import time
 from decimal import Decimal
 
 MULTIPLIERS = {
@@ -17,11 +18,7 @@ class Count(int):
 
 
 def parse_count(value: str | int | float) -> Count:
-    """Read a count in any of the accepted spellings.
-
-    Raises:
-        ValueError: if it is not a whole number >= 0; the message shows what was given.
-    """
+    """Read a count in any of the accepted spellings; a ValueError shows what was given in place of one."""
     if isinstance(value, bool):
         raise ValueError(f"expected a count such as 1000, 32_768, 512K or 10B, got {value!r}")
     match = _PATTERN.fullmatch(str(value))
@@ -44,11 +41,7 @@ def spelled_count(number: int) -> str:
 
 
 def parse_bytes(value: str) -> int:
-    """Read a size such as `16GiB` or `80 GB`.
-
-    Raises:
-        ValueError: if it is none; the message shows what was given.
-    """
+    """Read a size such as `16GiB` or `80 GB`; a ValueError shows what was given in place of one."""
     number = re.fullmatch(r"(.*[KMGT]i?)B", value.strip(), re.IGNORECASE)
     if not number:
         raise ValueError(f"expected a size with its unit, such as 16GiB, got {value!r}")
@@ -95,3 +88,8 @@ def format_duration(seconds: float, parts: int = 2) -> str:
 def format_time_and_cost(seconds: float, usd: float | None) -> str:
     """A time with what it costs: `2 h 10 min, 6.40 USD`; the time alone where no price is known."""
     return format_duration(seconds) + ("" if usd is None else f", {format_figure(usd)} USD")
+
+
+def utc(seconds: float) -> str:
+    """A time for people all over the world, from seconds since 1970: 2026-01-31 12:00:00 UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

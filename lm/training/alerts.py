@@ -15,7 +15,6 @@ from statistics import fmean, median, pstdev
 from typing import Any, NoReturn
 
 from lm.errors import RequestError
-from lm.model.config import DecoderConfig
 from lm.runs.metrics import METRICS
 
 MAX_CHARACTERS = 500
@@ -40,18 +39,14 @@ CLOCKS = {"step", "tokens"}  # in every log line: a new value of theirs alone do
 
 
 class History:
-    """The newest value of each metric, and the finite ones before it.
-
-    Args:
-        depths: metric -> how many values before the newest are kept.
-    """
+    """The newest value of each metric, and the finite ones before it: as many as `depths` has for the metric."""
 
     def __init__(self, depths: Mapping[str, int]) -> None:
         self.newest: dict[str, float] = {}
         self.before = {name: deque[float](maxlen=depth) for name, depth in depths.items()}
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Take the values of a log line; metrics that are not kept here are ignored."""
+        """Metrics that are not kept here are ignored."""
         for name in self.before.keys() & values.keys():
             if math.isfinite(self.newest.get(name, math.nan)):
                 self.before[name].append(self.newest[name])
@@ -66,7 +61,6 @@ class History:
         return {"newest": newest, "before": {name: list(values) for name, values in self.before.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the metrics that are kept here; others of the checkpoint are ignored."""
         self.newest = {name: value for name, value in state["newest"].items() if name in self.before}
         for name, values in self.before.items():
             values.clear()
@@ -74,14 +68,7 @@ class History:
 
 
 class Expression:
-    """One condition over metrics.
-
-    Attributes:
-        depths: metrics that it names -> how many values before the newest it needs.
-
-    Raises:
-        RequestError: it is not an allowed expression; the message says which part, and what to write.
-    """
+    """One condition over metrics; `depths` has how many values before the newest it needs of each."""
 
     def __init__(self, text: str) -> None:
         self.text = str(text).strip()
@@ -163,11 +150,7 @@ class Expression:
 
 
 class AlertEvaluator:
-    """Several expressions over one history.
-
-    Raises:
-        RequestError: one of them cannot be read.
-    """
+    """Several expressions over one history."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.expressions = [Expression(text) for text in texts]
@@ -180,31 +163,6 @@ class AlertEvaluator:
         self.history.add(values)
         measured = {each: each.depths.keys() - CLOCKS or each.depths.keys() for each in self.expressions}
         return {each: each.holds(self.history) for each, names in measured.items() if names & values.keys()}
-
-
-def true_of_untrained(texts: Iterable[str], config: DecoderConfig, step: int, tokens: int) -> dict[str, float]:
-    """Expressions that hold for a model that has learned nothing, such as `loss > 10` with 32,768 tokens.
-
-    It takes every token for equally likely: its loss is ln(vocab_size), and above that by half of the variance of its
-    logits, which are products of a row of RMS 1 and one of standard deviation `initializer_range`.
-
-    Args:
-        texts: expressions.
-        config: of the decoder, its vocabulary known.
-        step: of the first log line; and
-        tokens: that the run has seen by then.
-
-    Returns:
-        The expressions, each with the loss at which it holds.
-    """
-    least = math.log(config.vocab_size)
-    found: dict[str, float] = {}
-    for loss in (least, least + config.hidden_size * config.initializer_range**2 / 2):
-        line = {"step": step, "data/tokens": tokens, "train/loss": loss, "train/max_loss": loss, "val/loss": loss,
-                **dict.fromkeys(("train/perplexity", "val/perplexity"), math.exp(min(loss, 700.0)))}  # fmt: skip
-        holding = AlertEvaluator(texts).evaluate(line)
-        found = {each.text: loss for each, holds in holding.items() if holds} | found
-    return found
 
 
 def _parse(text: str) -> ast.expr:

@@ -44,19 +44,8 @@ def adamw_learning_rate(decoder: DecoderConfig, flops: float, batch: float) -> f
     return 0.3118 * flops**-0.1250 * math.sqrt(batch / (0.2920 * flops**0.3271))
 
 
-def adamw_warmup_steps(steps: int, batch: int) -> int:
-    """A tenth of the run, at most 375M tokens (Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087, table
-    2)."""
-    return math.floor(min(steps / 10, 375e6 / batch))
-
-
-def muon_learning_rate(decoder: DecoderConfig, flops: float, batch: float) -> float:
-    """Peak learning rate of Muon, for the matrices in a decoder's blocks."""
-    return peak_rate(MATRICES, decoder.num_hidden_layers, decoder.hidden_size)
-
-
 def peak_rate(factor: float, depth: int, width: int) -> float:
-    """Peak learning rate `factor / (width x sqrt(depth))`.
+    """Peak learning rate `factor / (width x sqrt(depth))`, for the matrices in the blocks Muon's.
 
     Swept with models of 2 to 8 blocks, 64 to 256 wide, in 300 steps of 8Ki tokens: the best rates, of all parameters
     together, are 2.9 to 3.2 of this unit for the matrices (tests/benchmarks/README.md); the root of the depth is that
@@ -69,11 +58,6 @@ def peak_rate(factor: float, depth: int, width: int) -> float:
     return factor / (width * math.sqrt(depth))
 
 
-def muon_warmup_steps(steps: int, batch: int) -> int:
-    """40 (nanochat, scripts/base_train.py), and at most a tenth of the run."""
-    return math.floor(min(steps / 10, 40))
-
-
 BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
     "adamw": BuiltinOptimizer(
         class_path="lm.training.optim.AdamW",
@@ -82,7 +66,9 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         whole_matrices=False,
         learning_rate=adamw_learning_rate,
         rate_follows="{flops:.2g} operations in the blocks and {batch:,} tokens a step",
-        warmup_steps=adamw_warmup_steps,
+        # A tenth of the run, at most 375M tokens (Bergsma et al., 2025, "Scaling with Collapse", arXiv:2509.25087,
+        # table 2).
+        warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 375e6 / batch)),
         optimizer_yaml="""\
     name: adamw  # the rules for lr and weight_decay are fitted to it
     lr: {lr}  # peak: for {flops} operations in the blocks (arXiv:2401.02954), at this batch (arXiv:2205.10287)
@@ -99,9 +85,11 @@ BUILTIN: dict[OptimizerName, BuiltinOptimizer] = {
         options=("betas", "eps", "momentum"),
         state=OptimizerState(hidden=1, divided=True),
         whole_matrices=True,
-        learning_rate=muon_learning_rate,
+        learning_rate=lambda decoder, flops, batch: peak_rate(
+            MATRICES, decoder.num_hidden_layers, decoder.hidden_size
+        ),
         rate_follows="muon, {depth} blocks and hidden_size {width:,}",
-        warmup_steps=muon_warmup_steps,
+        warmup_steps=lambda steps, batch: math.floor(min(steps / 10, 40)),  # nanochat, scripts/base_train.py
         optimizer_yaml="""\
     name: muon  # for the matrices in the blocks, and AdamW for the rest; --optimizer adamw for all
     lr: {lr}  # peak: {matrices:g} / (hidden_size x sqrt(depth)), swept at depths 2 to 8

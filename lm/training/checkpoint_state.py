@@ -180,7 +180,7 @@ def model_files(
         config: the decoder's shape.
         tokenizer: which token ids are its.
         dtype: of the weights: "float32", "bfloat16" or "float16".
-        custom: the `config.json` of a model of one's own, which is none of Hugging Face's.
+        custom: the `config.json` of a custom model, which Hugging Face does not know.
     """
     documents = {
         "config.json": custom or config_json(config, eos_id=tokenizer.eos_id, dtype=dtype),
@@ -307,9 +307,6 @@ def refuse_other_tokenizer(files: dict[str, str], tokenizer: Tokenizer) -> None:
             f"({len(own.vocabulary):,} tokens), so the same ids mean other texts; make the data with `lm data prepare "
             "--tokenizer` and the checkpoint's folder"
         )
-
-
-# ---- random numbers --------------------------------------------------------------------------------------------------
 
 
 def rng_state() -> dict[str, Tensor]:

@@ -77,9 +77,6 @@ class OptimizerConfig:
         momentum: Muon: decay rate of the running mean of the gradient.
         weight_decay: Decoupled decay, on matrices only.
         groups: A learning rate and a decay for a group of parameters: matrices, embedding, output, norms.
-
-    Raises:
-        RequestError: a number outside its range, or an option of AdamW or Muon for another class.
     """
 
     name: OptimizerName = "adamw"
@@ -134,9 +131,6 @@ class ScheduleConfig:
         begin_step: Of a branch: the step at which this schedule begins. Lengths and fractions of the run count from it.
         begin_fraction: Of a branch: the fraction of the peak at that step, from which the rate rises in a warm-up;
             without one it is what falls, or stays.
-
-    Raises:
-        RequestError: a fraction outside [0, 1], or a length that is given twice.
     """
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -404,11 +398,7 @@ class BudgetConfig:
             raise RequestError("guards.budget.dry_run needs guards.budget.cap_usd or guards.budget.max_hours")
 
     def refuse_rate(self, rate: float | None, name: str) -> None:
-        """Refuse a rate in US dollars an hour, by the name of where it stands.
-
-        Raises:
-            RequestError: it is more than `max_rate_usd_per_hr`.
-        """
+        """Refuse a rate in US dollars an hour, by the name of where it stands."""
         if rate is not None and self.max_rate_usd_per_hr is not None and rate > self.max_rate_usd_per_hr:
             raise RequestError(
                 f"{name} {format_figure(rate)} is more than guards.budget.max_rate_usd_per_hr "
@@ -450,7 +440,7 @@ class GuardsConfig:
             `loss > 1.5 * median(loss, 100): rollback`. `warn` reports it; `checkpoint` saves; `stop` ends the run;
             `rollback` returns to the weights of the last good checkpoint and continues with the next samples.
             Windows count log lines before the newest. With a message: `{action: stop, message: look at the data}`.
-            A condition that is true of an untrained model does nothing before it was false once.
+            In the warm-up and the first ten log lines a condition does nothing before a line at which it is not true.
         not_finite: When a loss or gradient is NaN or Inf, no weight is changed; then `skip` continues with the next
             step, and `stop` ends the run with a checkpoint.
         max_skipped: This many such steps in a row end the run.

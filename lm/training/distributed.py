@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -89,7 +88,7 @@ class Launcher(ScriptLauncher):
             launcher = int(os.environ.get(LAUNCHER_PID, PARENT if torchrun_world() else 0))
             if launcher:
                 exit_with(launcher)
-            return self._follow(_with_restarts(function), *args, **kwargs)
+            return self._follow(function, *args, **kwargs)
         os.environ[LAUNCHER_PID] = str(os.getpid())
         self._trainer = trainer
         self.start_others()
@@ -97,13 +96,14 @@ class Launcher(ScriptLauncher):
 
     def _follow(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run `function` in a process that another one started; only rank zero reports what all ranks agreed on."""
-        if self.cluster_environment.global_rank() == 0:
-            return function(*args, **kwargs)
         try:
+            refuse_broken_restarts()
             return function(*args, **kwargs)
-        except (Interrupted, GuardStop) as stop:  # all ranks agreed on it
-            raise SystemExit(code_for_launcher(stop.exit_code)) from stop
-        except Exception:
+        except Exception as error:
+            if self.cluster_environment.global_rank() == 0:
+                raise
+            if isinstance(error, Interrupted | GuardStop):  # all ranks agreed on it
+                raise SystemExit(code_for_launcher(error.exit_code)) from error
             # If rank zero has the same error, it kills this process while it waits; else this one reports it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(EXIT_WAIT)
@@ -186,11 +186,8 @@ class Launcher(ScriptLauncher):
 
 
 def exit_with(launcher: int) -> None:
-    """End this process when the one that started it is gone, however it was killed: no orphan keeps a GPU or a lock.
-
-    Args:
-        launcher: its process id.
-    """
+    """End this process when `launcher`, the one that started it, is gone, however it was killed: no orphan keeps a GPU
+    or a lock."""
 
     def watch() -> NoReturn:
         while os.getppid() == launcher:
@@ -223,24 +220,18 @@ def srun_world() -> tuple[int, int] | None:
     return tasks // nodes, nodes
 
 
-def _with_restarts(function: Callable) -> Callable:
-    """`function`, which refuses to begin where torchrun's restarts would not work.
+def refuse_broken_restarts() -> None:
+    """Refuse to begin where torchrun's restarts would not work.
 
     By default its ranks find one another through a store that outlives them: after a restart they read the addresses
     of ranks that are gone, and a machine that joins finds nothing (pytorch#135712).
     """
-
-    @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-        if under_torchrun() and restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            raise RequestError(
-                f"torchrun --max_restarts {restarts}: its restarts fail or hang as long as ranks share its store: "
-                "`export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` on every machine, and give the command again"
-            )
-        return function(*args, **kwargs)
-
-    return checked
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if under_torchrun() and restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise RequestError(
+            f"torchrun --max_restarts {restarts}: its restarts fail or hang as long as ranks share its store: "
+            "`export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` on every machine, and give the command again"
+        )
 
 
 # ---- strategies ------------------------------------------------------------------------------------------------------
@@ -252,12 +243,7 @@ UNUSED_CURE = ("ddp needs a gradient of each on every rank: use them in every lo
 
 
 class ReplicatedStrategy(OwnLauncher, DDPStrategy):
-    """DDP: every rank holds the whole model, and gradients are averaged with the last micro-batch of a step.
-
-    Args:
-        rank_timeout: seconds that ranks wait for one another, once they train.
-        options: what they exchange.
-    """
+    """DDP: every rank holds the whole model, and gradients are averaged with the last micro-batch of a step."""
 
     launcher_class = Launcher
 
@@ -314,14 +300,8 @@ def _add_in_bf16(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
 class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
     """FSDP2: every rank holds a shard of the parameters, gradients and optimizer state.
 
-    It is Lightning's strategy with our checkpoint folders at both ends. With replicas it is HSDP: the ranks of a node
-    hold one model together, and gradients are averaged over the nodes.
-
-    Args:
-        world_size: devices over all nodes.
-        rank_timeout: seconds that ranks wait for one another, once they train.
-        options: what they exchange.
-        replicas: whole models; each is held by `world_size / replicas` consecutive ranks.
+    It is Lightning's strategy with our checkpoint folders at both ends. With replicas it is HSDP: consecutive ranks,
+    `world_size / replicas` of them, hold one model together, and gradients are averaged over the replicas.
     """
 
     launcher_class = Launcher
@@ -350,7 +330,7 @@ class FullyShardedStrategy(OwnLauncher, ModelParallelStrategy):
             shape = (self.replicas, mesh.size() // self.replicas)
             mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
         settings = dict(mesh=mesh, mp_policy=self._mixed_precision(), reshard_after_forward=self.options.reshard)
-        layers = list(getattr(decoder, "layers", ()))  # a model of one's own may have none
+        layers = list(getattr(decoder, "layers", ()))  # a custom model may have none
         for layer in layers:
             fully_shard(layer, **settings)
         fully_shard(decoder, **{**settings, "reshard_after_forward": False})  # its backward pass comes at once

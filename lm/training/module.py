@@ -39,37 +39,49 @@ log = logging.getLogger(__name__)
 class LanguageModule(LightningModule):
     """A decoder and how it is trained.
 
-    Its arguments are the fields of `ModelConfig`, where each is explained. A fit calls, in this order:
+    Its arguments are the fields of `ModelConfig`, where each is explained. In a fit Lightning calls, in this order:
 
         configure_callbacks          the state of the run is known
         configure_model              the data is open, and so the vocabulary known: the decoder is built
-        on_load_checkpoint           of a run that is resumed
+        on_load_checkpoint           of a run that is resumed; Lightning then loads weights and optimizer
         configure_optimizers
         on_train_start
-        training_step                one optimizer step; once for each global batch
+        on_before_batch_transfer     of every batch
+        training_step                one optimizer step, once for each global batch
         validation_step              after every `trainer.val_interval` steps, once for each batch
         on_validation_epoch_end
         on_save_checkpoint           after every `trainer.checkpoint_interval` steps
         on_train_end
+
+    An optimizer step is `training_step` -> `LightningStep` -> `training/step.optimizer_step`, and for each micro-batch
+    from there `losses` and a backward pass. Under DDP Lightning wraps this module, and DDP averages the gradients.
+
+    Attributes:
+        options: all arguments.
+        config: the shape of the decoder, with its vocabulary once the data is open.
+        run_state: counts of the run, place in the data, statistics since the last log line; saved in a checkpoint.
+        step: takes an optimizer step; None where nothing is trained.
+        decoder: the model, later compiled and sharded in place.
+        builtin: whether the decoder is `model/decoder`'s in all its parts.
+        built: which kernels and which attention it was built with, in words.
+        validation: sums of the validation that runs.
     """
 
     @arguments_from(ModelConfig)
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         save_subclass_arguments(self, ModelConfig)  # `hparams`, by which a checkpoint's model is built again
-        self.options = config
-        self.automatic_optimization = False  # Lightning's batch is an optimizer step, and `training_step` takes it
-        self.config = config.decoder  # with its vocabulary, once the data is open
+        self.options, self.config = config, config.decoder
+        self.automatic_optimization = False  # `training_step` runs backward passes and optimizer itself
         self.run_state: RunState = PlainRunState()
-        self.step: LightningStep | None = None  # while training
+        self.step: LightningStep | None = None
         self.decoder: nn.Module | None = None
-        self.builtin = True  # whether the decoder is ours in all its parts
-        self.built = NOT_BUILT  # the decoder, and how it computes in words
+        self.builtin, self.built = True, NOT_BUILT
         self.validation = TokenLoss()
         self._token_bytes: Tensor | None = None  # (V,) bytes of text of each token, on the device
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Take the Trainer's state of the run; a plain `lightning.Trainer` has none, and gets it as a callback."""
+        """Take the state of the run from `lm.Trainer`; a plain `lightning.Trainer` gets one, as a callback."""
         if isinstance(self.trainer, Trainer):
             self.run_state = self.trainer.run_state
             return []
@@ -87,11 +99,12 @@ class LanguageModule(LightningModule):
         if sources := data.source_names:
             self.validation = TokenLoss(len(sources))
         options = BuildOptions(**{option.name: getattr(self.options, option.name) for option in fields(BuildOptions)})
-        dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16  # fp16 takes bf16's kernels
+        # Of the activations; in fp16 the choice is that of bf16.
+        dtype = torch.float32 if self.trainer.precision == "32-true" else torch.bfloat16
         self.built = build(
             self.config, options, strategy.root_device, dtype, (data.micro_batch_size, data.seq_len),
             make=self.build_decoder, on_made=self._take_decoder,
-            agree=lambda choice: gather_from_ranks(choice)[0],  # the fastest on the first rank
+            agree=lambda choice: gather_from_ranks(choice)[0],  # attention kernels: the fastest on the first rank
             shard=strategy.shard if isinstance(strategy, FullyShardedStrategy) else None,
         )
         log.info(self.built.description)
@@ -117,13 +130,16 @@ class LanguageModule(LightningModule):
         call_hook(self.trainer, "on_model_built", self)
 
     def losses(self, batch: Batch) -> Losses:
-        """The losses of a batch: their sum in nats, which is differentiable, and each token's loss, which is not."""
+        """The losses of a batch, in nats: a sum that has a gradient, and each token's loss, which has none.
+
+        The sum has the z-loss in it where one is asked for; masked tokens count in neither.
+        """
         input_ids = batch.input_ids  # (B, T)
         documents = None
         if self.options.document_mask:
             documents = document_ids_from(input_ids, self.trainer.datamodule.tokenizer.eos_id)
         z_loss = self.options.z_loss if self.training else 0.0
-        with self.trainer.precision_plugin.forward_context():
+        with self.trainer.precision_plugin.forward_context():  # `LightningStep` turned Lightning's own off
             return call_for_losses(self.decoder, input_ids, batch.labels, documents, z_loss, batch.max_documents)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -135,11 +151,15 @@ class LanguageModule(LightningModule):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """One optimizer step on this rank's rows `(B, T + 1)` of the global batch: the mean loss over all ranks."""
-        number = self.global_step  # Lightning counts the update, also one that is skipped
+        """One optimizer step on this rank's rows `(B, T + 1)` of the global batch; `training/step` has it.
+
+        Returns:
+            The mean loss over the unmasked targets of all ranks, in nats: a scalar, for callbacks.
+        """
+        number = self.global_step  # Lightning counts calls of the optimizer, which skips a step by itself
         try:
             result = self.step(batch, number)
-        except StepDropped:
+        except StepDropped:  # after a signal, which only our Trainer handles
             self.trainer.end_run(f"; the next one was not done within {self.trainer.stop_within / 2:g} s")  # it raises
         self.run_state.record_step(number + 1, batch, result)
         return result.loss
@@ -147,18 +167,18 @@ class LanguageModule(LightningModule):
     def on_train_start(self) -> None:
         self.step = LightningStep(self)
         sources = len(self.trainer.datamodule.source_names)
-        self.run_state.begin(self.device, sources, self.step.scaled, self.global_rank)
+        self.run_state.begin(self.device, sources=sources, scaled=self.step.scaled, rank=self.global_rank)
 
     def on_train_end(self) -> None:
         self.step = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The one optimizer; learning rates are set before each step, so there is no scheduler to save."""
-        stacked = matrix_rows(self.config) if isinstance(self.decoder, Decoder) else {}
+        """The one optimizer, which skips a step that is not finite. `training/step` sets its learning rates."""
+        stacked = matrix_rows(self.config) if isinstance(self.decoder, Decoder) else {}  # several matrices in one
         return build_optimizer(self.decoder, self.options.optimizer, stacked)
 
     def logged_metrics(self) -> dict[str, float]:
-        """What a log line says of the steps since the last one. Called on every rank; waits for the device."""
+        """For `callbacks/logging`: metrics of the steps since the last call. On every rank; waits for the device."""
         data, state = self.trainer.datamodule, self.run_state
         metrics = state.stats.metrics(data.source_names)
         fraction = lr_fraction(self.global_step - 1, state.steps.max_steps, self.options.schedule)
@@ -170,7 +190,10 @@ class LanguageModule(LightningModule):
         }
 
     def flops_per_token(self, full_attention: bool = False) -> float:
-        """Floating-point operations of training on one token, forward and backward."""
+        """Floating-point operations of training on one token, forward and backward.
+
+        `full_attention`: count masked pairs of tokens too, as other projects do.
+        """
         count = flops_per_token if self.builtin else partial(custom_flops_per_token, self.decoder)
         return count(self.config, self.trainer.datamodule.seq_len, full_attention)
 
@@ -212,13 +235,15 @@ class LanguageModule(LightningModule):
         self.run_state.restore(self, checkpoint)
 
     def build_for_checkpoint(self, config: DecoderConfig) -> None:
-        """Build the decoder of a plain Trainer's checkpoint.
+        """Build the decoder of a plain Trainer's checkpoint, which `PlainRunState.restore` calls.
 
         `load_from_checkpoint` calls `configure_model` without a Trainer, and so without data and a vocabulary; the
-        decoder has to wait for `on_load_checkpoint`, where the checkpoint's own config is known.
+        decoder has to wait for `on_load_checkpoint`, where the checkpoint's own config is known. Checkpoints of
+        `lm.Trainer` are loaded by `lm.load_model`.
         """
         self.config = config
         self.decoder = attach_config(self.build_decoder(config), config)
+        self.builtin = is_builtin(self.decoder)
 
 
 def training_class() -> type[LanguageModule]:

@@ -54,7 +54,8 @@ def nesterov(momenta: list[Tensor], gradients: list[Tensor], decay: float, skip:
     if updates:
         foreach_lerp_(momenta, updates, 1 - decay)  # momentum = decay * momentum + (1 - decay) * gradient
         foreach_lerp_(updates, momenta, decay)  # update = decay * momentum + (1 - decay) * gradient
-    return [update.to(update_dtype(update.device)) for update in updates]
+    dtype = update_dtype(skip.device)
+    return [update.to(dtype) for update in updates]
 
 
 def update_dtype(device: torch.device) -> torch.dtype:
@@ -169,8 +170,11 @@ class Muon(Optimizer):
                         exp_avg=torch.zeros_like(p),
                         exp_avg_sq=torch.zeros_like(p),
                     )
-            update = fused_adamw if fused else plain_adamw
-            update(parameters, [self.state[p] for p in parameters], group, skip)
+            states = [self.state[p] for p in parameters]
+            if fused:
+                fused_adamw(parameters, states, group, skip)
+            else:
+                plain_adamw(parameters, states, group)
 
     # ---- several ranks ------------------------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class Muon(Optimizer):
 # ---- AdamW -----------------------------------------------------------------------------------------------------------
 
 
-def plain_adamw(parameters: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], skip: Tensor) -> None:
+def plain_adamw(parameters: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any]) -> None:
     """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), for devices without a fused kernel of torch's."""
     beta1, beta2 = group["betas"]
     for p, state in zip(parameters, states, strict=True):
@@ -282,9 +286,7 @@ def assign_owners(costs: Sequence[int], counts: Sequence[int], world: int) -> li
     matrices are assigned first (longest processing time first; Graham, 1969, doi:10.1137/0117039).
 
     Args:
-        costs: of one matrix of each group.
-        counts: matrices of each group.
-        world: ranks.
+        costs: of one matrix of each group; `counts` are their numbers.
 
     Returns:
         For each group the rank of each matrix, in ascending order.
@@ -318,11 +320,11 @@ class ReplicaExchange:
         """Begin with the updates of `held`."""
         p = self.parameters[0]
         nothing = p.new_empty(0, *p.shape, dtype=update_dtype(p.device))
-        self.own = torch.stack(updates) if updates else nothing
+        self.buffer = torch.stack(updates) if updates else nothing
 
     def receive_own(self) -> Tensor:
         """The updates of this rank's own matrices: `(own, height, columns)`."""
-        return self.own
+        return self.buffer
 
     def send_back(self, own: Tensor) -> None:
         """Send what this rank computed for its own matrices, `(own, height, columns)`."""
@@ -333,9 +335,14 @@ class ReplicaExchange:
 
     def receive_all(self) -> list[Tensor]:
         """What all ranks computed: an update, or its shard, for each of `parameters`."""
-        self.work.wait()
-        of_ranks = self.buffer.unflatten(0, (self.ranks.world, -1))
+        of_ranks = self._arrived().unflatten(0, (self.ranks.world, -1))
         return [update for updates, count in zip(of_ranks, self.counts) for update in updates[:count]]
+
+    def _arrived(self) -> Tensor:
+        """What was sent to this rank; it is not kept, because all groups of a step are under way together."""
+        self.work.wait()
+        arrived, self.buffer = self.buffer, None
+        return arrived
 
 
 class ShardExchange(ReplicaExchange):
@@ -356,24 +363,20 @@ class ShardExchange(ReplicaExchange):
         """All to all: so many elements to each rank, and so many from each."""
         outgoing = torch.cat([part.flatten() for part in parts])
         self.buffer = outgoing.new_empty(sum(received))
-        self.work = dist.all_to_all_single(
-            self.buffer, outgoing, received, sent, group=self.ranks.group, async_op=True
-        )
+        self.work = dist.all_to_all_single(self.buffer, outgoing, received, sent, self.ranks.group, async_op=True)
 
     def send_to_owners(self, updates: list[Tensor]) -> None:
         self._exchange(updates, self.of_shards, self.of_own)
 
     def receive_own(self) -> Tensor:
-        self.work.wait()
-        shards = zip(self.buffer.split(self.of_own), self.rows, strict=True)
-        return torch.cat([shard.view(self.counts[self.ranks.rank], rows, self.columns) for shard, rows in shards], dim=1)
+        own, shards = self.counts[self.ranks.rank], zip(self._arrived().split(self.of_own), self.rows, strict=True)
+        return torch.cat([shard.view(own, rows, self.columns) for shard, rows in shards], dim=1)
 
     def send_back(self, own: Tensor) -> None:
         self._exchange(own.split(self.rows, dim=1), self.of_own, self.of_shards)
 
     def receive_all(self) -> Tensor:
-        self.work.wait()
-        return self.buffer.view(len(self.parameters), self.rows[self.ranks.rank], self.columns)
+        return self._arrived().view(len(self.parameters), self.rows[self.ranks.rank], self.columns)
 
 
 def rows_of_ranks(height: int, world: int) -> list[int]:

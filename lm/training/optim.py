@@ -1,7 +1,7 @@
 """The optimizer of a decoder: which settings each parameter has, and the class that is built.
 
-`training/builtin_optimizers` names ours, `training/optimizer_class` takes any other. The learning rate over the steps is
-in `training/schedule`.
+`training/builtin_optimizers` names ours, `training/optimizer_class` takes any other. The learning rate over the steps
+is in `training/schedule`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -53,7 +53,7 @@ def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
     matrix_rows: Mapping[str, int],
-    embeddings: Collection[str] = ("embed_tokens.weight",),
+    embeddings: Collection[str],
 ) -> list[dict[str, Any]]:
     """Parameters with the settings that their group has; those with equal settings are together.
 

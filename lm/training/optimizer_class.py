@@ -1,4 +1,4 @@
-"""Optimizers by their class path: any of torch's, or one's own, in place of AdamW and Muon (`training/optim`).
+"""Optimizers by their class path: any of torch's, or a custom one, in place of the built-in ones (`training/optim`).
 
 They get our parameter groups, learning rates and clipping; a step that is not finite is skipped. What is in their
 `state_dict` goes into checkpoints as tensors and plain values, and comes back exactly.
@@ -25,13 +25,11 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
     """An optimizer of a class, whose steps can be skipped.
 
     Args:
-        class_path: such as `torch.optim.SGD`, or `my_optimizers.Lion` of a file `my_optimizers.py`.
-        init_args: its arguments beside parameters, lr and weight_decay.
+        class_path, init_args: as in `OptimizerConfig`.
         groups: of parameters, each with `lr` and `weight_decay`.
 
     Returns:
-        With the attributes `skip`, a bool scalar on the device or None: `step` does nothing where it is true; and
-        `initial`, the settings of each group as it was made, as `encode` writes them.
+        With the attribute `initial`, the settings of each group as it was made, as `encode` writes them.
 
     Raises:
         RequestError: there is no such class, it does not take these arguments, it does not work on dense parameters
@@ -56,8 +54,8 @@ def try_optimizer(class_path: str, init_args: dict[str, Any], weight_decay: floa
         try:
             optimizer.step()
         except Exception as error:
-            message = f"{_called(class_path, init_args)}: its step fails: {first_line(error)}"
-            raise RequestError(message) from error
+            raise RequestError(f"model.optimizer.class_path {class_path} with init_args {init_args}: its step fails: "
+                               f"{first_line(error)}") from error  # fmt: skip
     refuse_unkept(class_path, optimizer, optimizer.state_dict())
     state = optimizer.state[parameters[0]].values()
     return sum(value.numel() for value in state if isinstance(value, Tensor) and value.ndim) / parameters[0].numel()
@@ -67,25 +65,13 @@ def try_optimizer(class_path: str, init_args: dict[str, Any], weight_decay: floa
 
 
 def refuse_unkept(class_path: str, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Refuse an optimizer that keeps what a checkpoint cannot hold.
-
-    Args:
-        state: its `state_dict`.
-
-    Raises:
-        RequestError: names the class and what it keeps.
-    """
-    place = f"model.optimizer.class_path {class_path}: it keeps"
+    """Refuse an optimizer that keeps in its `state_dict`, here `state`, what a checkpoint cannot hold."""
     for what, key, value in _kept(optimizer, state):
         try:
             encode([key, apply_to_collection(value, Tensor, lambda tensor: None)])
         except TypeError as error:
-            raise RequestError(f"{place} {what}, and {error}, only tensors and plain values") from error
-    slots = {slot for key, slots in state["state"].items() if isinstance(key, int) for slot in slots}
-    if not all(isinstance(slot, str) for slot in slots):
-        raise RequestError(f"{place} state of a parameter under names that are no texts")
-    if any(isinstance(key, int) for key in optimizer.state):
-        raise RequestError(f"{place} state under a number, which in a state_dict is a parameter's: use a text")
+            raise RequestError(f"model.optimizer.class_path {class_path}: it keeps {what}, and {error}, only tensors "
+                               "and plain values") from error  # fmt: skip
 
 
 def _kept(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -101,11 +87,7 @@ def _kept(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[str, An
 
 
 def changed_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What an optimizer changed by itself in the settings of its groups, such as a count of steps; by group.
-
-    Args:
-        groups: `param_groups` of its `state_dict`.
-    """
+    """What an optimizer changed by itself in its settings, such as a count of steps, for each of its `param_groups`."""
     initial = getattr(optimizer, "initial", [])  # AdamW and Muon change none
     return [
         {name: value for name, value in _settings(group).items()
@@ -164,7 +146,7 @@ def _load_exactly(optimizer: Optimizer) -> None:
 
 
 def _make(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
-    kind, place = _find(class_path), _called(class_path, init_args)
+    kind = _find(class_path)
     taken = signature(kind).parameters
     anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
     if "weight_decay" not in taken and not anything:
@@ -177,18 +159,13 @@ def _make(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any
     try:
         made = skippable(groups, **rate, **init_args)
     except Exception as error:
-        raise RequestError(f"{place}: {first_line(error)}") from error
+        raise RequestError(f"model.optimizer.class_path {class_path} with init_args {init_args}: "
+                           f"{first_line(error)}") from error  # fmt: skip
     made.initial = [
         {name: _comparable(value) for name, value in _settings(group).items()} for group in made.param_groups
     ]
     _load_exactly(made)
     return made
-
-
-def _called(class_path: str, init_args: dict[str, Any]) -> str:
-    """A class and its arguments, to begin a message."""
-    arguments = ", ".join(f"{name}: {value!r}" for name, value in init_args.items())
-    return f"model.optimizer.class_path {class_path}" + (f" with init_args {{{arguments}}}" if arguments else "")
 
 
 def _find(class_path: str) -> type[Optimizer]:
@@ -202,7 +179,7 @@ def _find(class_path: str) -> type[Optimizer]:
             "Lion in my_optimizers.py in this folder"
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise RequestError(f"{place} is no torch.optim.Optimizer")
+        raise RequestError(f"{place} is not a torch.optim.Optimizer")
     closure = signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise RequestError(f"{place} computes the loss several times a step, and a step here has one: take another")
@@ -213,6 +190,8 @@ class _SkippedSteps:
     skip: Tensor | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:  # Lightning's, which calls `on_before_optimizer_step` of callbacks
+            closure()
         if self.skip is not None and self.skip.item():  # waits for the device, which AdamW and Muon need not
             return None
         return super().step()

@@ -44,10 +44,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) -> RunError:
     """The error for an exception that `is_out_of_memory`; frees what the failed step still held.
 
-    Args:
-        error: the exception.
-        trainer: a `Trainer` whose module has its decoder's config.
-        before: bytes of this process when the training began, weights included; None: it had not begun.
+    `before` is the bytes of this process when the training began, weights included; None: it had not begun.
     """
     module, device, steps_taken = trainer.lightning_module, trainer.strategy.root_device, trainer.global_step
     step, state = step_of(trainer), state_size(module.options.optimizer)
@@ -62,17 +59,18 @@ def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) 
     traceback.clear_frames(error.__traceback__)
     taken = "there was too little" if had is None else f"it had {format_bytes(had)} at most"
     more = f" and asked for {format_bytes(int(float(asked[1]) * UNITS[asked[2]]))} more" if asked else ""
-    cure = _cure(module.config, step, state, had, reserve)
-    if trainer.datamodule.global_batch_tokens is None:  # a step would be one micro-batch, of whatever size
-        tokens = f" --data.global_batch_tokens {trainer.steps.tokens_per_step}"
-        cure = re.sub(r"(?<=--data.micro_batch_size )\d+", rf"\g<0>{tokens}", cure)
+    alone = trainer.datamodule.global_batch_tokens is None  # a step would be one micro-batch, of whatever size
+    tokens = f" --data.global_batch_tokens {trainer.steps.tokens_per_step}" if alone else ""
+    cure = _cure(module.config, step, state, had, reserve, tokens)
     return RunError(
         f"out of memory ({device.type}) {where} of step {steps_taken + 1}: with micro-batches of "
         f"{step.micro_batch_size} x {step.seq_len} tokens {taken}{more}; {cure}; checkpoints are as they were"
     )
 
 
-def _cure(config: DecoderConfig, step: Step, state: OptimizerState, had: int | None, reserve: int) -> str:
+def _cure(
+    config: DecoderConfig, step: Step, state: OptimizerState, had: int | None, reserve: int, tokens: str
+) -> str:  # fmt: skip
     smaller = "take a smaller model, a shorter data.seq_len, or a device with more memory"
     if step.checkpointing != "block":
         smaller = f"--model.activation_checkpointing block recomputes activations; or {smaller}"
@@ -84,10 +82,10 @@ def _cure(config: DecoderConfig, step: Step, state: OptimizerState, had: int | N
         return smaller
     if fitting is None or fitting >= step.micro_batch_size:  # a guess, where the memory is not taken by what is counted
         halves = [size for size in range(1, step.micro_batch_size // 2 + 1) if samples % size == 0]
-        return f"try --data.micro_batch_size {halves[-1]}, which changes no step"
+        return f"try --data.micro_batch_size {halves[-1]}{tokens}, which changes no step"
     tried = replace(step, micro_batch_size=fitting, accumulate=samples // fitting)
     needed = format_bytes(training_memory(config, tried, state)["peak"])
-    return f"--data.micro_batch_size {fitting} needs about {needed} and fits, and changes no step"
+    return f"--data.micro_batch_size {fitting}{tokens} needs about {needed} and fits, and changes no step"
 
 
 def _place(frames: TracebackType | None) -> str:

@@ -41,15 +41,11 @@ def token_losses(module: LightningModule, rows: np.ndarray, micro_batch: int) ->
 
 
 def norms(module: LightningModule, rows: np.ndarray, gradients: bool = True) -> Norms:
-    """Norms of one micro-batch inside the network.
+    """Norms inside the network for one micro-batch, `(B, T + 1)`.
 
-    Args:
-        rows: `(B, T + 1)`, as many as a micro-batch of the training has.
-        gradients: take them, too. Not with a sharded model: its gradients are exchanged between ranks on the way.
-
-    Returns:
-        Of the embedding's output, of the residual stream that leaves every block, and of what attention and MLP add to
-        it; and of the gradient of the mean over the tokens.
+    They are those of the embedding's output, of the residual stream that leaves every block, and of what attention and
+    MLP add to it; and of the gradient of the mean over the tokens, but with a sharded model, whose gradients are
+    exchanged between ranks on the way.
     """
     seen: dict[str, Tensor] = {}  # name -> (2,) RMS and largest absolute value
     hooks = _watch(module.decoder, seen)
@@ -106,7 +102,7 @@ def _watch(decoder: Any, seen: dict[str, Tensor]) -> list[RemovableHandle]:
 
         return hook
 
-    if not isinstance(decoder, Decoder):  # a model of one's own has other parts
+    if not isinstance(decoder, Decoder):  # a custom model has other parts
         return []
     hooks = [decoder.embed_tokens.register_forward_hook(after("embedding"))]
     for index, layer in enumerate(decoder.layers):

@@ -33,21 +33,6 @@ def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int,
     return warmup, decay
 
 
-def warmup_problem(warmup: int, max_steps: int, samples: int | None, batch: int) -> str | None:
-    """Why a warm-up does not do what it is for: the run or its data ends before it; None where it does.
-
-    The training data has `samples`, None if not known, and an optimizer step `batch` of them.
-    """
-    if warmup >= max_steps:
-        return f"the warm-up of {plural(warmup, 'step')} is not over when the run of {max_steps:,} ends"
-    if samples is not None and samples / batch < warmup:
-        return (
-            f"the data ends before the warm-up does: {samples:,} samples / {batch:,} a step = {samples / batch:,.1f} "
-            f"steps an epoch, and the warm-up takes {warmup:,} of {max_steps:,}"
-        )
-    return None
-
-
 def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
     """The fraction of the peak learning rate at an optimizer step, 0 for the first of a run of `max_steps`.
 

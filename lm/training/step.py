@@ -46,14 +46,14 @@ def optimizer_step(
     Args:
         batch: rows `(B, T + 1)` of this rank, a whole number of micro-batches.
         forward_backward: adds the gradient of one micro-batch to `.grad`, and returns the detached losses of its
-            tokens, `(b, T)`. The gradient is that of their sum, divided by all positions of this rank's step, masked or
-            not, and averaged over ranks, as DDP does it.
+            tokens, `(b, T)`. The gradient is that of their sum (and of what a model adds to it, such as a z-loss),
+            divided by all positions of this rank's step, masked or not, and averaged over ranks, as DDP does it.
         optimizer: any of torch. One with an attribute `skip`, as `optim.build_optimizer` makes it, skips a step that is
             not finite by itself, without a wait for the device.
         micro_batch_size: rows that are run at once.
         tokens_per_step: positions of the step over all ranks, masked ones too.
         lr_factor: factor on each group's initial learning rate, which is kept as its `peak_lr`.
-        max_norm: clip the gradient to this norm; None: no clipping.
+        max_norm: clip the gradient to this norm; None or 0: no clipping.
         update: changes the weights in place of `optimizer.step`.
         no_sync: a context in which backward passes leave gradients on their rank, such as DDP's.
         loss_scale: the current scale of a GradScaler, by which `forward_backward` multiplied; `update` is then its
@@ -67,7 +67,7 @@ def optimizer_step(
     token_losses.append(forward_backward(last))  # the last backward pass averages over ranks
 
     loss_sum = sum(losses.sum() for losses in token_losses)
-    num_targets = torch.full((), batch.num_tokens, dtype=torch.int64, device=loss_sum.device)
+    num_targets = torch.full((), batch.num_targets, dtype=torch.int64, device=loss_sum.device)
     loss_sum, num_targets = sum_over_ranks(loss_sum, num_targets)
     loss = loss_sum / num_targets.clamp(min=1)
 

@@ -29,7 +29,7 @@ def test_the_run_folder_holds_what_it_promises(workplace, run):
     names = {path.name for path in run.path.iterdir()}
     assert {"config.yaml", "run.json", "state.json", "metrics.jsonl", "best", "last"} <= names
     assert [name for name in names if name.startswith("events.out.tfevents.")]
-    assert set(names) == {name for name in names if not name.startswith(".")}
+    assert not any(name.startswith(".") for name in names)
     best = {path.name for path in run.link("best").iterdir()}
     assert best == {
         "model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -79,8 +79,7 @@ def test_a_run_of_a_gpu_is_validated_without_one(workplace):
 
 
 def test_test_takes_all_of_the_data(workplace):
-    result = lm(workplace, "test", "--run", "small")
-    assert "test/bpb" in result.stdout
+    assert "test/bpb" in lm(workplace, "test", "--run", "small").stdout
 
 
 def test_predict_writes_log_probabilities_that_belong_to_the_tokens(workplace, run):
@@ -149,10 +148,8 @@ def test_without_any_run_validate_says_what_to_do(tmp_path):
 
 
 BAD_REQUESTS = {
-    "unknown key": (["--trainer.max_step", "5"], "did you mean 'trainer.max_steps'?"),
     "not a count": (["--data.micro_batch_size", "many"], "data.micro_batch_size: expected a count such as"),
     "uneven batch": (["--data.micro_batch_size", "3"], "the nearest that fits is 288"),
-    "heads": (["--model.decoder.num_attention_heads", "3"], "does not divide hidden_size 32"),
     "context": (["--data.seq_len", "64"], "longer than model.decoder.max_position_embeddings 32"),
     "no such run": (["--ckpt_path", "last", "--run", "none"], "no run 'none'"),
     "no such checkpoint": (["--ckpt_path", "somewhere"], "--ckpt_path somewhere: there is no such folder"),

@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -167,6 +165,7 @@ def test_secrets_are_left_out(place):
     for secret in ("hooks.example", "notify", "me:pass", "signature", "hunter2"):
         assert secret not in page.source
     assert "s3://bucket/data" in page.text and "api_key: (left out)" in page.text
+    assert "lm fit --data.path s3://bucket/data" in page.text  # the rest of the command
 
 
 def test_nothing_is_loaded_and_only_its_own_script_may_run(place):
@@ -202,11 +201,12 @@ def test_many_lines_make_a_small_page_that_keeps_the_extremes(place):
 ])  # fmt: skip
 def test_a_run_that_has_hardly_begun_has_a_page(place, lines):
     run = Run.create("a", "checkpoints")
-    run.describe(name="a", status="failed", reason="CUDA out of memory")
+    run.describe(name="a", status="failed", reason="CUDA out of memory", command=["train.py", "--size", "2"])
     for line in lines:
         run.append_metrics(line)
     page = page_of(run)
     assert "CUDA out of memory" in page.text and ("Nothing was logged" in page.text) == (not lines)
+    assert "train.py --size 2" in page.text and "lm train.py" not in page.text
     assert "Samples" not in page.text and "Evaluation" not in page.text
     shown = [value for curve in page.curves().values() for value in curve["mean"]]
     assert all(value is None or math.isfinite(value) for value in shown)
@@ -240,17 +240,6 @@ def test_a_page_replaces_a_page_and_nothing_else(place):
     with pytest.raises(RequestError, match="instead of the folder"):
         export(str(run.path), output="out", html="new.html")
     assert not (place / "new.html").exists() and not list(place.glob(".*"))
-
-
-def test_the_command_says_what_is_wrong_in_one_line(place):
-    make()
-    for arguments, message in (
-        (("runs", "export", "b", "--html", "b.html"), "no run 'b'"),
-        (("monitor", "a", "--html", "checkpoints"), "is a folder"),
-        (("monitor", "a", "--html", "a.html", "--json"), "leave out --json"),
-    ):
-        done = subprocess.run([sys.executable, "-m", "lm", *arguments], capture_output=True, text=True)
-        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 # ---- a run that goes on ----------------------------------------------------------------------------------------------
@@ -287,6 +276,8 @@ def test_one_page_is_of_one_run(place):
     make_run(place / "checkpoints", "a", lines=3), make_run(place / "checkpoints", "b", lines=3)
     with pytest.raises(RequestError, match="name one of b, a|name one of a, b"):
         monitor([], html="a.html")
+    with pytest.raises(RequestError, match="leave out --json"):
+        monitor(["a"], html="a.html", json=True)
     monitor(["a"], html="a.html", once=True)
     assert ("http-equiv", "refresh") not in Page("a.html").attributes
 

@@ -142,7 +142,7 @@ def test_the_report_of_several_lengths_and_a_grid(tmp_path):
     [
         ([], "give the depths, such as --depths 2,4,6,8"),
         (["--depths"], "--depths"),
-        (["--depths", "two"], "'two' is no whole number above 0"),
+        (["--depths", "two"], "'two' is not a whole number above 0"),
         (["--depths", "1,2"], "a model has 2 blocks or more"),
         (["--depths", "2,3", "--predict", "4", "--max_steps", "6"], "takes 3 other sizes or more"),
         (["--depths", "2,3,4", "--predict", "40", "--max_steps", "6"], "too far to predict"),

@@ -24,7 +24,8 @@ from rich.console import Console
 from trainings import lm, make_workplace, start, write_config
 
 from lm.cli.monitor import page
-from lm.runs.history import LiveRun, Series, thin
+from lm.runs.facts import LiveRun
+from lm.runs.history import Series, thin
 from lm.runs.run import Run
 
 GIB = 2**30
@@ -433,14 +434,6 @@ def test_it_fills_the_terminal_survives_a_resize_and_leaves_it_as_it_was(workpla
     assert termios.tcgetattr(terminal.terminal)[3] == settings[3]  # echo and lines again
 
 
-def test_without_colour_there_is_none(workplace):
-    terminal = Terminal(workplace, "a", "--interval", "0.2", NO_COLOR="1")
-    terminal.wait_for("q leaves")
-    terminal.type("q")
-    assert terminal.end() == 0
-    assert not re.search(rb"\x1b\[[0-9;]*(3[0-7]|9[0-7]|38;)m", terminal.output)
-
-
 def test_a_dumb_terminal_gets_one_page(workplace):
     terminal = Terminal(workplace, "a", TERM="dumb")
     assert terminal.end() == 0
@@ -479,11 +472,3 @@ def test_a_training_is_running_until_it_is_killed_and_then_it_is_dead(tmp_path):
         training.communicate()
     found = json.loads(monitor(tmp_path, "a", "--json").stdout)
     assert found["status"] == "dead" and found["eta_seconds"] is None and found["step"] > 20
-
-
-def test_a_training_that_has_finished_says_so(tmp_path):
-    make_workplace(tmp_path)
-    lm(tmp_path, "fit", "--config", str(write_config(tmp_path, **{"trainer.max_steps": 8})), "--run", "a")
-    done = monitor(tmp_path)
-    assert "nothing is running" in done.stderr
-    assert "a  finished" in done.stdout and "100%  step 8/8" in done.stdout and "all steps done" in done.stdout

@@ -84,8 +84,6 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["--batch_size", "8"], "give data.micro_batch_size"),
     (["--report_to", "none"], "TensorBoard and metrics.jsonl are always written to the run folder"),
     (["--model.bias", "false"], "leave it out; the decoder has no biases"),
-    (["--data", "{path: a, path: b}"], "--data: line 1: path is there a second time"),
-    (["--trainer.callbacks=[{a: 1, 'a': 2}]"], "--trainer.callbacks: line 1: a is there a second time"),
     (["--save_every=5", "--trainer.max_step", "5"],
      "there are no options 'save_every' (did you mean 'trainer.checkpoint_interval'?), 'trainer.max_step' (did you"),
     (["--config", "small.yml"], "no config 'small.yml' here or in configs/; did you mean small.yaml?"),
@@ -111,10 +109,6 @@ def test_the_hint_for_a_warm_up_ratio_works_when_typed(tmp_path):
     assert flags == ["--model.schedule.warmup_ratio", "--model.schedule.warmup_steps"] and "steps 0 if" in hint
     read = config_parser("lm plan", PlanOptions).read(["-c", str(config), flags[0], "0.1", flags[1], "0"])
     assert read.model.schedule.warmup_ratio == 0.1
-
-
-def test_texts_may_look_like_doubled_keys():
-    options.refuse_unknown_options("plan", ["--samples.prompts", "{a: 1, a: 2}", "--data.train", "s3://a/b", "x: y: z"])
 
 
 @pytest.mark.parametrize("text, message", [

@@ -120,7 +120,7 @@ def test_a_batch_has_the_rows_and_counts_no_padding(place):
     module.setup("validate")
     batches = list(module.val_dataloader())
     assert np.array_equal(np.concatenate([batch.tokens for batch in batches])[: len(rows)], rows)
-    assert sum(batch.num_tokens for batch in batches) == targets[:, 1:].sum()
+    assert sum(batch.num_targets for batch in batches) == targets[:, 1:].sum()
 
 
 def test_a_fit_packs_its_texts_and_resumes_over_them(place):

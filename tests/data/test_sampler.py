@@ -1,5 +1,6 @@
 """The order of samples: each window once an epoch, another order each epoch, and nothing but (seed, i) decides."""
 
+import doctest
 import pickle
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lm.data import sampler
 from lm.data.sampler import MAX_LANES, Order, lanes_for, permutation, random_keys
 
 windows = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(sum)
@@ -78,6 +80,10 @@ def test_the_stream_is_the_same_under_every_version():
     assert permutation(8, 42, 0, 1).tolist() == [2, 4, 5, 0, 7, 6, 3, 1]
     order = Order([3, 0, 5, 1, 7], seed=1, lanes=4)
     assert pairs(order, 16, 24) == [(3, 0), (0, 1), (2, 4), (4, 2), (2, 2), (4, 6), (2, 3), (4, 5)]
+
+
+def test_the_worked_resume_is_true():
+    assert doctest.testmod(sampler) == (0, 7)
 
 
 def test_lanes_fit_the_buffer_with_space_for_reading_ahead():

@@ -179,7 +179,7 @@ def test_flat_ids_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(RequestError, match="--tokenizer"):
         whole(find_files([str(file)])[0])
     file.write_bytes(b"abc")
-    with pytest.raises(RunError, match="odd number"):
+    with pytest.raises(RunError, match="truncated"):
         whole(find_files([str(file)])[0], tokenizer=tokenizer)
 
 
@@ -234,13 +234,13 @@ def test_names_decide_the_split_if_all_of_them_say_one(names, splits):
 GOOD = json_lines(["a", "b"])
 BAD_LINES = {
     "not json": (GOOD + b"{'text': 1}\n", "line 3: not a JSON object"),
-    "nested": (b"[" * 10**5 + b"\n", "line 1: values are nested too deep"),
+    "nested": (b"[" * 10**5 + b"\n", "line 1: not a JSON object"),
     "an array": (b'[\n{"text": "a"}\n]', "line 1: not a JSON object"),
     "a list": (GOOD + b"[1, 2]\n", "line 3: a JSON list"),
     "no key": (GOOD + b'{"id": 1, "body": "x"}\n', "line 3: there is no key 'text' among 'id', 'body'.*--text_key"),
     "a number": (GOOD + b'{"text": 5}\n', "line 3: 'text' is not a text but 5"),
     "a null": (b'{"text": null}\n', "line 1: 'text' is not a text but null"),
-    "latin-1": (GOOD + b'{"text": "\xe4"}\n', "line 3: byte 0xe4 is not UTF-8"),
+    "latin-1": (GOOD + b'{"text": "\xe4"}\n', "line 3: not a JSON object .*byte 0xe4"),
     "surrogate": (GOOD + rb'{"text": "\ud800"}', "line 3: 'text' holds half of a surrogate pair"),
 }
 

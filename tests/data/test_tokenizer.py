@@ -3,12 +3,11 @@
 import json
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_tokenizers import write_tokenizer
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from lm.data.tokenizer import (
@@ -65,10 +64,6 @@ def test_an_end_of_text_in_a_text_is_text_and_one_in_ids_is_seen():
     assert BPE.eos_id not in BPE.encode(f"a {END_OF_TEXT} b")
     assert BPE.decode([*BPE.encode("a"), BPE.eos_id]) == f"a{END_OF_TEXT}"
     assert (BPE.eos_id, BPE.token_bytes()[BPE.eos_id]) == (0, 0)
-
-
-def test_learning_again_gives_the_same_tokenizer():
-    assert train_bpe(iter(TEXTS * 3), 400).text == BPE.text
 
 
 @given(st.text(alphabet=sorted(set("".join(TEXTS)))))
@@ -188,32 +183,14 @@ def test_bytes_of_sentencepiece_tokens():
     assert Tokenizer(backend.to_str()).token_bytes().tolist() == [1, 0, 1, 1, 1, 3, 2, 0, 0, 7]
 
 
-def words_marked_by(kind: str) -> Tokenizer:
-    """A small tokenizer that is not byte-level, learned from a few sentences."""
-    if kind == "##":
-        backend, trainer = Backend(models.WordPiece(unk_token="<unk>")), trainers.WordPieceTrainer
-        backend.normalizer, backend.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
-        backend.decoder, options = decoders.WordPiece(), {}
-    elif kind == "</w>":
-        backend, trainer = Backend(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>")), trainers.BpeTrainer
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.BPEDecoder("</w>")
-        options = {"end_of_word_suffix": "</w>"}
-    else:
-        backend, trainer, options = Backend(models.Unigram()), trainers.UnigramTrainer, {"unk_token": "<unk>"}
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    learned = ["the quick brown foxes were jumping over the lazy dogs", "Fellow citizens of the Senate"]
-    settings = {"vocab_size": 90, "special_tokens": ["<unk>", "</s>"], "show_progress": False}
-    backend.train_from_iterator(learned, trainer(**settings, **options))
-    return Tokenizer(backend.to_str())
-
-
-@pytest.mark.parametrize("kind", ["##", "</w>", "▁"])
-def test_marks_of_words_are_no_text(kind):
+@pytest.mark.parametrize("kind", ["wordpiece", "word_ends", "unigram"])
+def test_marks_of_words_are_no_text(kind, tmp_path):
     """The bytes are those of the text, but for one blank at a border of the document."""
-    tokenizer = words_marked_by(kind)
-    for text in ("the quick brown foxes were jumping over the lazy dogs", "quicking overs the foxer citizens"):
+    learned = ["the quick brown foxes were jumping over the lazy dogs", "Fellow citizens of the Senate"]
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, kind, learned))
+    for text in (learned[0], "quicking overs the foxer citizens"):
         ids = tokenizer.encode(text)
-        assert tokenizer.vocabulary["<unk>"] not in ids and (len(ids) > len(text.split()) or "lazy" in text)
+        assert tokenizer.vocabulary[tokenizer.unknown] not in ids
         assert tokenizer.token_bytes()[ids].sum() == len(text.encode()) + 1
 
 
@@ -260,14 +237,6 @@ def test_words_are_cut_alike_at_every_character(pattern):
     mixed = "".join(draw.choices(KINDS + "".join(draw.choices(plane, k=50)), k=100_000))
     for text in ("".join(plane), *(between.join(plane) for between in "a1 '\n"), mixed):
         assert find(text) == [word for word, _ in cut(text)]
-
-
-def test_ids_beyond_sixteen_bits_are_kept():
-    vocabulary = {END_OF_TEXT: 0, UNKNOWN: 1} | {chr(0x4E00 + i): 2 + i for i in range(10)} | {"z": 70_000}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
-    encoder = Encoder(Tokenizer(backend.to_str()))
-    [ids] = encoder.encode(["z一"])
-    assert (ids.dtype, ids.tolist()) == (np.dtype("<u4"), [70_000, 2])
 
 
 def test_a_full_table_of_words_changes_nothing(monkeypatch):

@@ -14,7 +14,7 @@ from lm.cli.evaluate import evaluate, short_names
 from lm.cli.runs import show
 from lm.errors import RequestError
 from lm.runs import registry
-from lm.runs.evaluations import evaluation_metrics, evaluation_record, merge_evaluations
+from lm.runs.metrics import evaluation_metrics, evaluation_record, merge_evaluations
 from lm.runs.run import Run
 from lm.system.arguments import call
 
@@ -156,5 +156,7 @@ def test_what_is_known_of_a_step_is_put_together_and_a_part_does_not_replace_the
     older = evaluation(2, [("a", 500, 0.0)])
     known = merge_evaluations([older, whole, part, words])
     assert known["tasks"] == whole["tasks"] and known["texts"] == words["texts"] and known["core"] == 0.3
-    assert merge_evaluations([older, whole], 2)["tasks"] == older["tasks"] and merge_evaluations([]) is None and merge_evaluations([whole], 3) is None
-    assert merge_evaluations([part, whole, evaluation(4, [("b", 100, 0.75)])])["tasks"]["b"]["accuracy"] == 0.75  # the newest
+    assert merge_evaluations([older, whole], 2)["tasks"] == older["tasks"]
+    assert merge_evaluations([]) is None and merge_evaluations([whole], 3) is None
+    newest = evaluation(4, [("b", 100, 0.75)])
+    assert merge_evaluations([part, whole, newest])["tasks"]["b"]["accuracy"] == 0.75

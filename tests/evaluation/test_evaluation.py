@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from lm.data.config import PrepareOptions
 from lm.data.datamodule import text_batches
 from lm.data.encode import split_hash
-from lm.data.loader import Batch, Windows
+from lm.data.loader import Windows
 from lm.data.prepare import prepare
 from lm.data.shards import Shards
 from lm.data.text_files import read_documents
@@ -37,7 +37,6 @@ from lm.evaluation.bits_per_byte import shards_bits_per_byte, texts_bits_per_byt
 from lm.evaluation.scoring import chosen_items, prompts
 from lm.evaluation.statistics import TokenLoss, centered, mean_interval, ratio_error, standard_error, wilson
 from lm.evaluation.tasks import SHIPPED, Task, read_tasks
-from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder
 
 WORDS = "the war of a peace and law in our time was made by men who had no fear to say it".split()
@@ -131,15 +130,11 @@ def test_a_bundle_of_tasks_is_read_with_its_baselines(tmp_path):
     assert (choice.baseline, schema.baseline, language.baseline) == (pytest.approx(1 / 3), 0.5, 0)
     assert len(language.items) == 14
     assert [task.num_fewshot for task in read_tasks([str(tmp_path / "tasks.yaml")], num_fewshot=0)] == [0, 0, 0]
-
-
-def test_several_numbers_of_solved_items_are_several_tasks(tmp_path):
-    file = make_tasks(tmp_path)
+    file = tmp_path / "tasks.yaml"
     file.write_text(file.read_text().replace("[2]", "[0, 3]"))
     found = read_tasks([str(file)])
     assert [task.label for task in found[1:4]] == ["multiple_choice_x_3shot", "schema_x_0shot", "schema_x_3shot"]
-    assert found[3].baseline == 0.5
-    assert len(read_tasks([str(file)], num_fewshot=1)) == 3
+    assert found[3].baseline == 0.5 and len(read_tasks([str(file)], num_fewshot=1)) == 3
 
 
 def test_a_file_of_items_alone_tells_its_kind_by_its_columns(tmp_path):
@@ -233,27 +228,23 @@ def test_prompts_read_as_dclm_writes_them(tasks, tokenizer):
     assert chosen_items(tasks[0], 6) == shuffled[:6]
 
 
+def pairs_of(task: Task, item) -> list[tuple[str, str]]:
+    """Each possible answer of an item after what stands before it."""
+    if task.kind == "multiple_choice":
+        return [(item["query"], choice) for choice in item["choices"]]
+    contexts = [item["context"].strip()] if task.kind == "language_modeling" else item["context_options"]
+    return [(context, item["continuation"]) for context in contexts]
+
+
 def naive(theirs, tokenizer: Tokenizer, task: Task, context: int, begin: str):
     """The same answers by transformers, one prompt after the other, put down as DCLM's rules say."""
-    items = list(task.items)
+    items, mark = list(task.items), task.continuation_delimiter
     random.Random(1337).shuffle(items)
     for number, item in enumerate(items):
         others = [i for i in range(len(items)) if i != number]
-        chosen = [items[i] for i in random.Random(1234 + number).sample(others, task.num_fewshot)]
-        lead, mark = "", task.continuation_delimiter
-        options = {"multiple_choice": "choices", "schema": "context_options"}.get(task.kind)
-        for one in chosen:
-            if task.kind == "multiple_choice":
-                lead += one["query"] + mark + one["choices"][one["gold"]] + "\n\n"
-            else:
-                left = one["context_options"][one["gold"]] if options else one["context"].strip()
-                lead += left + mark + one["continuation"] + "\n\n"
-        if task.kind == "multiple_choice":
-            pairs = [(lead + item["query"] + mark, choice) for choice in item["choices"]]
-        elif task.kind == "schema":
-            pairs = [(lead + option + mark, item["continuation"]) for option in item["context_options"]]
-        else:
-            pairs = [(lead + item["context"].strip() + mark, item["continuation"])]
+        drawn = [items[i] for i in random.Random(1234 + number).sample(others, task.num_fewshot)]
+        lead = "".join(mark.join(pairs_of(task, one)[one.get("gold", 0)]) + "\n\n" for one in drawn)
+        pairs = [(lead + before + mark, answer) for before, answer in pairs_of(task, item)]
         start = [tokenizer.eos_id] * (begin == "eos")
         rows = [start + tokenizer.encode(before + answer) for before, answer in pairs]
         means, sums, greedy = [], [], []
@@ -275,11 +266,10 @@ def naive(theirs, tokenizer: Tokenizer, task: Task, context: int, begin: str):
             means.append(costs[first - 1 :].mean().item())
             sums.append(-costs[own - 1 :].sum().item())
             greedy.append(bool((logits.argmax(-1)[own - 1 :] == torch.tensor(row[own:])).all()))
-        lengths = [len(answer) for _, answer in pairs]
         if task.kind == "language_modeling":
             yield greedy[0], sums, None, None
         else:
-            norms = [s / n for s, n in zip(sums, lengths, strict=True)]
+            norms = [total / len(answer) for total, (_, answer) in zip(sums, pairs, strict=True)]
             gold = item["gold"]
             yield means.index(min(means)) == gold, sums, sums.index(max(sums)) == gold, norms.index(max(norms)) == gold
 
@@ -403,11 +393,8 @@ def corpus(tmp_path_factory, tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (folder / "tokenizer.json").write_text(tokenizer.text)
-    prepare(
-        PrepareOptions(
-            [str(folder / "texts.jsonl")], str(folder / "data"), str(folder / "tokenizer.json"), val_fraction=0
-        )
-    )
+    paths = (folder / name for name in ("data", "tokenizer.json"))
+    prepare(PrepareOptions([str(folder / "texts.jsonl")], *map(str, paths), val_fraction=0))
     return folder
 
 
@@ -523,34 +510,6 @@ def test_the_shipped_tasks_are_of_validation_documents_only():
                 assert f"{item['context_options'][item['gold']]} {item['continuation']}" not in trained
             else:
                 assert f"{item['context']} {item['continuation']}" not in trained
-
-
-@pytest.mark.slow
-def test_a_model_that_learned_a_little_beats_chance():
-    """Seconds of training are enough for the easiest of the shipped tasks."""
-    torch.manual_seed(0)
-    texts = [text for _, text in read_documents([CORPUS]) if split_hash(text) >= 0.05]
-    tokenizer = train_bpe(texts[::8], 1024)
-    ids = torch.tensor([i for text in texts[::8] for i in (*tokenizer.encode(text), tokenizer.eos_id)])
-    decoder = Decoder(
-        DecoderConfig(
-            vocab_size=tokenizer.vocab_size, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
-            intermediate_size=128, max_position_embeddings=256,
-        )
-    )  # fmt: skip
-    task = [task for task in read_tasks(["embedded:sotu"]) if task.kind == "schema"]
-    [before] = evaluate(decoder, tokenizer, task)
-    assert before.interval.low < 0.5 < before.interval.high
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
-    for _ in range(80):
-        starts = torch.randint(len(ids) - 65, (32,))
-        batch = Batch(torch.stack([ids[start : start + 65] for start in starts]).int())
-        loss = decoder(batch.input_ids, labels=batch.labels).total / batch.num_tokens
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    [after] = evaluate(decoder, tokenizer, task)
-    assert after.centered_interval.low > 0
 
 
 # ---- lm-evaluation-harness ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from lm.errors import RequestError, RunError
 from lm.evaluation import benchmark
 from lm.evaluation.tasks import read_tasks
 from lm.inference.pretrained import load_pretrained
-from lm.runs.evaluations import evaluation_metrics
+from lm.runs.metrics import evaluation_metrics
 from lm.runs.run import Run
 from lm.training.callbacks.logging import format_line
 from lm.training.config import EvaluationConfig

@@ -8,7 +8,7 @@ import pytest
 from trainings import expected, lm, losses, write_config
 
 from lm.cli.main import main
-from lm.runs.resume import FIXED
+from lm.runs.config_diff import PURPOSES
 from lm.runs.run import Run
 
 pytestmark = pytest.mark.fault(14)
@@ -55,7 +55,7 @@ def resume(folder, *changes, expect=0):
 
 def test_every_fixed_key_is_refused_by_name_and_nothing_is_written(copied, monkeypatch):
     """Also the keys that are refused for what they are, before they are compared."""
-    assert LIES.keys() == set(FIXED)
+    assert LIES.keys() == set(PURPOSES["resume"].fixed)
     config = str(write_config(copied, **{"trainer.callbacks": None}))
     before = {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*")}
     for key, change in LIES.items():

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from trainings import expected, lm, losses, start, write_config
 
-from lm.runs.history import LiveRun
+from lm.runs.facts import LiveRun
 from lm.runs.run import Run
 from lm.system.process import steady_time
 
@@ -63,9 +63,9 @@ def test_of_runs_of_a_name_the_newest_is_the_one_started_last_whatever_the_clock
     """The first was started by a clock that was a year ahead."""
     first, second = Run.create("a", tmp_path), Run.create("a", tmp_path)
     for run, entered in ((first, time.time() + 365 * DAY), (second, time.time())):
-        run.describe(name="a", entered=entered, turn=Run.next_turn(tmp_path))
+        run.describe(name="a", entered=entered, turn=Run.next_start(tmp_path))
     assert Run.all(tmp_path, "a")[-1].name == second.name and [run.name for run in Run.all(tmp_path)] == ["a", "a-2"]
-    first.describe(turn=Run.next_turn(tmp_path))  # resumed
+    first.describe(turn=Run.next_start(tmp_path))  # resumed
     assert Run.all(tmp_path, "a")[-1].name == first.name
 
 

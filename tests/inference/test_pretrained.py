@@ -118,7 +118,7 @@ def test_what_is_wrong_with_a_folder_is_said_in_one_line(folder):
     config.write_text(json.dumps({**json.loads(kept[1]), "hidden_size": 64, "head_dim": 12}))
     refused(r"embed_tokens.weight.* torch.Size\(\[101, 48\]\).* torch.Size\(\[101, 64\]\)")
     config.unlink()
-    refused("is no model: it has no config.json")
+    refused("is not a model: it has no config.json")
     config.write_text(kept[1])
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-10])

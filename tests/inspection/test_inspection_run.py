@@ -26,7 +26,8 @@ from lm.inspection.data import (
     split_documents,
     token_text,
 )
-from lm.runs.history import beside, curve, differences, labels, read_samples, time_spent
+from lm.runs.config_diff import differences
+from lm.runs.history import beside, curve, labels, read_samples, time_spent
 from lm.runs.run import Run
 
 

@@ -39,7 +39,7 @@ def test_brackets_are_a_list_where_no_texts_are_meant(arguments):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--prompt"], "--prompt needs a value"),
+    (["--prompt"], "--prompt.* expected one argument"),
     (["--kin", "x"], "did you mean 'kind'"),
     (["--size", "x", "--kin", "x"], r"no options 'size' \(there are --json, --kind, --prompt, --top\), 'kin' \(did"),
     (["--top", "x"], "top"),

@@ -1,10 +1,8 @@
 """What is read of the machine is true, and what cannot be read is None and never an error."""
 
-import json
 import logging
 import os
 import shutil
-import statistics
 import sys
 import time
 from types import SimpleNamespace
@@ -181,17 +179,16 @@ def test_a_real_gpu_is_the_one_that_torch_has():
 
 def test_work_shows_as_load_of_the_process_and_the_machine():
     telemetry, began = Telemetry(), time.monotonic()
+    assert telemetry.read()["cpu"]["load_percent"] is None  # it is a mean since the reading before
     end = time.process_time() + 0.3
     while time.process_time() < end:
         sum(range(1000))
     share = 100 * 0.3 / (time.monotonic() - began)  # of one core, of which others may have had some
     found = telemetry.read()
     assert found["cpu"]["cores"] == os.cpu_count()
-    if sys.platform == "linux":
-        assert share / os.cpu_count() / 2 < found["cpu"]["load_percent"] <= 100
+    assert share / os.cpu_count() / 2 < found["cpu"]["load_percent"] <= 100
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="from /proc")
 def test_memory_that_is_held_shows():
     telemetry = Telemetry()
     before = telemetry.read()["process"]["memory_bytes"]
@@ -203,38 +200,19 @@ def test_memory_that_is_held_shows():
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_memory_of_a_container_is_its_limit_and_its_cache_is_not_in_use(version, monkeypatch):
-    files = {"/proc/meminfo": "MemTotal: 1000000 kB\nMemFree: 1 kB\nMemAvailable: 400000 kB\nHugePages_Total: 0\n"}
+    machine = SimpleNamespace(total=10**6, available=400_000)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: machine)
     if version == 2:
-        files |= {"/sys/fs/cgroup/memory.current": "300000\n", "/sys/fs/cgroup/memory.max": "500000\n",
-                  "/sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 100000\n"}  # fmt: skip
+        files = {"/sys/fs/cgroup/memory.current": "300000\n", "/sys/fs/cgroup/memory.max": "500000\n",
+                 "/sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 100000\n"}  # fmt: skip
     else:
         folder = "/sys/fs/cgroup/memory/memory"
-        files |= {f"{folder}.usage_in_bytes": "300000\n", f"{folder}.limit_in_bytes": "500000\n",
-                  f"{folder}.stat": "inactive_file 7\ntotal_inactive_file 100000\n"}  # fmt: skip
+        files = {f"{folder}.usage_in_bytes": "300000\n", f"{folder}.limit_in_bytes": "500000\n",
+                 f"{folder}.stat": "inactive_file 7\ntotal_inactive_file 100000\n"}  # fmt: skip
     monkeypatch.setattr("lm.system.hardware._read", lambda path: files.get(path, ""))
     assert memory() == {"used_bytes": 200_000, "total_bytes": 500_000}
     files = {name: text.replace("500000", "max") for name, text in files.items()}
-    assert memory() == {"used_bytes": 600_000 * 1024, "total_bytes": 1_000_000 * 1024}
-
-
-def test_elsewhere_than_on_linux_what_is_not_known_is_none(monkeypatch):
-    monkeypatch.setattr("lm.system.hardware._read", lambda path: "")
-    found = Telemetry().read()
-    assert found["cpu"]["load_percent"] is found["memory"]["used_bytes"] is found["process"]["memory_bytes"] is None
-    assert found["gpus"] == []
-    json.dumps(found)
-
-
-def test_a_reading_costs_next_to_nothing():
-    """It is taken every 5 s: 1 ms would be 0.02 %."""
-    telemetry = Telemetry([uuid(index) for index in range(8)], Driver(*[gpu(index) for index in range(8)]))
-    telemetry.read()
-    spent = []
-    for _ in range(50):
-        began = time.thread_time()
-        telemetry.read()
-        spent.append(time.thread_time() - began)
-    assert statistics.median(spent) < 0.005
+    assert memory() == {"used_bytes": 600_000, "total_bytes": 1_000_000}
 
 
 # ---- the heartbeat ---------------------------------------------------------------------------------------------------

@@ -8,14 +8,13 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
-from trainings import lm, make_workplace, write_config
+from trainings import fit, lm, make_workplace, write_config
 
 from lm.cli.main import main
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.system.process import seconds_since_process_start
-from lm.training.callbacks.budget import STALE, Budget, Cost, Meter, Sidecar, judge, read_budget_file
-from lm.training.callbacks.logging import StepTimeEstimator
+from lm.training.callbacks.budget import STALE, BudgetGuard, Cost, Meter, Sidecar, judge, read_budget_file
 from lm.training.config import BudgetConfig
 from lm.training.run_state import RunState
 
@@ -49,25 +48,6 @@ def test_the_age_of_the_process_is_known():
     time.sleep(0.05)
     assert first >= 0 and 0.03 < seconds_since_process_start() - first < 5
     assert first + 0.05 > time.thread_time() * 0.5 or first == 0  # the process may have computed on many cores
-
-
-def test_a_slow_stretch_is_not_the_pace():
-    """Compilation, or a disk that hangs for ten minutes, says nothing of the steps to come."""
-    pace = StepTimeEstimator()
-    assert pace.rest(100, 0) is None
-    pace.steps.extend([2.0, 2.0, 300.0, 2.0, 2.0])
-    pace.validations.extend([30.0, 12.0, 12.0])
-    assert pace.rest(100, 3) == 100 * 2.0 + 3 * 12.0
-
-
-def test_pauses_that_come_again_are_part_of_the_pace_and_a_single_one_is_not():
-    """Evaluations of 120 s every 250 steps make a step of 0.1 s one of 0.58 s."""
-    pace = StepTimeEstimator()
-    pace.steps.append(0.1)
-    pace.pauses.append((250, 500.0))  # the first of a session, which compiled something
-    assert pace.rest(1000, 0) == pytest.approx(100.0)
-    pace.pauses.extend([(500, 120.0), (750, 120.0)])
-    assert pace.rest(1000, 0) == pytest.approx(100.0 + 4 * 120.0)
 
 
 @pytest.mark.parametrize(
@@ -144,18 +124,25 @@ class Simulation:
         self.acts = []
         self.trainer = SimpleNamespace(
             run=run, global_step=0, max_steps=1000, val_interval=val_interval, world_size=1, is_global_zero=True,
-            datamodule=SimpleNamespace(has_validation=True), run_state=RunState(run=run),
+            datamodule=SimpleNamespace(has_validation=True), run_state=RunState(run=run), tokens_seen=0,
+            log_interval=10, precision_plugin=None,
         )  # fmt: skip
+        self.module = SimpleNamespace(options=SimpleNamespace(schedule=None))
         self.clock = Clock()
-        self.budget = Budget(config, self.clock)
+        self.budget = BudgetGuard(config, self.clock)
         monkeypatch.setattr("lm.training.callbacks.budget.seconds_since_process_start", lambda: 0.0)
-        monkeypatch.setattr("lm.training.callbacks.budget.act", self._act)
-        self.budget.on_train_start(self.trainer, None)
+        for module in ("budget", "guards"):
+            monkeypatch.setattr(f"lm.training.callbacks.{module}.act", self._act)
+        self.budget.on_train_start(self.trainer, self.module)
 
-    def _act(self, trainer, pl_module, guard, action, message, save=False):
-        self.acts.append((trainer.global_step, action, save, message))
-        if action == "stop":
-            trainer.run_state.stop = RuntimeError(message)
+    def _act(self, trainer, pl_module, finding):
+        self.acts.append((trainer.global_step, finding.action, finding.save, finding.message))
+        if finding.action == "stop":
+            trainer.run_state.stop = RuntimeError(finding.message)
+
+    @property
+    def spent(self):
+        return self.budget.observer.meter.read().usd
 
     def lines(self, count, seconds, validation=0.0):
         """Log lines of 10 steps, each step so long; stops where the guard does."""
@@ -163,12 +150,12 @@ class Simulation:
             if self.trainer.run_state.stop:
                 return
             self.trainer.global_step += 10
-            self.clock.now += 10 * (seconds() if callable(seconds) else seconds)
-            self.budget.on_metrics(self.trainer, None, {})
+            self.clock.now += 10 * seconds
+            self.budget.on_metrics(self.trainer, self.module, {})
             if validation and self.trainer.global_step % self.trainer.val_interval == 0:
                 self.clock.now += validation
                 self.budget.on_pause(self.trainer, validation, "validation")
-                self.budget.on_metrics(self.trainer, None, {})
+                self.budget.on_metrics(self.trainer, self.module, {})
 
     @property
     def file(self):
@@ -193,18 +180,37 @@ def test_a_run_that_fits_is_left_alone(tmp_path, monkeypatch):
     assert file["rate_usd_per_hr"] == 3600 and datetime.fromisoformat(file["last_update_utc"])
 
 
-def test_most_of_it_spent_is_a_warning_once(tmp_path, monkeypatch):
-    simulation = Simulation(tmp_path, monkeypatch, hourly(1200))
-    simulation.lines(100, 1)
-    assert [act[:2] for act in simulation.acts] == [(960, "warn")] and "80%" in simulation.acts[0][3]
+@pytest.mark.parametrize(("budget", "lines", "acts", "words", "spent"), [
+    # 80 % of it is spent: a warning, once.
+    (dict(cap=1200), [(100, 1)], [(960, "warn", False)], "80%", 1000),
+    # Twice as long as the cap allows from the first step on: seen after ten measured lines, three times in a row.
+    (dict(cap=1000), [(100, 2)], [(130, "stop", True)], "$2,000.00 of $1,000.00", 260),
+    # 1000 steps of 1 s fit in $1100, and four validations of 60 s do not; the first of them tells.
+    (dict(cap=1100), [(100, 1, 60)], [(280, "stop", True)], "will have taken $1,240.00", 340),
+    # The machine stands still for an hour: no projection saw it coming.
+    (dict(cap=2000), [(50, 1), (1, 360)], [(510, "stop", False)], "are spent", 4100),
+    # Ten seconds a log line, and no projection yet: at $90 of $100 there is time for one more and a checkpoint.
+    (dict(cap=100, warn_at=1), [(100, 1)], [(90, "stop", True)], "$90.00 so far", 90),
+    # From step 500 on they take 45 times as long: it ends before the median of their times has seen that.
+    (dict(cap=2000, warn_at=1), [(50, 1), (50, 45)], [(520, "stop", True)], "so far", 1400),
+    # The run is over anyway, and its last checkpoint is worth what was paid.
+    (dict(cap=1000, warn_at=1), [(99, 1), (1, 2)], [], "", 1010),
+    (dict(cap=500, dry_run=True), [(100, 1)], [(130, "warn", False), (500, "warn", False)],
+     "if not for the dry run: a checkpoint", 1000),
+])  # fmt: skip
+def test_a_run_ends_in_time_and_with_a_checkpoint_if_possible(tmp_path, monkeypatch, budget, lines, acts, words, spent):
+    simulation = Simulation(tmp_path, monkeypatch, hourly(**budget))
+    for each in lines:
+        simulation.lines(*each)
+    assert [act[:3] for act in simulation.acts] == acts and words in "".join(act[3] for act in simulation.acts[:1])
+    assert simulation.spent == pytest.approx(spent)
 
 
-def test_what_will_not_suffice_ends_with_a_checkpoint_once_the_projection_has_settled(tmp_path, monkeypatch):
-    """Twice as long as the cap allows from the first step on: seen after ten measured lines, three times in a row."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(1000))
-    simulation.lines(100, 2)
-    assert [act[:3] for act in simulation.acts] == [(130, "stop", True)]
-    assert "$2,000.00 of $1,000.00" in simulation.acts[0][3]
+def test_a_validation_at_every_line_is_counted_once(tmp_path, monkeypatch):
+    """1000 steps of 1 s and a hundred validations of 10 s fit in $2300."""
+    simulation = Simulation(tmp_path, monkeypatch, hourly(2300, warn_at=1), val_interval=10)
+    simulation.lines(100, 1, validation=10)
+    assert simulation.acts == [] and simulation.spent == pytest.approx(2000)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -217,46 +223,7 @@ def test_noise_and_slow_stretches_stop_nothing(tmp_path, monkeypatch, seed):
     for line in range(99):
         simulation.lines(1, 10 if line in slow else draw.uniform(0.8, 1.2), validation=30)
     assert simulation.trainer.global_step == 1000
-    assert simulation.budget.meter.read().usd < 2600 and "stop" not in [act[1] for act in simulation.acts]
-
-
-def test_validations_are_paid_for_too(tmp_path, monkeypatch):
-    """1000 steps of 1 s fit in $1100, and four validations of 60 s do not; the first of them tells."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(1100))
-    simulation.lines(100, 1, validation=60)
-    assert [act[:3] for act in simulation.acts] == [(280, "stop", True)]
-
-
-def test_a_validation_at_every_line_is_counted_once(tmp_path, monkeypatch):
-    """1000 steps of 1 s and a hundred validations of 10 s fit in $2300."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(2300, warn_at=1), val_interval=10)
-    simulation.lines(100, 1, validation=10)
-    assert simulation.acts == [] and simulation.budget.meter.read().usd == pytest.approx(2000)
-
-
-def test_what_is_spent_ends_at_once_without_a_checkpoint(tmp_path, monkeypatch):
-    """The machine stands still for an hour: no projection saw it coming."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(2000))
-    simulation.lines(50, 1)
-    simulation.lines(1, 360)
-    assert [act[:3] for act in simulation.acts] == [(510, "stop", False)]
-
-
-def test_a_cap_that_comes_before_the_projection_has_settled_ends_with_a_checkpoint_under_it(tmp_path, monkeypatch):
-    """Ten seconds a log line: at $90 of $100 there is time for no more than one more and a checkpoint."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(100, warn_at=1))
-    simulation.lines(100, 1)
-    assert [act[:3] for act in simulation.acts] == [(90, "stop", True)]
-    assert "$90.00 so far" in simulation.acts[0][3] and simulation.budget.meter.read().usd == pytest.approx(90)
-
-
-def test_steps_that_become_slow_all_of_a_sudden_end_with_a_checkpoint_under_the_cap(tmp_path, monkeypatch):
-    """From step 500 on they take 45 times as long: it ends before the median of their times has seen that."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(2000, warn_at=1))
-    simulation.lines(50, 1)
-    simulation.lines(50, 45)
-    ((step, action, save, message),) = simulation.acts
-    assert (action, save) == ("stop", True) and simulation.budget.meter.read().usd < 2000, message
+    assert simulation.spent < 2600 and "stop" not in [act[1] for act in simulation.acts]
 
 
 def test_a_damaged_budget_file_is_no_fresh_budget(tmp_path, monkeypatch):
@@ -275,25 +242,9 @@ def test_a_run_whose_budget_is_spent_is_not_resumed(tmp_path, monkeypatch):
 def test_a_budget_that_is_spent_before_the_first_step_ends_with_3(tmp_path):
     folder = make_workplace(tmp_path)
     budget = {"cap_usd": 0.01, "rate_usd_per_hr": 1e6}
-    fit = lm(folder, "fit", "--config", str(write_config(folder, **{"guards.budget": budget})), expect=3)
-    assert fit.stderr.splitlines()[-1].endswith(" of $0.01 are spent: the end, without a checkpoint")
-    assert Run(folder / "checkpoints/small").status() == "stopped"
-
-
-def test_a_dry_run_says_what_it_would_do_and_continues(tmp_path, monkeypatch):
-    simulation = Simulation(tmp_path, monkeypatch, hourly(500, dry_run=True))
-    simulation.lines(100, 1)
-    assert [act[:2] for act in simulation.acts] == [(130, "warn"), (500, "warn")]
-    assert "dry run" in simulation.acts[0][3] and "checkpoint" in simulation.acts[0][3]
-    assert "without a checkpoint" in simulation.acts[-1][3]
-
-
-def test_the_last_step_is_not_stopped(tmp_path, monkeypatch):
-    """The run is over anyway, and its last checkpoint is worth what was paid."""
-    simulation = Simulation(tmp_path, monkeypatch, hourly(1000, warn_at=1))
-    simulation.lines(99, 1)
-    simulation.lines(1, 2)
-    assert simulation.trainer.global_step == 1000 and [act[1] for act in simulation.acts] == []
+    ended, run = fit(folder, expect=3, **{"guards.budget": budget})
+    assert ended.stderr.splitlines()[-1].endswith(" of $0.01 are spent: the end, without a checkpoint")
+    assert run.status() == "stopped"
 
 
 def test_a_jump_of_the_wall_clock_changes_nothing(tmp_path, monkeypatch):
@@ -304,7 +255,7 @@ def test_a_jump_of_the_wall_clock_changes_nothing(tmp_path, monkeypatch):
     for jump in (3e8, -3e8):
         monkeypatch.setattr(time, "time", lambda jump=jump: wall() + jump)
         simulation.lines(20, 1)
-    assert simulation.acts == [] and simulation.budget.meter.read().usd == pytest.approx(600)
+    assert simulation.acts == [] and simulation.spent == pytest.approx(600)
 
 
 def test_a_sidecar_counts_and_the_own_clock_takes_over_where_it_ends(tmp_path, monkeypatch, caplog):
@@ -329,18 +280,22 @@ def test_a_sidecar_counts_and_the_own_clock_takes_over_where_it_ends(tmp_path, m
     assert [act[:3] for act in simulation.acts] == [(810, "stop", False)]
 
 
-def test_a_rate_that_the_file_raises_over_the_limit_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("news", "step", "words"), [
+    ({"rate_usd_per_hr": 4}, 210, "an hour costs $4.00, more than the $2.50"),
+    ({"projected_total_usd": 99}, 230, "$99.00"),  # three log lines in a row
+])  # fmt: skip
+def test_what_the_file_says_later_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, news, step, words):
     (tmp_path / "run").mkdir()
-    path = tmp_path / "budget.json"
-    path.write_text(json.dumps({"spent_usd": 3, "rate_usd_per_hr": 2, "last_update_utc": stamp(60)}))
+    path = tmp_path / "sidecar.json"
+    sidecar = {"spent_usd": 3, "rate_usd_per_hr": 2, "last_update_utc": stamp(60)}
+    path.write_text(json.dumps(sidecar))
     config = BudgetConfig(cap_usd=50, max_rate_usd_per_hr=2.5, file=str(path))
     simulation = Simulation(tmp_path / "run", monkeypatch, config)
     simulation.lines(20, 1)
     assert simulation.acts == []
-    path.write_text(json.dumps({"spent_usd": 3, "rate_usd_per_hr": 4, "last_update_utc": stamp()}))
+    path.write_text(json.dumps({**sidecar, "last_update_utc": stamp(), **news}))
     simulation.lines(20, 1)
-    assert [act[:3] for act in simulation.acts] == [(210, "stop", True)]
-    assert "an hour costs $4.00, more than the $2.50" in simulation.acts[0][3]
+    assert [act[:3] for act in simulation.acts] == [(step, "stop", True)] and words in simulation.acts[0][3]
 
 
 @pytest.mark.parametrize(("content", "budget", "words"), [
@@ -368,15 +323,6 @@ def test_a_cap_that_cannot_be_counted_is_refused_by_a_fit_before_it_writes_and_b
         assert read_budget_file(known) == {}
 
 
-def test_what_a_sidecar_projects_counts(tmp_path, monkeypatch):
-    (tmp_path / "run").mkdir()
-    path = tmp_path / "sidecar.json"
-    path.write_text(json.dumps({"spent_usd": 3, "projected_total_usd": 99, "last_update_utc": stamp()}))
-    simulation = Simulation(tmp_path / "run", monkeypatch, BudgetConfig(cap_usd=50, file=str(path)))
-    simulation.lines(100, 1)
-    assert [act[:3] for act in simulation.acts] == [(130, "stop", True)] and "$99.00" in simulation.acts[0][3]
-
-
 def test_a_file_of_somebody_else_is_not_written_over(tmp_path, monkeypatch):
     """The sidecar may keep its file in the run folder."""
     path = tmp_path / "budget.json"
@@ -390,6 +336,6 @@ def test_a_file_of_somebody_else_is_not_written_over(tmp_path, monkeypatch):
 def test_the_file_is_not_written_at_every_line(tmp_path, monkeypatch):
     simulation = Simulation(tmp_path, monkeypatch, hourly(1e6))
     writes = []
-    monkeypatch.setattr(Budget, "_write", lambda self, trainer: writes.append(setattr(self, "_written", self._clock())))
+    monkeypatch.setattr(BudgetGuard, "_write", lambda self, trainer: writes.append(setattr(self, "_written", self._clock())))
     simulation.lines(90, 0.2)
     assert 10 <= len(writes) <= 19

@@ -142,6 +142,8 @@ def test_only_errors_refuse(caplog):
     {"trainer.default_root_dir": "texts/000.txt"}, {"data.shuffle_buffer": 10}, {"guards.inject_step": 400},
     {"run": "a/b"}, {"seed_everything": True}, {"trainer.callbacks": [{"class_path": "recorder.Stateful"}] * 2},
     {"model.schedule.name": "wsd", "model.schedule.decay_steps": 11},
+    {"trainer.callbacks": [{"class_path": "lightning.pytorch.callbacks.EarlyStopping",
+                            "init_args": {"monitor": "val/loss", "mode": "lowest"}}]},
     {"model.decoder.vocab_size": 5}, {"trainer.matmul_precision": "high", "trainer.precision": "bf16-mixed"},
 ], ids=str)  # fmt: skip
 def test_plan_and_fit_refuse_the_same_in_the_same_words(tmp_path, changes):

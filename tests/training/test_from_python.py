@@ -18,7 +18,9 @@ from lm.data.config import DataConfig
 from lm.errors import RequestError
 from lm.runs.checkpoint import find_damage
 from lm.runs.run import Run
-from lm.training.config import ModelConfig, TrainerConfig
+from lm.training.callbacks.evaluation import Samples
+from lm.training.config import GuardsConfig, ModelConfig, SamplesConfig, TrainerConfig
+from lm.training.guards import NotFinite
 from lm.training.trainer import Trainer as BareTrainer
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
@@ -125,6 +127,14 @@ def test_counts_are_taken_as_in_a_config():
     trainer = package.Trainer(max_tokens="2K", val_interval="1K", accelerator="cpu")
     assert trainer.options.max_tokens == 2000 and trainer.val_interval == 1000
     assert package.DataModule("data", global_batch_tokens="32Ki").global_batch_tokens == 32_768
+
+
+def test_the_trainer_takes_the_other_sections_of_a_config_by_name():
+    given = {"guards": GuardsConfig(max_skipped=3), "samples": SamplesConfig(prompts=["a"])}
+    callbacks = package.Trainer(**given, **ON_CPU).callbacks
+    observers = [getattr(each, "observer", None) for each in callbacks]
+    assert [each.max_skipped for each in observers if isinstance(each, NotFinite)] == [3]
+    assert [each.texts for each in callbacks if isinstance(each, Samples)] == [["a"]]
 
 
 @pytest.mark.parametrize("kind, config", [

@@ -170,7 +170,8 @@ def test_under_a_gradient_scaler_it_takes_the_same_steps_and_none_from_infinity(
     plain = parameters((24, 16), (16,))
     scaled = deepcopy(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    optimizers = [Muon([{"params": [w], "kind": "muon", "rows": 24}, {"params": [b]}], **SETTINGS) for w, b in (plain, scaled)]
+    optimizers = [Muon([{"params": [w], "kind": "muon", "rows": 24}, {"params": [b]}], **SETTINGS)
+                  for w, b in (plain, scaled)]  # fmt: skip
     for step in range(3):
         gradients(plain, step)
         optimizers[0].step()

@@ -8,7 +8,6 @@ import pytest
 import tokenizers
 import torch
 from decoders import written_by
-from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,7 +21,7 @@ from lm.model.decoder import Decoder
 from lm.model.huggingface import config_from_json, from_huggingface
 from lm.runs.run import Run
 from lm.training.callbacks import evaluation
-from lm.training.callbacks.evaluation import Samples, continued
+from lm.training.callbacks.evaluation import continued
 from lm.training.config import SamplesConfig
 
 PROMPTS = ["The letter of ", "", "Chapter 1"]
@@ -152,15 +151,6 @@ def test_nothing_that_goes_wrong_stops_the_training_and_its_clock_is_stopped(wor
 def test_wrong_numbers_are_refused(given, words):
     with pytest.raises(RequestError, match=words):
         SamplesConfig(**given)
-
-
-def test_every_field_explains_itself_in_help():
-    parser = ArgumentParser()
-    parser.add_class_arguments(SamplesConfig, "samples")
-    text = " ".join(parser.format_help().split())
-    for words in ("Texts to continue", "after every validation", "likeliest token always", "not touched"):
-        assert words in text
-    assert Samples(SamplesConfig()).texts == []
 
 
 def test_a_text_ends_with_its_document_and_reads_on_from_the_prompt():

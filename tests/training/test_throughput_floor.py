@@ -3,51 +3,53 @@
 import json
 
 import pytest
-from trainings import lm, make_workplace, write_config
+from decoders import SMALL
+from test_guards import found_in
+from trainings import fit, make_workplace
 
 from lm.errors import RequestError
-from lm.runs.run import Run
-from lm.training.callbacks.throughput import Facts, diagnose
+from lm.model.build import Built
+from lm.model.decoder import Decoder
+from lm.training.callbacks.guards import slow_kernels
 from lm.training.config import ThroughputConfig
-
-SLOW = dict(rate=61_234.0, floor=100_000, lines=3)
-WELL = dict(data_wait=0.004, on_gpu=True, attention="cudnn, then flash", kernels="CUDA")
+from lm.training.guards import ThroughputFloor
 
 
-@pytest.mark.parametrize(
-    ("facts", "cause"),
-    [
-        ({"data_wait": 0.62}, "waiting for data 62% of the time"),
-        ({"compilations": 7, "reason": "x size mismatch"}, "7 new graphs in 3 log lines, the last time because x"),
-        ({"attention": "masked", "masked": True}, "attention is by a mask"),
-        ({"attention": "efficient, then math", "full_precision": True}, "attention is not by flash"),
-        ({"masked": True, "full_precision": True}, "attention is by a mask"),
-        ({"plain": True, "kernels": "plain PyTorch (NVRTC is not installed)"}, "kernels are plain PyTorch (NVRTC"),
-        ({"limits": ["GPU 0: thermal"]}, "clocks are limited: GPU 0: thermal"),
-    ],
-)
-def test_one_cause_is_named_with_its_evidence(facts, cause):
-    line = diagnose(Facts(**SLOW, **{**WELL, **facts}))
-    assert line.startswith("61.2K tokens/s, below 100K for 3 log lines: ")
-    assert cause in line and ";" not in line.partition(cause)[0] and "no cause" not in line and line.isprintable()
+def diagnosis(known=(), lines=3, **metrics):
+    """What is said of a rate below the floor in the third log line that is judged."""
+    floor = ThroughputFloor(ThroughputConfig(floor=100_000, patience=lines))
+    floor.begin("attention cudnn, kernels CUDA", lambda: list(known))
+    slow = {"perf/tokens_per_second": 61_234.0, **metrics}
+    [(step, finding)] = found_in([(step, slow) for step in range(lines + 1)], floor)
+    assert step == lines
+    return finding.message
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {}, {"data_wait": 0.09}, {"data_wait": None}, {"on_gpu": False, "masked": True, "plain": True},
-        {"attention": "flash over sequences"},
-    ],
-)  # fmt: skip
-def test_what_is_no_cause_is_not_blamed(facts):
-    """A CPU has no other kernels, and the figures are in the line."""
-    line = diagnose(Facts(**SLOW, **{**WELL, **facts}))
-    assert "no cause found" in line and "data wait" in line and line.isprintable()
+@pytest.mark.parametrize(("known", "metrics", "graphs", "causes"), [
+    ([], {"perf/data_wait": 0.62}, 0, "waiting for data 62% of the time; is the storage of the shards slow?"),
+    ([], {}, 7, "torch.compile made 7 new graphs in 3 log lines, the last time because x size mismatch"),
+    (["clocks are limited: GPU 0: thermal"], {}, 0, "clocks are limited: GPU 0: thermal"),
+    (["kernels are slow"], {"perf/data_wait": 0.5}, 0,
+     "waiting for data 50% of the time; is the storage of the shards slow?; kernels are slow"),
+    ([], {"perf/data_wait": 0.09}, 0,
+     "no cause found (data wait 9.0%, no new graphs, attention cudnn, kernels CUDA, no limit of clocks seen)"),
+    ([], {}, 0,
+     "no cause found (data wait not measured, no new graphs, attention cudnn, kernels CUDA, no limit of clocks seen)"),
+])  # fmt: skip
+def test_causes_are_named_with_their_evidence(monkeypatch, known, metrics, graphs, causes):
+    made = iter([(0, ""), (0, ""), (graphs, ""), (graphs, "x size mismatch")])
+    monkeypatch.setattr("lm.training.guards.compiled_graphs", lambda: next(made))
+    assert diagnosis(known, **metrics) == f"61.2K tokens/s, below 100K for 3 log lines: {causes}"
 
 
-def test_several_causes_are_all_named():
-    line = diagnose(Facts(**SLOW, **{**WELL, "data_wait": 0.5, "limits": ["power"], "kernels": "plain PyTorch", "plain": True}))
-    assert "waiting for data" in line and "power" in line and "kernels are" in line
+@pytest.mark.parametrize(("attention", "device", "precision", "causes"), [
+    ("masked", "cuda", "32-true", ["attention is by a mask", "kernels are plain PyTorch"]),
+    ("efficient, then math", "cuda", "32-true", ["attention is not by flash", "kernels are plain PyTorch"]),
+    ("flash over sequences", "cuda", "bf16-mixed", ["kernels are plain PyTorch"]), ("masked", "cpu", "32-true", []),
+])  # fmt: skip
+def test_slow_kernels_are_named_on_a_gpu(attention, device, precision, causes):
+    found = slow_kernels(Built(Decoder(SMALL), "plain PyTorch", attention, ""), device, precision)
+    assert len(found) == len(causes) and all(map(str.startswith, found, causes))
 
 
 @pytest.mark.parametrize(("wrong", "word"), [({"floor": 0}, "floor"), ({"patience": 0}, "patience")])
@@ -92,11 +94,8 @@ def slow_training(folder, slow, **changes):
     """The alerts of a training with a floor that it cannot reach, its metrics, and its log."""
     make_workplace(folder)
     (folder / "slow.py").write_text(slow)
-    name = slow.split("class ")[1].split("(")[0]
-    callbacks = [{"class_path": f"slow.{name}"}]
-    write_config(folder, **{"guards.throughput": {"floor": "1G"}, "trainer.callbacks": callbacks, **changes})
-    lm(folder, "fit", "--config", "small.yaml")
-    run = Run(folder / "checkpoints" / "small")
+    callbacks = [{"class_path": f"slow.{slow.split('class ')[1].split('(')[0]}"}]
+    _, run = fit(folder, **{"guards.throughput": {"floor": "1G"}, "trainer.callbacks": callbacks, **changes})
     return [alert for alert in run.alerts() if alert["guard"] == "throughput"], run.metrics(), (run.path / "log.txt").read_text()
 
 

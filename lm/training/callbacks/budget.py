@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,10 +17,10 @@ from lm.runs.run import Run
 from lm.system.files import nonnegative, parse_json, write_atomically
 from lm.system.process import seconds_since_process_start
 from lm.system.units import format_figure
-from lm.training.callback import Callback
-from lm.training.callbacks.guards import act, from_rank_zero
+from lm.training.callbacks.guards import Guard, act, from_rank_zero
 from lm.training.callbacks.logging import StepTimeEstimator, remaining
 from lm.training.config import BudgetConfig
+from lm.training.guards import Finding, Line, Observer
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -39,14 +39,7 @@ class Cost(NamedTuple):
 
 
 class Meter:
-    """Counts what a run costs.
-
-    Args:
-        rate: US dollars an hour; None: not known.
-        before: the cost of its earlier sessions.
-        age: seconds that this session has been running for.
-        clock: seconds; must not jump.
-    """
+    """Counts what a run costs: `rate` US dollars an hour, since `age` seconds ago, beside what it has cost `before`."""
 
     def __init__(self, rate: float | None, before: Cost, age: float, clock: Callable[[], float] = time.monotonic):
         self.rate, self._base, self._clock = rate, before, clock
@@ -99,11 +92,7 @@ class Sidecar:
 
 
 def read_budget_file(budget: BudgetConfig) -> dict[str, Any]:
-    """What `file` says before a run starts; empty where it is not given or its figures do not count.
-
-    Raises:
-        RequestError: without it the cap cannot be counted, or it has too high a rate.
-    """
+    """What `file` says before a run starts; empty where it is not given or its figures do not count."""
     if budget.file is None:
         return {}
     content, problem = Sidecar(Path(budget.file)).read()
@@ -134,111 +123,92 @@ class Verdict(NamedTuple):
 def judge(config: BudgetConfig, cost: Cost, projected: Cost | None, rate: float | None = None) -> Verdict | None:
     """The worst that is true of a cost, its projection to the end of the run, and the machine's rate in US dollars an
     hour; None where all is well."""
-    limit = config.max_rate_usd_per_hr
-    for kind in ("spent", "rate", "projected", "near"):
-        if kind == "rate" and None not in (rate, limit) and rate > limit:
-            return Verdict(kind, f"an hour costs {_usd(rate)}, more than the {_usd(limit)} that it may")
-        for cap, form, index in ((config.cap_usd, _usd, 1), (config.max_hours, _hours, 0)):
-            now, end = cost[index], projected[index] if projected else None
-            if cap is None or now is None:
-                continue
-            most, have = form(cap), form(now)
-            if kind == "spent" and now >= cap:
-                return Verdict(kind, f"{have} of {most} are spent")
-            if kind == "projected" and end is not None and end > cap:
-                return Verdict(kind, f"the run will have taken {form(end)} of {most}; {have} so far")
-            if kind == "near" and now >= config.warn_at * cap:
-                return Verdict(kind, f"{have} of {most} are spent, {now / cap:.0%}")
+    limit, end = config.max_rate_usd_per_hr, projected or Cost(-math.inf, None)
+    caps = [(config.cap_usd, _usd, cost.usd, end.usd), (config.max_hours, _hours, cost.hours, end.hours)]
+    caps = [(cap, form, now, then) for cap, form, now, then in caps if None not in (cap, now)]
+    for cap, form, now, _ in caps:
+        if now >= cap:
+            return Verdict("spent", f"{form(now)} of {form(cap)} are spent")
+    if None not in (rate, limit) and rate > limit:
+        return Verdict("rate", f"an hour costs {_usd(rate)}, more than the {_usd(limit)} that it may")
+    for cap, form, now, then in caps:
+        if then is not None and then > cap:
+            return Verdict("projected", f"the run will have taken {form(then)} of {form(cap)}; {form(now)} so far")
+    for cap, form, now, _ in caps:
+        if now >= config.warn_at * cap:
+            return Verdict("near", f"{form(now)} of {form(cap)} are spent, {now / cap:.0%}")
     return None
 
 
-class Budget(Callback):
-    """Counts the cost, writes `budget.json`, and ends the run in time.
+class Budget(Observer):
+    """Counts the cost of a run, and finds at log lines that it is near its cap, will be over it, or is spent.
 
-    The clock runs from the start of the process, since the machine is paid for from then on. At log lines: near the
-    cap, a warning; a projection over it, or too high a rate, a checkpoint and the end; the cap spent, the end without
-    a checkpoint.
+    Near the cap, that is a warning; a projection over it, or too high a rate, a checkpoint and the end; the cap spent,
+    the end without a checkpoint.
 
     The first steps are slow and say little. So a projection (see `StepTimeEstimator`) ends a run only once it is
     measured over `SETTLED_LINES` and is over the cap for the `PROJECTIONS`th time in a row. Before that, and where
     steps become slow all of a sudden, the last log line that leaves time for one more and a checkpoint ends the run.
 
-    Args:
-        clock: seconds; must not jump.
-        age: seconds that this session has been running for when it starts to train; those of the process if not given.
+    The clock must not jump. `read_file` stands in for `Sidecar.read` of `guards.budget.file`.
     """
 
     def __init__(
-        self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic, age: float | None = None
+        self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic,
+        read_file: Callable[[], tuple[dict[str, Any] | None, str | None]] | None = None,
     ) -> None:  # fmt: skip
-        self.config = config
-        self._clock, self._age = clock, age
+        self.config, self._clock = config, clock
+        self._read = Sidecar(Path(config.file), clock).read if config.file and read_file is None else read_file
         self.meter: Meter | None = None  # on rank zero, from the start of a training
-        self._sidecar: Sidecar | None = None
-        self._pace = StepTimeEstimator()
+        self.pace = StepTimeEstimator()
         self._interval: tuple[float, int] | None = None  # seconds and steps between the newest log lines
-        self._written = -math.inf
-        self._sidecar_end: float | None = None  # US dollars that the sidecar projects
+        self._file_end: float | None = None  # US dollars that the other program projects
         self._over = 0  # projections over the cap in a row
         self._reported: set[str] = set()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.config.wanted:
-            return
-        if trainer.is_global_zero:
-            cost = _spent_before(trainer.run)
-            age = seconds_since_process_start() if self._age is None else self._age
-            self.meter = Meter(self.config.rate_usd_per_hr, cost, age, self._clock)
-            self._sidecar = Sidecar(Path(self.config.file), self._clock) if self.config.file else None
-        verdict = from_rank_zero(trainer, self._look(trainer))
-        if verdict and verdict.kind == "spent" and not self.config.dry_run:  # resumed after its end
-            self._act(trainer, pl_module, verdict)
-            raise trainer.run_state.stop
+    def begin(self, before: Cost, age: float) -> list[Finding]:
+        """Start to count, as `Meter` does; a run that is resumed after its end has nothing left to spend."""
+        self.meter = Meter(self.config.rate_usd_per_hr, before, age, self._clock)
+        self._read_file()
+        verdict = judge(self.config, self.meter.read(), None)
+        spent = verdict is not None and verdict.kind == "spent" and not self.config.dry_run
+        return [self._finding(verdict)] if spent else []
 
-    def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
-        self._pace.add_pause(trainer.global_step, seconds, kind)
-
-    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+    def observe(self, line: Line) -> list[Finding]:
         """Look at the cost, once an optimizer step."""
-        step = trainer.global_step
-        if not self.config.wanted or step == self._pace.newest_step:
-            return
-        self._interval = self._pace.add_line(step, self._clock())
-        verdict = from_rank_zero(trainer, self._look(trainer))
-        if verdict and verdict.kind not in self._reported and (verdict.kind == "near" or step < trainer.max_steps):
-            self._act(trainer, pl_module, verdict)
+        if self.meter is None or line.step == self.pace.newest_step:
+            return []
+        self._interval = self.pace.add_line(line.step, self._clock())
+        self._read_file()
+        verdict = self._verdict(line)
+        if verdict is None or verdict.kind in self._reported:
+            return []
+        return [self._finding(verdict)] if verdict.kind == "near" or line.step < line.max_steps else []
 
-    def _act(self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict) -> None:
+    def _finding(self, verdict: Verdict) -> Finding:
         self._reported.add(verdict.kind)
-        end = "the end, without a checkpoint" if verdict.kind == "spent" else "a checkpoint and the end"
         if verdict.kind == "near":
-            act(trainer, pl_module, "budget", "warn", verdict.reason)
-        elif self.config.dry_run:
-            act(trainer, pl_module, "budget", "warn", f"{verdict.reason}; if not for the dry run: {end}")
-        else:
-            reason = f"{verdict.reason}: {end}"
-            act(trainer, pl_module, "budget", "stop", reason, save=verdict.kind != "spent")
+            return Finding("budget", "warn", verdict.reason)
+        end = "the end, without a checkpoint" if verdict.kind == "spent" else "a checkpoint and the end"
+        if self.config.dry_run:
+            return Finding("budget", "warn", f"{verdict.reason}; if not for the dry run: {end}")
+        return Finding("budget", "stop", f"{verdict.reason}: {end}", save=verdict.kind != "spent")
 
-    def _look(self, trainer: Trainer) -> Verdict | None:
-        """The verdict on the cost as it is now, on rank zero; reads the sidecar and writes the file."""
-        if self.meter is None:
-            return None
-        self._read_sidecar()
-        cost, end = self.meter.read(), self._end(trainer)
-        if self._clock() - self._written >= WRITE_INTERVAL:
-            self._write(trainer)
-        rate = self.meter.rate
-        verdict = judge(self.config, cost, end if len(self._pace.steps) >= SETTLED_LINES else None, rate)
+    def _verdict(self, line: Line) -> Verdict | None:
+        cost, rate = self.meter.read(), self.meter.rate
+        settled = len(self.pace.steps) >= SETTLED_LINES
+        end = self.projection(line.max_steps - line.step, line.validations_left) if settled else None
+        verdict = judge(self.config, cost, end, rate)
         self._over = self._over + 1 if verdict and verdict.kind == "projected" else 0
         verdict = judge(self.config, cost, None, rate) if 0 < self._over < PROJECTIONS else verdict
-        return verdict if verdict and verdict.kind != "near" else self._last_moment(trainer, cost) or verdict
+        return verdict if verdict and verdict.kind != "near" else self._exceeds_before_next_line(line, cost) or verdict
 
-    def _last_moment(self, trainer: Trainer, cost: Cost) -> Verdict | None:
+    def _exceeds_before_next_line(self, line: Line, cost: Cost) -> Verdict | None:
         """Whether the cap would be spent by the time of the next log line and, as long again, a checkpoint."""
         if self._interval is None:
             return None
         seconds, steps = self._interval
-        left = (trainer.max_steps - trainer.global_step) / steps
+        left = (line.max_steps - line.step) / steps
         coming = self.meter.read(ahead=(1 - 1e-9) * seconds * min(2.0, left))
         verdict = judge(self.config, coming, None)
         if verdict is None or verdict.kind != "spent":
@@ -246,57 +216,83 @@ class Budget(Callback):
         have = _hours(cost.hours) if cost.usd is None else _usd(cost.usd)
         return Verdict("projected", f"{have} so far, and before the next log line is written {verdict.reason}")
 
-    def _end(self, trainer: Trainer) -> Cost | None:
-        """What the whole run will cost."""
-        seconds = self._pace.rest(*remaining(trainer))
+    def projection(self, steps: int, validations: int) -> Cost | None:
+        """What the run will have cost after so many more; None where that is not known yet."""
+        seconds = self.pace.rest(steps, validations)
         if seconds is None:
             return None
         end = self.meter.read(ahead=seconds)
-        return end if self._sidecar_end is None else end._replace(usd=self._sidecar_end)
+        return end if self._file_end is None else end._replace(usd=self._file_end)
 
-    def _read_sidecar(self) -> None:
-        if self._sidecar is None:
+    def _read_file(self) -> None:
+        if self._read is None:
             return
-        content, problem = self._sidecar.read()
+        content, problem = self._read()
         if content is not None:
             hours = nonnegative(content.get("hours_elapsed"))
             cost = Cost(self.meter.read().hours if hours is None else hours, nonnegative(content["spent_usd"]))
             self.meter.set(cost, nonnegative(content.get("rate_usd_per_hr")))
-            self._sidecar_end = nonnegative(content.get("projected_total_usd"))
+            self._file_end = nonnegative(content.get("projected_total_usd"))
         if problem is not None:
-            self._sidecar_end = None
+            self._file_end = None
             if problem not in self._reported:
                 self._reported.add(problem)
                 instead = "its own clock counts on" if self.meter.rate else "nothing is counted: no rate is known"
-                log.warning("guards.budget.file %s %s; %s", self._sidecar.path, problem, instead)
+                log.warning("guards.budget.file %s %s; %s", self.config.file, problem, instead)
+
+
+class BudgetGuard(Guard):
+    """Has a run end before it costs too much, and keeps its cost in `budget.json`.
+
+    The clock runs from the start of the process, since the machine is paid for from then on.
+    """
+
+    def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(Budget(config, clock))
+        self._clock, self._written = clock, -math.inf
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.observer.config.wanted:
+            return
+        spent = []
+        if trainer.is_global_zero:
+            spent = self.observer.begin(_spent_before(trainer.run), seconds_since_process_start())
+            self._write(trainer)
+        for finding in from_rank_zero(trainer, spent):
+            act(trainer, pl_module, finding)
+            raise trainer.run_state.stop
+
+    def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
+        self.observer.pace.add_pause(trainer.global_step, seconds, kind)
+
+    def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
+        super().on_metrics(trainer, pl_module, metrics)
+        if self.observer.meter is not None and self._clock() - self._written >= WRITE_INTERVAL:
+            self._write(trainer)
+
+    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+        if self.observer.meter is not None:
+            self._write(trainer)
+
+    on_exception = on_train_end
 
     def _write(self, trainer: Trainer) -> None:
         self._written = self._clock()
-        path = trainer.run.path / "budget.json"
-        if self._sidecar and self._sidecar.path.resolve() == path.resolve():
-            return  # the sidecar's own
-        cost, end = self.meter.read(), self._end(trainer)
+        budget, path = self.observer, trainer.run.path / "budget.json"
+        if budget.config.file and Path(budget.config.file).resolve() == path.resolve():
+            return  # the other program's own
+        cost, end = budget.meter.read(), budget.projection(*remaining(trainer))
         content = {
-            "spent_usd": cost.usd, "rate_usd_per_hr": self.meter.rate, "hours_elapsed": cost.hours,
-            "projected_total_usd": end and end.usd, "cap_usd": self.config.cap_usd,
+            "spent_usd": cost.usd, "rate_usd_per_hr": budget.meter.rate, "hours_elapsed": cost.hours,
+            "projected_total_usd": end and end.usd, "cap_usd": budget.config.cap_usd,
             "last_update_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }  # fmt: skip
         with suppress(OSError):  # a full disk; a checkpoint that cannot be written is an error
             write_atomically(path, json.dumps(content) + "\n", durable=False)
 
-    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
-        if self.meter is not None:
-            self._write(trainer)
-
-    on_exception = on_train_end
-
 
 def _spent_before(run: Run) -> Cost:
-    """The cost of the run's earlier sessions.
-
-    Raises:
-        RequestError: `budget.json` is damaged; to count from 0 would be to spend the cap twice.
-    """
+    """The cost of the run's earlier sessions. To count from 0 where the file is damaged would spend the cap twice."""
     before = run.read("budget.json")
     hours, usd = nonnegative(before.get("hours_elapsed")), nonnegative(before.get("spent_usd"))
     if (run.path / "budget.json").exists() and hours is None and usd is None:

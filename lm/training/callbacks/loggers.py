@@ -1,7 +1,4 @@
-"""Services that a training never waits for: calls in threads of their own, and Lightning's loggers, which use them.
-
-A service may fail or not answer. Loggers get the same metrics as TensorBoard and `metrics.jsonl`.
-"""
+"""Services that a training never waits for: calls in threads of their own, and Lightning's loggers, which use them."""
 
 import logging
 import time
@@ -27,16 +24,11 @@ LAST_WAIT = 10.0  # seconds that the end of a training waits for all of them
 class CallThread:
     """Makes calls in a thread, in their order; the process may end while one is being made.
 
-    Args:
-        name: of the thread.
-        failed: gets the exception of a call that failed; then come the calls after it.
-
-    Attributes:
-        began: when the call that is being made began, by `time.monotonic`; None: there is none.
+    `failed` gets the exception of a call that failed; then come the calls after it.
     """
 
     def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
-        self.began: float | None = None
+        self.began: float | None = None  # when the call that is being made began, by `time.monotonic`
         self._failed = failed
         self._calls: Queue[Callable[[], Any] | None] = Queue(WAITING)
         self._thread = Thread(target=self._run, name=name, daemon=True)
@@ -74,9 +66,6 @@ class LoggerThread:
 
     The methods of the logger itself are replaced, so that callbacks find the logger that they know in
     `trainer.loggers`. The first call that fails is logged, and is the last one.
-
-    Args:
-        logger: any of Lightning's, or one's own.
     """
 
     def __init__(self, logger: Logger) -> None:

@@ -47,12 +47,9 @@ lines = logging.getLogger("lm.lines")  # the command line shows them where there
 class RunLog(Callback):
     """Writes every metric once, under the optimizer step that it belongs to.
 
-    The metrics are those of `logged_metrics` of the module and of every callback, and what a callback or a module of
-    one's own gave to Lightning's `log`; `on_metrics` of every callback gets them, on every rank. A value that is not
-    finite is not written, because JSON has no notation for it.
-
-    Args:
-        interval: optimizer steps between log lines.
+    The metrics are those of `logged_metrics` of the module and of every callback, and what a custom callback or module
+    gave to Lightning's `log`; `on_metrics` of every callback gets them, on every rank. A value that is not finite is
+    not written, because JSON has no notation for it.
     """
 
     def __init__(self, interval: int) -> None:
@@ -123,8 +120,7 @@ class RunLog(Callback):
     def log_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
         """Write metrics of this optimizer step, and hand them to `on_metrics` of every callback; call it on every rank.
 
-        Args:
-            metrics: by name, all of one kind: of a validation, of an evaluation, or of training.
+        All of them are of one kind: of a validation, of an evaluation, or of training.
         """
         if trainer.is_global_zero:
             self._write(trainer, metrics)
@@ -132,8 +128,7 @@ class RunLog(Callback):
 
     def _write(self, trainer: Trainer, logged: dict[str, float]) -> None:
         metrics = {name: value for name, value in logged.items() if math.isfinite(value)}
-        step = trainer.global_step
-        tokens = trainer.tokens_seen
+        step, tokens = trainer.global_step, trainer.tokens_seen
         for logger in trainer.loggers:
             logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
         for logger in trainer.own_loggers:
@@ -179,11 +174,7 @@ def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 
 def metrics_of_callback(callback: LightningCallback, metrics: Any) -> dict[str, float]:
-    """What `logged_metrics` of a callback returned, as plain numbers.
-
-    Raises:
-        RunError: it is something else; names the callback and the metric.
-    """
+    """What `logged_metrics` of a callback returned, as plain numbers."""
     returned = f"{type(callback).__name__}.logged_metrics returned"
     if not isinstance(metrics, Mapping):
         raise RunError(f"{returned} a {type(metrics).__name__}: it returns a dictionary of numbers by name")
@@ -216,9 +207,8 @@ def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     parts += [f"{name.removeprefix(loss)} {value:.4f}" for loss in ("train/loss/", "val/loss/")
               for name, value in metrics.items() if name.startswith(loss)]  # of each source of a mixture
     if "eval/core" not in metrics:
-        accuracies = {name: value for name, value in metrics.items() if name.endswith("/accuracy")}
-        short = {name.removeprefix("eval/").removesuffix("/accuracy"): value for name, value in accuracies.items()}
-        parts += [f"{name} {value:.1%}" for name, value in short.items()]
+        parts += [f"{name.removeprefix('eval/').removesuffix('/accuracy')} {value:.1%}"
+                  for name, value in metrics.items() if name.endswith("/accuracy")]  # fmt: skip
     if "perf/tokens_per_second" in metrics:
         parts.append(f"{format_count(metrics['perf/tokens_per_second'])} tokens/s")
     return f"step {step}/{max_steps}  " + "  ".join(parts)
@@ -232,7 +222,7 @@ KEPT_LINES = 100  # of the newest, that a pace is the median of
 class StepTimeEstimator:
     """How long the steps of a training take, and its rest: one estimate for log lines, progress bar and budget.
 
-    A step counts as the median over log lines, a validation as the median of all, so that one slow stretch does not
+    A step counts as the median over log lines, a validation as the median of all, so that one slow part does not
     count. The line in which a session starts is left out. Other pauses, such as evaluations, count by the step: those
     after the first over the steps since then.
     """
@@ -272,10 +262,14 @@ class StepTimeEstimator:
 
 def remaining(trainer: Trainer) -> tuple[int, int]:
     """Optimizer steps and validations that are still to come."""
-    step, end, interval = trainer.global_step, trainer.max_steps, trainer.val_interval
-    if not trainer.datamodule.has_validation:
-        return end - step, 0
-    return end - step, end // interval - step // interval + (end % interval > 0)
+    step, end = trainer.global_step, trainer.max_steps
+    validations = validations_left(step, end, trainer.val_interval) if trainer.datamodule.has_validation else 0
+    return end - step, validations
+
+
+def validations_left(step: int, max_steps: int, interval: int) -> int:
+    """Validations after a step: one every `interval` steps, and one after the last step."""
+    return max_steps // interval - step // interval + (max_steps % interval > 0)
 
 
 # ---- progress bar ----------------------------------------------------------------------------------------------------
@@ -336,10 +330,8 @@ for _name, _metric in METRICS.items():
 class EventFile(TensorBoardLogger):
     """TensorBoard's event file of a run, and nothing beside it. Every event is on the disk when a method returns.
 
-    Args:
-        run: whose folder it goes to.
-        resumed_at: the newest optimizer step that counts, 0 in a new run: TensorBoard forgets what earlier files of the
-            folder have of later steps. None: it forgets nothing.
+    TensorBoard forgets what earlier files of the folder have of steps later than `resumed_at`, which is 0 in a new run;
+    nothing where that is None.
     """
 
     def __init__(self, run: Run, resumed_at: int | None = None) -> None:
@@ -400,9 +392,6 @@ class Histograms(Callback):
 
     They are counted on the device: `SummaryWriter.add_histogram` copies every weight to the host and takes a second for
     25 million of them. Shards of a weight are gathered, one weight at a time.
-
-    Args:
-        interval: optimizer steps between them.
     """
 
     def __init__(self, interval: int) -> None:

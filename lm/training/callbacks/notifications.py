@@ -33,6 +33,7 @@ from lm.training.callback import Callback
 from lm.training.callbacks.loggers import CallThread
 from lm.training.callbacks.logging import RunLog
 from lm.training.config import Action
+from lm.training.guards import Finding
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -76,20 +77,10 @@ _said = _AppriseLog()
 
 
 class Recipient:
-    """An address that messages can be sent to.
+    """An address in Apprise's notation that messages of a level, and more important ones, can be sent to.
 
-    Args:
-        url: the address in Apprise's notation; `$NAME` in it is read from the environment.
-        level: the least important of what is sent to it.
-        place: where it stands, for errors.
-
-    Attributes:
-        name: for messages: the address without its passwords and tokens.
-        level: as given.
-        takes_pictures: whether the service takes attachments.
-
-    Raises:
-        RequestError: a variable is not set, or Apprise is missing or cannot read the address.
+    `$NAME` in it is read from the environment. `name` is the address without its passwords and tokens, `place` where it
+    stands in the config, for errors.
     """
 
     def __init__(self, url: str, level: Level, place: str) -> None:
@@ -115,7 +106,7 @@ class Recipient:
         """Send a message; where the service refuses the picture, the text alone.
 
         Raises:
-            RunError: it could not be sent; the reason has no part of the address.
+            RunError: it could not be sent. The reason has no part of the address.
         """
         if message.picture and self.takes_pictures and self._sent(message, message.picture):
             return
@@ -163,37 +154,26 @@ def _without_secrets(url: str) -> str:
 def open_recipients(notify: Sequence[Any]) -> list[Recipient]:
     """The recipients of a run's messages, none on ranks other than zero.
 
-    Args:
-        notify: of the config: addresses, or each as `{url: ADDRESS, level: LEVEL}`.
-
-    Raises:
-        RequestError: an entry is something else, or cannot be used (see `Recipient`).
+    What is wrong with an entry is checked here and not by the parser, which would print it, passwords and all.
     """
-    return [_recipient(entry, f"notify, entry {number}") for number, entry in enumerate(notify, 1) if rank() == 0]
-
-
-def _recipient(entry: Any, place: str) -> Recipient:
-    """What is wrong with an entry is checked here and not by the parser, which would print it, passwords and all."""
-    entry = {"url": entry} if isinstance(entry, str) else entry
-    if not isinstance(entry, dict) or not isinstance(entry.get("url"), str) or entry.keys() - {"url", "level"}:
-        raise RequestError(f"{place}: give an address, `ntfy://topic`, or {{url: ntfy://topic, level: warning}}")
-    level, place = entry.get("level", "info"), f"{place} ({hide_address(entry['url'])})"
-    if level not in LEVELS:
-        near = "".join(f"; did you mean {name}?" for name in get_close_matches(str(level), LEVELS, 1))
-        raise RequestError(f"{place}: level {level!r} must be one of {', '.join(LEVELS)}{near}")
-    return Recipient(entry["url"], level, place)
+    if rank() != 0:
+        return []
+    recipients = []
+    for number, entry in enumerate(notify, 1):
+        entry = {"url": entry} if isinstance(entry, str) else entry
+        place = f"notify, entry {number}"
+        if not isinstance(entry, dict) or not isinstance(entry.get("url"), str) or entry.keys() - {"url", "level"}:
+            raise RequestError(f"{place}: give an address, `ntfy://topic`, or {{url: ntfy://topic, level: warning}}")
+        level, place = entry.get("level", "info"), f"{place} ({hide_address(entry['url'])})"
+        if level not in LEVELS:
+            near = "".join(f"; did you mean {name}?" for name in get_close_matches(str(level), LEVELS, 1))
+            raise RequestError(f"{place}: level {level!r} must be one of {', '.join(LEVELS)}{near}")
+        recipients.append(Recipient(entry["url"], level, place))
+    return recipients
 
 
 def send_test(recipients: Sequence[Recipient], run: str) -> None:
-    """Send a test message to each address, and print whether it was sent.
-
-    Args:
-        run: the name of the run that would be.
-
-    Raises:
-        RequestError: there is no address.
-        RunError: a service did not take it.
-    """
+    """Send a test message to each address, as of a run of this name, and print whether it was sent."""
     if not recipients:
         raise RequestError("there is nobody to notify: give addresses under `notify`")
     failed = []
@@ -217,9 +197,6 @@ class Notifications(Callback):
     them has a post-mortem, or the run ends. A finding that ends the run is told with its end.
 
     It stands after the guards, and after those callbacks that write post-mortems and roll back.
-
-    Args:
-        recipients: of `open_recipients`.
     """
 
     def __init__(self, recipients: Sequence[Recipient]) -> None:
@@ -240,7 +217,7 @@ class Notifications(Callback):
         ends = trainer.run_state.stop is not None or action == "stop" and trainer.global_step < trainer.max_steps
         if ends or not self._recipients:
             return
-        self._findings.append(f"{guard}: {message}{'' if action == 'warn' else f': {action}'}")
+        self._findings.append(str(Finding(guard, action, message)))
         folder = self._new_post_mortem(trainer)
         if folder or time.monotonic() >= self._quiet_until:
             self._send_findings(trainer, folder)
@@ -297,13 +274,7 @@ class Notifications(Callback):
         self, trainer: Trainer, level: Level, event: str, lines: list[str], picture: bytes | None = None,
         curves: bool = False,
     ) -> None:  # fmt: skip
-        """Have a message sent to those who want its level; it does not wait for that.
-
-        Args:
-            lines: what happened; empty ones are left out.
-            picture: a PNG to attach.
-            curves: draw the curves of the run for it.
-        """
+        """Have a message sent to those who want its level, with a PNG or the run's curves; it waits for nothing."""
         to = [one for one in self._recipients if LEVELS.index(level) >= LEVELS.index(one.level)]
         if not to or not trainer.is_global_zero:
             return

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lm.data.catalog import describe_difference
 from lm.data.mixture import describe_change
 from lm.errors import GuardStop, Interrupted, LmError, RequestError, RunError
+from lm.runs.facts import read_facts
 from lm.runs.history import acceptance, expectations
 from lm.runs.mirror import Mirror, Uploads
 from lm.runs.registry import record_run
@@ -41,43 +43,32 @@ PATIENCE = 60.0  # seconds that the training waits for the program of `on_event`
 CLAIM_WAIT = 2.0  # seconds that another process may take between making a run folder and describing it
 
 
+@dataclass(eq=False, repr=False)
 class RunFolder(Callback):
     """Claims the run folder when a fit starts, and records in it and in the registry how the run ended.
 
     It is the first callback: data, model and request are checked by now, and callbacks after it may write.
-
-    Args:
-        run: the run to resume; None: start a new one.
-        name: of a new one.
-        config: text of the resolved config.
-        force: resume a run though its shards changed.
-        options: tags, a note, and what is done at the run's end.
-        auto: where a run of this name has appeared in the meantime, refuse to start another beside it.
-        register: write it to the user's registry of runs.
     """
 
-    def __init__(
-        self, run: Run | None, name: str, config: str, force: bool = False, auto: bool = False, register: bool = True,
-        options: RunOptions = RunOptions(),
-    ) -> None:  # fmt: skip
-        self._resumed = run
-        self._name = name
-        self._config = config
-        self._force = force
-        self._auto = auto
-        self._register = register
-        self._options = options
-        self._ended: Run | None = None  # the run, once its end is recorded
-        self._registry_warned = False
-        self._log: logging.Handler | None = None
+    resumed: Run | None  # the run to resume; None: start a new one
+    name: str  # of a new one
+    config: str  # text of the resolved config
+    force: bool = False  # resume a run though its shards changed
+    auto: bool = False  # where a run of this name has appeared in the meantime, refuse to start another beside it
+    register: bool = True  # write it to the user's registry of runs
+    options: RunOptions = field(default_factory=RunOptions)  # tags, a note, and what is done at the run's end
+
+    _ended: Run | None = field(default=None, init=False)  # the run, once its end is recorded
+    _registry_warned: bool = field(default=False, init=False)
+    _log: logging.Handler | None = field(default=None, init=False)
 
     def resume(self, run: Run | None, auto: bool) -> None:
         """Choose the run of the fit that comes, where it was not known when this was made; arguments as above."""
-        self._resumed, self._auto, self._ended = run, auto, None
+        self.resumed, self.auto, self._ended = run, auto, None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":  # before callbacks compare their folders with the checkpoint's
-            _make_checkpoint_folders(trainer, self._resumed)
+            _make_checkpoint_folders(trainer, self.resumed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = self._claim(trainer) if trainer.is_global_zero else None
@@ -91,23 +82,21 @@ class RunFolder(Callback):
         _make_checkpoint_folders(trainer, trainer.run)
         if trainer.is_global_zero:
             self._log = _open_log(trainer.run)
-            _log_places(trainer.run)
+            log.info("run %s", path)
+            log.info("curves: tensorboard --logdir %s", trainer.run.path.parent)
+            log.info("from another machine: ssh -N -L 6006:localhost:6006 %s@%s, then http://localhost:6006",
+                     getpass.getuser(), host_name())  # fmt: skip
             self._record(trainer.run)
             if trainer.mirror is not None:
                 trainer.run_state.uploads = Uploads(trainer.mirror, trainer.run)
 
     def _claim(self, trainer: Trainer) -> str:
-        """Take the run's lock and describe the run in its folder; returns its path.
-
-        Raises:
-            RequestError: another process trains the run, or has just done so; or the run may not be resumed.
-            RunError: the folder cannot be written to.
-        """
+        """Take the run's lock and describe the run in its folder; returns its path."""
         shards = trainer.datamodule.describe_shards()
-        run = self._resumed or self._new(trainer.default_root_dir, trainer.mirror)
+        run = self.resumed or self._new(trainer.default_root_dir, trainer.mirror)
         try:
             run.hold()
-            if self._resumed is not None:
+            if self.resumed is not None:
                 self._refuse_outdated(run)
                 if trainer.mirror is not None:
                     trainer.mirror.refuse_other(run)
@@ -115,7 +104,7 @@ class RunFolder(Callback):
                 self._refuse_changed_shards(run, shards, new)
             self._describe(trainer, run, shards)
         except BaseException as error:  # a signal too
-            if self._resumed is None:  # nothing is in it yet, and the name is free again
+            if self.resumed is None:  # nothing is in it yet, and the name is free again
                 shutil.rmtree(run.path, ignore_errors=True)
             if isinstance(error, OSError):
                 raise RunError(f"cannot write to the run folder {run.path}: {error.strerror or error}") from error
@@ -124,14 +113,14 @@ class RunFolder(Callback):
 
     def _new(self, root: str, mirror: Mirror | None) -> Run:
         """A new folder. Of two processes with `--ckpt_path auto` that find no run, only one may start it."""
-        first = Run(Path(root) / self._name)
+        first = Run(Path(root) / self.name)
         until = time.monotonic() + CLAIM_WAIT
-        while self._auto and first.path.exists() and not first.read("run.json") and time.monotonic() < until:
+        while self.auto and first.path.exists() and not first.read("run.json") and time.monotonic() < until:
             time.sleep(0.05)
-        if self._auto and first.read("run.json").get("name") == self._name:
+        if self.auto and first.read("run.json").get("name") == self.name:
             first.refuse_if_trained()
             raise RequestError(f"run {first.path} was started by another process just now: the same command resumes it")
-        return Run.create(self._name, root, taken=mirror.has) if mirror else Run.create(self._name, root)
+        return Run.create(self.name, root, taken=mirror.has) if mirror else Run.create(self.name, root)
 
     def _refuse_outdated(self, run: Run) -> None:
         if run.seen not in (None, run.entered()):
@@ -141,11 +130,11 @@ class RunFolder(Callback):
             )
 
     def _describe(self, trainer: Trainer, run: Run, shards: dict[str, Any]) -> None:
-        write_atomically(run.config, re.sub("^run: .*$", f"run: {json.dumps(run.name)}", self._config, flags=re.M))
+        write_atomically(run.config, re.sub("^run: .*$", f"run: {json.dumps(run.name)}", self.config, flags=re.M))
         write_atomically(run.path / "data.json", json.dumps(shards) + "\n")
-        facts, before, name = run_facts(), {}, self._name
+        facts, before, name = run_facts(), {}, self.name
         facts["command"] = hide_typed_addresses(facts["command"])
-        if self._resumed is not None:
+        if self.resumed is not None:
             before = run.read("run.json")
             facts["started"] = before.get("started", facts["started"])
             name = before.get("name") or name  # `small` also of `small-2`: what `auto` looks for
@@ -163,7 +152,7 @@ class RunFolder(Callback):
         }  # fmt: skip
         run.describe(
             id=run.name, name=name, status="running", reason=None, device=device, world_size=trainer.world_size,
-            stretches=segments, turn=Run.next_turn(run.path.parent), tags=self._options.tags, note=self._options.note,
+            stretches=segments, turn=Run.next_start(run.path.parent), tags=self.options.tags, note=self.options.note,
             machine=machine, flops_per_token=trainer.lightning_module.flops_per_token(),
             mixture=trainer.datamodule.describe_mixture(), **facts,
         )  # fmt: skip
@@ -174,7 +163,7 @@ class RunFolder(Callback):
         if before is None or now is None:  # one source: `refuse_changed_config` compares it
             return set()
         reason, change = describe_change(before, now, trainer.run_state.start.samples)
-        if reason and not self._force:
+        if reason and not self.force:
             raise RequestError(f"the mixture of {run.path} changed: {reason}; put it back, start a new run, or give "
                                "--force")  # fmt: skip
         if change:
@@ -184,7 +173,7 @@ class RunFolder(Callback):
     def _refuse_changed_shards(self, run: Run, shards: dict[str, Any], new: set[str]) -> None:
         """Refuse other shards than those that the run was started with, but for sources that are `new`."""
         before = run.read("data.json")
-        if not before and (run.path / "data.json").exists() and not self._force:
+        if not before and (run.path / "data.json").exists() and not self.force:
             raise RequestError(
                 f"{run.path / 'data.json'} is damaged, so it is not known which shards the run saw: put it back, start "
                 "a new run, or give --force"
@@ -195,7 +184,7 @@ class RunFolder(Callback):
             for split in sorted(before.keys() | shards.keys())
         }
         difference = "; ".join(f"{split}: {text}" for split, text in differences.items() if text)
-        if before and difference and not self._force:
+        if before and difference and not self.force:
             raise RequestError(
                 f"the shards changed since {run.path} was started, so its order of samples is gone: {difference}; "
                 "put them back, start a new run, or give --force"
@@ -244,9 +233,9 @@ class RunFolder(Callback):
 
     def announce_end(self, patience: float = PATIENCE) -> None:
         """Start the program of `on_event`, if the run's end was recorded; its lock is free by then."""
-        if self._ended is not None and self._options.on_event:
+        if self._ended is not None and self.options.on_event:
             self._ended.release()
-            announce(self._ended, self._options.on_event, patience)
+            announce(self._ended, self.options.on_event, patience)
 
     def _log_end(self, text: str, unforeseen: BaseException | None) -> None:
         """Write to `log.txt` alone how this rank ended, with the traceback of an error that nobody foresaw."""
@@ -261,16 +250,12 @@ class RunFolder(Callback):
             self._log = None
 
     def _record(self, run: Run) -> None:
-        if self._register:
+        if self.register:
             self._registry_warned = not record_run(run, warned=self._registry_warned)
 
 
 def _make_checkpoint_folders(trainer: Trainer, run: Run | None) -> None:
-    """Make the folders of each ModelCheckpoint of Lightning's: in the run's where nobody has named another.
-
-    Raises:
-        RequestError: there can be no such folder.
-    """
+    """Make the folders of each ModelCheckpoint of Lightning's: in the run's where nobody has named another."""
     default = str(Path(trainer.default_root_dir, "checkpoints"))
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback is trainer.checkpoint_callback:
@@ -307,30 +292,20 @@ def _open_log(run: Run) -> logging.Handler:
     return handler
 
 
-def _log_places(run: Run) -> None:
-    """Log where the run is, and how to look at its curves from another machine."""
-    log.info("run %s", run.path)
-    log.info("curves: tensorboard --logdir %s", run.path.parent)
-    log.info("from another machine: ssh -N -L 6006:localhost:6006 %s@%s, then http://localhost:6006",
-             getpass.getuser(), host_name())  # fmt: skip
-
-
 # ---- the program of on_event -----------------------------------------------------------------------------------------
 
 
 def event_facts(run: Run) -> dict[str, Any]:
     """What the program is told of a run that has ended."""
-    described, state, budget = run.read("run.json"), run.read("state.json"), run.read("budget.json")
-    last = run.link("last")
+    facts, last = read_facts(run), run.link("last")
     return {
-        "event": described.get("status"), "reason": described.get("reason"),
-        "exit_code": EXIT_CODES.get(described.get("status"), 0),
-        "run": run.name, "path": str(run.path.resolve()), "host": described.get("host"),
+        "event": facts["status"], "exit_code": EXIT_CODES.get(facts["status"], 0), "run": run.name,
         "resume": [sys.executable, "-m", "lm", "fit", "--config", str(run.config.resolve()), "--ckpt_path", "auto"],
-        "cwd": os.getcwd(), "tags": described.get("tags", []), "note": described.get("note"),
-        "step": state.get("step"), "max_steps": state.get("max_steps"), "tokens": state.get("tokens"),
-        "metrics": state.get("metrics", {}), "checkpoint": str(last.resolve()) if last else None,
-        "spent_usd": nonnegative(budget.get("spent_usd")), "acceptance": described.get("acceptance"),
+        "cwd": os.getcwd(), "checkpoint": str(last.resolve()) if last else None,
+        "spent_usd": nonnegative((facts["budget"] or {}).get("spent_usd")),
+        **{name: facts[name] for name in (
+            "reason", "path", "host", "tags", "note", "step", "max_steps", "tokens", "metrics", "acceptance",
+        )},
     }  # fmt: skip
 
 
@@ -357,11 +332,7 @@ def announce(run: Run, command: list[str], patience: float) -> None:
 
 
 class Heartbeat(Callback):
-    """Writes `heartbeat.json` with the machine's load every few seconds, from a thread of rank zero.
-
-    Args:
-        interval: seconds between two beats.
-    """
+    """Writes `heartbeat.json` with the machine's load every `interval` seconds, from a thread of rank zero."""
 
     def __init__(self, interval: float = 5.0) -> None:
         self.interval = interval
@@ -397,17 +368,13 @@ class Heartbeat(Callback):
             torch.cuda.reset_peak_memory_stats(pl_module.device)
         return metrics
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._stop()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
+    def teardown(self, *args: Any, stage: str | None = None) -> None:
         self._end.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)  # not for long: a driver that hangs must not keep the process
             self._thread = None
+
+    on_exception = teardown
 
 
 def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:

@@ -101,12 +101,7 @@ class Interrupt(Callback, Checkpoint):
 
 
 class EarlyStopping(LightningEarlyStopping):
-    """Lightning's, which remembers that it has stopped a run, and takes `patience` from the config on a resume.
-
-    Args:
-        patience: validations in a row without a new best, which end the run.
-        min_delta: how much lower `val/loss` must be to be a new best.
-    """
+    """Lightning's, which remembers that it has stopped a run, and takes `patience` from the config on a resume."""
 
     def __init__(self, patience: int, min_delta: float) -> None:
         super().__init__("val/loss", min_delta, patience, check_on_train_epoch_end=False)

@@ -18,7 +18,7 @@ from lm.system.hardware import Device, device_name
 from lm.system.process import program
 from lm.system.units import format_count, format_duration, format_time_and_cost, plural
 from lm.training.callback import Callback
-from lm.training.callbacks.budget import Budget
+from lm.training.callbacks.budget import BudgetGuard
 from lm.training.callbacks.evaluation import Samples
 from lm.training.callbacks.logging import RunLog
 from lm.training.config import SamplesConfig
@@ -123,7 +123,7 @@ def _expected(trainer: Trainer, module: LightningModule) -> str:
 
 
 def _time_and_cost(trainer: Trainer, seconds: float) -> str:
-    meter = next((each.meter for each in trainer.callbacks if isinstance(each, Budget)), None)
+    meter = next((each.observer.meter for each in trainer.callbacks if isinstance(each, BudgetGuard)), None)
     return format_time_and_cost(seconds, seconds / 3600 * meter.rate if meter and meter.rate else None)
 
 
@@ -153,11 +153,11 @@ def _sample(trainer: Trainer, module: LightningModule) -> str | None:
     return textwrap.shorten(text, SAMPLE_WIDTH, placeholder=" ...")
 
 
-def next_commands(run: Path, stock: bool = True) -> list[tuple[str, str]]:
-    """What to do with a run that has finished: commands and what they are for; only what is `stock` can be exported."""
+def next_commands(run: Path, builtin: bool) -> list[tuple[str, str]]:
+    """What to do with a run that has finished: commands and what they are for; `export` takes a built-in model only."""
     where = f"--run {run.name}" if run.parent == Path("checkpoints") else f"--ckpt_path {run / 'best'}"
     return [
         (f"{program()} generate {where}", "write with it: type prompts"),
         (f"{program()} runs show {run}", "the whole run on a page"),
         (f"{program()} export {where} --output {run.name}-export", "a folder to publish, with a model card"),
-    ][: 3 if stock else 2]
+    ][: 3 if builtin else 2]

@@ -1,0 +1,59 @@
+"""What differs between two configs, and which settings may: for a resume, a branch, and a ladder that goes on."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lm.system.files import flatten
+
+
+class Rule(NamedTuple):
+    """Settings and groups of them, by dotted keys."""
+
+    fixed: tuple[str, ...]  # have to stay; "" is all
+    free: tuple[str, ...] = ()  # may change nevertheless
+
+
+PURPOSES = {
+    # With others it would be another run: another model, other data, another order of the samples.
+    "resume": Rule((
+        "seed_everything", "model.decoder", "model.document_mask", "data.path", "data.train", "data.tokenizer",
+        "data.prepare", "data.column", "data.pad_id", "data.seq_len", "data.shuffle_buffer",
+    )),
+    # Of the decoder only what changes no weight's shape or meaning may be another.
+    "branch": Rule(
+        ("seed_everything", "model.optimizer.name", "model.optimizer.class_path", "model.decoder"),
+        ("model.decoder.max_position_embeddings", "model.decoder.rope_theta", "model.decoder.dropout",
+         "model.decoder.window_pattern", "model.decoder.sliding_window", "model.decoder.initializer_range",
+         "model.decoder.zero_init_residual"),
+    ),
+    # Free is what changes no loss, or no more than the order of additions.
+    "ladder": Rule(("",), (
+        "trainer.default_root_dir", "trainer.devices", "trainer.log_interval", "trainer.val_interval",
+        "trainer.checkpoint_interval", "trainer.keep_checkpoints", "trainer.keep_every", "trainer.stop_within",
+        "trainer.mirror", "data.micro_batch_size", "guards", "notify", "tags", "note", "on_event", "expect",
+    )),
+}  # fmt: skip
+
+
+def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The dotted keys in which configs differ, with the value of each; None where it is not set.
+
+    The name of the run is none of them, nor an option that is off and that another version of lm did not have.
+    """
+    flat, found = [flatten(config) for config in configs], {}
+    for key in sorted(set().union(*flat) - {"run"}):
+        values = [one.get(key) for one in flat]
+        off = not any(values) and any(key not in one for one in flat)
+        if not off and any(value != values[0] for value in values):
+            found[key] = values
+    return found
+
+
+def not_allowed(purpose: str, differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Those of `differences` that a purpose does not allow."""
+    rule = PURPOSES[purpose]
+    return {key: values for key, values in differing.items() if _has(rule.fixed, key) and not _has(rule.free, key)}
+
+
+def _has(names: Sequence[str], key: str) -> bool:
+    return any(name in ("", key) or key.startswith(f"{name}.") for name in names)

@@ -1,0 +1,168 @@
+"""Where a run stands: what its files say of it, its row in the registry, and how it is watched while it trains.
+
+`lm runs`, `lm monitor`, `on_event`, exports and the notebooks show parts of it. Nothing here imports torch or writes
+into the run.
+"""
+
+import hashlib
+import math
+import time
+from typing import Any
+
+from lm.runs.history import Series, curve, thin
+from lm.runs.metrics import BY_SOURCE, METRICS, merge_evaluations, valid_metrics
+from lm.runs.run import STEP, TYPES, Run, is_alert
+from lm.system.files import DAMAGE, nonnegative, parse_line
+
+
+def read_facts(run: Run) -> dict[str, Any]:
+    """The facts of `run.json` and `state.json`, by the names of `TYPES`; None for what is not known (yet).
+
+    `status` is `Run.status()`, `step` the newest that was logged. `path`, `name` and `budget` come on top.
+    """
+    described, live, status = run.read("run.json"), run.read("state.json"), run.status()
+    return {
+        **dict.fromkeys([*TYPES["run.json"], *TYPES["state.json"]]),
+        "metrics": {}, "tags": [], "command": [], "versions": {}, "machine": {},
+        **live, **described, "status": status, "step": live.get("step", described.get("step")),
+        "path": str(run.path.resolve()), "name": run.name, "budget": run.read("budget.json") or None,
+        **({"phase": None, "eta_seconds": None} if status != "running" else {}),
+    }  # fmt: skip
+
+
+def run_row(run: Run) -> dict[str, Any]:
+    """A run as `lm runs ls --json` lists it, and as the registry keeps it; None for what is not known (yet).
+
+    `best_loss` is the lowest validation loss, `core` the mean centred accuracy of the newest evaluation.
+    """
+    facts, last = read_facts(run), run.link("last")
+    saved = STEP.fullmatch(last.name) if last else None
+    steps = [step for step in (facts["step"], saved and int(saved[1])) if step is not None]
+    config = run.config.read_bytes() if run.config.exists() else None
+    losses = [line["val/loss"] for line in run.metrics("val/loss") if not math.isnan(line["val/loss"])]
+    return {
+        **{name: facts[name] for name in ("path", "name", "status", "reason")},
+        "step": max(steps, default=None),  # a process that was killed after its last checkpoint did not write it down
+        **{name: facts[name] for name in ("max_steps", "tokens")},
+        "best_loss": min(losses, default=None),
+        "val_loss": facts["metrics"].get("val/loss"),
+        "loss": facts["metrics"].get("train/loss"),
+        "tokens_per_second": facts["metrics"].get("perf/tokens_per_second"),
+        **{name: facts[name] for name in ("started", "entered", "host", "tags")},
+        "config_sha256": hashlib.sha256(config).hexdigest() if config is not None else None,
+        "core": (merge_evaluations(run.evaluations()) or {}).get("core"),
+    }
+
+
+# ---- a run while it trains -------------------------------------------------------------------------------------------
+
+POINTS = 1024  # of a curve
+CURVES = ("train/loss", "val/loss", "optim/lr", "optim/grad_norm", "perf/tokens_per_second")
+ALERTS = 20  # the newest, that are kept
+
+
+class LiveRun:
+    """A run that is being watched: every `refresh` reads only the lines that are new."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.state: dict[str, Any] = {}  # the result of the last `refresh`
+        self._forget(None)
+
+    def _forget(self, started: str | None) -> None:
+        self._started = started  # the run, among others of the same name
+        self._lines: list[dict[str, float]] = []  # of metrics.jsonl as `Run.metrics` has them, with `CURVES` alone
+        self._alerts: list[dict[str, Any]] = []
+        self._read: dict[str, int] = {}  # file -> bytes of it that were read
+
+    def curve(self, metric: str, most: int = POINTS) -> Series:
+        """One of `CURVES`."""
+        return thin(curve(METRICS[metric].label, self._lines, metric), most)
+
+    def refresh(self) -> dict[str, Any]:
+        """Read what is new in the run's files: the object that `lm monitor --json` prints; None is not known.
+
+        `status` is `Run.status()`, or `gone` where the folder has vanished; the rest is then that of the last refresh.
+        """
+        run, now = self.run, time.time()
+        if not run.path.is_dir():
+            self._forget(None)
+            self.state = {"run": run.name, "path": str(run.path), **self.state, "status": "gone"}
+            return self.state
+        facts, beat = read_facts(run), run.read("heartbeat.json")
+        if facts["started"] != self._started:  # another run has the name now
+            self._forget(facts["started"])
+        self._read_metrics()
+        self._alerts = [*self._alerts, *filter(is_alert, self._new_lines("alerts.jsonl"))][-ALERTS:]
+        validations = [line for line in self._lines if "val/loss" in line and math.isfinite(line["val/loss"])]
+        best, best_step = min(((line["val/loss"], line["step"]) for line in validations), default=(None, None))
+        eta = facts["eta_seconds"]  # as the training wrote it in its last log line, counted down since
+        self.state = {
+            "run": run.name, "path": str(run.path),
+            **{name: facts[name] for name in (
+                "status", "reason", "phase", "host", "device", "world_size", "step", "max_steps", "tokens",
+                "max_tokens", "metrics",
+            )},
+            "eta_seconds": None if eta is None else max(0.0, eta - (_age(now, facts["time"]) or 0.0)),
+            "sources": _sources(facts),
+            "best_val_loss": best, "best_val_step": best_step,
+            "checkpoint": _checkpoint(run, "last", now), "best_checkpoint": _checkpoint(run, "best", now),
+            "machine": beat.get("machine") or None,
+            "heartbeat_age_seconds": _age(now, beat.get("time")),
+            "logged_age_seconds": _age(now, facts["time"]),
+            "started_age_seconds": _age(now, facts["entered"]),
+            "alerts": self._alerts,
+        }  # fmt: skip
+        return self.state
+
+    def _read_metrics(self) -> None:
+        for line in filter(None, map(valid_metrics, self._new_lines("metrics.jsonl"))):
+            if "resumed_at" in line:
+                self._lines = [before for before in self._lines if before["step"] <= line["resumed_at"]]
+            else:
+                self._lines.append({name: line[name] for name in ("step", *CURVES) if name in line})
+
+    def _new_lines(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a file that were not read before and are whole."""
+        begin = self._read.get(name, 0)
+        try:
+            with open(self.run.path / name, "rb") as file:
+                file.seek(begin)
+                added = file.read()
+        except OSError:
+            return []
+        whole = added[: added.rfind(b"\n") + 1]
+        self._read[name] = begin + len(whole)
+        return [parse_line(line) for line in whole.splitlines()]
+
+
+def _age(now: float, then: Any) -> float | None:
+    """Seconds from `then` to `now`; 0 where a clock that was set back says that `then` is still to come."""
+    return None if nonnegative(then) is None else max(0.0, now - then)
+
+
+def _sources(facts: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Of each source of a mixture its `share` of the next samples, and those of `BY_SOURCE` that are known."""
+    if facts["mixture"] is None:
+        return {}
+    try:
+        names, stretch, metrics = facts["mixture"]["sources"], facts["stretches"][-1], facts["metrics"]
+        sample = stretch["sample"] + ((facts["step"] or 0) - stretch["step"]) * stretch["global_batch"]
+        shares = [shares for start, shares in facts["mixture"]["phases"] if start <= max(0, sample)][-1]
+        return {
+            name: {"share": share / sum(shares)}
+            | {metric: metrics[f"{metric}/{name}"] for metric in BY_SOURCE if f"{metric}/{name}" in metrics}
+            for name, share in zip(names, shares, strict=True)
+        }
+    except DAMAGE:
+        return {}
+
+
+def _checkpoint(run: Run, link: str, now: float) -> dict[str, Any] | None:
+    path = run.link(link)
+    step = STEP.fullmatch(path.name) if path else None
+    try:
+        age = _age(now, path.stat().st_mtime) if step else None
+        return {"name": path.name, "step": int(step[1]), "age_seconds": age} if step else None
+    except OSError:  # it has been removed
+        return None
