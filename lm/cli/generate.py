@@ -206,8 +206,7 @@ def stream_to_terminal(
 ) -> tuple[str, str, Reason | Literal["Ctrl-C"] | None]:
     """Write a text to standard output while it comes, after `begin`, which is its prompt if not given.
 
-    Returns:
-        The text, also where Ctrl-C ended it; its tokens, rate, end and seed in a line; and why it ended.
+    It returns the text, its figures in a line, and why it ended.
     """
     began, text, tokens, reason = time.perf_counter(), "", 0, None
     print_text(prompt if begin is None else begin, "bold")

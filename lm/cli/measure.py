@@ -319,21 +319,18 @@ class StepTimer(Callback):
             self.optimizer_seconds += [seconds_between(*span) for span in self._optimizer_spans]
         if step > self.measured:
             with not_training(trainer):  # so that the log lines stay true
-                self._time_checkpoint(trainer, device)
+                began = now(device)
+                trainer.checkpoint_callback.save(trainer)
+                stall = now(device) - began
+                trainer.checkpoint_io.drain()
+                self.savings.append((stall, now(device) - began))
+            if trainer.is_global_zero:  # each rank has a folder of its own, and this one writes
+                self.checkpoint_bytes = folder_bytes(trainer.run.checkpoint("last"))
         self._optimizer_spans.clear()
         self._begin(device)
 
     def _begin(self, device: torch.device) -> None:
         self._began, self._cpu_began = now(device), time.process_time()
-
-    def _time_checkpoint(self, trainer: Trainer, device: torch.device) -> None:
-        began = now(device)
-        trainer.checkpoint_callback.save(trainer)
-        stall = now(device) - began
-        trainer.checkpoint_io.drain()
-        self.savings.append((stall, now(device) - began))
-        if trainer.is_global_zero:  # each rank has a folder of its own, and this one writes
-            self.checkpoint_bytes = folder_bytes(trainer.run.checkpoint("last"))
 
     def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         trainer.checkpoint_callback.saved_step = trainer.global_step  # no other checkpoint than those that are timed
@@ -365,7 +362,10 @@ class Parts(Profiler):
         hook = action_name.rpartition(".")[2]
         if hook in ("train_dataloader_next", "on_train_epoch_end"):
             self._end_step()
-        part, mark = self._part(action_name, hook), None
+        part, mark = self._now, None
+        if not part.startswith(CALLBACK):  # a span in a callback's belongs to it
+            callback = re.match(re.escape(CALLBACK) + r"\w+", action_name)
+            part = callback[0] if callback else SPANS.get(hook, part)
         if part != self._now:
             tracing = self._trace is not None and self._trace.running
             mark = named_range(f"lm.{part}", tracing, self._trainer.strategy.root_device)
@@ -378,13 +378,6 @@ class Parts(Profiler):
         self._enter(self._spans[-1][0] if self._spans else "rest")
         if mark is not None:
             mark.__exit__(None, None, None)
-
-    def _part(self, action: str, hook: str) -> str:
-        """The part that a span inside the innermost open one belongs to."""
-        if self._now.startswith(CALLBACK):
-            return self._now
-        callback = re.match(re.escape(CALLBACK) + r"\w+", action)
-        return callback[0] if callback else SPANS.get(hook, self._now)
 
     def _enter(self, part: str) -> None:
         """Count the time since the last border, and spend what comes on `part`."""

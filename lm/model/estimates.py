@@ -253,11 +253,9 @@ def loss_working(config: DecoderConfig, step: Step) -> int:
     By kernels: a chunk of logits, or the matrix's gradient once more while it is scaled. Eagerly: two fp32 gradients
     of all logits beside the logarithms that are kept. Compiled by inductor: one, in the precision of the computation.
     """
-    table = config.vocab_size * config.hidden_size
-    if step.kernels:
-        chunk = min(CHUNK_BYTES, step.tokens * config.vocab_size * step.item)
-        return max(chunk, 4 * table)
     logits = step.tokens * config.vocab_size
+    if step.kernels:
+        return max(min(CHUNK_BYTES, logits * step.item), 4 * config.vocab_size * config.hidden_size)
     return logits * (step.item if step.compile == "inductor" else 8)
 
 

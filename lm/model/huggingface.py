@@ -45,11 +45,7 @@ def to_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str,
 
 
 def from_huggingface(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """The inverse of `to_huggingface`: what `Decoder.load_state_dict` takes.
-
-    Raises:
-        RequestError: a weight is missing, or one has no place in this decoder.
-    """
+    """The inverse of `to_huggingface`: what `Decoder.load_state_dict` takes; no weight may be missing or left over."""
     # Some files repeat the tied output matrix, and old ones hold the rotary frequencies: both are known without them.
     left = {name: weight for name, weight in state.items()
             if not name.endswith("rotary_emb.inv_freq")
@@ -119,11 +115,7 @@ def generation_config_json(eos_id: int | None) -> dict[str, Any]:
 
 
 def config_from_json(document: dict[str, Any]) -> DecoderConfig:
-    """The shape that a Hugging Face `config.json` of a Llama, a Qwen3 or a Ministral describes.
-
-    Raises:
-        RequestError: for another architecture, a missing shape, or a feature that this decoder does not have, by name.
-    """
+    """The shape that a Hugging Face `config.json` describes; what this decoder does not have is refused by name."""
     architecture = (document.get("architectures") or [None])[0]
     if architecture not in LEFT_OUT:
         known = ", ".join(LEFT_OUT)

@@ -159,8 +159,11 @@ class Trainer(PatchedTrainer):
                 log.info("profile: %s", report_path(self.profiler))
         except Exception as error:
             STOP.disarm()  # the last checkpoint may take longer than stop_within
-            if isinstance(error, DataError) and self.fitting:
-                self._save_last_step()
+            if isinstance(error, DataError) and self.fitting:  # the data of the next step cannot be read
+                self.run_state.pending_validation |= self.validating
+                if self.world_size == 1 and self.global_step and self.checkpoint_callback is not None:
+                    self._save_checkpoint()
+                    log.info("saved a checkpoint of step %d", self.global_step)
                 raise DataError(f"{error}; {how_to_resume(self)}") from error
             if isinstance(error, LmError) or STOP.received is None or not self.fitting:
                 raise
@@ -214,8 +217,7 @@ class Trainer(PatchedTrainer):
         STOP.disarm()
         state = self.run_state
         if (self.checkpoint_callback.requested or state.stop is None) and self.global_step:
-            self.checkpoint_callback.save(self)
-            self.checkpoint_io.drain()
+            self._save_checkpoint()
         if state.uploads is not None:
             state.uploads.wait(self.stop_within)
         self.strategy.barrier()  # torchrun kills all processes when the first one ends
@@ -227,13 +229,9 @@ class Trainer(PatchedTrainer):
             where += ", before its validation was done"
         raise Interrupted(f"{signal}: stopped {where}{why}; {how_to_resume(self)}")
 
-    def _save_last_step(self) -> None:
-        """Take a checkpoint though the run fails, because the data of the next step cannot be read."""
-        self.run_state.pending_validation |= self.validating
-        if self.world_size == 1 and self.global_step and self.checkpoint_callback is not None:
-            self.checkpoint_callback.save(self)
-            self.checkpoint_io.drain()
-            log.info("saved a checkpoint of step %d", self.global_step)
+    def _save_checkpoint(self) -> None:
+        self.checkpoint_callback.save(self)
+        self.checkpoint_io.drain()
 
     def validates_after(self, step: int) -> bool:
         """Whether a validation follows this optimizer step."""

@@ -7,7 +7,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from lm.data.tokenizer import Tokenizer, train_bpe, train_char
-from lm.errors import RequestError
 from lm.inference.completion import BROKEN, GrowingText, gather_texts, generate_text
 from lm.inference.generation import Sampling
 from lm.model.decoder import Decoder
@@ -166,11 +165,6 @@ def test_a_stop_string_and_the_end_of_a_document_end_a_row_alone(pair):
     for one, other in zip(ended, on, strict=True):
         assert one.tokens == other.tokens[: len(one.tokens)]
         assert (one.reason == "eos") == (tokenizer.eos_id in [token.id for token in other.tokens])
-
-
-def test_a_prompt_that_is_too_long_is_refused(pair):
-    with pytest.raises(RequestError, match="prompt 0 leaves no room"):
-        next(generate_text(*pair, ["\u0101" * 64]))
 
 
 def test_a_vocabulary_that_is_wider_than_the_tokenizers_is_no_harm():

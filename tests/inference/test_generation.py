@@ -114,13 +114,6 @@ def test_compiled_blocks_are_compiled_once_for_all_static_steps():
     assert graphs[0] == graphs[1] > 0
 
 
-def test_a_prompt_in_a_batch_becomes_what_it_becomes_alone(config):
-    decoder = trained_like(config)
-    together = written_by(decoder, UNEQUAL, greedy(30))
-    assert together == [written_by(decoder, [prompt], greedy(30))[0] for prompt in UNEQUAL]
-    assert len({tuple(tokens) for tokens, _ in together}) == 3
-
-
 @pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16", "float64"])
 def test_every_precision_generates(precision):
     """Logits are those of the same precision without a cache, up to rounding, so greedy tokens are near its best."""

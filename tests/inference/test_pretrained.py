@@ -23,18 +23,17 @@ def workplace(tmp_path_factory):
     return folder
 
 
+def write_model(decoder, folder):
+    write_huggingface(decoder, folder)
+    for name, text in train_char(["abc"]).files().items():
+        (folder / name).write_text(text)
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A Hugging Face folder with a tokenizer, of a model and of nothing else."""
-    write_huggingface(trained_like(SMALL), tmp_path)
-    for name, text in train_char(["abc"]).files().items():
-        (tmp_path / name).write_text(text)
-    return tmp_path
-
-
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
-def config(request):
-    return request.param
+    return write_model(trained_like(SMALL), tmp_path)
 
 
 def test_a_run_gives_its_best_checkpoint_and_a_checkpoint_itself(workplace):
@@ -56,12 +55,10 @@ def test_a_run_is_found_by_name_and_says_what_it_wrote_down(workplace, monkeypat
         lm.load_run("smal")
 
 
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 def test_logits_are_those_of_the_weights_in_the_folder(config, tmp_path):
     decoder = trained_like(config)
-    write_huggingface(decoder, tmp_path)
-    for name, text in train_char(["abc"]).files().items():
-        (tmp_path / name).write_text(text)
-    model = lm.load_model(tmp_path, device="cpu")
+    model = lm.load_model(write_model(decoder, tmp_path), device="cpu")
     assert model.step is None and model.config == config and model.dtype == torch.float32
     ids = torch.randint(config.vocab_size, (2, 20))
     with torch.no_grad():

@@ -50,6 +50,16 @@ def exact(q, k, v, window, ids, scale=None):
     return out
 
 
+def assert_same(ours, true, out, expected):
+    """Also the gradients."""
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for mine, theirs in zip(ours, true, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 def mask_of(q, window, ids, dropout=0.0, limit=None):
     documents = None if ids is None else documents_from(ids, limit)
     return attention_mask(q.flatten(2), window, documents, q.shape[-1], dropout)
@@ -61,13 +71,7 @@ def mask_of(q, window, ids, dropout=0.0, limit=None):
 def test_a_cpu_sees_exactly_the_window_and_the_document(window, ids, groups):
     ours = heads(*groups)
     true = [t.detach().clone().requires_grad_() for t in ours]
-    out, expected = attend(*ours, mask_of(ours[0], window, ids)), exact(*true, window, ids)
-    torch.testing.assert_close(out, expected)
-    weights = torch.randn_like(out)
-    (out * weights).sum().backward()
-    (expected * weights).sum().backward()
-    for mine, theirs in zip(ours, true, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert_same(ours, true, attend(*ours, mask_of(ours[0], window, ids)), exact(*true, window, ids))
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 30])
@@ -99,13 +103,7 @@ def test_sequences_for_flash_say_the_same(monkeypatch, window, ids, groups_known
     chosen = mask_of(ours[0], window, ids, limit=limit)
     assert ids is None or limit is None or len(chosen.offsets) == limit + 1
     assert (chosen.offsets is None) == (ids is None and window in (None, 30))
-    out, expected = attend(*ours, chosen), exact(*true, window, ids)
-    torch.testing.assert_close(out, expected)
-    weights = torch.randn_like(out)
-    (out * weights).sum().backward()
-    (expected * weights).sum().backward()
-    for mine, theirs in zip(ours, true, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert_same(ours, true, attend(*ours, chosen), exact(*true, window, ids))
 
 
 def test_a_device_is_not_waited_for_where_the_host_knows_how_many_documents_there_may_be(monkeypatch):

@@ -100,11 +100,6 @@ def test_a_run_resumes_with_another_way_to_compute(tmp_path, eager):
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
 
 
-def test_graphs_need_a_device_that_records(tmp_path):
-    ended = fit(make_workplace(tmp_path), expect=2, **{"model.cuda_graphs": True})
-    assert f"model.cuda_graphs needs a CUDA device, and this is {device_name()}" in ended.stderr
-
-
 def test_the_recorded_way_trains_as_the_ordinary_one_to_the_bit(tmp_path, eager):
     """Accumulation, clipping, the schedule and a resume are the same where the forward and backward pass is one
     call; on a CPU that call is not a replay."""

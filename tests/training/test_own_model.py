@@ -30,12 +30,7 @@ from lm.model.custom import (
 from lm.model.decoder import Decoder, DecoderConfig, Losses, losses_of
 from lm.model.estimates import flops_per_token
 from lm.runs.run import Run
-from lm.training.config import (
-    DistributedConfig,
-    GroupConfig,
-    GroupsConfig,
-    OptimizerConfig,
-)
+from lm.training.config import DistributedConfig, GroupConfig, GroupsConfig, OptimizerConfig
 from lm.training.distributed import ReplicatedStrategy
 from lm.training.optim import build_optimizer
 

@@ -27,20 +27,15 @@ def test_every_division_of_a_global_batch_has_the_same_tokens(micro, accumulate,
     assert steps.tokens_per_step == tokens and steps.accumulate == accumulate and steps.max_steps == 4
 
 
-def test_a_batch_that_does_not_come_out_even_shows_the_arithmetic_and_the_nearest():
-    with pytest.raises(RequestError, match=r"16 x seq_len 1024 x 3 ranks = 49,152 tokens.*10\.667.*540,672"):
-        plan_steps(**{**REQUEST, "world_size": 3})
-
-
-def test_a_global_batch_below_one_micro_batch_is_refused():
-    with pytest.raises(RequestError, match="nearest that fits is 16,384"):
-        plan_steps(**{**REQUEST, "global_batch_tokens": 1024})
-
-
-@pytest.mark.parametrize("both", [{"max_steps": None}, {"max_tokens": 5}])
-def test_exactly_one_horizon(both):
-    with pytest.raises(RequestError, match="one of trainer.max_steps and trainer.max_tokens"):
-        plan_steps(**{**REQUEST, **both})
+@pytest.mark.parametrize("change, words", [
+    ({"world_size": 3}, r"16 x seq_len 1024 x 3 ranks = 49,152 tokens.*10\.667.*540,672"),
+    ({"global_batch_tokens": 1024}, "nearest that fits is 16,384"),
+    ({"max_steps": None}, "one of trainer.max_steps and trainer.max_tokens"),
+    ({"max_tokens": 5}, "one of trainer.max_steps and trainer.max_tokens"),
+])  # fmt: skip
+def test_what_does_not_come_out_even_is_refused_with_the_arithmetic(change, words):
+    with pytest.raises(RequestError, match=words):
+        plan_steps(**{**REQUEST, **change})
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has it")
