@@ -126,6 +126,17 @@ class KillAt(AtMicroBatches):
         self._kill()
 
 
+class Failing(Callback):
+    """Raises an error that nobody foresaw, on one rank."""
+
+    def __init__(self, rank: int = 0):
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_rank == self.rank:
+            raise ZeroDivisionError("on purpose")
+
+
 class GraphsWithoutDevice(Callback):
     """Lets `model.cuda_graphs` run on a CPU, where every micro-batch runs as it does before the recording."""
 

@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 from forked import CAN_FORK, Fork
 
+from lm.runs.run import Run
+
 # The test equipment, and lm, which may not be installed and is there all the same.
 HERE = Path(__file__).parent
 PLACES = os.pathsep.join(map(str, (HERE.parent, HERE, *(path for path in HERE.iterdir() if path.is_dir()))))
@@ -88,6 +90,16 @@ def lm(folder: Path, *arguments: str, expect: int | None = 0, timeout: int = 240
     out, err = process.communicate(timeout=timeout)
     assert expect is None or process.returncode == expect, f"exit {process.returncode}\n{out}\n{err}"
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def fit(folder: Path, name: str = "small", *arguments: str, expect: int | None = 0, **changes: Any):
+    """Train with `CONFIG` so changed; returns the ended process and the run. The trace begins anew with a new run."""
+    if "--ckpt_path" not in arguments:
+        for path in folder.glob("trace*.jsonl"):
+            path.unlink()
+    config = write_config(folder, name, **changes)
+    ended = lm(folder, "fit", "--config", config.name, *arguments, expect=expect)
+    return ended, Run(folder / "checkpoints" / name)
 
 
 def trace(folder: Path) -> list[dict[str, Any]]:

@@ -31,16 +31,8 @@ def chart(
 ) -> Text:
     """Curves over one pair of axes with numbers, and a legend where there are several.
 
-    Args:
-        series: the curves; a later one is drawn over an earlier one.
-        width, height: of the text, in characters; every line is exactly as long, however small.
-        x_label: stands at the right end below the axis.
-        title: stands before the legend in the first line.
-        y_range: smallest and largest value of the y axis, instead of those of the curves. What lies outside is drawn
-            on the edge.
-
-    Returns:
-        `height` lines of `width` characters each, without a newline at the end; each curve has a colour.
+    Exactly `height` lines of `width` characters, however small. A later curve is drawn over an earlier one, and what is
+    outside of `y_range` on the edge.
     """
     grid = Grid(width, height)
     points = [[(x, y) for x, y in zip(one.x, one.y, strict=True) if math.isfinite(x)] for one in series]
@@ -83,14 +75,12 @@ class Grid:
         self.cells = [[(" ", "")] * width for _ in range(height)]  # (character, colour)
 
     def put(self, column: int, row: int, text: str, color: str = "") -> None:
-        """Write a text from a cell on to the right."""
         if 0 <= row < self.height:
             for offset, character in enumerate(text):
                 if 0 <= column + offset < self.width:
                     self.cells[row][column + offset] = (character, color)
 
     def text(self) -> Text:
-        """The lines."""
         lines = []
         for row in self.cells:
             pieces = groupby(row, itemgetter(1))
@@ -124,10 +114,8 @@ def _labels(values: list[float], step: float) -> list[str]:
     largest = max(map(abs, values), default=0.0)
     if largest < 1e-4 or largest >= 1e15:
         return [f"{value:.3g}" for value in values]
-    unit, size = next((unit, size) for unit, size in (
-        ("T", MULTIPLIERS["T"]), ("B", MULTIPLIERS["B"]), ("M", MULTIPLIERS["M"]), ("K", MULTIPLIERS["K"]), ("", 0)
-    ) if largest >= size)  # fmt: skip
-    size = size or 1
+    unit = next((unit for unit in "TBMK" if largest >= MULTIPLIERS[unit]), "")
+    size = MULTIPLIERS[unit]
     decimals = next((n for n in range(7) if abs(round(step / size, n) - step / size) < 1e-6 * step / size), 6)
     return [f"{value / size:.{decimals}f}{unit if value else ''}" for value in values]
 
@@ -167,10 +155,9 @@ def _draw(
     grid: Grid, dots: list[tuple[int, int] | None], left: int, top: int, color: str, marker: str | None, first: int
 ) -> None:
     """One curve as a line through its dots, over what is drawn already; then its markers."""
-    strokes = _strokes(dots)
     cells: dict[tuple[int, int], int] = {}  # (column, row) -> bits of braille
     middle: dict[int, int] = {}  # column -> a row that the curve passes
-    for x, (low, high) in strokes.items():
+    for x, (low, high) in _strokes(dots).items():
         middle[x // 2] = (low + high) // 2 // 4
         for y in range(low, high + 1):
             cells[x // 2, y // 4] = cells.get((x // 2, y // 4), 0) | DOTS[y % 4][x % 2]

@@ -45,6 +45,10 @@ class Settings(Sampling):
     top_k: Count | None = Count(50)
 
 
+def with_seed(settings: Settings) -> Settings:
+    return replace(settings, seed=random.randrange(DRAWN_SEEDS) if settings.seed is None else settings.seed)
+
+
 def generate(
     run: str | None = None,
     ckpt_path: str | None = None,
@@ -85,7 +89,7 @@ def generate(
     if prompts is None:
         Repl(model, chosen, step).run()
         return
-    chosen = replace(chosen, seed=random.randrange(DRAWN_SEEDS) if chosen.seed is None else chosen.seed)
+    chosen = with_seed(chosen)
     refuse_long_prompts(model, prompts, chosen)
     prompts = [text for text in prompts for _ in range(num_samples)]
     if len(prompts) == 1 and not json:
@@ -124,11 +128,7 @@ def generate(
 
 
 def read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None:
-    """The texts to continue; None where a person is to type them.
-
-    Raises:
-        RequestError: the file cannot be read, or has none.
-    """
+    """The texts to continue; None where a person is to type them."""
     prompts = list(given or [])
     if file is not None:
         try:
@@ -161,11 +161,7 @@ def refuse_long_prompts(model: Pretrained, prompts: list[str], settings: Setting
 
 
 def choose_step(model: Pretrained, compile: Compile) -> tuple[str, Step]:
-    """Decide how a step runs, prepare the decoder for it, and log the choice.
-
-    Raises:
-        RequestError: it cannot run so here.
-    """
+    """Decide how a step runs, prepare the decoder for it, and log the choice."""
     mode = compile
     if compile == "auto":
         mode = "cuda_graphs" if model.device.type == "cuda" else "none"
@@ -177,7 +173,6 @@ def choose_step(model: Pretrained, compile: Compile) -> tuple[str, Step]:
 
 
 def dtype_name(model: Pretrained) -> str:
-    """The number format of a model's weights, such as `float32`."""
     return str(model.dtype).removeprefix("torch.")
 
 
@@ -187,11 +182,7 @@ def dtype_name(model: Pretrained) -> str:
 def write_texts(
     model: Pretrained, prompts: list[str], settings: Settings, step: Step
 ) -> tuple[list[Written], float | None, float]:
-    """Continue all prompts, with a progress bar on a terminal.
-
-    Returns:
-        The texts, the seconds to the first token (None if there is none) and to the last.
-    """
+    """Continue all prompts, with a progress bar on a terminal; also the seconds to the first token and to the last."""
     written: list[Written] = []
     console, began, first_token = Console(stderr=True), time.perf_counter(), None
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -251,14 +242,11 @@ HELP = """A line is a prompt, and the model continues it. An empty line continue
 
 
 class Repl:
-    """Reads lines until the input ends."""
-
     def __init__(self, model: Pretrained, settings: Settings, step: Step) -> None:
         self.model, self.settings, self.step = model, settings, step
         self.text = ""
 
     def run(self) -> None:
-        """Read and write, until Ctrl-D."""
         try:
             import readline  # noqa: F401  it gives `input` a history and keys to edit with
         except ImportError:  # not on every system
@@ -280,20 +268,13 @@ class Repl:
 
     def continue_text(self, line: str) -> None:
         """Continue a line; an empty one continues the whole text."""
-        seed = self.settings.seed
-        seed = random.randrange(DRAWN_SEEDS) if seed is None else seed
         prompt = line or self.text
-        settings = replace(self.settings, seed=seed)
-        text, summary, _ = stream_to_terminal(self.model, prompt, settings, self.step, begin=line)
+        text, summary, _ = stream_to_terminal(self.model, prompt, with_seed(self.settings), self.step, begin=line)
         self.text = prompt + text
         print(summary)
 
     def run_command(self, line: str) -> None:
-        """Show the help or a setting, or change a setting.
-
-        Raises:
-            RequestError: there is no such setting, or its value means nothing.
-        """
+        """Show the help or a setting, or change a setting."""
         name, _, value = line.partition(" ")
         names = list(asdict(self.settings))
         if name not in (*names, "help"):
@@ -309,11 +290,7 @@ class Repl:
 
 
 def read_setting(name: str, value: str) -> Any:
-    """The value of a setting that a person typed.
-
-    Raises:
-        RequestError: it is of another kind.
-    """
+    """The value of a setting that a person typed."""
     none = value.strip().lower() == "none"
     if name == "stop":  # as it is, with its blanks
         value = as_list([] if none else [value.replace("\\n", "\n").replace("\\t", "\t")])

@@ -173,10 +173,7 @@ class LadderOptions:
         if len({key for point in self.points for key in point}) < len(self.grid):
             raise RequestError("--grid names an option twice: give all of its values together, as in lr=0.01,0.02")
 
-    @property
-    def folder(self) -> Path:
-        """Of the ladder."""
-        return Path(self.root) / self.name
+        self.folder = Path(self.root) / self.name
 
 
 def _numbers(option: str, given: list[str], kind: type = float) -> list[Any]:
@@ -223,16 +220,7 @@ def read_options(**options: Any) -> LadderOptions:
 
 
 def ladder(options: LadderOptions, overrides: list[str]) -> None:
-    """Plan all trainings, train those that are not finished, and write the report.
-
-    Args:
-        overrides: options of a training, as they are typed.
-
-    Raises:
-        RequestError: an option is wrong, a training does not fit, or a prediction would be from too little.
-        RunError: a training has failed.
-        Interrupted: a signal ended it.
-    """
+    """Plan all trainings, train those that are not finished, and write the report."""
     quiet_lightning()
     if process.under_torchrun() or process.under_srun():
         raise RequestError("`lm ladder` starts the trainings itself, one on each device: start it once, by itself")
@@ -270,16 +258,15 @@ def ladder(options: LadderOptions, overrides: list[str]) -> None:
 
 
 def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Training]:
-    """All trainings of a ladder, planned: the first seed at all sizes, then the next one.
-
-    Raises:
-        RequestError: an option is wrong, or a training does not fit; names the depth.
-    """
+    """All trainings of a ladder, planned: the first seed at all sizes, then the next one."""
     typed = [one.removeprefix("--").partition("=")[0] for one in overrides if one.startswith("--")]
     for key in (*typed, *options.points[0]):
         if key in FOLLOWS:
             raise RequestError(f"{key} follows from the depth and the length of each run: give {FOLLOWS[key]}")
-    vocab_size = options.vocab_size or tokenizer_size(options.data)
+    vocab_size = options.vocab_size
+    if not vocab_size:
+        prepared = (Path(options.data) / "tokenizer.json").exists()
+        vocab_size = Tokenizer.load(options.data).vocab_size if prepared else VOCAB_SIZE
     parts = []
     for depth, length in itertools.product(sorted({*options.sizes, *options.held_out}), options.lengths):
         try:
@@ -326,11 +313,6 @@ def keep_length(config: dict[str, Any], recipe: Recipe, length: Length, typed: S
             config["model"]["schedule"]["warmup_steps"] = BUILTIN[recipe.optimizer].warmup_steps(steps, tokens)
 
 
-def tokenizer_size(data: str) -> int:
-    """Tokens of the tokenizer in a data folder; those of `lm scale` where there is none yet."""
-    return Tokenizer.load(data).vocab_size if (Path(data) / "tokenizer.json").exists() else VOCAB_SIZE
-
-
 def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
     """A resolved config with the values of a point of the grid in place of its own."""
     overrides = []
@@ -346,10 +328,7 @@ def at_point(settings: dict[str, Any], point: dict[str, str]) -> dict[str, Any]:
 
 
 def plan_facts(options: LadderOptions, config: dict[str, Any], depth: int, refuse: bool) -> dict[str, Any]:
-    """The facts of `lm plan` on a training.
-
-    `refuse` is for a config with an error, such as too little memory; one that is only predicted may have some.
-    """
+    """The facts of `lm plan` on a training; `refuse` one with an error, such as too little memory."""
     names = ("device", "memory", "peak_tflops", "mfu", "rate_usd_per_hr")
     wanted = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     parser = config_parser("lm ladder", PlanOptions)
@@ -367,8 +346,10 @@ def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) ->
         flops = {depth: size.flops for depth, size in sizes.items()}
         fitted = [value for depth, value in flops.items() if depth not in options.held_out]
         if len(fitted) < scaling_laws.FEWEST:
-            raise RequestError(f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has "
-                               f"{len(fitted)}: add some, such as --depths 2,4,6,8")  # fmt: skip
+            raise RequestError(
+                f"a prediction takes {scaling_laws.FEWEST} other sizes or more, and --depths has {len(fitted)}: add "
+                "some, such as --depths 2,4,6,8"
+            )
         for depth in options.held_out:
             if scaling_laws.distance(fitted, flops[depth]) > scaling_laws.FARTHEST:
                 raise RequestError(
@@ -379,11 +360,7 @@ def refuse_far_predictions(options: LadderOptions, trainings: list[Training]) ->
 
 
 def refuse_other_settings(trainings: list[Training]) -> None:
-    """Refuse a ladder one of whose runs is there and was trained with other settings.
-
-    Raises:
-        RequestError: names the run and the first difference.
-    """
+    """Refuse a ladder one of whose runs is there and was trained with other settings."""
     for one in trainings:
         if not (one.run.path / "run.json").exists():
             continue
@@ -394,7 +371,7 @@ def refuse_other_settings(trainings: list[Training]) -> None:
 
 
 def print_plan(console: Console, options: LadderOptions, trainings: list[Training]) -> None:
-    """Print a table of the sizes, and what is left to do."""
+    """Print the sizes, and what is left to do."""
     by_size = {(one.size.depth, one.size.length): one for one in trainings}
     priced = any(one.plan["time"].get("usd") is not None for one in by_size.values())
     heads = ["depth", "length", "parameters", "steps", "tokens", "operations", "memory", "time", "runs"]
@@ -439,15 +416,9 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def train(options: LadderOptions, wanted: list[Training], trainings: list[Training]) -> list[Training]:
-    """Train what is not finished, each in a process of its own, one at a time on each device.
+    """Train what is not finished, each in a process of its own, one at a time on each device; those that failed.
 
     The report is written after each.
-
-    Returns:
-        Those that failed.
-
-    Raises:
-        Interrupted: a signal ended this process, or one of the trainings.
     """
     waiting = [one for one in wanted if not one.finished]
     places, failed = free_devices(waiting), []
@@ -476,14 +447,13 @@ def train(options: LadderOptions, wanted: list[Training], trainings: list[Traini
             eta = sum(expected_seconds(done, other.size.flops) for other in left) / (len(places) + len(running))
             found = save_report(options, trainings)
             usd = eta / 3600 * options.rate_usd_per_hr if options.rate_usd_per_hr else None
-            rest = format_time_and_cost(eta, usd)
-            about = f"; {plural(len(left), 'training')} left, about {rest}" if left else ""
+            about = f"; {plural(len(left), 'training')} left, about {format_time_and_cost(eta, usd)}" if left else ""
             loss = next(each["loss"] for each in found["runs"] if each["run"] == one.run.name)
             if loss is None:
                 failed.append(one)
                 log.error("%s ended without a finite loss%s", one.run.name, about)
-                continue
-            log.info("%s: %.4f %s%s", one.run.name, loss, found["unit"], about)
+            else:
+                log.info("%s: %.4f %s%s", one.run.name, loss, found["unit"], about)
     if STOP.received:
         stop(running)
         raise Interrupted(f"{STOP.received.name}: {sum(one.finished for one in wanted)} of {len(wanted)} trainings are "
@@ -526,14 +496,13 @@ def start(one: Training, place: str | None) -> subprocess.Popen:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,  # Ctrl-C is for this process, which passes it on
-            preexec_fn=end_with_parent,
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
         )  # fmt: skip
 
 
 def end_with_parent() -> None:
-    """Ask the system for a SIGTERM when the parent process dies, where it can do that."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
+    """Ask the system for a SIGTERM when the parent process dies."""
+    ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
 
 
 def stop(running: dict[subprocess.Popen, Any]) -> None:
@@ -551,11 +520,7 @@ def last_line(file: Path) -> str:
 
 
 def write_predicted(options: LadderOptions, trainings: list[Training], found: dict[str, Any]) -> list[Training]:
-    """Write the configs of sizes that are predicted and not trained, at the best point of the largest size.
-
-    Returns:
-        Those that are not trained yet.
-    """
+    """Write the configs of sizes that are predicted and not yet trained, at the best point of the largest size."""
     measured = [size for size in found["sizes"] if size["losses"] and not size["held_out"]]
     best = max(measured, key=lambda size: size["flops"], default={"point": {}})["point"]
     left = [one for one in trainings if one.size.depth not in options.sizes and one.seed == 1 and one.point == best
@@ -569,7 +534,6 @@ def write_predicted(options: LadderOptions, trainings: list[Training], found: di
 
 def save_report(options: LadderOptions, trainings: Sequence[Training]) -> dict[str, Any]:
     """Write what has been measured so far into the ladder's folder: `ladder.json` and `ladder.html`."""
-    command = [process.program(), *map(shlex.quote, sys.argv[1:])]
-    found = report(options.name, " ".join(command), trainings)
+    found = report(options.name, f"{process.program()} {shlex.join(sys.argv[1:])}", trainings)
     write_report(options.folder, found)
     return found

@@ -52,13 +52,11 @@ class Training:
     plan: dict[str, Any] = field(default_factory=dict)  # the facts of `lm plan`
 
     @property
-    def file(self) -> Path:
-        """Of its config."""
+    def file(self) -> Path:  # of the config
         return self.run.path.with_name(f"{self.run.name}.yaml")
 
     @property
-    def log(self) -> Path:
-        """What it printed."""
+    def log(self) -> Path:  # what it printed
         return self.run.path.with_name(f"{self.run.name}.log")
 
     @property
@@ -76,7 +74,7 @@ class Measured(NamedTuple):
 
 
 def report(name: str, command: str, trainings: Sequence[Training]) -> dict[str, Any]:
-    """All that the finished ones of a ladder's trainings say, as it is written to `ladder.json`."""
+    """What the finished ones of a ladder's trainings say, as it is written to `ladder.json`."""
     ends = [last_losses(one.run) if one.finished else {} for one in trainings]
     known = [end for end in ends if end]
     bits = all("val/bpb" in end for end in known)
@@ -232,16 +230,13 @@ def prediction_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     heads = ["depth", "length", "by", "predicted", "95 % interval", "measured", "error"]
     rows = []
     for one in found["predictions"]:
-        known = one["measured"] is not None
-        outside = "" if one["within"] in (True, None) else ", outside the interval"
-        row = [
-            str(one["depth"]),
-            one["length"],
-            one["of"],
-            f"{one['loss']:.4f}",
-            "not known" if one["low"] is None else f"{one['low']:.4f} to {one['high']:.4f}",
-        ]
-        rows.append(row + [f"{one['measured']:.4f}" if known else "", f"{one['error']:+.2%}{outside}" if known else ""])
+        interval = "not known" if one["low"] is None else f"{one['low']:.4f} to {one['high']:.4f}"
+        row = [str(one["depth"]), one["length"], one["of"], f"{one['loss']:.4f}", interval]
+        if one["measured"] is not None:
+            outside = "" if one["within"] in (True, None) else ", outside the interval"
+            rows.append([*row, f"{one['measured']:.4f}", f"{one['error']:+.2%}{outside}"])
+        else:
+            rows.append([*row, "", ""])
     return heads, rows
 
 

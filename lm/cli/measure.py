@@ -89,17 +89,12 @@ TITLES = {
     "optimizer": "clipping and optimizer", "callbacks": "log lines and other callbacks", "rest": "the rest of the loop",
 }  # fmt: skip
 CALLBACK = "[Callback]"  # begins the names that Lightning gives to callbacks' spans
-RANGE = "lm."  # begins the names of the parts in a trace
 
 
 def bench_step(arguments: list[str]) -> None:
     """Time a training step: `lm bench step --config X [--steps N] [--checkpoints N] [--json] [--output FILE]`.
 
     It is a step of one device, or of the processes that torchrun started.
-
-    Raises:
-        RequestError: the config or the command line is wrong.
-        RunError: a signal came before the end.
     """
     config = config_parser("lm bench step", BenchOptions).read(arguments)
     require_at_least(1, "--", steps=config.steps)
@@ -124,10 +119,6 @@ def profile(arguments: list[str]) -> None:
     """Say where the time of a training step goes: `lm profile --config X [--steps N] [--trace FILE] [--json]`.
 
     It trains on the config's data or, where that is not made yet, on random tokens.
-
-    Raises:
-        RequestError: the config or the command line is wrong.
-        RunError: a signal came before the end.
     """
     config = config_parser("lm profile", ProfileOptions).read(arguments)
     require_at_least(1, "--", steps=config.steps)
@@ -164,7 +155,7 @@ def fit_briefly(
     watch: Callable[[Trainer], None] = lambda trainer: None,
     **options: Any,
 ) -> Trainer:
-    """Train for a few steps, with everything that `lm fit` does for a step, and leave nothing behind.
+    """Train for a few steps, with everything that `lm fit` does for a step, and leave nothing behind but the Trainer.
 
     It is on one device, or on those of the processes that torchrun or srun started. Guards watch and do nothing; there
     are no samples and no evaluations. The schedule is constant, since the configured one is for a longer run.
@@ -174,9 +165,6 @@ def fit_briefly(
         own_data: train on the config's data, which must be there; else on random tokens.
         watch: called with the Trainer before the fit.
         options: of the Trainer, in place of the config's.
-
-    Returns:
-        The Trainer after its fit.
     """
     warnings.filterwarnings("ignore", module="lightning")
     for name in ("lightning.pytorch", "lightning.fabric", "lm.training.callbacks.run_folder"):
@@ -289,32 +277,20 @@ class StepTimer(Callback):
     """Times rounds of optimizer steps after the warm-up, then some checkpoints.
 
     A round is timed from the end of this callback's hook to its next call, so everything that `lm fit` does for a step
-    is in it.
-
-    Args:
-        checkpoints: how many to take afterwards, one a step.
-
-    Attributes:
-        seconds: of each round on the clock, with the device caught up at both ends.
-        cpu_seconds: of each round, of all threads of this process.
-        optimizer_seconds: that the optimizer's `step` took in each timed step.
-        savings: of each checkpoint the seconds that training waits, and those until it is whole on the disk.
-        first_step: seconds of the first optimizer step, with all that is compiled and loaded in it.
-        first_step_age: seconds from the start of the process to the end of that step.
-        peak_bytes: most memory in use during the warm-up; None where it is not known.
-        checkpoint_bytes: of the last checkpoint, if there is one.
+    is in it. After it checkpoints are taken, one a step.
     """
 
     def __init__(self, *, steps_per_round: int, rounds: int, checkpoints: int) -> None:
         self.steps_per_round = steps_per_round
         self.measured = WARMUP + rounds * steps_per_round
         self.steps = self.measured + checkpoints
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-        self.optimizer_seconds: list[float] = []
-        self.savings: list[tuple[float, float]] = []
-        self.first_step = self.first_step_age = 0.0
-        self.peak_bytes: int | None = None
+        self.seconds: list[float] = []  # of each round, with the device caught up at both ends
+        self.cpu_seconds: list[float] = []  # of each round, of all threads of this process
+        self.optimizer_seconds: list[float] = []  # of each timed step
+        self.savings: list[tuple[float, float]] = []  # that training waits, and until a checkpoint is on the disk
+        self.first_step = 0.0  # seconds, with all that is compiled and loaded in it
+        self.first_step_age = 0.0  # seconds from the start of the process to the end of that step
+        self.peak_bytes: int | None = None  # most memory in use during the warm-up
         self._optimizer_spans: list[tuple[Any, Any]] = []  # timestamps before and after, since the last round
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
@@ -370,18 +346,12 @@ class Parts(Profiler):
     """Follows Lightning's spans and adds up seconds by part, step by step.
 
     The device is waited for wherever one part ends and another begins. Otherwise its work would count in the part that
-    happens to wait for it.
-
-    Args:
-        trace: begins and ends between two steps.
-
-    Attributes:
-        steps: seconds by part of each finished step, each moment once; a callback is a part with the span's name.
+    happens to wait for it. A callback is a part with the span's name.
     """
 
     def __init__(self, trace: "Trace | None" = None) -> None:
         super().__init__()
-        self.steps: list[dict[str, float]] = []
+        self.steps: list[dict[str, float]] = []  # of each finished step, seconds by part
         self._trace = trace
         self._spans: list[tuple[str, AbstractContextManager | None]] = []  # those that are open, outermost first
         self._now = "rest"
@@ -389,25 +359,21 @@ class Parts(Profiler):
         self._seconds: dict[str, float] = defaultdict(float)
 
     def watch(self, trainer: Trainer) -> None:
-        """Follow this fit."""
         self._trainer = trainer
 
     def start(self, action_name: str) -> None:
-        """A span begins."""
         hook = action_name.rpartition(".")[2]
         if hook in ("train_dataloader_next", "on_train_epoch_end"):
             self._end_step()
-        part = self._part(action_name, hook)
-        mark = None
+        part, mark = self._part(action_name, hook), None
         if part != self._now:
             tracing = self._trace is not None and self._trace.running
-            mark = named_range(RANGE + part, tracing, self._trainer.strategy.root_device)
+            mark = named_range(f"lm.{part}", tracing, self._trainer.strategy.root_device)
             mark.__enter__()
         self._spans.append((part, mark))
         self._enter(part)
 
     def stop(self, action_name: str) -> None:
-        """The innermost span ends."""
         _, mark = self._spans.pop()
         self._enter(self._spans[-1][0] if self._spans else "rest")
         if mark is not None:
@@ -455,23 +421,14 @@ def named_range(name: str, tracing: bool, device: torch.device) -> Iterator[None
 
 
 class Trace:
-    """Traces a few steps with torch's profiler.
-
-    Args:
-        path: file of the trace; one that ends in `.gz` is compressed.
-        begin: the optimizer step after which the profiler runs.
-
-    Attributes:
-        running: whether it records now.
-        operators: torch's table of the most expensive ones, over the traced steps.
-        last: the optimizer step that has to be taken.
-    """
+    """Traces a few steps after step `begin` with torch's profiler; a file that ends in `.gz` is compressed."""
 
     def __init__(self, path: str, begin: int) -> None:
         self.path = Path(path)
         if not self.path.absolute().parent.is_dir() or self.path.is_dir():
             raise RequestError(f"--trace {path}: give a file in a folder that is there")
-        self.running, self.operators = False, ""
+        self.running = False
+        self.operators = ""  # torch's table of the most expensive ones, over the traced steps
         self._begin, self.last = begin, begin + TRACED
         self._profiler = torch.profiler.profile()
 
@@ -505,7 +462,7 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "precision": str(trainer.precision),
         "ranks": trainer.world_size,
-        "strategy": trainer.sharding if trainer.world_size > 1 else None,
+        "strategy": trainer.options.strategy if trainer.world_size > 1 else None,
         "compile": module.options.compile,
         "activation_checkpointing": module.options.activation_checkpointing,
         "kernels": module.built.kernels,
@@ -523,7 +480,6 @@ def describe_training(config: Namespace, trainer: Trainer) -> dict[str, Any]:
 
 
 def print_heading(console: Console, found: dict[str, Any]) -> None:
-    """Print what `describe_training` found as two lines."""
     console.print(
         f"{found['config']}: {format_count(found['parameters'])} parameters, {found['micro_batch_size']} x "
         f"{found['seq_len']} tokens x {plural(found['accumulate'], 'micro-batch')} x {plural(found['ranks'], 'rank')}, "
@@ -582,7 +538,6 @@ def checkpoint_cost(timer: StepTimer, interval: int, ms_per_step: float) -> dict
 
 
 def show_times(found: dict[str, Any]) -> None:
-    """Print the report."""
     console = Console(highlight=False, soft_wrap=True)
     print_heading(console, found)
     first, checkpoint, memory = found["first_step"], found["checkpoint"], found["peak_memory_bytes"]
@@ -631,7 +586,6 @@ def describe_parts(
 
 
 def show_parts(found: dict[str, Any]) -> None:
-    """Print the report as tables."""
     console = Console(highlight=False, soft_wrap=True)
     print_heading(console, found)
     console.print(f"data: {found['data']}")

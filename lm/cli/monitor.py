@@ -103,31 +103,28 @@ def training_facts(state: dict[str, Any]) -> list[Fact]:
 
 def machine_facts(state: dict[str, Any], most: int) -> list[Fact]:
     """The newest reading of the hardware, empty for a run that is over; more GPUs than `most` are combined."""
-    if not state.get("machine") or state["status"] not in ("running", "dead"):
+    reading = state.get("machine")
+    if not reading or state["status"] not in ("running", "dead"):
         return []
     try:
-        return _machine(state["machine"], most)
+        gpus = reading["gpus"] or []
+        facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
+        if len(gpus) > most:
+            facts = [(f"{len(gpus)} GPUs", *_gpu(combine_gpus(gpus)))]
+        cpu, memory, process = reading["cpu"], reading["memory"], reading["process"]
+        if cpu["load_percent"] is not None:
+            facts.append(("CPU", f"{cpu['load_percent']:.0f}% of {cpu['cores']} cores", ""))
+        if memory["used_bytes"] is not None:
+            facts.append(("RAM", _of(memory["used_bytes"], memory["total_bytes"]), ""))
+        if process["memory_bytes"] is not None:
+            facts.append(("process", format_bytes(process["memory_bytes"]), ""))
+        return facts
     except DAMAGE:
         return [("machine", "not readable: heartbeat.json is damaged", "")]
 
 
-def _machine(reading: dict[str, Any], most: int) -> list[Fact]:
-    gpus = reading["gpus"] or []
-    facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
-    if len(gpus) > most:
-        facts = [(f"{len(gpus)} GPUs", *_gpu(combine_gpus(gpus)))]
-    cpu, memory, process = reading["cpu"], reading["memory"], reading["process"]
-    if cpu["load_percent"] is not None:
-        facts.append(("CPU", f"{cpu['load_percent']:.0f}% of {cpu['cores']} cores", ""))
-    if memory["used_bytes"] is not None:
-        facts.append(("RAM", _of(memory["used_bytes"], memory["total_bytes"]), ""))
-    if process["memory_bytes"] is not None:
-        facts.append(("process", format_bytes(process["memory_bytes"]), ""))
-    return facts
-
-
 def combine_gpus(gpus: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several GPUs as one: mean load, the fullest memory, the highest temperature, the power of all."""
+    """Several GPUs as one."""
     summaries = {
         "load_percent": statistics.fmean, "memory_used_bytes": max, "memory_total_bytes": max,
         "temperature_celsius": max, "power_watts": sum, "power_limit_watts": sum,
@@ -189,15 +186,10 @@ def in_row(facts: list[Fact]) -> Columns:
 # ---- sources of a mixture --------------------------------------------------------------------------------------------
 
 COLUMNS = {"share": "share", "train/loss": "loss", "val/loss": "val loss", "data/epochs": "epochs"}  # with headings
-FIGURES_WIDTH = sum(2 + max(6, len(heading)) for heading in COLUMNS.values())
-SHORTEST_NAME = 8  # cells
 
 
 def source_table(state: dict[str, Any], width: int, most: int) -> list[RenderableType]:
-    """Share, losses and epochs of each source of a mixture in at most `most` lines; NaN and Inf are red.
-
-    Nothing without a mixture, or without room for a source.
-    """
+    """Share, losses and epochs of as many sources of a mixture as `most` lines have room for; NaN and Inf are red."""
     sources = state.get("sources", {})
     shown = list(sources.items())[: None if len(sources) < most else max(0, most - 2)]
     if not shown:
@@ -206,17 +198,13 @@ def source_table(state: dict[str, Any], width: int, most: int) -> list[Renderabl
     table.add_column("", no_wrap=True)
     for heading in COLUMNS.values():
         table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+    room = max(8, width - sum(2 + max(6, len(heading)) for heading in COLUMNS.values()))  # of a name
     for name, figures in shown:
-        table.add_row(_both_ends(name, max(SHORTEST_NAME, width - FIGURES_WIDTH)),
-                      *(_source_figure(metric, figures.get(metric)) for metric in COLUMNS))  # fmt: skip
+        if len(name) > room:  # without its middle, since names may differ at either end
+            name = f"{name[: room - room // 2 - 1]}…{name[-(room // 2) :]}"
+        table.add_row(Text(name), *(_source_figure(metric, figures.get(metric)) for metric in COLUMNS))
     left = len(sources) - len(shown)
     return [table, Text(f"and {plural(left, 'more source')}", "dim")] if left else [table]
-
-
-def _both_ends(name: str, width: int) -> Text:
-    """A long name without its middle, since names may differ at either end."""
-    end = width // 2
-    return Text(name if len(name) <= width else f"{name[: width - end - 1]}…{name[-end:]}")
 
 
 def _source_figure(metric: str, value: float | None) -> Text:
@@ -330,9 +318,6 @@ def height_of(parts: Sequence[RenderableType], console: Console, width: int) -> 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
-PLAIN = 100, 30  # columns and rows of a page that is not for a terminal
-INTERVAL, PAGE_INTERVAL = 1.0, 10.0  # seconds between two updates of the terminal, and of an HTML page
-
 
 def monitor(
     runs: list[str],
@@ -363,11 +348,11 @@ def monitor(
         if json or len(found) > 1:
             wrong = "leave out --json" if json else f"name one of {', '.join(run.name for run in found)}"
             raise RequestError(f"--html writes the page of one run: {wrong}")
-        follow_page(found[0], html, interval or PAGE_INTERVAL, once)
+        follow_page(found[0], html, interval or 10.0, once)
         return
     watches = [LiveRun(run) for run in found]
     if sys.stdout.isatty() and not console.is_dumb_terminal and not json and not once:
-        follow_runs(watches, console, interval or INTERVAL)
+        follow_runs(watches, console, interval or 1.0)
         return
     for watch in watches:
         watch.refresh()
@@ -375,7 +360,7 @@ def monitor(
         states = [watch.state for watch in watches]
         print(to_json(states if len(states) > 1 else states[0]))
         return
-    width, height = console.size if sys.stdout.isatty() else PLAIN
+    width, height = console.size if sys.stdout.isatty() else (100, 30)
     height = (height - 1) * len(watches)  # the prompt comes below
     with console.capture() as shown:
         console.print(page(watches, width, height), width=width, height=height)
@@ -383,11 +368,7 @@ def monitor(
 
 
 def default_runs(root: str) -> list[Run]:
-    """The runs to watch where none is named: those that are running, under `root` and in the registry, else the newest.
-
-    Raises:
-        RequestError: there is no run at all.
-    """
+    """The runs to watch where none is named: those that are running, here and in the registry, else the newest."""
     here = Run.all(root)
     elsewhere = [Run(path) for path in known_folders() if path not in [run.path.resolve() for run in here]]
     every = [*reversed(here), *sorted(elsewhere, key=lambda run: run.entered()[1], reverse=True)]
@@ -425,12 +406,7 @@ def follow_runs(watches: list[LiveRun], console: Console, interval: float) -> No
 
 
 def follow_page(run: Run, html: str, interval: float, once: bool) -> None:
-    """Write the HTML page of a run until it ends, or Ctrl-C; the last page does not load itself again.
-
-    Raises:
-        RequestError: there is something else under this name.
-        RunError: the page cannot be written, or the run's folder has vanished.
-    """
+    """Write the HTML page of a run until it ends, or Ctrl-C; the last page does not load itself again."""
     from lm.cli.report.run import refuse_html_path, write_page
 
     target, reload = refuse_html_path(html), None if once else math.ceil(interval)

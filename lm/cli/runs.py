@@ -87,8 +87,7 @@ def rm(run: str, yes: bool = False, root: str = str(ROOT)) -> None:
         return
     path = folder.path.resolve()
     folder.refuse_if_trained()
-    checkpoints = [step.name for step in folder.steps().values()]
-    kept = ", ".join(checkpoints) or "none"
+    kept = ", ".join(step.name for step in folder.steps().values()) or "none"
     print(f"{path}: {folder.status()}, {format_bytes(folder_bytes(path))}, checkpoints: {kept}")
     if not yes:
         if not sys.stdin.isatty():
@@ -135,10 +134,6 @@ def check(run: str, root: str = str(ROOT), json: bool = False) -> None:
         run: Name under the root or in the registry, or a path.
         root: Folder of the runs.
         json: Print one JSON object instead of lines.
-
-    Raises:
-        RequestError: the run has not ended, or its config expects nothing.
-        LmError: it did not end as expected.
     """
     folder = registry.find_run(run, root)
     found, status = expectations(folder), folder.status()
@@ -176,8 +171,8 @@ def collect_runs(root: str) -> list[dict[str, Any]]:
         else:
             found[row["path"]] = {**row, "status": "gone"}
     for run in Run.all(root):
-        if str(run.path.resolve()) not in found:
-            found[str(run.path.resolve())] = run_row(run)
+        path = str(run.path.resolve())
+        found[path] = found.get(path) or run_row(run)
     if removed:
         try:
             registry.forget(removed)
@@ -187,7 +182,6 @@ def collect_runs(root: str) -> list[dict[str, Any]]:
 
 
 def folder_bytes(path: Path) -> int:
-    """Bytes of all files in a folder."""
     return sum(file.lstat().st_size for file in path.rglob("*"))
 
 
@@ -201,7 +195,7 @@ HEADINGS = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")
 
 
 def _print_table(found: list[dict[str, Any]], console: Console) -> None:
-    """Print the runs of each folder, the last run's folder first; the columns of all folders are aligned."""
+    """The runs of each folder, the last run's folder first; the columns of all folders are aligned."""
     folders: dict[Path, list[dict[str, Any]]] = {}
     for run in reversed(found):
         folders.setdefault(Path(run["path"]).parent, []).insert(0, run)
@@ -342,11 +336,14 @@ def _print_page(found: dict[str, Any]) -> None:
     if found["reason"]:
         title.append(f": {found['reason']}")
     console.print(title)
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     parts = {
         "where": [found["path"]], "about": _about(found), "progress": _progress(found), "losses": _losses(found),
         "speed": _speed(found), "time": _time(found),
         "model": _model(found), "training": _training(found["config"]), "checkpoints": _checkpoints(found),
-        "machine": _machine(found), "started as": _started(found), "cost": _cost(found["budget"]),
+        "machine": [machine_of(found), f"python {found['python']}, {versions}"],
+        "started as": [shlex.join(start_command(found)), f"git {found['git']}" if found["git"] else ""],
+        "cost": _cost(found["budget"]),
         "evaluation": describe_evaluation(found["evaluation"]), "alerts": _alerts(found["alerts"]),
         "samples": _samples(found),
         "post-mortems": [Path(path).name for path in found["post_mortems"]],
@@ -369,8 +366,13 @@ def checks_of(found: dict[str, Any]) -> list[Expectation]:
     return [Expectation(each["metric"], each["low"], each["high"], each["value"]) for each in checks]
 
 
+def start_command(found: dict[str, Any]) -> list[str]:
+    """The command that started a run; `python -m lm` is written as `lm`, and a script by its name."""
+    command = list(map(str, found["command"]))
+    return ["lm", *command[1:]] if command[:1] == ["__main__.py"] else command
+
+
 def machine_of(found: dict[str, Any]) -> str:
-    """The devices of a run and their host."""
     devices = f"{found['world_size'] or 1} x {found['device'] or 'unknown device'}"
     return devices + (f" on {found['host']}" if found["host"] else "")
 
@@ -389,13 +391,13 @@ def _about(found: dict[str, Any]) -> list[str]:
 def _progress(found: dict[str, Any]) -> list[str]:
     if found["step"] is None:
         return ["no step taken yet"]
-    share = f" ({found['step'] / found['max_steps']:.0%})" if found["max_steps"] else ""
-    of = f" of {found['max_steps']:,}" if found["max_steps"] else ""
+    last = found["max_steps"]
+    of = f" of {last:,} ({found['step'] / last:.0%})" if last else ""
     tokens = "" if found["tokens"] is None else f", {format_count(found['tokens'])} tokens"
     left = f", {format_duration(found['eta_seconds'])} to go" if found["eta_seconds"] else ""
     entered = f", last started {format_duration(time.time() - found['entered'])} ago" if found["entered"] else ""
     return [
-        f"step {found['step']:,}{of}{share}{tokens}{left}",
+        f"step {found['step']:,}{of}{tokens}{left}",
         f"started {found['started']}{entered}" if found["started"] else "",
     ]
 
@@ -458,18 +460,15 @@ def _training(config: dict[str, Any]) -> list[str]:
     optimizer, schedule = model.get("optimizer") or {}, model.get("schedule") or {}
     if not optimizer:
         return []
+    mixture = ", ".join(f"{source['name']} ({source.get('weight', 1):g} of {source.get('path') or source.get('train')})"
+                        for source in data.get("sources") or [])  # fmt: skip
     return [
         f"{optimizer.get('class_path') or optimizer.get('name')}, lr {optimizer.get('lr')}, "
         f"{schedule.get('name')} schedule, "
         f"{data.get('global_batch_tokens')} tokens a step of {data.get('seq_len')}, {trainer.get('precision')}, "
         f"seed {config.get('seed_everything')}",
-        f"data {data.get('path') or data.get('train') or ', '.join(map(_source, data.get('sources') or []))}",
+        f"data {data.get('path') or data.get('train') or mixture}",
     ]
-
-
-def _source(source: dict[str, Any]) -> str:
-    """A source of a mixture, from a config."""
-    return f"{source['name']} ({source.get('weight', 1):g} of {source.get('path') or source.get('train')})"
 
 
 def _checkpoints(found: dict[str, Any]) -> list[str]:
@@ -478,18 +477,6 @@ def _checkpoints(found: dict[str, Any]) -> list[str]:
         marks = [mark for mark in ("best", "last") if checkpoint[mark]]
         parts.append(f"step {checkpoint['step']:,} ({', '.join([*marks, format_bytes(checkpoint['bytes'])])})")
     return [", ".join(parts) or "none yet"]
-
-
-def _machine(found: dict[str, Any]) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return [machine_of(found), f"python {found['python']}, {versions}"]
-
-
-def _started(found: dict[str, Any]) -> list[str]:
-    command = list(found["command"])
-    if command and command[0] == "__main__.py":
-        command[0] = "lm"
-    return [shlex.join(map(str, command)), f"git {found['git']}" if found["git"] else ""]
 
 
 def _cost(budget: dict[str, Any] | None) -> list[str]:

@@ -31,7 +31,7 @@ from lm.runs.history import Series, curve, labels, trunk_metrics
 from lm.runs.metrics import METRICS
 from lm.runs.run import ROOT, Run
 from lm.runs.seeds import OF_A_RUN, Group, group_by_seed, mean_curve, spread, welch
-from lm.system.files import digest, load_checksummed, new_folder, refuse_url
+from lm.system.files import digest, finite_or_none, load_checksummed, new_folder, refuse_url
 
 CHART_HEIGHT = 20
 X_LABELS = {"step": "step", "tokens": "tokens", "flops": "operations", "time": "hours"}
@@ -69,9 +69,9 @@ def compare(
     folders = [registry.find_run(name, root) for name in runs]
     if len({folder.path.resolve() for folder in folders}) < len(folders):
         raise RequestError("a run cannot be compared with itself; name each once")
-    metrics = [folder.metrics() for folder in folders]
-    trunks = [[] if x == "time" else trunk_metrics(folder) for folder in folders]
-    drawn = [trunk + lines for trunk, lines in zip(trunks, metrics, strict=True)]
+    drawn = metrics = [folder.metrics() for folder in folders]
+    if x != "time":
+        drawn = [trunk_metrics(folder) + lines for folder, lines in zip(folders, metrics, strict=True)]
     if x == "flops":
         drawn = [_with_flops(*pair) for pair in zip(folders, drawn, strict=True)]
     names = labels(folders)
@@ -170,7 +170,7 @@ def _number(value: float | None) -> str:
 def _compare_groups(
     groups: Sequence[Group], rows: list[dict[str, Any]], metric: str, shown: Sequence[Series]
 ) -> dict[str, Any]:
-    """What `--json` has more where there are groups of several seeds: their spread, and each against the first."""
+    """The spread of each group, and each against the first, as `--json` has them."""
     found: dict[str, Any] = {
         "groups": [
             {"group": group.name, "runs": [rows[place]["run"] for place in group.members], "seeds": group.seeds,
@@ -195,7 +195,6 @@ def _compare_groups(
 
 
 def _print_groups(console: Console, compared: dict[str, Any], rows: list[dict[str, Any]], metric: str) -> None:
-    """Mean and spread of each group, then every other group against the first."""
     groups, by_name = compared["groups"], {row["run"]: row for row in rows}
     cells: list[list[str | Text]] = []
     for measure in dict.fromkeys(name for group in groups for name in group["measures"]):
@@ -281,11 +280,7 @@ def export(
 
 
 def write_export(run: Run, checkpoint: Path | None, folder: Path) -> None:
-    """Fill a folder with everything; the manifest, which has a digest of every other file, comes last.
-
-    Raises:
-        RunError: the weights are not those that the checkpoint was written with.
-    """
+    """Fill a folder with everything; the manifest, which has a digest of every other file, comes last."""
     metrics = run.metrics()
     write_metrics(metrics, folder)
     draw_pictures(metrics, folder, run.name)
@@ -302,7 +297,7 @@ def write_export(run: Run, checkpoint: Path | None, folder: Path) -> None:
             raise RunError(f"{checkpoint / 'model.safetensors'} is damaged: its digest is not the one that was written")
     manifest = manifest_of(run, metrics, checkpoint)
     manifest["files"] = {path.name: digest(path) for path in sorted(folder.iterdir())}
-    text = jsonlib.dumps(jsonlib.loads(to_json(manifest)), indent=2, ensure_ascii=False)
+    text = jsonlib.dumps(finite_or_none(manifest), indent=2, ensure_ascii=False)
     (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -380,11 +375,7 @@ def _interrupted(series: Series) -> Series:
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """The digest of the weights that a checkpoint was written with.
-
-    Raises:
-        LmError: its trainer.json is damaged.
-    """
+    """The digest of the weights that a checkpoint was written with."""
     try:
         return load_checksummed((checkpoint / "trainer.json").read_bytes())["digests"]["model.safetensors"]
     except (ValueError, KeyError, TypeError) as error:

@@ -25,10 +25,8 @@ class BlockCache:
     """Decoded blocks of remote shards in a local folder, bounded, least recently used out first.
 
     Any number of processes may use the folder: an entry appears whole by a rename, one that another process removed is
-    read again, and of those that want the same block one fetches it while the others wait.
-
-    Args:
-        max_bytes: of all files in the folder; processes that write at the same moment may exceed it by a block each.
+    read again, and of those that want the same block one fetches it while the others wait. Processes that write at the
+    same moment may exceed `max_bytes`, which all files have together, by a block each.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int):
@@ -73,13 +71,12 @@ class BlockCache:
 
     def put(self, key: str, block: np.ndarray) -> None:
         """Keep a block, if it fits at all; a full disk is a warning, since training works without a cache."""
-        needed = block.nbytes + CHECKSUM
         if not self.fits(block.nbytes):
             return
         temporary = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._make_room(needed)
+            self._make_room(block.nbytes + CHECKSUM)
             with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".tmp", delete=False) as file:
                 temporary = file.name
                 file.write(_checksum(block))

@@ -61,18 +61,13 @@ class Shard:
 
     @contextmanager
     def open(self, footer: pq.FileMetaData | None = None) -> Iterator[tuple[pq.ParquetFile, str | None]]:
-        """The open file, with checksums verified, and the digest of its footer; a footer that is given is not read.
-
-        Raises:
-            pyarrow.ArrowInvalid: the footer is not the one in the manifest. Arrow never parses such a footer, since it
-                does not survive all damage to one.
-        """
+        """The open file, with checksums verified, and the digest of its footer; a footer that is given is not read."""
         with open_file(self.filesystem, self.path, f"shard {self.file}", self.patience) as handle:
             digest = None
             if footer is None:
                 content = read_footer(handle)
                 digest = footer_digest(content)
-                if self.digest not in (None, digest):
+                if self.digest not in (None, digest):  # never parsed: Arrow does not survive all damage to a footer
                     raise pa.ArrowInvalid("its footer is not the one that it had when it was written")
                 footer = parse_footer(content)
             yield pq.ParquetFile(handle, metadata=footer, page_checksum_verification=True), digest
@@ -83,7 +78,7 @@ def find_shards(
 ) -> tuple[list[Shard], int | None]:
     """The shards of a folder, glob, file or URL with their token counts, and the manifest's size of the vocabulary.
 
-    The size is None where there is no manifest. `Shards.open` says what the arguments are, and what is raised.
+    The size is None where there is no manifest. `Shards.open` says what the arguments are.
     """
     listing = list_files(source, patience)
     files, manifest = listing.files, None

@@ -57,9 +57,7 @@ class PrepareOptions:
     sample_bytes: Count = Count(200_000_000)
 
     def check(self) -> None:
-        """Raises:
-        RequestError: an option is out of range.
-        """
+        """Refuse options that are out of range."""
         if not self.output:
             raise RequestError("say with --output which folder to make")
         refuse_url("--output", self.output)
@@ -121,12 +119,7 @@ class PhaseConfig:
 
 
 def check_mixture(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig]) -> None:
-    """Refuse settings that make no mixture. (A dataclass that raises here would be one of several types to its parser.)
-
-    Raises:
-        RequestError: a name, path or number out of range, names that are given twice or unknown, phases out of order,
-            or weights that are all 0.
-    """
+    """Refuse settings that make no mixture. (Said by `SourceConfig`, it would be lost among the types of an option.)"""
     if not sources:
         raise RequestError("data.sources is empty: give at least one {name, path, weight}")
     names = [source.name for source in sources]

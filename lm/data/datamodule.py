@@ -44,13 +44,8 @@ def text_batches(
     """Masked batches of documents, for `lm predict`: every document is cut into windows.
 
     A document begins with the end-of-text token as its first context, as it does in training, and every one of its
-    tokens is predicted once.
-
-    Args:
-        sources: files, folders or URLs, as `lm data prepare --input` takes them.
-        seq_len: predicted tokens of a row.
-        micro_batch: rows of a batch; those that fill up the last one do not count.
-        rows: gets the name of the document and the first token of every row, in order.
+    tokens is predicted once. `rows` gets the name of the document and the first token of every row, in order; rows
+    that fill up the last batch do not count.
     """
 
     def windows() -> Iterator[np.ndarray]:
@@ -89,7 +84,7 @@ class DataModule(LightningDataModule):
         self.global_batch_tokens = config.global_batch_tokens
         self.cache = BlockCache(config.cache_dir, config.cache_bytes)
         self.seed = 0  # of the order of samples
-        self.global_batch = config.micro_batch_size  # samples of an optimizer step
+        self.global_batch = config.micro_batch_size  # samples of an optimizer step, over all ranks
         self.consumed = 0  # samples trained on so far
         self.tokenizer: Tokenizer | None = None
         # Bytes of text of each token in what is evaluated: (V,) fp64; of a mixture (sources, V).
@@ -102,14 +97,7 @@ class DataModule(LightningDataModule):
         self, *, seed: int | None = None, seq_len: int | None = None, global_batch: int | None = None,
         consumed: int | None = None,
     ) -> None:  # fmt: skip
-        """Set what decides which samples the next step has; what is not given stays as it is.
-
-        Args:
-            seed: of the order of samples.
-            seq_len: predicted tokens of a sample.
-            global_batch: samples of an optimizer step, over all ranks.
-            consumed: samples trained on so far.
-        """
+        """Set what decides which samples the next step has; what is not given stays as it is."""
         given = {"seed": seed, "seq_len": seq_len, "global_batch": global_batch, "consumed": consumed}
         vars(self).update({name: value for name, value in given.items() if value is not None})
 
@@ -173,7 +161,6 @@ class DataModule(LightningDataModule):
             raise RequestError(f"data.sources {source.name}: {error}") from error
 
     def _common_tokenizer(self) -> Tokenizer:
-        """The tokenizer of all sources."""
         found = []
         for source in self.sources:
             with self._errors_of(source):
@@ -338,15 +325,12 @@ class DataModule(LightningDataModule):
         )
 
     def val_dataloader(self) -> Any:
-        """The first `val_tokens` of the validation shards, in order."""
         return self._windows("val")
 
     def test_dataloader(self) -> Any:
-        """All of the test shards, in order."""
         return self._windows("test")
 
     def predict_dataloader(self) -> Any:
-        """The samples of the texts of `data.texts`, in order."""
         texts = self.options.texts
         if not texts:
             raise RequestError("nothing to predict on: give text files, JSONL or Parquet with --data.texts")
@@ -366,6 +350,7 @@ class DataModule(LightningDataModule):
         return max(1, self.options.val_tokens // self.seq_len // len(self.sources))
 
     def _windows(self, split: str) -> Any:
+        """The windows of a split in order, up to its limit."""
         if split not in self.shards:
             return []
         parts = [

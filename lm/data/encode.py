@@ -80,19 +80,18 @@ def plan_units(files: list[TextFile]) -> list[Unit]:
     groups: list[list[tuple[TextFile, int, int]]] = [[]]
     held = 0
     for file in files:
-        parts = -(-file.text_bytes // target) if file.divisible else 1
-        for part in range(max(1, parts)):
-            groups[-1].append((file, part, max(1, parts)))
-            held += file.text_bytes / max(1, parts)
+        parts = max(1, -(-file.text_bytes // target)) if file.divisible else 1
+        for part in range(parts):
+            groups[-1].append((file, part, parts))
+            held += file.text_bytes / parts
             if held >= target * 0.9:  # parts of a large file are a little smaller than the target
                 groups.append([])
                 held = 0
-    slices = [tuple(group) for group in groups if group]
-    return [Unit(group, int(sum(file.text_bytes / parts for file, _, parts in group))) for group in slices]
+    sizes = [int(sum(file.text_bytes / parts for file, _, parts in group)) for group in groups]
+    return [Unit(tuple(group), size) for group, size in zip(groups, sizes) if group]
 
 
 def unit_pieces(unit: Unit, text_key: str, tokenizer: Tokenizer | None) -> Iterator[Piece]:
-    """The documents of a unit."""
     for file, part, parts in unit.slices:
         yield from read_pieces(file, part, parts, text_key, tokenizer)
 
@@ -173,7 +172,7 @@ def _tools(recipe: Recipe) -> tuple[Encoder, np.ndarray]:
 
 
 class _Part:
-    """A file of ids that is being written. A half-written one is never read: the record of its unit is written last."""
+    """A file of ids that is being written."""
 
     def __init__(self, stack: ExitStack, path: Path, split: str) -> None:
         self._path = path
@@ -199,10 +198,8 @@ def part_ids(folder: Path, file: str, dtype: np.dtype) -> np.ndarray:
 def write_shard(
     path: Path, slices: Sequence[Slice], folder: Path, packed_seq_len: int | None = None
 ) -> dict[str, Any]:
-    """Copy slices of the parts in `folder` to one shard; returns its entry of the manifest.
-
-    Args:
-        packed_seq_len: the documents are packed into rows that predict so many tokens; None: one row a document.
+    """Copy slices of the parts in `folder` to one shard, with one row a document, or with documents packed into rows
+    that predict `packed_seq_len` tokens; returns its entry of the manifest.
     """
     tokenizer = Tokenizer.load(folder)
     packed = None if packed_seq_len is None else PackedRows(packed_seq_len, tokenizer.eos_id)
@@ -218,7 +215,6 @@ def write_shard(
 
 
 def _copy_documents(writer: ShardWriter, slices: Sequence[Slice], folder: Path, eos_id: int) -> None:
-    """One row a document."""
     for file, start, stop in slices:
         for first in range(start, stop, ROW_GROUP_TOKENS):
             count = min(ROW_GROUP_TOKENS, stop - first)
@@ -268,17 +264,9 @@ def _copy_packed(writer: ShardWriter, slices: Sequence[Slice], folder: Path, pac
 def run_tasks(
     function: Callable[..., Any], tasks: Sequence[tuple], sizes: Sequence[int], doing: str, workers: int | None
 ) -> list[Any]:
-    """Call a function for every task, in processes where there is much to do.
+    """Call a function, which is importable by name, with the arguments of every task; in processes for much work.
 
-    Args:
-        function: importable by name; it writes files.
-        tasks: arguments of each call.
-        sizes: work of each, in bytes of text or tokens.
-        doing: label of the progress bar.
-        workers: processes; one a core if None.
-
-    Raises:
-        RunError: a process died.
+    `sizes` is the work of each task, in bytes of text or tokens. There is one worker a core if None is given.
     """
     columns = (TextColumn(doing), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:

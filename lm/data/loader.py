@@ -53,28 +53,19 @@ class Batch:
     In training a batch is one rank's part of a whole optimizer step, which `split` divides into micro-batches. Tokens
     stay as small as they are stored until they are on their device. It is not a dataclass, since Lightning takes
     those apart, field by field.
-
-    Args:
-        tokens: (B, T + 1) uint16 or int32, on any device.
-        cursor: the samples that the step consumes; None outside of training.
-        mask: (B, T) bool, False where a target does not count; None when all of them count.
-        bad: for every row that could not be read, what is wrong with its shard.
-        counted: how many values of the mask are True, where that is known.
-        row_documents: how many documents each row's inputs hold at most; None: not counted.
-        sources: (B,) int64, the source of each row in a mixture, from 0; None: there is one source.
     """
 
     def __init__(
         self, tokens: Tensor, cursor: Cursor | None = None, mask: Tensor | None = None, bad: tuple[str, ...] = (),
         counted: int | None = None, row_documents: tuple[int, ...] | None = None, sources: Tensor | None = None,
     ) -> None:
-        self.tokens = tokens
-        self.cursor = cursor
-        self.mask = mask
-        self.bad = bad
-        self._counted = counted
-        self.row_documents = row_documents
-        self.sources = sources
+        self.tokens = tokens  # (B, T + 1) uint16 or int32, on any device
+        self.cursor = cursor  # None outside of training
+        self.mask = mask  # (B, T) bool, False where a target does not count; None when all of them count
+        self.bad = bad  # for every row that could not be read, what is wrong with its shard
+        self._counted = counted  # values of the mask that are True, where that is known
+        self.row_documents = row_documents  # how many each row's inputs hold at most; None: not counted
+        self.sources = sources  # (B,) int64, of each row in a mixture, from 0; None: there is one source
 
     @property
     def input_ids(self) -> Tensor:
@@ -119,7 +110,6 @@ class Batch:
         return None if self.row_documents is None else 1 << (sum(self.row_documents) - 1).bit_length()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The same batch on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
@@ -154,13 +144,11 @@ class Request(NamedTuple):
 class Reading(NamedTuple):
     """What to do when a block cannot be read.
 
-    Args:
-        timeout: seconds to wait for one.
-        on_bad_shard: `raise`; or `skip`, which leaves the targets of a damaged block out of the loss. Every sample
-            keeps its place in the order, so nothing else changes.
+    `skip` leaves the targets of a damaged one out of the loss. Every sample keeps its place in the order, so nothing
+    else changes.
     """
 
-    timeout: float = TIMEOUT
+    timeout: float = TIMEOUT  # seconds to wait for one
     on_bad_shard: OnBadShard = "raise"
 
 
@@ -168,17 +156,9 @@ class Stream(IterableDataset):
     """The endless training stream of one rank.
 
     Each batch is this rank's part of an optimizer step, which takes the next `global_batch` samples. Ranks and
-    micro-batches only divide them, so that any division sees the same samples in every step.
-
-    Args:
-        seq_len: T, the targets of a row.
-        start: the first sample that was not trained on yet.
-        global_batch: samples of an optimizer step over all ranks.
-        rank: this process, of `world`; it takes every `world`-th sample of a step.
-        shuffle_buffer: tokens of decoded blocks to hold at most; None takes what the order's lanes need.
-
-    Raises:
-        RequestError: a block alone is larger than the shuffle buffer.
+    micro-batches only divide them, so that any division sees the same samples in every step: rank `rank` of `world`
+    takes every `world`-th. `start` is the first sample that was not trained on yet. At most `shuffle_buffer` tokens of
+    decoded blocks are held; None takes what the order's lanes need.
     """
 
     def __init__(
@@ -210,14 +190,8 @@ class Windows(IterableDataset):
     """The first windows in the order in which they are stored, once, for evaluation.
 
     Each window is counted by exactly one rank. All ranks yield the same number of batches, since sharded models run
-    in lockstep: missing rows are filled up with rows whose mask is False.
-
-    Args:
-        seq_len: T, the targets of a row.
-        micro_batch: B, the rows of a batch.
-        limit: how many windows; None takes all.
-        rank: this process, of `world`; each takes one run of consecutive windows.
-        source: of a mixture, to say of every row.
+    in lockstep: missing rows are filled up with rows whose mask is False. A rank takes one run of consecutive windows
+    of the first `limit`, or of all. `source` is said of every row, in a mixture.
     """
 
     def __init__(
@@ -234,7 +208,6 @@ class Windows(IterableDataset):
         self.sources = None if source is None else np.full(micro_batch, source)  # (B,)
 
     def requests(self) -> Iterator[Request]:
-        """The samples of this rank's batches."""
         for first in range(self.first, self.first + self.batches * self.micro_batch, self.micro_batch):
             samples = np.arange(first, min(first + self.micro_batch, self.last))
             yield Request(samples, padding=self.micro_batch - len(samples), sources=self.sources)
@@ -263,9 +236,7 @@ class Assembler:
         self.ahead = min(SAMPLES_AHEAD, max(1, BLOCKS_AHEAD * BLOCK_TOKENS // seq_len))
 
     def batches(self) -> Iterator[Batch]:
-        """Raises:
-        DataError: a block cannot be read; names the file.
-        """
+        """One of each request; DataError names the file of a block that cannot be read."""
         try:
             self.look_ahead()
             while self.waiting:
@@ -370,11 +341,7 @@ class BlockBuffer:
         return True
 
     def take(self, block: int) -> Tokens:
-        """The tokens of the next sample's block, as soon as they are decoded.
-
-        Raises:
-            RunError: they cannot be read, or the wait was too long; names the file.
-        """
+        """The tokens of the next sample's block, as soon as they are decoded."""
         self.taken += 1
         while (tokens := self.decoded.get(block)) is None:
             try:

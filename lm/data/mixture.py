@@ -25,10 +25,15 @@ from lm.data.sampler import Order
 
 LONGEST_PERIOD = 2**16  # samples; weights without a smaller common unit are rounded to this part of their sum
 
-# ---- settings --------------------------------------------------------------------------------------------------------
+
+class Phase(NamedTuple):
+    """Weights from a sample on."""
+
+    start: int
+    shares: tuple[int, ...]  # of each source; 0 leaves it out
 
 
-def phases_of(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig], seq_len: int) -> "list[Phase]":
+def phases_of(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig], seq_len: int) -> list[Phase]:
     """The phases of a run; the first has the weights of the sources. Neighbours with the same shares are one phase."""
     given = [(0, {source.name: source.weight for source in sources})]
     given += [(phase.tokens, phase.weights) for phase in phases]
@@ -38,9 +43,6 @@ def phases_of(sources: Sequence[SourceConfig], phases: Sequence[PhaseConfig], se
         if not found or shares != found[-1].shares:
             found.append(Phase(-(-tokens // seq_len), shares))
     return found
-
-
-# ---- the order -------------------------------------------------------------------------------------------------------
 
 
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
@@ -86,13 +88,6 @@ def turns(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     return sources, earlier
 
 
-class Phase(NamedTuple):
-    """Weights from a sample on."""
-
-    start: int
-    shares: tuple[int, ...]  # of each source; 0 leaves it out
-
-
 def counts_of(phases: Sequence[Phase], samples: int) -> np.ndarray:
     """How many of the first `samples` samples are of each source: (sources,) int64."""
     total = np.zeros(len(phases[0].shares), dtype=np.int64)
@@ -105,14 +100,9 @@ def counts_of(phases: Sequence[Phase], samples: int) -> np.ndarray:
 
 
 def describe_change(before: dict, now: dict, samples: int) -> tuple[str, str]:
-    """What changed of a mixture before a resume.
+    """What changed of a mixture, `{"sources": names, "phases": [[start, shares], ...]}`, after so many samples.
 
-    Args:
-        before, now: `{"sources": names, "phases": [[start, shares], ...]}`.
-        samples: that were trained on.
-
-    Returns:
-        Why the run cannot be resumed, or nothing; and what is different from here on, or nothing.
+    Two texts, which may be empty: why the run cannot be resumed, and what is different from here on.
     """
     names, others = list(before["sources"]), list(now["sources"])
     if others[: len(names)] != names:

@@ -40,11 +40,8 @@ def pack_documents(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> Packin
 
     A document of more than `seq_len` tokens begins a row of its own and fills as many as it can; what is left of it
     begins the row after these. Rows are ordered by the first token of the documents in them, so that long and short
-    documents stay as mixed as they were.
-
-    Args:
-        begins: (documents,) int64, increasing: the first token of each document.
-        ends: (documents,) int64: the token after its last.
+    documents stay as mixed as they were. `begins` and `ends`, (documents,) int64, are the first token of each document,
+    increasing, and the token after its last.
     """
     lengths = ends - begins
     long = lengths > seq_len
@@ -66,12 +63,7 @@ def pack_documents(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> Packin
 
 
 def _best_fit(lengths: np.ndarray, alone: np.ndarray, seq_len: int) -> np.ndarray:
-    """The row of each span: (spans,) int64.
-
-    Args:
-        lengths: (spans,) tokens, from 1 to `seq_len`.
-        alone: (spans,) bool, those that begin a row, so that no two of them share one.
-    """
+    """The row of each span of 1 to `seq_len` tokens: (spans,) int64. No two of those that are `alone` share a row."""
     rows, count = np.empty(len(lengths), np.int64), 0
     open_rows: dict[int, list[int]] = defaultdict(list)  # space that is left -> rows
     spaces = 0  # bit s is set where a row with the space s is open

@@ -39,11 +39,7 @@ class BadBlock(RunError):
 
 
 def read_footer(handle: pa.NativeFile) -> bytes:
-    """The footer of a Parquet file, up to the end of the file.
-
-    Raises:
-        pyarrow.ArrowInvalid: this is not a Parquet file, or not the whole of it, or its footer is encrypted.
-    """
+    """The footer of a Parquet file, up to the end of the file."""
     size = handle.size()
     first = max(0, size - FOOTER_BYTES)
     end = handle.read_at(size - first, first)
@@ -56,13 +52,9 @@ def read_footer(handle: pa.NativeFile) -> bytes:
 
 
 def parse_footer(footer: bytes) -> pq.FileMetaData:
-    """What `read_footer` has read.
-
-    Raises:
-        pyarrow.ArrowInvalid: it is damaged, or columns are encrypted: Arrow aborts the process where it meets one.
-    """
+    """What `read_footer` has read; ArrowInvalid where it is damaged or columns are encrypted."""
     parsed = pq.read_metadata(pa.BufferReader(footer))
-    if parsed.serialized_size == len(footer) - 8 - SIGNATURE:
+    if parsed.serialized_size == len(footer) - 8 - SIGNATURE:  # Arrow aborts the process where it meets such a column
         raise pa.ArrowInvalid("it is encrypted")
     return parsed
 
@@ -94,10 +86,6 @@ class Column:
 
     Padding is left out: what `attention_mask` says 0 to, and with `pad_id` the run of that id at both ends of a row;
     of a run at the end one stays where it is the end-of-text token too.
-
-    Attributes:
-        dtype: of decoded ids: uint16 where they fit, else uint32.
-        row_dtype: of the rows of batches, for torch: uint16 or int32.
     """
 
     def __init__(
@@ -106,7 +94,8 @@ class Column:
         self.name, self.vocab_size, self.pad_id, self.eos_id = name, vocab_size, pad_id, eos_id
         self.limit = LARGEST_ID if vocab_size is None else vocab_size
         small = self.limit <= 2**16
-        self.dtype, self.row_dtype = np.dtype("u2" if small else "u4"), np.dtype("u2" if small else "i4")
+        self.dtype = np.dtype("u2" if small else "u4")  # of decoded ids
+        self.row_dtype = np.dtype("u2" if small else "i4")  # of the rows of batches, for torch
 
     def check_type(self, schema: pa.Schema, file: str) -> None:
         """Refuse a file without this column, or where it or one beside it does not hold lists of integers."""
@@ -132,7 +121,7 @@ class Column:
 
         An empty or null list is one null leaf value, so where there are none the tokens are the leaf values. Decoding
         finds null rows, and the row of ids outside the vocabulary. The first row group with labels is decoded in any
-        case, so that labels of another kind are found before any work. Raises as `decode` does.
+        case, so that labels of another kind are found before any work.
         """
         beside = self.beside(parquet.schema_arrow)
 
@@ -148,11 +137,9 @@ class Column:
         return [count_one(group) for group in range(parquet.metadata.num_row_groups)]
 
     def decode(self, parquet: pq.ParquetFile, group: int, file: str) -> Tokens:
-        """All tokens of a row group, end to end, every id inside the vocabulary.
+        """All tokens of a row group, end to end, every id inside the vocabulary; BadBlock names the row if not.
 
-        Raises:
-            BadBlock: nulls, ids outside the vocabulary, or masks and labels that do not fit; names row group and row.
-            pyarrow.ArrowException, OSError: bytes that cannot be read or decoded.
+        Bytes that cannot be read or decoded raise what Arrow raises, which is in DAMAGE.
         """
         beside = self.beside(parquet.schema_arrow)
         if MASK in beside:
@@ -259,7 +246,6 @@ def _lengths(rows: pa.ChunkedArray) -> np.ndarray:
 
 
 def _row_of(rows: pa.ChunkedArray, place: int) -> int:
-    """The row in which a value stands."""
     return int(np.searchsorted(np.cumsum(_lengths(rows)), place, side="right"))
 
 
@@ -288,16 +274,6 @@ class ShardWriter:
     That is about 1.9 bytes a token, and the fastest to read of all layouts of lists (zstd: 1.5 bytes, 0.85 of the
     speed). Every row group but the last has exactly ROW_GROUP_TOKENS; a row that crosses a border is cut there. Packed
     rows are not: a row group has as many of them as fit.
-
-    Args:
-        path: of the Parquet file, which is whole after `close`.
-        dtype: of the ids, uint16 or uint32.
-        tokenizer_sha256: kept in the file.
-        packed: what the rows are, where documents are packed into rows of the same length.
-
-    Attributes:
-        row_groups: tokens of each.
-        digest: of the footer, after `close`.
     """
 
     def __init__(
@@ -306,8 +282,8 @@ class ShardWriter:
         self.path, self.dtype = path, dtype
         row = 1 if packed is None else packed.seq_len + 1
         self._group_tokens = max(1, ROW_GROUP_TOKENS // row) * row
-        self.row_groups: list[int] = []
-        self.digest = ""
+        self.row_groups: list[int] = []  # tokens of each
+        self.digest = ""  # of the footer, after `close`
         self._tokens_digest = blake2b(digest_size=16)
         self._tokens, self._ends = np.empty(0, dtype), np.empty(0, np.int64)  # not yet written; where rows end in them
         element = pa.field("element", pa.from_numpy_dtype(dtype), nullable=False)
@@ -339,7 +315,6 @@ class ShardWriter:
         return self.path.stat().st_size
 
     def _write_group(self, count: int) -> None:
-        """Write the first `count` tokens as a row group."""
         tokens, ends = self._tokens[:count], self._ends[self._ends < count]
         offsets = np.concatenate([[0], ends, [count]]).astype(np.int32)
         rows = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens), type=self._schema.field(0).type)

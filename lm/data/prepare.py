@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 FEW_TOKENS = 10_000  # of validation; the loss over fewer is mostly noise
 LOSS_SPREAD = 2.5  # nats, standard deviation of a token's loss: 2 to 3 for tokens of a BPE
 MANIFEST, PARTS, PLAN = "manifest.json", ".parts", ".parts/plan.json"
-EARLIER = {"packing": "stream"}  # of folders that were made before there was such an option
 CUT_SEARCH = 4096  # tokens in which the end of a line or document is looked for
 
 
@@ -64,13 +63,7 @@ class Split(NamedTuple):
 def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Make shards, or continue making them; a finished folder that fits the options is left as it is.
 
-    Returns:
-        The content of `manifest.json`.
-
-    Raises:
-        RequestError: an option or input is wrong, or the folder was made with other ones; says what differs.
-        RunError: a file cannot be read; names the file and line or row.
-        Interrupted: stopped by Ctrl-C; the same command continues.
+    Returns the content of `manifest.json`.
     """
     options.check()
     output, parts = Path(options.output), Path(options.output) / PARTS
@@ -223,13 +216,12 @@ def _compare(output: Path, name: str, plan: dict[str, Any]) -> tuple[dict[str, A
 
 
 def _read(output: Path, name: str) -> dict[str, Any]:
-    """A manifest or plan."""
     file = output / name
     try:
         made = parse_json(file.read_bytes())
         if not all(isinstance(entry["name"], str) for entry in made["sources"]):
             raise ValueError("a source has no name")
-        return made | {"options": {**EARLIER, **made["options"]}}
+        return made | {"options": {"packing": "stream", **made["options"]}}  # before that was an option, it was so
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{file} is damaged ({error}); {_start_anew(output)}") from error
 
@@ -265,9 +257,13 @@ def _tokenizer(options: PrepareOptions, parts: Path, units: list[Unit], given: T
 
 def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -> Iterator[str]:
     """Training documents, of much text the beginnings of units; all documents where none is for training."""
+
+    def scattered(unit: Unit) -> bytes:  # an order that has nothing to do with that of the files
+        return blake2b(repr([(file.name, part) for file, part, _ in unit.slices]).encode()).digest()
+
     limit, nothing = options.sample_bytes, True
     per_unit = limit if sum(unit.text_bytes for unit in units) <= limit else max(limit // len(units), 2**20)
-    for unit in sorted(units, key=_scattered):
+    for unit in sorted(units, key=scattered):
         left, wanted = min(limit, per_unit), None
         for piece in unit_pieces(unit, options.text_key, None):
             if wanted is None:  # a document begins
@@ -285,12 +281,6 @@ def _sample(options: PrepareOptions, units: list[Unit], training: bool = True) -
             return
     if nothing and training:
         yield from _sample(options, units, training=False)
-
-
-def _scattered(unit: Unit) -> bytes:
-    """An order that has nothing to do with that of the files."""
-    names = [(file.name, part) for file, part, _ in unit.slices]
-    return blake2b(repr(names).encode()).digest()
 
 
 def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, tuple[Slice, ...]]]:
@@ -312,11 +302,7 @@ def _shards(output: Path, split: Split, shard_tokens: int) -> list[tuple[Path, t
 
 
 def divide(parts: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path) -> list[Split]:
-    """The splits that the parts of all units make: "train", and "val" unless no validation was asked for.
-
-    Raises:
-        RequestError: there is no text.
-    """
+    """The splits that the parts of all units make: "train", and "val" unless no validation was asked for."""
     train, val = (_gather(name, [part for part in parts if part["split"] == name]) for name in ("train", "val"))
     documents, held_out = train.counts["documents"], val.counts["documents"]
     if documents and (held_out or val_fraction == 0):

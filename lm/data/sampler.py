@@ -46,16 +46,12 @@ def lanes_for(largest_block: int, shuffle_buffer: int) -> int:
 
 
 class Order:
-    """The order of samples: `locate(i)` says which window sample `i` is."""
+    """The order of samples: `locate(i)` says which window sample `i` is.
+
+    `lanes`, a power of two, are part of the order. `shuffle=False` gives the windows as they are stored, every epoch.
+    """
 
     def __init__(self, windows_per_block, seed: int, lanes: int = MAX_LANES, shuffle: bool = True):
-        """
-        Args:
-            windows_per_block: (blocks,) how many windows each block has; 0 is fine.
-            seed: any integer.
-            lanes: a power of two, see the module's docstring; they are part of the order.
-            shuffle: False gives the windows as they are stored, every epoch.
-        """
         self.windows = np.asarray(windows_per_block, dtype=np.int64)  # (blocks,)
         self.total = int(self.windows.sum())
         if self.total < 1 or lanes < 1 or lanes & (lanes - 1):
@@ -72,8 +68,7 @@ class Order:
     def locate(self, samples) -> tuple[np.ndarray, np.ndarray]:
         """The block of each sample, and its window in that block: two (n,) int64 arrays.
 
-        Args:
-            samples: (n,) indices >= 0; index `epoch * total + j` is the j-th sample of that epoch.
+        Sample `epoch * total + j` is the j-th of that epoch.
         """
         epochs, places = np.divmod(np.asarray(samples, dtype=np.int64), self.total)
         blocks, windows = np.empty_like(places), np.empty_like(places)

@@ -65,15 +65,7 @@ class Block(NamedTuple):
 
 
 class Shards:
-    """All shards of a source; `Shards.open` makes one. Safe to use from several threads, and picklable.
-
-    Attributes:
-        by_file: every Shard by its path or URL.
-        blocks: every Block, in the order of the files.
-        tokens: of all blocks.
-        labels: whether some tokens may not be targets.
-        packed: what the rows are, where documents were packed into them; else None.
-    """
+    """All shards of a source; `Shards.open` makes one. Safe to use from several threads, and picklable."""
 
     def __init__(
         self, shards: Collection[Shard], blocks: Sequence[Block], column: Column, source: str,
@@ -82,7 +74,7 @@ class Shards:
         self.column, self.source, self.cache, self.blocks = column, source, cache, list(blocks)
         self.tokens = sum(block.tokens for block in blocks)
         self.packed = _packed(shards, source)
-        self.labels = self.packed is not None or any(shard.labels for shard in shards)
+        self.labels = self.packed is not None or any(shard.labels for shard in shards)  # some may be no targets
         self.by_file = {shard.file: shard for shard in shards}
         self._footers: dict[str, pq.FileMetaData] = {}
 
@@ -94,24 +86,18 @@ class Shards:
     ) -> "Shards":
         """Find shards and learn their token counts; tokens are read only where the footers do not tell.
 
-        A file that is named twice, by whatever paths, counts once.
+        A file that is named twice, by whatever paths, counts once. RequestError names a file that cannot be used, and
+        RunError a remote source that failed again and again.
 
         Args:
             source: folders, globs, files or URLs. The split folder (`DIR/train`) of a folder that `lm data prepare`
                 made is checked against its manifest.
-            column: the column of token ids.
-            vocab_size: ids must be below it; None takes the manifests', or else 2**31.
+            column: `Column` says what it is, with `vocab_size`, `pad_id` and `eos_id`. Without a `vocab_size` the
+                manifests' is taken; with a `pad_id` all shards are read to count the other ids.
             tokenizer_sha256: of the tokenizer in use; shards that another one made are refused.
             cache: keeps blocks of remote shards on this machine.
             patience: seconds for all attempts of one read of a remote shard.
-            pad_id: the id that rows are filled up with; all shards are read to count the others.
-            eos_id: the end-of-text token, which stays once at the end of a row where it is the `pad_id` too.
             block_tokens: parts of several shards become one block of at most so many tokens; BLOCK_TOKENS if not given.
-
-        Raises:
-            RequestError: nothing there, no such column, a wrong type, a damaged file, another tokenizer, or shards
-                that are not what their manifest says; names the file.
-            RunError: a remote source failed again and again.
         """
         sources = [source] if isinstance(source, str) else list(source)
         if not sources:
@@ -133,13 +119,9 @@ class Shards:
 
     @classmethod
     def join(cls, sources: Mapping[str, "Shards"]) -> "Shards":
-        """The shards of several sources as one, their blocks one source after the other.
+        """The shards of several sources by name as one, their blocks one source after the other.
 
-        Args:
-            sources: name -> its shards, all with the same vocabulary.
-
-        Raises:
-            RequestError: a file is in two of them.
+        All have the same vocabulary; a file that is in two of them is refused.
         """
         first, *others = sources.values()
         if not others:
@@ -163,11 +145,7 @@ class Shards:
         return np.maximum(0, (tokens - (stride == seq_len)) // stride)
 
     def stride(self, seq_len: int) -> int:
-        """Tokens between the beginnings of windows.
-
-        Raises:
-            RequestError: documents were packed for windows of another length.
-        """
+        """Tokens from one window to the next; refuses documents that were packed for windows of another length."""
         if self.packed is None:
             return seq_len
         if self.packed.seq_len != seq_len:
@@ -202,11 +180,7 @@ class Shards:
         return np.empty(0, self.column.dtype)
 
     def require_buffer(self, shuffle_buffer: int) -> None:
-        """Refuse a buffer that does not hold the largest block.
-
-        Raises:
-            RequestError: names the block.
-        """
+        """Refuse a buffer that does not hold the largest block."""
         if self.largest.tokens > shuffle_buffer:
             raise RequestError(
                 f"{self.largest}: {self.largest.tokens} tokens in one piece, more than data.shuffle_buffer "
@@ -217,9 +191,8 @@ class Shards:
     def require_windows(self, seq_len: int, limit: int | None = None) -> int:
         """The number of windows.
 
-        Raises:
-            RequestError: there is none; or labels leave no target in the first `limit` windows, or in all, whose loss
-                would be NaN. Names the source.
+        Refuses shards without one, or whose labels leave no target in the first `limit` windows, or in all: their loss
+        would be NaN.
         """
         if not self.tokens:
             raise RequestError(f"{self.source} holds no token: it has no rows, or all of them are empty or padding "
@@ -273,11 +246,10 @@ class Shards:
 
     @property
     def largest(self) -> Block:
-        """The block with the most tokens."""
         return max(self.blocks, key=lambda block: block.tokens)
 
     def read(self, index: int) -> np.ndarray:
-        """Read the ids of one block of `blocks`; `read_tokens` says more."""
+        """The ids of `read_tokens`."""
         return self.read_tokens(index).ids
 
     def pieces(self, stop: int | None = None) -> Iterator[np.ndarray]:
@@ -296,16 +268,10 @@ class Shards:
             left -= len(ids)
 
     def read_tokens(self, index: int) -> Tokens:
-        """Read one block of `blocks`.
+        """Read one block of `blocks`, all ids inside the vocabulary.
 
-        Returns:
-            The ids, uint16 where the vocabulary has at most 65536 ids, else uint32, all of them inside the vocabulary;
-            and which of them are targets.
-
-        Raises:
-            BadBlock: nulls, ids outside the vocabulary, damaged bytes, or a number of tokens or content that is not
-                what the footer or manifest said; names the file, row group and row.
-            RunError: a file cannot be opened or read at all.
+        BadBlock names the file, row group and row of nulls, ids outside the vocabulary, damaged bytes, or tokens that
+        are not what the footer or manifest said. A file that cannot be opened or read at all is another RunError.
         """
         parts = self.blocks[index].parts
         if len(parts) > 1 and is_remote(parts[0].file):  # small files take as long to ask for as to read
@@ -354,7 +320,6 @@ class Shards:
         return tokens if self.by_file[part.file].column.holds(tokens.ids) else None
 
     def _fetch(self, part: Part) -> Tokens:
-        """Read a part of a remote shard."""
         try:
             return self._decode(part)
         except BadBlock:  # perhaps it was damaged on the way: fetch it once more
@@ -366,7 +331,9 @@ class Shards:
         shard, where, groups = self.by_file[part.file], str(part), []
         try:
             with shard.open(self._footers.get(shard.file)) as (parquet, _):
-                self._keep_footer(shard.file, parquet.metadata)
+                if len(self._footers) >= FOOTERS_KEPT:
+                    self._footers.clear()
+                self._footers[shard.file] = parquet.metadata
                 for group in part.row_groups:
                     where = f"shard {part.file}, row group {group}"
                     groups.append(shard.column.decode(parquet, group, part.file))
@@ -378,11 +345,6 @@ class Shards:
         except DAMAGE as error:
             raise _not_readable(where, error) from error
         return _join(groups)
-
-    def _keep_footer(self, file: str, footer: pq.FileMetaData) -> None:
-        if len(self._footers) >= FOOTERS_KEPT:
-            self._footers.clear()
-        self._footers[file] = footer
 
     def fingerprint(self) -> list[Fingerprint]:
         """Name below its source, bytes, tokens and content of every shard, in order, and its place in its block."""
@@ -399,11 +361,7 @@ class Shards:
 
 
 def _packed(shards: Collection[Shard], source: str) -> PackedRows | None:
-    """What the rows of shards are; None where they are documents.
-
-    Raises:
-        RequestError: shards differ, or there is a `data.pad_id`.
-    """
+    """What the rows of shards are, which is the same for all; None where they are documents."""
     first, *others = shards
     for other in others:
         if other.packed != first.packed:
@@ -441,7 +399,6 @@ def _parts(shard: Shard) -> Iterator[Part]:
 
 
 def _join(parts: Sequence[Tokens]) -> Tokens:
-    """Tokens end to end."""
     if len(parts) == 1:
         return parts[0]
     targets = None
@@ -464,11 +421,7 @@ def _not_readable(where: str, error: Exception) -> RunError:
 
 
 def common_file(train: Shards, val: Shards) -> tuple[str, str] | None:
-    """A file that both hold, by its paths in each: the same file, or a copy of it; None: there is none.
-
-    Raises:
-        RunError: files that seem to be copies cannot be read.
-    """
+    """A file that both hold, by its paths in each: the same file, or a copy of it; None: there is none."""
     by_identity = {file_identity(shard.file): shard for shard in train.by_file.values()}
     by_content = defaultdict(list)
     for shard in train.by_file.values():

@@ -99,17 +99,9 @@ class TextFile:
 
 
 def find_files(inputs: Sequence[str]) -> list[TextFile]:
-    """Find all files of several inputs.
+    """All files of files, folders, globs (`data/**/*.md`), URLs of any of them, or `embedded:sotu`, by name, each once.
 
-    Args:
-        inputs: files, folders, globs (`data/**/*.md`), URLs of any of them, or `embedded:sotu`. Of a folder, files
-            with known suffixes are taken; a file that is named is read as text, whatever its suffix.
-
-    Returns:
-        The files by name, each once.
-
-    Raises:
-        RequestError: there is nothing, or something that is not text; names it.
+    Of a folder, files with known suffixes are taken; a file that is named is read as text, whatever its suffix.
     """
     found: dict[Hashable, TextFile] = {}
     for file in (file for source in inputs for file in _find(source)):
@@ -222,17 +214,10 @@ def read_documents(inputs: Sequence[str], text_key: str = "text") -> Iterator[tu
 def read_pieces(
     file: TextFile, part: int = 0, parts: int = 1, text_key: str = "text", tokenizer: Tokenizer | None = None
 ) -> Iterator[Piece]:
-    """Documents of a part of a file; empty ones are left out.
+    """Documents of a part, from 0, of a file; empty ones are left out. Flat ids need the tokenizer that made them.
 
-    Args:
-        part: which part, from 0; the documents of all parts one after the other are those of the file.
-        parts: how many parts there are; more than 1 for divisible files only.
-        text_key: key or column of the text.
-        tokenizer: that flat ids were made with.
-
-    Raises:
-        RequestError: a plain text file holds something else.
-        RunError: the file cannot be read; names the file and line or row.
+    The documents of all parts one after the other are those of the file; there are several of divisible files only.
+    RunError names the line or row of a file that cannot be read.
     """
     try:
         if file.kind == "flat":
@@ -306,9 +291,7 @@ def _json_lines(file: TextFile, part: int, parts: int, key: str) -> Iterator[tup
 
 
 def _json_text(line: bytes, key: str) -> str:
-    """Raises:
-    ValueError: what is wrong with the line.
-    """
+    """The text of a line; ValueError says what is wrong with it."""
     try:
         entry = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -63,16 +63,9 @@ BEYOND = re.compile("[\U00010000-\U0010ffff]")  # their categories would make th
 
 
 class Tokenizer:
-    """A `tokenizer.json` and which of its tokens ends a document.
+    """The content of a `tokenizer.json`, of the `tokenizer_config.json` beside it, and which token ends a document.
 
-    Args:
-        text: content of a `tokenizer.json`.
-        config: content of the `tokenizer_config.json` beside it.
-        eos_token: the token that ends a document; from `config` or by its well-known name if not given.
-        name: what messages call it.
-
-    Raises:
-        RequestError: it is not a tokenizer, or no token is known to end a document.
+    That is `eos_token`; if it is not given, the one of `config` or of a well-known name.
     """
 
     def __init__(
@@ -91,7 +84,9 @@ class Tokenizer:
         self.vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.eos_token = self._end(eos_token, name)
         self.eos_id = self.vocabulary[self.eos_token]
-        self.unknown = _unknown(self.description["model"])
+        model = self.description["model"]
+        by_id = model.get("unk_id")
+        self.unknown: str | None = model.get("unk_token") if by_id is None else model["vocab"][by_id][0]
         self.encoder = self._without_spelled_tokens()
 
     @classmethod
@@ -100,9 +95,6 @@ class Tokenizer:
 
         The `meta.json` of character data (`{"stoi": ..., "itos": ...}`) will do too. Each may be a URL, which is copied
         to this machine.
-
-        Raises:
-            RequestError: there is none, it cannot be read, or no token is known to end a document.
         """
         path = _fetch(str(path)) if is_remote(str(path)) else path
         file = _find_file(Path(path))
@@ -199,9 +191,7 @@ class Tokenizer:
 
         transformers' `AutoTokenizer` adds what the post-processor says, such as a BOS (`prefix`), and reads the names
         of special tokens as these; with `add_special_tokens=False, split_special_tokens=True` it gives the same ids.
-
-        Raises:
-            RequestError: the text has something that the tokenizer has no token for, and it has no unknown token.
+        RequestError: the text has something that the tokenizer has no token for, and it has no unknown token.
         """
         try:
             return self.encoder.encode(text, add_special_tokens=False).ids
@@ -221,15 +211,12 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of UTF-8 that each token stands for inside a text; exact where tokens are of bytes or of characters.
+        """Bytes of UTF-8 that each token stands for inside a text: (vocab_size,) int32.
 
-        Others are decoded between two words, so that marks such as `##`, `</w>` and `▁` count as the blank that they
-        stand for, or as nothing. That is a blank too many at the borders of a document and between some signs;
-        `Shards.token_bytes` corrects it.
-
-        Returns:
-            (vocab_size,) int32; 0 for special tokens and for ids that no token has; at least 1 for all others, also
-            for the token that stands for what is unknown.
+        Exact where tokens are of bytes or of characters. Others are decoded between two words, so that marks such as
+        `##`, `</w>` and `▁` count as the blank that they stand for, or as nothing. That is a blank too many at the
+        borders of a document and between some signs; `Shards.token_bytes` corrects it. Special tokens and ids that no
+        token has are of 0 bytes, all others of at least 1, also the token that stands for what is unknown.
         """
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         added = self.backend.get_added_tokens_decoder()
@@ -312,10 +299,7 @@ def _fetch(url: str) -> Path:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2); decoding gives back any text exactly.
 
-    Args:
-        texts: what to learn from, read once.
-        vocab_size: tokens in all, at least 257; there are fewer where the texts do not hold as many pairs. The
-            first is `<|endoftext|>`.
+    There are fewer than `vocab_size` tokens where the texts do not hold as many pairs. The first is `<|endoftext|>`.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
@@ -352,13 +336,6 @@ def _no_token(error: Exception) -> RequestError:
         f"the tokenizer cannot encode a text ({first_line(error)}); take one with a token for every byte, or with one "
         "for what is unknown"
     )
-
-
-def _unknown(model: dict[str, Any]) -> str | None:
-    """The token that stands for what a model has no token for, if there is one."""
-    if model.get("unk_id") is not None:
-        return model["vocab"][model["unk_id"]][0]
-    return model.get("unk_token")
 
 
 def _adding_nothing(step: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -422,11 +399,7 @@ def id_type(vocab_size: int) -> np.dtype:
 
 
 class Encoder:
-    """Texts to ids, uint16 or uint32, by a tokenizer of any kind.
-
-    Attributes:
-        way: "words", "characters" or "tokenizers": how texts are encoded.
-    """
+    """Texts to ids, uint16 or uint32, by a tokenizer of any kind."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

@@ -60,15 +60,7 @@ def generate_text(
     alternatives: int = 0,
     step: Step = "dynamic",
 ) -> Iterator[NewText]:
-    """Continue texts and yield what follows as soon as it is sure; once for every token, row after row.
-
-    Args: as for `generation.generate`, and:
-        prompts: an empty one begins a document.
-
-    Raises:
-        RequestError: as `generation.generate`; or a prompt is not Unicode text.
-        RunError: logits are not finite.
-    """
+    """Continue texts as `generation.generate` does ids; yield what follows as soon as it is sure, once a token."""
     ids = [encode_prompt(tokenizer, prompt, sampling.begin) for prompt in prompts]
     texts = [GrowingText(tokenizer, prompt, sampling.stop) for prompt in ids]
     eos_id = None if sampling.ignore_eos else tokenizer.eos_id
@@ -88,19 +80,14 @@ def gather_texts(prompts: Sequence[str], news: Iterable[NewText]) -> list[Writte
     texts: list[list[NewText]] = [[] for _ in prompts]
     for new in news:
         texts[new.row].append(new)
-    written = []
-    for prompt, row in zip(prompts, texts, strict=True):
-        tokens = [new.token for new in row if new.token is not None]
-        written.append(Written(prompt, "".join(new.text for new in row), tokens, row[-1].reason))
-    return written
+    return [
+        Written(prompt, "".join(new.text for new in row), [new.token for new in row if new.token], row[-1].reason)
+        for prompt, row in zip(prompts, texts, strict=True)
+    ]
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, begin: Begin = "nothing") -> list[int]:
-    """A prompt's ids, at least one: an empty prompt begins a document.
-
-    Raises:
-        RequestError: the prompt is not Unicode text.
-    """
+    """A prompt's ids, at least one: an empty prompt begins a document."""
     try:
         ids = tokenizer.encode(prompt)
     except TypeError as error:  # of the library, where half of a surrogate pair stands in it
@@ -112,12 +99,8 @@ class GrowingText:
     """The text that tokens add to a prompt, token by token.
 
     Tokens are decoded together with those before them, because some tokenizers write a blank before a word only where
-    something stands before it. The tokens since the last but one sure place are enough for that.
-
-    Args:
-        tokenizer: that the tokens are of.
-        prompt: what stands before, at least one token.
-        stop: strings before which the text ends.
+    something stands before it. The tokens since the last but one sure place are enough for that. The prompt has at
+    least one token, and the text ends before any of the strings `stop`.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:

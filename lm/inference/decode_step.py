@@ -24,14 +24,8 @@ class Cache:
     """Keys and values of every layer, for rows of unequal length.
 
     A token's slot is its position, so a mask follows from positions alone. Shorter rows are padded at the end: padding
-    takes slots that the row's own tokens do not attend to, and the next tokens overwrite them.
-
-    Args:
-        config: of the decoder.
-        rows: B.
-        slots: the most tokens of a row, with its padding.
-        device: of the decoder.
-        dtype: the precision of the computation.
+    takes slots that the row's own tokens do not attend to, and the next tokens overwrite them. There are `slots` for
+    the most tokens of a row, with its padding.
     """
 
     def __init__(self, config: DecoderConfig, rows: int, slots: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -42,14 +36,11 @@ class Cache:
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # (B,), tokens of each row
 
     def extend(self, length: int, counts: Tensor, slots: int) -> Continuation:
-        """Reserve slots for the next tokens. The decoder must then be called once with the result.
+        """Reserve slots for the next T tokens, of which `counts` `(B,)`, at least one, are a row's own.
 
-        The shapes do not depend on the number of tokens so far, so the step can be compiled or captured as a graph.
-
-        Args:
-            length: T, with the padding of shorter rows.
-            counts: `(B,)`, tokens of each row without its padding, at least one.
-            slots: S, how many are attended to: at least those in use, the new ones included.
+        S `slots` are attended to: at least those in use, the new ones included. The decoder must then be called once
+        with the result. The shapes do not depend on the number of tokens so far, so the step can be compiled or
+        captured as a graph.
         """
         device = self.lengths.device
         positions = self.lengths[:, None] + torch.arange(length, device=device)  # (B, T)
@@ -79,11 +70,9 @@ def check_step(step: Step, device: torch.device) -> None:
 
 
 class DecodeStep:
-    """Runs the decoder on prompts, and then on one new token of each row at a time.
+    """Runs a decoder, in evaluation mode, on prompts, and then on one new token of each row at a time.
 
     Args:
-        decoder: in evaluation mode; inside `torch.autocast` it computes in that precision.
-        rows: B.
         tokens: the most of a row, with its padding.
         step: `dynamic`: a step attends to the slots in use, so its shape changes at every step; `static`: to a fixed
             number of slots, doubled when they are full, so that compiled blocks are compiled once; `cuda_graph`: the
@@ -150,13 +139,11 @@ class UncachedStep:
 
     @torch.no_grad()
     def read(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """Logits `(B, V)` in fp32 after prompts `(B, T)`, of which `counts` `(B,)` are a row's own."""
         self.rows = [row[:count] for row, count in zip(ids, counts.tolist())]
         return self._logits()
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits `(B, V)` after one more token of each row `(B, 1)`, in fp32."""
         longest = config_of(self.decoder).max_position_embeddings  # a row that has ended is still there
         self.rows = [torch.cat((row, token))[-longest:] for row, token in zip(self.rows, tokens)]
         return self._logits()

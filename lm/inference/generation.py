@@ -113,12 +113,7 @@ def generate(
         eos_id: the token that ends a row; None: none does.
         ended: called with every row and new token but `eos_id`; returns whether the row is to end with it.
         alternatives: how many of the likeliest tokens to report with every one that was chosen.
-        step: how the decoder is run; see `DecodeStep`.
-
-    Raises:
-        RequestError: a prompt is empty without an `eos_id`, has an id outside the vocabulary, or fills the context; or
-            `step` is impossible on this device.
-        RunError: logits are not finite.
+        step: see `DecodeStep`.
     """
     device, config = next(decoder.parameters()).device, config_of(decoder)
     check_step(step, device)
@@ -198,17 +193,12 @@ def _likeliest_tokens(logits: Tensor, totals: Tensor, count: int) -> list[list[t
 def choose_tokens(
     logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None, seen: Tensor | None = None
 ) -> Tensor:
-    """A token for each row.
+    """A token for each row, `(B,)`, by finite logits `(B, V)`.
 
     Args:
-        logits: `(B, V)`, finite, on any device.
-        sampling: temperature and filters.
         generator: random numbers, on the CPU, one for each row, so that a seed means the same on every device;
             None: torch's global ones.
         seen: `(B, V)`, true for the tokens that a row holds, for the repetition penalty.
-
-    Returns:
-        `(B,)` token ids, on the device of the logits.
     """
     if sampling.temperature == 0:
         return penalized(logits, sampling, seen).argmax(-1)
@@ -221,11 +211,9 @@ def choose_tokens(
 
 
 def candidates(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The tokens to choose among, at a temperature above 0.
+    """The tokens to choose among, at a temperature above 0, on the CPU.
 
-    Returns:
-        `(B, k)` weights, in proportion to the probabilities, and the ids `(B, k)` that they belong to; None: of all
-        tokens in their order. Both are on the CPU.
+    They are `(B, k)` weights, in proportion to the probabilities, and their ids `(B, k)`; None: all tokens in order.
     """
     logits = penalized(logits, sampling, seen)
     logits = logits - logits.amax(-1, keepdim=True)  # so that no temperature makes them overflow

@@ -31,14 +31,10 @@ class Attention(NamedTuple):
 
 @torch.no_grad()
 def attention_maps(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
-    """The attention weights of a sequence of T tokens, at most the context, by a decoder in evaluation mode.
+    """The attention weights of a sequence of T tokens, at most the context: `(layers, heads, T, T)` float32.
 
-    Returns:
-        `(layers, heads, T, T)` float32; `[l, h, t, s]` is how much token `t` takes from token `s`. Rows sum to one, and
-        are 0 beyond `t` and before a layer's window.
-
-    Raises:
-        RequestError: there are no tokens, or more than the context; or the model has an attention of its own.
+    `[l, h, t, s]` is how much token `t` takes from token `s`. Rows sum to one, and are 0 beyond `t` and before a
+    layer's window. The decoder is in evaluation mode.
     """
     if not isinstance(decoder, Decoder) or any(type(block.self_attn) is not SelfAttention for block in decoder.layers):
         raise RequestError("attention maps are of this project's SelfAttention, and this model has its own")
@@ -66,11 +62,7 @@ def _weights(queries: Tensor, keys: Tensor, mask: AttentionMask) -> Tensor:
 
 
 def attention_of(model: Pretrained, text: str) -> Attention:
-    """The attention maps of a text, which begins as documents do, after the token that ends one.
-
-    Raises:
-        RequestError: the text has more tokens than the context has room for.
-    """
+    """The attention maps of a text, which begins as documents do, after the token that ends one."""
     ids = [model.tokenizer.eos_id, *model.tokenizer.encode(text)]
     return Attention([visible(model.tokenizer.decode([token])) for token in ids], attention_maps(model.decoder, ids))
 
@@ -78,7 +70,7 @@ def attention_of(model: Pretrained, text: str) -> Attention:
 def draw_attention(attention: Attention, layer: int, heads: Sequence[int] | None = None) -> Figure:
     """A heat map of each head of a layer, or of some heads, all counted from 0; a text of up to 40 tokens reads well.
 
-    The tokens are along both sides, and the colour grows with the square root of the weight.
+    The colour grows with the square root of the weight.
     """
     maps = attention.maps[layer]
     heads = range(len(maps)) if heads is None else heads

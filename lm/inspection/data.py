@@ -22,8 +22,6 @@ from lm.system.files import DAMAGE
 
 SHARES = (0.5, 0.9, 0.99)  # of a text, for which `measure_use` says how many tokens make it up
 PATHS = ("path", "train", "val", "test", "tokenizer", "cache_dir")  # options of `data:` that are files or folders
-BINS = 40
-TEXT_WIDTH = 90  # characters of a line of a sample
 
 
 # ---- tokens and documents --------------------------------------------------------------------------------------------
@@ -51,9 +49,7 @@ def count_tokens(shards: Shards, vocab_size: int, stop: int | None = None) -> np
 def measure_documents(shards: Shards, tokenizer: Tokenizer, stop: int | None = None) -> Documents:
     """The sizes of the documents before token `stop`; a last one that does not end is left out.
 
-    Args:
-        shards: laid end to end; a document may continue in the next shard.
-        tokenizer: that they were made with; its end-of-text token ends a document.
+    Each ends with the tokenizer's end-of-text token, and may continue in the next shard.
     """
     sizes = shards.token_bytes(tokenizer)
     ends, bytes_at_ends = [np.zeros(1, np.int64)], [np.zeros(1)]  # counted from the first token
@@ -137,10 +133,7 @@ def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def divergence_parts(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """What each outcome adds to `jensen_shannon`: (..., V), none of it negative.
-
-    That is the entropy of the mean of both, less the mean of their entropies.
-    """
+    """What each outcome adds to `jensen_shannon`, the entropy of the mean less the mean entropy: (..., V)."""
     with np.errstate(invalid="ignore"):
         p, q = (torch.from_numpy(counts / counts.sum(-1, keepdims=True)) for counts in map(np.float64, (p, q)))
     parts = torch.special.entr((p + q) / 2) - (torch.special.entr(p) + torch.special.entr(q)) / 2
@@ -171,11 +164,7 @@ class Sample(NamedTuple):
 
 
 def open_data(run: Run) -> DataModule:
-    """The data of a run, opened as its fit opened it, from any working directory.
-
-    Raises:
-        RequestError: the run has no config, or its data is gone.
-    """
+    """The data of a run, opened as its fit opened it, from any working directory."""
     config = run.settings()
     if not isinstance(config.get("data"), dict) or type(config.get("seed_everything")) is not int:
         raise RequestError(f"{run.config} has no `data:` or no seed, so the samples of the run are not known")
@@ -202,11 +191,7 @@ def _with_paths_from(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_step(run: Run, data: DataModule, step: int | None = None, limit: int | None = None) -> list[Sample]:
-    """The first `limit` samples of an optimizer step of the run, in order; of the last one that it took, if not given.
-
-    Raises:
-        RequestError: the run has not taken this step.
-    """
+    """The first `limit` samples of an optimizer step of the run, in order; of the last one that it took by default."""
     step = steps_taken(run) if step is None else step
     first, count = samples_at(run, step)
     shown = count if limit is None else min(limit, count)
@@ -231,11 +216,7 @@ def steps_taken(run: Run) -> int:
 
 
 def samples_at(run: Run, step: int) -> tuple[int, int]:
-    """The first sample of an optimizer step, and how many it has.
-
-    Raises:
-        RequestError: the run has not taken this step.
-    """
+    """The first sample of an optimizer step that the run has taken, and how many it has."""
     taken = steps_taken(run)
     try:
         before = [entry for entry in run.read("run.json").get("stretches", []) if entry["step"] < step]
@@ -263,14 +244,12 @@ def split_documents(token_ids: list[int], data: DataModule) -> list[str]:
 
 def draw_document_lengths(splits: Mapping[str, Documents], context: int) -> Figure:
     """How long the documents of each split are; the context, in tokens, is marked."""
-    made, axes = figure(1, 1, width=8, height=4)
+    made, axes = figure(height=4)
     longest = max(int(one.tokens.max(initial=1)) for one in splits.values())
-    edges = np.geomspace(1, longest + 1, BINS + 1)
     for name, one in splits.items():
         count = len(one.tokens)
-        shares = np.full(count, 100 / max(1, count))
-        label = f"{name}, {count:,} documents"
-        axes.hist(one.tokens, edges, weights=shares, histtype="stepfilled", alpha=0.5, label=label)
+        axes.hist(one.tokens, np.geomspace(1, longest + 1, 41), weights=np.full(count, 100 / max(1, count)),
+                  histtype="stepfilled", alpha=0.5, label=f"{name}, {count:,} documents")  # fmt: skip
     axes.axvline(context, color=VERMILION, linestyle="--", label=f"context, {context:,} tokens")
     axes.set_xscale("log")
     label_axes(axes, "length of documents", "tokens", "% of the documents")
@@ -327,13 +306,13 @@ def moved_table(moved: Sequence[Moved], before: str, after: str) -> Html:
 
 
 def seen_table(samples: Sequence[Sample], documents: Sequence[Sequence[str]], most: int = 600) -> Html:
-    """Samples of a step as text, at most so many characters of each of their documents (`split_documents`)."""
+    """Samples of a step as text, at most so many characters of each of their documents, see `split_documents`."""
     rows = []
     for sample, texts in zip(samples, documents, strict=True):
         where = "rare tokens of a drill"
         if sample.shard is not None:
             where = f"{'/'.join(sample.shard.split('/')[-2:])}, window {sample.window}"
             where = where if sample.source is None else f"{sample.source}: {where}"
-        shown = "\n-- a document ends, another begins --\n".join(wrapped(text[:most], TEXT_WIDTH) for text in texts)
+        shown = "\n-- a document ends, another begins --\n".join(wrapped(text[:most], 90) for text in texts)
         rows.append((sample.sample, where, shown))
     return table(rows, ("sample", "from", "text"))

@@ -29,8 +29,6 @@ BLUE, ORANGE, _, VERMILION, *_, BLACK = COLORS
 # For amounts: lightness grows evenly, so it reads in grey, too. Lines leave out the brightest, which white swallows.
 SEQUENTIAL = colormaps["viridis"]
 COLORMAP_OF_LINES = ListedColormap(SEQUENTIAL(range(226)), "lines")
-DPI = 110
-MOST_BITS = 12  # a surprise from which on the colour is as strong as it gets: one in 4,096
 LEGEND = (1.0, 0.5, 0.1, 0.01, 0.001)
 
 
@@ -46,15 +44,11 @@ class Picture(Figure):
 def figure(
     rows: int = 1, columns: int = 1, width: float = 8, height: float = 4.5, **options: Any
 ) -> tuple[Figure, Any]:
-    """A figure of `rows` times `columns` axes, so many inches wide and high.
+    """A figure, so many inches wide and high, and its axes: one or an array, as of matplotlib's `Figure.subplots`.
 
-    Args:
-        options: for matplotlib's `Figure.subplots`, such as `sharey=True`.
-
-    Returns:
-        The figure, and its `Axes`: one, or an array of them as `Figure.subplots` gives it.
+    `options` are for `subplots`, such as `sharey=True`.
     """
-    made = Picture(figsize=(width, height), dpi=DPI, layout="constrained")
+    made = Picture(figsize=(width, height), dpi=110, layout="constrained")
     axes = made.subplots(rows, columns, **options)
     for panel in made.axes:
         panel.set_prop_cycle(cycler(color=COLORS))
@@ -100,29 +94,6 @@ def draw_curves(series: Sequence[Series], x: str, y: str, title: str = "", scale
     return made
 
 
-def heat_map(
-    axes: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], low: float, high: float
-) -> None:
-    """A heat map with the number in every cell.
-
-    Args:
-        axes: to draw on.
-        values: `(rows, columns)`; what is not finite stays white.
-        rows, columns: their names.
-        low, high: the values of the darkest and of the brightest colour.
-    """
-    axes.pcolormesh(np.ma.masked_invalid(values), cmap=SEQUENTIAL, vmin=low, vmax=high, edgecolors="white")
-    axes.set_xticks(np.arange(len(columns)) + 0.5, columns)
-    axes.set_yticks(np.arange(len(rows)) + 0.5, rows)
-    axes.tick_params(length=0)
-    axes.set_ylim(len(rows), 0)
-    for (row, column), value in np.ndenumerate(values):
-        if np.isfinite(value):
-            ink = "black" if value > low + 0.6 * (high - low) else "white"
-            middle = (column + 0.5, row + 0.5)
-            axes.annotate(f"{value:.2f}", middle, color=ink, ha="center", va="center", fontsize=8)
-
-
 # ---- tables and text -------------------------------------------------------------------------------------------------
 
 
@@ -153,10 +124,8 @@ def colored_text(
 ) -> Html:
     """Text whose background says how little each piece was expected, with a legend below.
 
-    Args:
-        pieces: of the text, in order.
-        probabilities: of each, in [0, 1]; None: it was given and not predicted, and stands in grey.
-        notes: what appears when the pointer rests on a piece; its probability if not given.
+    Pieces with the probability None were given, and stand in grey. A note appears when the pointer rests on its piece;
+    it is the probability if there are none.
     """
     notes = notes or ["" if p is None else f"probability {p:.3g}" for p in probabilities]
     spans = "".join(_span(*piece) for piece in zip(pieces, probabilities, notes, strict=True))
@@ -182,7 +151,7 @@ def _span(piece: str, probability: float | None, note: str) -> str:
     if probability is None:
         style = "color:#666"
     else:
-        surprise = -math.log2(max(probability, 2.0**-MOST_BITS)) / MOST_BITS  # 0 to 1
+        surprise = -math.log2(max(probability, 2.0**-12)) / 12  # 0 to 1: one in 4,096 is as strong as it gets
         style = f"background:{VERMILION}{round(255 * surprise):02x}"
     title = f" title='{html.escape(note, quote=True)}'" if note else ""
     return f"<span style='{style}'{title}>{html.escape(piece)}</span>"

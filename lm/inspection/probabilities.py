@@ -13,7 +13,6 @@ from lm.inference.completion import Written
 from lm.inference.pretrained import Pretrained
 from lm.inspection.drawing import BLUE, ORANGE, Html, colored_text, figure, label_axes, table, visible
 
-TINY = 2.0**-1074  # the smallest number above 0
 CHUNK = 128  # tokens whose distributions are looked at together
 
 
@@ -44,19 +43,12 @@ def expectations(model: Pretrained, text: str, alternatives: int = 5) -> list[Ex
     """What a model expects at every token of a text, which begins as documents do, with the likeliest alternatives.
 
     A text longer than the context is cut into windows; nothing before a window is known in it.
-
-    Raises:
-        RequestError: the text is empty.
     """
     return _expectations(model, [model.tokenizer.eos_id], model.tokenizer.encode(text), alternatives)
 
 
 def expectations_of(model: Pretrained, written: Written, alternatives: int = 5) -> list[Expectation]:
-    """What a model expects at every token of a generated text, its own or that of a model with the same tokenizer.
-
-    Raises:
-        RequestError: no token was written.
-    """
+    """What a model expects at every token of a generated text, its own or that of a model with the same tokenizer."""
     prompt = model.tokenizer.encode(written.prompt) or [model.tokenizer.eos_id]
     return _expectations(model, prompt, [token.id for token in written.tokens], alternatives)
 
@@ -123,7 +115,8 @@ def draw_expectations(expected: Sequence[Expectation]) -> Figure:
     """The bits that every token cost as bars, and the entropy of its place, the expected bits, as a line."""
     picture, axes = figure(width=max(8, 1.5 + 0.19 * len(expected)))
     places = range(len(expected))
-    axes.bar(places, [-math.log2(max(one.probability, TINY)) for one in expected], color=BLUE, label="this token")
+    costs = [-math.log2(max(one.probability, math.ulp(0.0))) for one in expected]
+    axes.bar(places, costs, color=BLUE, label="this token")
     axes.plot(
         places, [one.entropy for one in expected], ".-", color=ORANGE, linewidth=1.2, label="to be expected (entropy)"
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection.data import jensen_shannon
-from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, Html, figure, heat_map, label_axes, table
+from lm.inspection.drawing import BLACK, BLUE, COLORMAP_OF_LINES, ORANGE, SEQUENTIAL, Html, figure, label_axes, table
 from lm.inspection.probabilities import predictions
 from lm.model.custom import is_builtin
 from lm.model.decoder import Decoder
@@ -85,11 +85,7 @@ class Histogram(NamedTuple):
 
 
 def matrices(decoder: Decoder) -> dict[str, Tensor]:
-    """The matrices of a model in fp32 by their names in Hugging Face's files, so fused ones are taken apart.
-
-    Raises:
-        RequestError: one is not finite.
-    """
+    """The matrices of a model in fp32 by their names in Hugging Face's files, so fused ones are taken apart."""
     weights = to_huggingface({name: weight.detach() for name, weight in decoder.named_parameters()}, decoder.config)
     for name, weight in weights.items():
         if not weight.isfinite().all():
@@ -115,8 +111,7 @@ def spectra(decoder: Decoder) -> dict[str, np.ndarray]:
     """
     found = {}
     for name, weight in matrices(decoder).items():
-        matrix = weight.double()
-        tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT
+        tall = (weight if weight.shape[0] >= weight.shape[1] else weight.mT).double()
         found[name] = torch.linalg.eigvalsh(tall.mT @ tall).clamp(min=0).sqrt().flip(0).cpu().numpy()
     return found
 
@@ -128,9 +123,7 @@ def draw_histograms(histograms: Mapping[str, Histogram]) -> Figure:
         density = np.where(one.density > 0, one.density, np.nan)  # an empty bin is a gap and no fall to the bottom
         axes.stairs(density, one.edges, baseline=None, color=color, linewidth=1.2)
 
-    picture = _by_kind(histograms, curve, "weight", "density (log scale)", "log")
-    picture.suptitle("How the weights are distributed")
-    return picture
+    return _by_kind(histograms, curve, "How the weights are distributed", "weight", "density (log scale)", "log")
 
 
 def draw_spectra(found: Mapping[str, np.ndarray]) -> Figure:
@@ -139,13 +132,11 @@ def draw_spectra(found: Mapping[str, np.ndarray]) -> Figure:
     def curve(axes: Axes, values: np.ndarray, color: Any) -> None:
         axes.plot(np.arange(1, len(values) + 1), values / values[0], color=color, linewidth=1.2)
 
-    picture = _by_kind(found, curve, "which singular value", "share of the largest")
-    picture.suptitle("Singular values")
-    return picture
+    return _by_kind(found, curve, "Singular values", "which singular value", "share of the largest")
 
 
 def _by_kind(
-    found: Mapping[str, Any], curve: Callable[[Axes, Any, Any], None], x: str, y: str, scale: str = "linear"
+    found: Mapping[str, Any], curve: Callable[[Axes, Any, Any], None], title: str, x: str, y: str, scale: str = "linear"
 ) -> Figure:
     """A panel for each kind of weight, in which `curve` draws each layer's numbers in a colour."""
     kinds: dict[str, dict[int | None, Any]] = {}
@@ -165,6 +156,7 @@ def _by_kind(
     for axes in grid.flat[len(kinds) :]:
         axes.remove()
     picture.colorbar(colors, ax=picture.axes, label="layer", ticks=range(0, layers, -(-layers // 12)), shrink=0.8)
+    picture.suptitle(title)
     return picture
 
 
@@ -190,11 +182,7 @@ class Divergence(NamedTuple):
 
 @torch.no_grad()
 def weight_drift(before: Decoder, after: Decoder) -> list[Change]:
-    """How every weight differs between two models of the same shape, in the order of the model.
-
-    Raises:
-        RequestError: a weight differs in shape, or one of them lacks it.
-    """
+    """How every weight differs between two models of the same shape, in the order of the model."""
     first, second = (_named_weights(model) for model in (before, after))
     for name in first | second:
         shapes = [tuple(weights[name].shape) if name in weights else "absent" for weights in (first, second)]
@@ -218,9 +206,6 @@ def distribution_drift(before: Pretrained, after: Pretrained, texts: Sequence[st
     """How the predictions of two models with one tokenizer differ, at every token of some texts.
 
     The texts begin as documents do; one longer than the shorter context is cut into windows.
-
-    Raises:
-        RequestError: the tokenizers differ, or there is no token.
     """
     if before.tokenizer.sha256 != after.tokenizer.sha256:
         raise RequestError(f"{before.path} and {after.path} have different tokenizers: their tokens cannot be compared")
@@ -256,7 +241,16 @@ def draw_weight_drift(changes: Sequence[Change]) -> Figure:
     layers = range(1 + max(layer for _, layer in placed if layer is not None))
     values = np.array([[placed.get((kind, layer), np.nan) for layer in layers] for kind in kinds])
     picture, axes = figure(width=max(6, 3.2 + 0.55 * len(layers)), height=1.2 + 0.4 * len(kinds))
-    heat_map(axes, values, kinds, [str(layer) for layer in layers], 0, max(np.nanmax(values), 1e-12))
+    high = max(np.nanmax(values), 1e-12)
+    axes.pcolormesh(np.ma.masked_invalid(values), cmap=SEQUENTIAL, vmin=0, vmax=high, edgecolors="white")
+    axes.set_xticks(np.arange(len(layers)) + 0.5, layers)
+    axes.set_yticks(np.arange(len(kinds)) + 0.5, kinds)
+    axes.tick_params(length=0)
+    axes.set_ylim(len(kinds), 0)
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            ink = "black" if value > 0.6 * high else "white"
+            axes.annotate(f"{value:.2f}", (column + 0.5, row + 0.5), color=ink, ha="center", va="center", fontsize=8)
     label_axes(axes, "Size of the change, as a share of the weights", "layer")
     axes.grid(visible=False)
     return picture

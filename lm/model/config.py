@@ -124,5 +124,5 @@ class DecoderConfig:
 
 
 def matrix_rows(config: DecoderConfig) -> dict[str, int]:
-    """The end of the name of each weight that is a stack of equal matrices (heads of q, k, v; gate, up), -> their rows."""
+    """The rows of each matrix in the weights that are stacks of equal ones, by the end of the weight's name."""
     return {"qkv_proj.weight": int(config.head_dim), "gate_up_proj.weight": int(config.intermediate_size)}

@@ -58,7 +58,7 @@ def call_for_losses(
     decoder: nn.Module, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None, z_loss: float = 0.0,
     max_documents: int | None = None,
 ) -> Losses:  # fmt: skip
-    """The losses of a decoder, or of a custom model, which is given `document_ids` and `z_loss` where there are any."""
+    """The losses of a decoder, or of a custom model, which gets `document_ids` and `z_loss` where there are any."""
     if isinstance(decoder, Decoder):
         return decoder(input_ids, labels, document_ids, z_loss, max_documents=max_documents)
     options = {"document_ids": document_ids} if document_ids is not None else {}
@@ -187,7 +187,7 @@ def custom_flops_per_token(
 
 
 def attach_config(decoder: nn.Module, config: DecoderConfig) -> nn.Module:
-    """The same model, whose `config_of` is then this. Nothing is written on a custom model, which may have a `config`."""
+    """The same model, whose `config_of` is then this. Nothing is written on custom ones, which may have a `config`."""
     if not isinstance(decoder, nn.Module):
         raise RequestError(f"build_decoder returned {type(decoder).__name__}: it returns a torch.nn.Module")
     if not isinstance(decoder, Decoder):

@@ -85,8 +85,7 @@ class Incident:
         if self.highest is None:
             self.update_highest(self.steps)
 
-    def update_highest(self, steps: Iterable[tuple]) -> None:
-        """Update `highest` with more steps, tuples that begin with their number and loss."""
+    def update_highest(self, steps: Iterable[tuple]) -> None:  # each begins with its number and loss
         for step, loss, *_ in steps:
             if math.isfinite(loss) and (self.highest is None or loss > self.highest[1]):
                 self.highest = (step, loss)
@@ -172,7 +171,7 @@ def _parts(worst: dict[str, Any], ordinary: dict[str, Any] | None) -> list[list[
 
 
 def _gradient(side: dict[str, Any], part: str) -> float | None:
-    """The norm of a part's gradient: the root of the squares of its parameters'."""
+    """The norm of a part's gradient."""
     if side["gradients"] is None:
         return None
     return math.sqrt(sum(norm * norm for name, norm in side["gradients"].items() if name.startswith(f"{part}.")))
@@ -211,7 +210,6 @@ def _table(heads: list[str], rows: list[list[Any]]) -> str:
 
 
 def folder_of(run: Run, step: int) -> Path:
-    """The folder of a step's post-mortem."""
     return run.path / f"postmortem-{step:08d}"
 
 
@@ -237,8 +235,17 @@ def write_postmortem(run: Run, incident: Incident, evidence: Evidence) -> Path:
     folder.mkdir(exist_ok=True)
     _write_json(folder / "postmortem.json", asdict(incident))
     if evidence.samples:
-        write_atomically(folder / "samples.txt", _as_text(evidence), durable=False)
-        _write_json(folder / "tokens.json", _by_token(evidence))
+        parts = []
+        for sample, text in zip(evidence.samples, evidence.texts, strict=True):
+            where = "injected" if sample.shard is None else f"{sample.shard}, window {sample.window}"
+            parts.append(f"==== sample {sample.index}, mean loss {sample.loss:.4f}, {where}\n{text}\n")
+        write_atomically(folder / "samples.txt", "\n".join(parts), durable=False)
+        _write_json(folder / "tokens.json", [
+            {"sample": sample.index, "shard": sample.shard, "window": sample.window, "loss": sample.loss,
+             "token_ids": sample.tokens, "tokens": pieces,
+             "losses": [None, *sample.losses]}  # nothing predicts the first token
+            for sample, pieces in zip(evidence.samples, evidence.pieces)
+        ])  # fmt: skip
     if evidence.worst:
         parts = {"worst": evidence.worst, "ordinary": evidence.ordinary}
         _write_json(folder / "norms.json", {**parts, "without_gradients": evidence.without_gradients})
@@ -256,10 +263,7 @@ def add_action(run: Run, incident: Incident, step: int, guard: str, action: str,
 
 
 def close_postmortem(run: Run, incident: Incident, how: str, recovery: str) -> None:
-    """Write how the incident ended, in a word and in sentences.
-
-    Only the section on the recovery is replaced: people may have edited the rest.
-    """
+    """Write how the incident ended, in a word and in sentences; the rest stays, as people may have edited it."""
     folder = folder_of(run, incident.step)
     incident.closed = how
     _write_json(folder / "postmortem.json", asdict(incident))
@@ -270,23 +274,5 @@ def close_postmortem(run: Run, incident: Incident, how: str, recovery: str) -> N
         write_atomically(file, f"{before}{heading}\n{recovery}\n{following}{rest}", durable=False)
 
 
-def _as_text(evidence: Evidence) -> str:
-    parts = []
-    for sample, text in zip(evidence.samples, evidence.texts, strict=True):
-        where = "injected" if sample.shard is None else f"{sample.shard}, window {sample.window}"
-        parts.append(f"==== sample {sample.index}, mean loss {sample.loss:.4f}, {where}\n{text}\n")
-    return "\n".join(parts)
-
-
-def _by_token(evidence: Evidence) -> list[dict[str, Any]]:
-    """The worst samples for `tokens.json`; `losses` begins with None, since nothing predicts the first token."""
-    return [
-        {"sample": sample.index, "shard": sample.shard, "window": sample.window, "loss": sample.loss,
-         "token_ids": sample.tokens, "tokens": pieces, "losses": [None, *sample.losses]}
-        for sample, pieces in zip(evidence.samples, evidence.pieces)
-    ]  # fmt: skip
-
-
 def _write_json(path: Path, value: Any) -> None:
-    """Numbers that are not finite become null: JSON has none."""
     write_atomically(path, json.dumps(finite_or_none(value), ensure_ascii=False) + "\n", durable=False)

@@ -49,11 +49,8 @@ class Prediction(NamedTuple):
 def fit_straight(x: Sequence[float], losses: np.ndarray) -> PowerLaw:
     """The law without an offset: a straight line in logarithms, by least squares there.
 
-    Kaplan et al., 2020, arXiv:2001.08361, section 3.
-
-    Args:
-        x: parameters, tokens or operations of each size, at least two different ones.
-        losses: above 0, of each size, or (draws, sizes) for as many laws.
+    Kaplan et al., 2020, arXiv:2001.08361, section 3. `losses` are above 0, of each size, or (draws, sizes) for as many
+    laws.
     """
     slope, height = np.polyfit(np.log(x), np.log(losses).T, 1)
     return PowerLaw(0.0 * height, np.exp(height), -slope)
@@ -93,11 +90,7 @@ def fit_laws(x: Sequence[float], losses: np.ndarray) -> list[PowerLaw]:
 
 
 def distance(x: Sequence[float], target: float) -> float:
-    """How far a size lies outside of others, over their range, all in logarithms; 0 within.
-
-    Args:
-        x: of at least two different sizes.
-    """
+    """How far a size lies outside of others, over their range, all in logarithms; 0 within."""
     low, high, at = math.log(min(x)), math.log(max(x)), math.log(target)
     return max(at - high, low - at, 0.0) / (high - low)
 
@@ -130,9 +123,7 @@ def fit_sizes(x: Sequence[float], losses: Sequence[Sequence[float]]) -> Fit:
     as they were fitted. With one seed the second is not known, and with fewer than five sizes neither, since a law with
     an offset misses three by nothing: there is no interval then.
 
-    Args:
-        x: parameters, tokens or operations of each size, at least three.
-        losses: of each size, one for each seed.
+    `x` are parameters, tokens or operations of three sizes or more, and each has a loss for each seed.
     """
     means = [fmean(each) for each in losses]
     laws = fit_laws(x, np.array(means))
@@ -149,11 +140,7 @@ def fit_sizes(x: Sequence[float], losses: Sequence[Sequence[float]]) -> Fit:
 
 
 def backtest(x: Sequence[float], losses: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The loss of the largest size as the others predict it, and as it was measured.
-
-    Args:
-        x, losses: of at least three sizes, as for `fit_sizes`.
-    """
+    """The loss of the largest size as the others predict it, and as it was measured; arguments as of `fit_sizes`."""
     order = np.argsort(x)
     at, means = [x[place] for place in order], [fmean(losses[place]) for place in order]
     return fmean(float(law(at[-1])) for law in fit_laws(at[:-1], np.array(means[:-1]))), means[-1]
@@ -174,9 +161,6 @@ def optimum(x: Sequence[float], losses: Sequence[float]) -> Optimum:
     """The lowest point of the parabola through the lowest loss and its neighbours, over the logarithm of x.
 
     As usual for learning rates.
-
-    Args:
-        x: above 0, in any order.
     """
     order = np.argsort(x)
     at, values = np.array(x, dtype=float)[order], np.array(losses, dtype=float)[order]

@@ -36,11 +36,7 @@ class Group:
 def group_by_seed(runs: Sequence[Run], names: Sequence[str]) -> list[Group]:
     """The runs by config, in the order of the first of each; every run by itself where no config has several seeds.
 
-    Args:
-        names: of the runs, as they are shown; a group has what they begin with, without `-s` or `-seed` at the end.
-
-    Raises:
-        RequestError: there are several seeds, and two runs of one config have the same.
+    The name of a group is what those of its runs begin with, without `-s` or `-seed` at the end.
     """
     configs = [flatten(run.settings()) for run in runs]
     # A config that cannot be read is like no other one.
@@ -57,25 +53,20 @@ def group_by_seed(runs: Sequence[Run], names: Sequence[str]) -> list[Group]:
                 twins = names[same[each.index(seed)]], names[same[place]]
                 raise RequestError(f"runs {' and '.join(twins)} have the same config and the same seed {seed}, so they "
                                    "do not show how much seeds differ: name one of them")  # fmt: skip
-    labels = [_common_name([names[index] for index in same]) for same in together]
+    labels = []
+    for same in together:
+        begin = commonprefix([names[index] for index in same])
+        labels.append(begin if len(same) == 1 else re.sub(r"([-_.+=]+(s|seed))?[-_.+=]*$", "", begin))
     return [
         Group(label if label and labels.count(label) == 1 else names[same[0]], tuple(same), tuple(each))
         for label, same, each in zip(labels, together, seeds, strict=True)
     ]
 
 
-def _common_name(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else re.sub(r"([-_.+=]+(s|seed))?[-_.+=]*$", "", commonprefix(list(names)))
-
-
 def mean_curve(
     name: str, runs: Sequence[list[dict[str, Any]]], metric: str, x: str = "step", weight: float = 0.0
 ) -> Series:
-    """The mean of one metric at each step that all runs have, with the lowest and the highest of them.
-
-    Args:
-        runs: `Run.metrics()` of each; the other arguments are those of `curve`.
-    """
+    """The mean of one metric at each step that all runs have, with the lowest and the highest; see `curve`."""
     found = []
     for lines in runs:
         there = [line for line in lines if x in line]
@@ -122,13 +113,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def welch(after: Sequence[float], before: Sequence[float]) -> Difference:
-    """How the means of two groups differ, by Welch's t-test, which does not assume equal variances.
+    """How the means of independent values differ, by Welch's t-test, which does not assume equal variances.
 
     Welch, 1947, "The generalization of 'Student's' problem when several different population variances are involved",
     Biometrika 34. It assumes normal values; with few seeds that cannot be checked.
-
-    Args:
-        after, before: values of independent runs, at least one each.
     """
     second, first = spread(after), spread(before)
     difference = second.mean - first.mean

@@ -39,18 +39,14 @@ CLOCKS = {"step", "tokens"}  # in every log line: a new value of theirs alone do
 
 
 class History:
-    """The newest value of each metric, and the finite ones before it.
-
-    Args:
-        depths: metric -> how many values before the newest are kept.
-    """
+    """The newest value of each metric, and the finite ones before it: as many as `depths` has for the metric."""
 
     def __init__(self, depths: Mapping[str, int]) -> None:
         self.newest: dict[str, float] = {}
         self.before = {name: deque[float](maxlen=depth) for name, depth in depths.items()}
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Take the values of a log line; metrics that are not kept here are ignored."""
+        """Metrics that are not kept here are ignored."""
         for name in self.before.keys() & values.keys():
             if math.isfinite(self.newest.get(name, math.nan)):
                 self.before[name].append(self.newest[name])
@@ -65,7 +61,6 @@ class History:
         return {"newest": newest, "before": {name: list(values) for name, values in self.before.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the metrics that are kept here; others of the checkpoint are ignored."""
         self.newest = {name: value for name, value in state["newest"].items() if name in self.before}
         for name, values in self.before.items():
             values.clear()
@@ -73,14 +68,7 @@ class History:
 
 
 class Expression:
-    """One condition over metrics.
-
-    Attributes:
-        depths: metrics that it names -> how many values before the newest it needs.
-
-    Raises:
-        RequestError: it is not an allowed expression; the message says which part, and what to write.
-    """
+    """One condition over metrics; `depths` has how many values before the newest it needs of each."""
 
     def __init__(self, text: str) -> None:
         self.text = str(text).strip()
@@ -162,11 +150,7 @@ class Expression:
 
 
 class AlertEvaluator:
-    """Several expressions over one history.
-
-    Raises:
-        RequestError: one of them cannot be read.
-    """
+    """Several expressions over one history."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.expressions = [Expression(text) for text in texts]

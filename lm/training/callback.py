@@ -36,9 +36,5 @@ class Callback(LightningCallback):
 
 
 def call_hook(trainer: Trainer, name: str, *args: Any) -> list[Any]:
-    """Call a hook of every callback that has it, in their order, with the trainer and `args`.
-
-    Returns:
-        What each of them returned.
-    """
+    """Call a hook of every callback that has it, in their order, with the trainer and `args`; returns their answers."""
     return [getattr(callback, name)(trainer, *args) for callback in trainer.callbacks if hasattr(callback, name)]

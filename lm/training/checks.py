@@ -52,16 +52,11 @@ class Finding(NamedTuple):
 
 
 def error(what: str, cure: str = "") -> Finding:
-    """A finding that refuses the training."""
     return Finding("error", what, cure)
 
 
 def refuse(findings: Iterable[Finding]) -> None:
-    """Log what is no error, and refuse what is.
-
-    Raises:
-        RequestError: the first error, with its cure.
-    """
+    """Raise RequestError for the first error, and log what comes before it."""
     for finding in findings:
         if finding.level == "error":
             raise RequestError(str(finding))
@@ -70,34 +65,21 @@ def refuse(findings: Iterable[Finding]) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known around the options; None: not known yet, and what depends on it is not checked.
+    """What is known around the options; None: not known yet, and what depends on it is not checked."""
 
-    Args:
-        devices: how many there are over all nodes.
-        device: one of them.
-        here: whether it is this machine's.
-        tokenizer: of the data.
-        has_validation: whether there is validation data.
-        every_target: whether all tokens of the training data are targets.
-    """
-
-    devices: int | None = None
-    device: Device | None = None
-    here: bool = False
+    devices: int | None = None  # how many there are over all nodes
+    device: Device | None = None  # one of them
+    here: bool = False  # whether it is this machine's
     tokenizer: Tokenizer | None = None
     has_validation: bool | None = None
-    every_target: bool | None = None
+    every_target: bool | None = None  # whether all tokens of the training data are targets
 
 
 def find(
     trainer: TrainerConfig, model: ModelConfig, data: DataConfig, known: Known, *, samples: SamplesConfig | None = None,
     evaluation: EvaluationConfig | None = None, custom: bool = False,
 ) -> Iterator[Finding]:  # fmt: skip
-    """All that is wrong with a training's options.
-
-    Args:
-        custom: the model is not the decoder of this project.
-    """
+    """All that is wrong with a training's options; `custom`: the model is not the decoder of this project."""
     yield from of_trainer(trainer)
     if known.devices is not None:
         yield from of_ranks(trainer, known.devices)
@@ -108,7 +90,9 @@ def find(
         yield error(f"trainer.devices {trainer.devices} names GPUs, and this machine trains on {known.device.name}",
                     "give a number")  # fmt: skip
     if not custom:  # of which building it finds out more
-        yield from of_groups(model)
+        if model.decoder.tie_word_embeddings and model.optimizer.groups.output != GroupConfig():
+            yield error("model.optimizer.groups.output: the output matrix of this model is its embedding",
+                        "set model.optimizer.groups.embedding")  # fmt: skip
         yield from of_device(trainer, model, known.device) if known.device is not None else ()
     if model.cuda_graphs:
         yield from of_graphs(data, known)
@@ -196,13 +180,9 @@ def of_callbacks(given: list[Any]) -> Iterator[Finding]:
 
 
 def of_ranks(trainer: TrainerConfig, devices: int) -> Iterator[Finding]:
-    """What ranks would exchange in vain, or wrongly.
+    """What ranks would exchange in vain, or wrongly, on this many devices over all nodes.
 
     Under torchrun, whose count may be another after a restart, a count that makes an option idle is no error.
-
-    Args:
-        trainer: with the nodes that there are.
-        devices: over all nodes.
     """
     strategy, nodes, precision, options = trainer.strategy, trainer.num_nodes, trainer.precision, trainer.distributed
     restarts = under_torchrun()
@@ -271,13 +251,6 @@ def of_fp8(trainer: TrainerConfig, decoder: DecoderConfig, data: DataConfig, kno
                         f"{matrix.out_features} x {matrix.in_features}",
                         "change the decoder's sizes, or name it in trainer.fp8_keep")  # fmt: skip
             break  # the other blocks have the same
-
-
-def of_groups(model: ModelConfig) -> Iterator[Finding]:
-    """Settings of the optimizer for parameters that the decoder does not have."""
-    if model.decoder.tie_word_embeddings and model.optimizer.groups.output != GroupConfig():
-        yield error("model.optimizer.groups.output: the output matrix of this model is its embedding",
-                    "set model.optimizer.groups.embedding")  # fmt: skip
 
 
 def has_kernels(device: Device, kernels: str | bool) -> bool:

@@ -149,11 +149,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """What starts the other processes of a node, the command of this one again; strategies take no other."""
 
     def share_cores(self) -> None:
-        """Set how many threads each process of the node has."""
         _set_num_threads_if_needed(num_processes=self.num_processes)
 
     def start_others(self) -> None:
-        """Start them, as `procs`."""
         self._call_children_scripts()
 
 

@@ -26,18 +26,13 @@ class StepDropped(Exception):
 
 
 class LightningStep:
-    """Optimizer steps of a `LanguageModule`, from the start of its training on.
-
-    Attributes:
-        scaled: whether a GradScaler multiplies the gradients.
-        forward_backward: of one micro-batch, as `optimizer_step` takes it.
-    """
+    """Optimizer steps of a `LanguageModule`, from the start of its training on."""
 
     def __init__(self, module: LightningModule) -> None:
         trainer = module.trainer
         drop_step_context(trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.scaled = scaler is not None
+        self.scaled = scaler is not None  # whether a GradScaler multiplies the gradients
         self._module, self._optimizer, self._graphs = module, module.optimizers(), module.options.cuda_graphs
         self._loss_scale = None if scaler is None else partial(loss_scale, scaler)
         self._weight_copies = weight_copies(module)

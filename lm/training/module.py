@@ -17,13 +17,7 @@ from lm.data.loader import Batch
 from lm.evaluation.statistics import TokenLoss, loss_metrics
 from lm.model.build import NOT_BUILT, BuildOptions, build
 from lm.model.config import DecoderConfig, matrix_rows
-from lm.model.custom import (
-    attach_config,
-    call_for_losses,
-    custom_flops_per_token,
-    is_builtin,
-    module_class,
-)
+from lm.model.custom import attach_config, call_for_losses, custom_flops_per_token, is_builtin, module_class
 from lm.model.decoder import Decoder, Losses, document_ids_from
 from lm.model.estimates import flops_per_token
 from lm.system.arguments import arguments_from
@@ -88,8 +82,11 @@ class LanguageModule(LightningModule):
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """Take the state of the run from `lm.Trainer`; a plain `lightning.Trainer` gets one, as a callback."""
-        self.run_state = self.trainer.run_state if isinstance(self.trainer, Trainer) else PlainRunState()
-        return self.run_state.callbacks
+        if isinstance(self.trainer, Trainer):
+            self.run_state = self.trainer.run_state
+            return []
+        self.run_state = PlainRunState()
+        return [self.run_state]
 
     # ---- the model ----------------------------------------------------------------------------------------------
 
@@ -129,7 +126,6 @@ class LanguageModule(LightningModule):
         return Decoder(config)
 
     def _take_decoder(self, decoder: nn.Module) -> None:
-        """Show the first weights to callbacks, before anything is compiled or sharded."""
         self.decoder, self.builtin = decoder, is_builtin(decoder)
         call_hook(self.trainer, "on_model_built", self)
 

@@ -44,10 +44,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory_error(error: BaseException, trainer: Any, before: int | None) -> RunError:
     """The error for an exception that `is_out_of_memory`; frees what the failed step still held.
 
-    Args:
-        error: the exception.
-        trainer: a `Trainer` whose module has its decoder's config.
-        before: bytes of this process when the training began, weights included; None: it had not begun.
+    `before` is the bytes of this process when the training began, weights included; None: it had not begun.
     """
     module, device, steps_taken = trainer.lightning_module, trainer.strategy.root_device, trainer.global_step
     step, state = step_of(trainer), state_size(module.options.optimizer)
@@ -104,5 +101,5 @@ def step_of(trainer: Any) -> Step:
         steps.micro_batch_size, steps.seq_len, str(trainer.precision), is_fused(module.decoder), options.compile,
         steps.accumulate, options.cuda_graphs, steps.world_size // getattr(strategy, "replicas", 1),
         isinstance(strategy, FullyShardedStrategy) and steps.world_size > 1, options.activation_checkpointing,
-        trainer.distributed.gathered_blocks(module.config.num_hidden_layers),
+        trainer.options.distributed.gathered_blocks(module.config.num_hidden_layers),
     )  # fmt: skip

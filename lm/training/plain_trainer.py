@@ -6,7 +6,6 @@ the run folder with checkpoints that are Hugging Face models, guards, gradient c
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -28,21 +27,13 @@ LEFT_OUT = ("under lightning.Trainer there is no run folder, no guard, no gradie
 class PlainRunState(RunState, Callback):
     """The state of a training by a plain Trainer, to which the module adds it as a callback."""
 
-    @property
-    def callbacks(self) -> Sequence[Callback]:
-        return [self]
-
     def samples_of_run(self, trainer: lightning.Trainer) -> int:
         data = trainer.datamodule
         batch = data.global_batch_tokens or data.micro_batch_size * data.seq_len
         return max(1, max(trainer.max_steps, 1) * batch // data.seq_len)
 
     def setup(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
-        """Find the counts of the run; called once the data is open.
-
-        Raises:
-            RequestError: something is missing that a training needs, or the strategy is not one that works.
-        """
+        """Find the counts of the run; called once the data is open."""
         data = trainer.datamodule
         if not hasattr(data, "token_bytes"):
             raise RequestError("LanguageModule is trained on an lm.data.datamodule.DataModule: give it as datamodule=")

@@ -4,13 +4,11 @@ The Trainer makes one. Callbacks and the module change it, but never each other.
 brings it back, by `restore`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback
 
 from lm.data.loader import Batch, Cursor
 from lm.errors import GuardStop, RequestError
@@ -40,23 +38,16 @@ class RunState:
     uploads: Uploads | None = None  # to the mirror, on rank zero
     restored: dict[str, Any] = field(default_factory=dict)  # of the checkpoint, for `begin`
 
-    @property
-    def callbacks(self) -> Sequence[Callback]:
-        """Those that the module needs beside the Trainer's."""
-        return ()
-
     def samples_of_run(self, trainer: Any) -> int:
-        """About how many samples the run takes, the same in a fit and in an evaluation."""
-        return trainer.samples_of_run
+        """About how many samples the config asks for, the same in a fit and in an evaluation."""
+        data, tokens = trainer.datamodule, trainer.options.max_tokens
+        if tokens is None:
+            batch = data.global_batch_tokens or data.micro_batch_size * data.seq_len
+            tokens = (trainer.options.max_steps or 1) * batch
+        return max(1, tokens // data.seq_len)
 
     def begin(self, device: torch.device, sources: int, scaled: bool, rank: int) -> None:
-        """Training begins: the sums and this rank's random generators are where the checkpoint left them.
-
-        Args:
-            device: where the module is.
-            sources, scaled: as `StepStats` takes them.
-            rank: of this process, over all nodes.
-        """
+        """Training begins: the sums and this rank's random generators are where the checkpoint left them."""
         restored, self.restored = self.restored, {}
         self.stats = StepStats(device, restored.get("step_stats"), sources, scaled)
         if "rng" in restored:
@@ -65,7 +56,7 @@ class RunState:
             torch.manual_seed(torch.initial_seed() + rank)
 
     def record_step(self, step: int, batch: Batch, result: StepResult) -> None:
-        """Count an optimizer step that was taken; `step` is its number, 1 for the first."""
+        """Count an optimizer step; `step` is 1 for the first."""
         self.stats.add(step, batch, result)
         self.cursor = batch.cursor
 
@@ -80,10 +71,6 @@ class RunState:
         """Put the run where a checkpoint left it, and turn weights and optimizer into what Lightning loads, in place.
 
         Hyper-parameters are the config's, so a changed learning rate is what is used.
-
-        Raises:
-            RequestError: the weights are of another architecture, the state is of another optimizer, the token ids are
-                of another tokenizer, or another Trainer took it.
         """
         if "lm" in checkpoint:
             raise RequestError(OTHER_TRAINER)

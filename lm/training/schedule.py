@@ -11,11 +11,7 @@ from lm.training.config import ScheduleConfig
 
 
 def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int, int]:
-    """`warmup_steps` and `decay_steps` of a run of `max_steps` optimizer steps; 0 where there is none.
-
-    Raises:
-        RequestError: `wsd` would begin to fall before it has risen, or the schedule begins when the run is over.
-    """
+    """`warmup_steps` and `decay_steps` of a run of `max_steps` optimizer steps; 0 where there is none."""
     if config.begin_step and config.begin_step >= max_steps:
         raise RequestError(f"model.schedule.begin_step {config.begin_step:,} is not before the run's last step, "
                            f"{max_steps:,}: train for more steps")  # fmt: skip
@@ -38,15 +34,10 @@ def warmup_and_decay_steps(max_steps: int, config: ScheduleConfig) -> tuple[int,
 
 
 def lr_fraction(step: int, max_steps: int, config: ScheduleConfig) -> float:
-    """The fraction of the peak learning rate at an optimizer step.
+    """The fraction of the peak learning rate at an optimizer step, 0 for the first of a run of `max_steps`.
 
-    Args:
-        step: 0 for the first optimizer step.
-        max_steps: optimizer steps of the whole run.
-
-    Returns:
-        A factor in [0, 1]: it rises linearly while warming up, to 1 at its end; then by the schedule's name
-        (cosine as in Loshchilov and Hutter, 2017, arXiv:1608.03983; wsd as in Hu et al., 2024, arXiv:2404.06395).
+    It rises linearly while warming up, to 1 at its end; then it goes by the schedule's name (cosine as in Loshchilov
+    and Hutter, 2017, arXiv:1608.03983; wsd as in Hu et al., 2024, arXiv:2404.06395).
     """
     warmup, decay = warmup_and_decay_steps(max_steps, config)
     step, max_steps = max(0, step - config.begin_step), max_steps - config.begin_step
@@ -77,12 +68,11 @@ class Steps:
 
     @property
     def global_batch(self) -> int:
-        """Samples one optimizer step consumes, over all ranks."""
+        """Samples of an optimizer step, over all ranks."""
         return self.micro_batch_size * self.accumulate * self.world_size
 
     @property
     def tokens_per_step(self) -> int:
-        """Predicted tokens one optimizer step consumes, over all ranks."""
         return self.global_batch * self.seq_len
 
     def __str__(self) -> str:
@@ -102,15 +92,9 @@ def plan_steps(
     max_steps: int | None,
     max_tokens: int | None,
 ) -> Steps:
-    """The counts of a run that was asked for in tokens or optimizer steps.
+    """The counts of a run that was asked for in optimizer steps or in tokens, which are rounded up to whole steps.
 
-    Args:
-        global_batch_tokens: tokens an optimizer step should see; None takes one micro-batch a rank.
-        max_steps: optimizer steps; or
-        max_tokens: the tokens to train on, rounded up to whole steps. Exactly one of the two.
-
-    Raises:
-        RequestError: where the request does not come out even, with the arithmetic and the nearest that does.
+    An optimizer step sees `global_batch_tokens`, or else one micro-batch a rank.
     """
     if seq_len < 1 or micro_batch_size < 1:
         raise RequestError(f"data.seq_len {seq_len} and data.micro_batch_size {micro_batch_size} must be at least 1")

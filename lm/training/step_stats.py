@@ -25,13 +25,9 @@ class StepStats:
     """Sums of loss and tokens on the device, and the steps since the newest log line.
 
     Args:
-        device: where the sums are.
         state: from a checkpoint: the steps that were not logged yet.
-        sources: of a mixture; 0 without one.
+        sources: number of a mixture's; 0 without one.
         scaled: a GradScaler multiplies the gradients, and overflows them now and then to find the largest factor.
-
-    Attributes:
-        recent: the steps between the last two calls of `metrics`.
     """
 
     def __init__(
@@ -47,7 +43,7 @@ class StepStats:
         # Nats and tokens of each source of a mixture, `(sources, 2)`; a source may be new since the checkpoint.
         before = state.get("by_source") or []
         self.by_source = torch.tensor((before + [[0.0, 0.0]] * sources)[:sources], device=device).view(sources, 2)
-        self.recent: list[StepRecord] = []
+        self.recent: list[StepRecord] = []  # the steps between the last two calls of `metrics`
         # Since then. Number; loss, gradient norm and whether it was applied, as a tensor.
         self._unread = [
             (step, torch.tensor([math.nan if value is None else value for value in values], device=device))
@@ -73,11 +69,7 @@ class StepStats:
         return torch.zeros_like(self.by_source).index_add_(0, batch.sources, sums)
 
     def metrics(self, sources: Sequence[str] = ()) -> dict[str, float]:
-        """What a log line says of the steps since the last call, which are then in `recent`. Waits for the device.
-
-        Args:
-            sources: names of a mixture's.
-        """
+        """What a log line says of the steps since the last call, which are then in `recent`. Waits for the device."""
         loss, self.recent = (self.nats / self.tokens).item(), self._records()  # NaN where no step counts
         by_source = (self.by_source[:, 0] / self.by_source[:, 1]).tolist()
         for sums in (self.nats, self.tokens, self.by_source):

@@ -52,14 +52,9 @@ class Trainer(PatchedTrainer):
         self.options = config
         checks.refuse([*checks.of_trainer(config), *checks.of_accelerator(config.accelerator)])
         torch.set_float32_matmul_precision(config.matmul_precision)
-        self.matmul_precision = config.matmul_precision
-        self.peak_tflops = config.peak_tflops
-        self.sharding, self.distributed = config.strategy, config.distributed
-        self._wanted = {"max_steps": config.max_steps, "max_tokens": config.max_tokens}
         self.val_interval = config.val_interval
         self.checkpoint_interval = config.checkpoint_interval
         self.stop_within = config.stop_within
-        self.rank_timeout = config.rank_timeout
         self.log_interval = config.log_interval
         self.own_loggers = [config.logger] if isinstance(config.logger, Logger) else config.logger or []
         self.mirror = Mirror(config.mirror) if config.mirror else None
@@ -92,7 +87,7 @@ class Trainer(PatchedTrainer):
             accelerator=config.accelerator,
             devices=devices,
             num_nodes=num_nodes,
-            strategy=_strategy(config, _devices(config.accelerator, devices), num_nodes),
+            strategy=_strategy(config, devices, num_nodes),
             deterministic=config.deterministic,
             detect_anomaly=config.detect_anomaly,
             profiler=PROFILERS[profiler](filename="profile") if profiler in PROFILERS else profiler,
@@ -109,10 +104,6 @@ class Trainer(PatchedTrainer):
             datamodule: Its data; its `seq_len`, `micro_batch_size` and `global_batch_tokens` give the step.
             ckpt_path: A checkpoint folder to resume from; `lm.runs.resume.find_checkpoint` finds the one that `best`,
                 `last` or `auto` means.
-
-        Raises:
-            RequestError: the batch does not come out even, and the arithmetic is in the message; `training/checks`
-                finds an error; or the model or the data is not ours.
         """
         refuse_parts(model, datamodule)
         state = self.run_state
@@ -126,7 +117,8 @@ class Trainer(PatchedTrainer):
             micro_batch_size=datamodule.micro_batch_size,
             global_batch_tokens=datamodule.global_batch_tokens,
             world_size=self.world_size,
-            **self._wanted,
+            max_steps=self.options.max_steps,
+            max_tokens=self.options.max_tokens,
         )
         warmup_and_decay_steps(state.steps.max_steps, model.options.schedule)  # refuses a schedule that does not fit
         log.info(str(state.steps))
@@ -193,22 +185,8 @@ class Trainer(PatchedTrainer):
         self.loggers = [*loggers, *self.own_loggers]
 
     def load_with(self, optimizer: bool, verified: Path | None = None) -> None:
-        """How the next checkpoint is read.
-
-        Args:
-            optimizer: also the optimizer's state, which a fit needs.
-            verified: a folder whose files have been compared with their digests.
-        """
+        """Read the next checkpoint with or without the optimizer's state; `verified` is known to be whole."""
         self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = optimizer, verified
-
-    @property
-    def samples_of_run(self) -> int:
-        """About how many samples the config asks for, the same in a fit and in an evaluation."""
-        data = self.datamodule
-        if self._wanted["max_tokens"] is not None:
-            return max(1, self._wanted["max_tokens"] // data.seq_len)
-        batch = data.global_batch_tokens or data.micro_batch_size * data.seq_len
-        return max(1, (self._wanted["max_steps"] or 1) * batch // data.seq_len)
 
     @property
     def checkpoint_callback(self) -> Checkpoint | None:
@@ -218,9 +196,9 @@ class Trainer(PatchedTrainer):
     @property
     def device_peak(self) -> float | None:
         """Dense peak of one device in floating-point operations a second, the denominator of MFU; None: not known."""
-        if self.peak_tflops:
-            return self.peak_tflops * 1e12
-        precision = multiplication_precision(str(self.precision), self.matmul_precision)
+        if self.options.peak_tflops:
+            return self.options.peak_tflops * 1e12
+        precision = multiplication_precision(str(self.precision), self.options.matmul_precision)
         return peak_flops(device_name(self.strategy.root_device), precision)
 
     @property
@@ -231,9 +209,7 @@ class Trainer(PatchedTrainer):
     def end_run(self, why: str = "") -> NoReturn:
         """End the run after its last whole step, with a checkpoint unless a guard wants none; call it on every rank.
 
-        Raises:
-            GuardStop: the state's `stop` is why.
-            Interrupted: a signal is; `why` the message says more.
+        It raises the state's `stop` or, where a signal is the reason, Interrupted, whose message has `why` in it.
         """
         STOP.disarm()
         state = self.run_state
@@ -308,17 +284,12 @@ def device_count(devices: int | str | list[int]) -> int | None:
     return int(devices) if str(devices).isdigit() else None
 
 
-def _devices(accelerator: str, devices: int | str | list[int]) -> int:
-    """How many devices of a node are asked for."""
+def _strategy(config: TrainerConfig, devices: int | str | list[int], num_nodes: int) -> Strategy | str:
     count = device_count(devices)
-    if count is not None:
-        return count
-    on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return torch.cuda.device_count() if on_gpu else 1
-
-
-def _strategy(config: TrainerConfig, devices: int, num_nodes: int) -> Strategy | str:
-    world_size = devices * num_nodes
+    if count is None:
+        on_gpu = config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        count = torch.cuda.device_count() if on_gpu else 1
+    world_size = count * num_nodes
     if world_size == 1 and not torchrun_world():
         return "auto"
     if config.strategy in ("fsdp2", "hsdp"):

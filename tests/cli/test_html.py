@@ -165,6 +165,7 @@ def test_secrets_are_left_out(place):
     for secret in ("hooks.example", "notify", "me:pass", "signature", "hunter2"):
         assert secret not in page.source
     assert "s3://bucket/data" in page.text and "api_key: (left out)" in page.text
+    assert "lm fit --data.path s3://bucket/data" in page.text  # the rest of the command
 
 
 def test_nothing_is_loaded_and_only_its_own_script_may_run(place):
@@ -200,11 +201,12 @@ def test_many_lines_make_a_small_page_that_keeps_the_extremes(place):
 ])  # fmt: skip
 def test_a_run_that_has_hardly_begun_has_a_page(place, lines):
     run = Run.create("a", "checkpoints")
-    run.describe(name="a", status="failed", reason="CUDA out of memory")
+    run.describe(name="a", status="failed", reason="CUDA out of memory", command=["train.py", "--size", "2"])
     for line in lines:
         run.append_metrics(line)
     page = page_of(run)
     assert "CUDA out of memory" in page.text and ("Nothing was logged" in page.text) == (not lines)
+    assert "train.py --size 2" in page.text and "lm train.py" not in page.text
     assert "Samples" not in page.text and "Evaluation" not in page.text
     shown = [value for curve in page.curves().values() for value in curve["mean"]]
     assert all(value is None or math.isfinite(value) for value in shown)

@@ -72,9 +72,3 @@ def test_a_phase_that_changes_no_share_changes_no_sample():
     assert describe_change(now, now, 30) == ("", "")
     reason, _ = describe_change(recorded, now, 30)
     assert reason == "from sample 10 on, of 30 seen, the turns of its sources began at sample 10, and begin at 0"
-
-
-def test_one_source_is_its_order():
-    order = Order([3, 0, 5], seed=7, lanes=2)
-    alone = Mixture([order], [Phase(0, (1,))])
-    assert all((one == other).all() for one, other in zip(alone.locate(np.arange(50)), order.locate(np.arange(50))))

@@ -193,20 +193,6 @@ def test_text_of_every_kind_and_a_long_document_go_through(tmp_path, monkeypatch
     assert manifest["splits"]["train"]["documents"] == 21
 
 
-def test_names_of_flat_ids_decide_their_split(tmp_path):
-    tokenizer = train_char(["abc"])
-    for name, content in tokenizer.files().items():
-        (tmp_path / name).write_text(content)
-    np.array([2, 3, 0, 4, 0], np.uint16).tofile(tmp_path / "train.bin")
-    np.array([4, 4, 4], np.uint16).tofile(tmp_path / "val.bin")
-    manifest = run(tmp_path / "out", tmp_path / "*.bin", tokenizer=str(tmp_path))
-    assert documents(tmp_path / "out", "train") == ["ab", "c"]
-    assert documents(tmp_path / "out", "val") == ["ccc"]
-    assert (manifest["splits"]["train"]["bytes"], manifest["splits"]["val"]["bytes"]) == (3, 3)
-    with pytest.raises(RequestError, match="--tokenizer"):
-        run(tmp_path / "other", tmp_path / "train.bin")
-
-
 def test_names_of_texts_decide_their_split(tmp_path):
     """And what is learned is learned from the training texts alone."""
     train = write_jsonl(tmp_path / "train.jsonl", ["ab", "c"])
@@ -216,17 +202,20 @@ def test_names_of_texts_decide_their_split(tmp_path):
     assert documents(tmp_path / "out", "val") == ["cab", "ba", "<|unknown|>"]
 
 
-def test_character_data_of_nanogpt(tmp_path, capsys):
+def test_character_data_of_nanogpt(tmp_path):
     """Its meta.pkl is never read; the message's command makes the meta.json that becomes a tokenizer."""
     stoi = {"\n": 0, "a": 1, "b": 2, "'": 3}
-    np.array([1, 2, 0, 3], np.uint16).tofile(tmp_path / "train.bin")
+    np.array([1, 2, 4, 0, 3], np.uint16).tofile(tmp_path / "train.bin")  # 4 ends a document
     np.array([2, 2], np.uint16).tofile(tmp_path / "val.bin")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 4, "stoi": stoi, "itos": {1: "a"}}))
     with pytest.raises(RequestError, match="is a pickle, which may run any code") as caught:
         run(tmp_path / "out", tmp_path / "*.bin", tokenizer=str(tmp_path))
     subprocess.run(str(caught.value).split("`")[1].replace("python", sys.executable, 1), shell=True, check=True)
-    run(tmp_path / "out", tmp_path / "*.bin", tokenizer=str(tmp_path))
-    assert documents(tmp_path / "out", "train") == ["ab\n'"] and documents(tmp_path / "out", "val") == ["bb"]
+    with pytest.raises(RequestError, match="--tokenizer"):
+        run(tmp_path / "out", tmp_path / "*.bin")
+    manifest = run(tmp_path / "out", tmp_path / "*.bin", tokenizer=str(tmp_path))
+    assert documents(tmp_path / "out", "train") == ["ab", "\n'"] and documents(tmp_path / "out", "val") == ["bb"]
+    assert (manifest["splits"]["train"]["bytes"], manifest["splits"]["val"]["bytes"]) == (4, 2)
     assert Tokenizer.load(tmp_path / "out").eos_id == 4
     for wrong in ({"a": 0, "b": 0}, ["a"], {"ab": 1}, {}):
         (tmp_path / "meta.json").write_text(json.dumps({"stoi": wrong}))
@@ -445,7 +434,7 @@ def test_interrupting_the_command_says_how_to_resume(tmp_path):
     assert not (tmp_path / "out/manifest.json").exists()
 
 
-def test_finished_units_are_kept_when_a_bad_file_is_mended(tmp_path, many_small_units):
+def test_finished_units_are_kept_when_a_bad_file_is_mended(tmp_path, many_small_units, monkeypatch):
     source = tmp_path / "in"
     for i in range(6):
         write_jsonl(source / f"{i}.jsonl", make_texts(200, seed=i))
@@ -460,17 +449,10 @@ def test_finished_units_are_kept_when_a_bad_file_is_mended(tmp_path, many_small_
     before = {path.name for path in (tmp_path / "out/.parts").glob("*.json")}
     assert len(before) > 5
     write_jsonl(source / "5.jsonl", make_texts(200, seed=5))
-    kept = []
-    original = encode.encode_unit
-
-    def counted(unit, recipe):
-        kept.append(unit)
-        return original(unit, recipe)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "encode_unit", counted)
-        run(tmp_path / "out", source, tokenizer=str(tmp_path))
-    assert {file.name[-7:] for unit in kept for file, _, _ in unit.slices} <= {"4.jsonl", "5.jsonl"}
+    anew = []
+    monkeypatch.setattr(prepare, "encode_unit", lambda *task: anew.append(task[0]) or encode.encode_unit(*task))
+    run(tmp_path / "out", source, tokenizer=str(tmp_path))
+    assert {file.name[-7:] for unit in anew for file, _, _ in unit.slices} <= {"4.jsonl", "5.jsonl"}
     run(tmp_path / "fresh", source, tokenizer=str(tmp_path))
     assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
 
@@ -516,7 +498,6 @@ def test_a_folder_with_other_things_is_not_touched(tmp_path):
     ("options", "message"),
     [
         ({"val_fraction": 1.0}, "val_fraction"), ({"workers": 0}, "workers"), ({"output": ""}, "--output"),
-        ({"vocab_size": Count(100)}, "at least 257"),
         ({"tokenizer": "gpt2"}, "gpt2 is not there.*`hf download gpt2 tokenizer.json tokenizer_config.json`"),
         ({"shard_tokens": Count(0)}, "shard_tokens"), ({"eos_token": "</s>"}, "--eos_token"),
     ],

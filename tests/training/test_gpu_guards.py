@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from decoders import written_by
-from test_guards import KEEP_ALL, fit, same, tensors
-from trainings import make_workplace
+from test_guards import KEEP_ALL, poisoned, same, tensors
+from trainings import fit, make_workplace
 
 from lm.inference.generation import Sampling
 from lm.kernels.operations import choose_kernels
@@ -28,7 +28,7 @@ ON_GPU = {"trainer.accelerator": "gpu", "trainer.devices": 1}
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path, changes):
     """Also where the optimizer reads on the device whether to skip, and where a GradScaler does."""
     poison = {"loss": [9]} if "model.cuda_graphs" in changes else {"gradient": [6], "loss": [9]}
-    _, run = fit(make_workplace(tmp_path), "nan", poison=poison, **KEEP_ALL, **ON_GPU, **changes)
+    _, run = fit(make_workplace(tmp_path), "nan", **poisoned(**poison), **KEEP_ALL, **ON_GPU, **changes)
     for step in sum(poison.values(), []):
         for name in ("model.safetensors", "optimizer.safetensors"):
             assert same(tensors(run, step - 1, name), tensors(run, step, name)), (step, name)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from decoders import SMALL, trained_like
 from lightning.pytorch import Callback
-from test_guards import poison_loss
-from trainings import lm, losses, make_workplace, write_config
+from test_guards import poisoned
+from trainings import fit, lm, losses, make_workplace
 
 from lm.data.loader import Cursor
 from lm.inspection.run_views import draw_incident
@@ -33,17 +33,6 @@ FILES = {"postmortem.md", "postmortem.json", "samples.txt", "tokens.json", "norm
 # ---- what a config names ---------------------------------------------------------------------------------------------
 
 
-class Poison(Callback):
-    """Makes the loss of steps NaN, on the last rank alone; 1 is the first step."""
-
-    def __init__(self, steps: list[int]) -> None:
-        self.steps = steps
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step + 1 in self.steps and trainer.global_rank == trainer.world_size - 1:
-            poison_loss(pl_module, math.nan)
-
-
 class InTheWay(Callback):
     """A file where the folder of the first post-mortem should be."""
 
@@ -58,22 +47,14 @@ class Compilations(Callback):
         Path("compilations").write_text(str(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
 
 
-def with_callback(name, **arguments):
-    callback = {"class_path": f"test_post_mortem.{name}", "init_args": arguments}
+def with_callback(class_path, **arguments):
+    callback = {"class_path": class_path, "init_args": arguments}
     return {"trainer.callbacks": [{"class_path": "recorder.Recorder"}, callback]}
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     return make_workplace(tmp_path_factory.mktemp("post_mortem"))
-
-
-def fit(folder, name, *arguments, expect=0, **changes):
-    """Train; returns the run and its messages."""
-    for trace in folder.glob("trace*.jsonl"):
-        trace.unlink()
-    done = lm(folder, "fit", "--config", str(write_config(folder, name, **changes)), *arguments, expect=expect)
-    return Run(folder / "checkpoints" / name), done.stderr
 
 
 def page_of(run, step):
@@ -90,10 +71,10 @@ def section(page, title):
 @pytest.mark.parametrize("compile", ["none", pytest.param("triton_free", marks=pytest.mark.slow)])
 def test_losses_are_those_of_a_run_without_one(workplace, compile):
     """To the bit, with dropout; nothing is compiled for it, and hooks inside compiled blocks are seen."""
-    changes = {"model.compile": compile, "trainer.max_steps": 4, **with_callback("Compilations")}
-    without, _ = fit(workplace, f"without-{compile}", **NEVER, **changes)
+    changes = {"model.compile": compile, "trainer.max_steps": 4, **with_callback("test_post_mortem.Compilations")}
+    _, without = fit(workplace, f"without-{compile}", **NEVER, **changes)
     expected, compilations = losses(workplace), (workplace / "compilations").read_text()
-    run, _ = fit(workplace, f"with-{compile}", **ALWAYS, **changes)
+    _, run = fit(workplace, f"with-{compile}", **ALWAYS, **changes)
     assert losses(workplace) == expected and (workplace / "compilations").read_text() == compilations
     assert {path.name for path in (run.path / "postmortem-00000001").iterdir()} == FILES
     norms = json.loads((run.path / "postmortem-00000001" / "norms.json").read_text())
@@ -116,7 +97,7 @@ def test_activations_of_a_fused_decoder_are_those_of_the_plain_one():
 
 def test_numbers_are_those_of_the_step(workplace):
     """Of a step of one micro-batch by weights that do not move: its loss, its gradient norm, its samples."""
-    run, _ = fit(workplace, "still", **{
+    _, run = fit(workplace, "still", **{
         "model.optimizer.lr": 1e-30, "model.decoder.dropout": 0.0, "data.micro_batch_size": 8,
         "guards.spike": "step > 4", "trainer.log_interval": 5, "trainer.max_steps": 5,
     })  # fmt: skip
@@ -142,11 +123,11 @@ def test_numbers_are_those_of_the_step(workplace):
 
 def test_a_step_that_is_not_finite_is_written_up(workplace):
     """The step, and not another one of its log line; the run continues and the page is closed."""
-    run, _ = fit(workplace, "poisoned", **with_callback("Poison", steps=[6]), **{
+    _, run = fit(workplace, "poisoned", **poisoned(loss=[6]), **{
         "trainer.log_interval": 4, "guards.spike": None, "trainer.max_steps": 60, "trainer.val_interval": 60,
     })  # fmt: skip
     page = page_of(run, 8)
-    assert "Step 6 stands out: loss nan" in page and "It was not applied, so it changed no weight." in page
+    assert "Step 6 stands out: loss inf" in page and "It was not applied, so it changed no weight." in page
     assert "not-finite" in section(page, "What was done") and "- 20" in section(page, "What was done")
     assert re.match(r"\nThe loss was as low as before in the log line of step \d+: ", section(page, "Recovery"))
     assert len(postmortem.steps_of(run)) == 1 and postmortem.still_open(run) is None
@@ -156,7 +137,7 @@ def test_a_step_that_is_not_finite_is_written_up(workplace):
 def test_what_guards_do_meanwhile_belongs_to_it_and_a_stop_closes_it(workplace):
     """A spike, a rollback and a stop are one trouble and one page, where there is no loss before to come back to."""
     alerts = {f"loss > 0 and step == {step}": action for step, action in {3: "rollback", 5: "warn", 6: "stop"}.items()}
-    run, _ = fit(workplace, "stopped", expect=3, **{
+    _, run = fit(workplace, "stopped", expect=3, **{
         **ALWAYS, "guards.alerts": alerts, "trainer.checkpoint_interval": 1,
         "trainer.keep_checkpoints": 9,
     })  # fmt: skip
@@ -172,7 +153,7 @@ def test_what_guards_do_meanwhile_belongs_to_it_and_a_stop_closes_it(workplace):
 def test_a_warning_of_an_alert_is_none_and_a_run_has_five_at_most(workplace):
     """Every fourth step is a spike, and the loss is back before the next."""
     condition = " or ".join(f"step == {step}" for step in range(2, 30, 4))
-    run, _ = fit(workplace, "many", **{
+    _, run = fit(workplace, "many", **{
         "guards.spike": condition, "guards.alerts": {"grad_norm > 0": "warn"}, "model.optimizer.lr": 1e-30,
         "trainer.max_steps": 30, "trainer.val_interval": 30, "model.decoder.dropout": 0.0,
     })  # fmt: skip
@@ -181,8 +162,8 @@ def test_a_warning_of_an_alert_is_none_and_a_run_has_five_at_most(workplace):
 
 
 def test_a_post_mortem_that_fails_is_one_warning(workplace):
-    run, messages = fit(workplace, "clumsy", **ALWAYS, **with_callback("InTheWay"))
-    assert messages.count("the post-mortem could not be written: FileExistsError") == 1
+    ended, run = fit(workplace, "clumsy", **ALWAYS, **with_callback("test_post_mortem.InTheWay"))
+    assert ended.stderr.count("the post-mortem could not be written: FileExistsError") == 1
     assert run.read("run.json")["status"] == "finished"
 
 
@@ -190,10 +171,8 @@ def test_a_post_mortem_that_fails_is_one_warning(workplace):
 def test_an_interrupted_run_continues_its_page(workplace):
     """Interrupted while it was open; the next process closes it, and what a person wrote in it stays."""
     changes = {"guards.spike": "step == 3", "trainer.max_steps": 40, "trainer.val_interval": 40}
-    kill = {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGTERM", "micro_batch": 5}}
-    run, _ = fit(workplace, "again", expect=75, **changes, **{
-        "trainer.callbacks": [{"class_path": "recorder.Recorder"}, kill],
-    })  # fmt: skip
+    kill = with_callback("recorder.KillAt", signal_name="SIGTERM", micro_batch=5)
+    _, run = fit(workplace, "again", expect=75, **changes, **kill)
     file = run.path / "postmortem-00000003" / "postmortem.md"
     assert "## Recovery\n\nOpen" in file.read_text() and postmortem.still_open(run).step == 3
     file.write_text(file.read_text().replace("_For a person to finish._", "It was the cat."))
@@ -217,7 +196,7 @@ def test_ranks_stay_in_step(workplace, strategy):
 
     fit(workplace, f"without-{strategy}", **NEVER, **changes)
     expected = both()
-    run, _ = fit(workplace, f"with-{strategy}", **{"guards.spike": "step == 4"}, **changes)
+    _, run = fit(workplace, f"with-{strategy}", **{"guards.spike": "step == 4"}, **changes)
     assert both() == expected
     norms = json.loads((run.path / "postmortem-00000004" / "norms.json").read_text())
     assert norms["worst"]["activations"] and norms["ordinary"]["activations"]

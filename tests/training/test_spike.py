@@ -1,6 +1,5 @@
 """The drill: five steps of rare tokens come when they were asked for, as a pure function, once, and are survived."""
 
-import json
 import re
 import shutil
 import signal
@@ -8,12 +7,11 @@ import signal
 import numpy as np
 import pytest
 from shard_files import write_folder, write_tokens
-from trainings import lm, losses, make_workplace, trace, write_config
+from trainings import expected, fit, losses, make_workplace, trace
 
 from lm.data.rare import rare_rows, rare_tokens
 from lm.data.shards import Shards
 from lm.runs.postmortem import still_open
-from lm.runs.run import Run
 from lm.training.alerts import AlertEvaluator
 from lm.training.config import GuardsConfig
 
@@ -69,50 +67,49 @@ PINNED = [[33, 33, 44, 55, 22, 55], [55, 22, 22, 33, 44, 11]]
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder with one uninterrupted run, `drill`; its messages, what it saw and its exact losses."""
-    folder = make_workplace(tmp_path_factory.mktemp("spike"))
-    done = lm(folder, "fit", "--config", str(write_config(folder, "drill", **DRILL)))
-    (folder / "messages.txt").write_text(done.stderr)
-    (folder / "trace.jsonl").rename(folder / "expected.jsonl")
-    return folder
+    return make_workplace(tmp_path_factory.mktemp("spike"))
 
 
-def tokens_by_step(entries):
+@pytest.fixture(scope="module")
+def drill(workplace):
+    """One uninterrupted run: the process, the run and the tokens of each step. Its losses are the expected ones."""
+    ended, run = fit(workplace, "drill", **DRILL)
+    tokens = tokens_by_step(workplace)
+    (workplace / "trace.jsonl").rename(workplace / "expected.jsonl")
+    return ended, run, tokens
+
+
+def tokens_by_step(folder):
     steps = {}
-    for entry in entries:
+    for entry in trace(folder):
         steps.setdefault(entry["step"], []).extend(entry["tokens"])
     return steps
 
 
-def expected(folder):
-    return [json.loads(line) for line in (folder / "expected.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.fault(9)
-def test_five_steps_are_replaced_and_no_other(workplace):
+def test_five_steps_are_replaced_and_no_other(workplace, drill):
     """The steps around are those of a run without the drill."""
-    (workplace / "trace.jsonl").unlink(missing_ok=True)
-    lm(workplace, "fit", "--config", str(write_config(workplace, "plain", **LENGTH)))
-    plain, drill = tokens_by_step(trace(workplace)), tokens_by_step(expected(workplace))
-    assert [step for step in drill if drill[step] != plain[step]] == STEPS
+    _, _, tokens = drill
+    fit(workplace, "plain", **LENGTH)
+    plain = tokens_by_step(workplace)
+    assert [step for step in tokens if tokens[step] != plain[step]] == STEPS
     train = Shards.open(str(workplace / "data/small/train"))
     rare = set(rare_tokens(train, 100).tolist())
-    assert all(set(drill[step]) <= rare for step in STEPS)
-    assert len({tuple(drill[step]) for step in STEPS}) == 5
+    assert all(set(tokens[step]) <= rare for step in STEPS)
+    assert len({tuple(tokens[step]) for step in STEPS}) == 5
 
 
-def test_it_is_logged_as_such(workplace):
-    messages = (workplace / "messages.txt").read_text()
-    assert re.search(r"step 30: the samples of steps 30 to 34 are replaced by rare tokens", messages)
-    assert re.search(r"step 34: the last of the injected steps", messages)
-    run = Run(workplace / "checkpoints" / "drill")
+def test_it_is_logged_as_such(drill):
+    ended, run, _ = drill
+    assert "step 30: the samples of steps 30 to 34 are replaced by rare tokens" in ended.stderr
+    assert "step 34: the last of the injected steps" in ended.stderr
     marked = {line["step"] for line in run.metrics() if line.get("data/injected") == 1}
     assert sorted(marked) == STEPS and run.read("run.json")["injected"] == {"steps": STEPS}
 
 
 @pytest.mark.fault(9)
-def test_it_is_survived_and_written_up_with_its_recovery(workplace):
-    run = Run(workplace / "checkpoints" / "drill")
+def test_it_is_survived_and_written_up_with_its_recovery(drill):
+    _, run, _ = drill
     assert run.read("run.json")["status"] == "finished"
     page = (run.path / "postmortem-00000030" / "postmortem.md").read_text()
     assert "**This was a drill**" in page and "injected" in page
@@ -142,8 +139,7 @@ def test_it_is_written_up_though_no_spike_is_noticed(workplace, page, recovery, 
     """Before there are ten log lines, in the last step, in a run that is stopped early, without `guards.spike`."""
     changes = {"trainer.log_interval": 10, "trainer.val_interval": 8, **changes}
     shutil.rmtree(workplace / "checkpoints" / "quiet", ignore_errors=True)
-    lm(workplace, "fit", "--config", str(write_config(workplace, "quiet", **changes)))
-    run = Run(workplace / "checkpoints" / "quiet")
+    _, run = fit(workplace, "quiet", **changes)
     text = (run.path / f"postmortem-{page:08d}" / "postmortem.md").read_text()
     assert "**This was a drill**" in text and f"## Recovery\n\n{recovery}" in text
     assert still_open(run) is None and [alert["guard"] for alert in run.alerts()].count("drill") == 1
@@ -157,34 +153,25 @@ def test_a_spike_is_noticed_from_the_tenth_log_line_on():
     assert list(evaluator.evaluate({"train/loss": 3.0, "train/max_loss": 9.0}).values()) == [True]
 
 
-def test_another_division_sees_the_same(workplace):
-    (workplace / "trace.jsonl").unlink(missing_ok=True)
-    divided = {"data.micro_batch_size": 2}
-    lm(workplace, "fit", "--config", str(write_config(workplace, "divided", **DRILL, **divided)))
-    assert tokens_by_step(trace(workplace)) == tokens_by_step(expected(workplace))
+def test_another_division_sees_the_same(workplace, drill):
+    fit(workplace, "divided", **DRILL, **{"data.micro_batch_size": 2})
+    assert tokens_by_step(workplace) == drill[2]
 
 
 @pytest.mark.slow
 @pytest.mark.fault(9)
-def test_a_resume_in_the_middle_injects_the_rest(workplace):
+def test_a_resume_in_the_middle_injects_the_rest(workplace, drill):
     """Killed in the last injected step, resumed from step 33: the losses are those of a run without a stop."""
-    (workplace / "trace.jsonl").unlink(missing_ok=True)
     callbacks = [
         {"class_path": "recorder.Recorder"},
         {"class_path": "recorder.KillAt", "init_args": {"signal_name": "SIGKILL", "micro_batch": 67}},
     ]
-    killed = write_config(workplace, "killed", **DRILL, **{"trainer.callbacks": callbacks})
-    lm(workplace, "fit", "--config", str(killed), expect=-signal.SIGKILL)
-    run = Run(workplace / "checkpoints" / "killed")
+    _, run = fit(workplace, "killed", expect=-signal.SIGKILL, **DRILL, **{"trainer.callbacks": callbacks})
     assert run.read("run.json")["injected"] == {"steps": STEPS} and list(run.steps())[-1] < 34
-    config = write_config(workplace, "killed", **DRILL)
-    lm(workplace, "fit", "--config", str(config), "--ckpt_path", "auto")
-    straight = {(entry["step"], entry["micro"]): entry["loss"] for entry in expected(workplace)}
-    assert losses(workplace) == straight and run.read("run.json")["injected"] == {"steps": STEPS}
+    fit(workplace, "killed", "--ckpt_path", "auto", **DRILL)
+    assert losses(workplace) == expected(workplace) and run.read("run.json")["injected"] == {"steps": STEPS}
 
 
 def test_a_step_that_never_comes_is_refused(workplace):
-    config = write_config(workplace, "late", **{"guards.inject_step": 13})
-    refused = lm(workplace, "fit", "--config", str(config), expect=2)
-    assert "guards.inject_step 13: the run ends with step 12" in refused.stderr
-    assert not (workplace / "checkpoints" / "late").exists()
+    refused, run = fit(workplace, "late", expect=2, **{"guards.inject_step": 13})
+    assert "guards.inject_step 13: the run ends with step 12" in refused.stderr and not run.path.exists()

@@ -4,25 +4,25 @@ import json
 
 import pytest
 from decoders import SMALL
-from trainings import lm, make_workplace, write_config
+from test_guards import found_in
+from trainings import fit, make_workplace
 
 from lm.errors import RequestError
 from lm.model.build import Built
 from lm.model.decoder import Decoder
-from lm.runs.run import Run
 from lm.training.callbacks.guards import slow_kernels
-from lm.training.config import ScheduleConfig, ThroughputConfig
-from lm.training.guards import Line, ThroughputFloor
+from lm.training.config import ThroughputConfig
+from lm.training.guards import ThroughputFloor
+
 
 def diagnosis(known=(), lines=3, **metrics):
     """What is said of a rate below the floor in the third log line that is judged."""
     floor = ThroughputFloor(ThroughputConfig(floor=100_000, patience=lines))
     floor.begin("attention cudnn, kernels CUDA", lambda: list(known))
-    for step in range(lines + 1):
-        line = Line("a", step, 9, 0, {"perf/tokens_per_second": 61_234.0, **metrics}, 1, ScheduleConfig())
-        found = floor.observe(line)
-        assert bool(found) == (step == lines)
-    return found[0].message
+    slow = {"perf/tokens_per_second": 61_234.0, **metrics}
+    [(step, finding)] = found_in([(step, slow) for step in range(lines + 1)], floor)
+    assert step == lines
+    return finding.message
 
 
 @pytest.mark.parametrize(("known", "metrics", "graphs", "causes"), [
@@ -94,11 +94,8 @@ def slow_training(folder, slow, **changes):
     """The alerts of a training with a floor that it cannot reach, its metrics, and its log."""
     make_workplace(folder)
     (folder / "slow.py").write_text(slow)
-    name = slow.split("class ")[1].split("(")[0]
-    callbacks = [{"class_path": f"slow.{name}"}]
-    write_config(folder, **{"guards.throughput": {"floor": "1G"}, "trainer.callbacks": callbacks, **changes})
-    lm(folder, "fit", "--config", "small.yaml")
-    run = Run(folder / "checkpoints" / "small")
+    callbacks = [{"class_path": f"slow.{slow.split('class ')[1].split('(')[0]}"}]
+    _, run = fit(folder, **{"guards.throughput": {"floor": "1G"}, "trainer.callbacks": callbacks, **changes})
     return [alert for alert in run.alerts() if alert["guard"] == "throughput"], run.metrics(), (run.path / "log.txt").read_text()
 
 

@@ -22,12 +22,7 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\
 
 
 def render(template: str, **content: Any) -> str:
-    """A page as text.
-
-    Args:
-        template: a file beside this one, which extends `base.html`.
-        content: what it shows. Texts are escaped, and None is empty; `script` is put on the page as it is.
-    """
+    """A page by a template beside this file. Texts are escaped, and None is empty; `script` stands as it is."""
     return templates().get_template(template).render(content, style=source("uPlot.min.css", "page.css"))
 
 
@@ -38,9 +33,7 @@ def templates() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(PARTS), autoescape=True, finalize=_shown, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    found.filters |= {
-        "count": format_count, "digest": digest, "duration": format_duration, "plural": plural, "utc": utc,
-    }  # fmt: skip
+    found.filters |= dict(count=format_count, digest=digest, duration=format_duration, plural=plural, utc=utc)
     found.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return found
 

@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from markupsafe import Markup
 from lm import __version__
 from lm.cli.options import changed_settings
 from lm.cli.report.page import printable, render, source
-from lm.cli.runs import checks_of, describe_run, machine_of
+from lm.cli.runs import checks_of, describe_run, machine_of, start_command
 from lm.errors import RequestError, RunError
 from lm.runs.history import read_samples
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric, core_sentence, merge_evaluations
@@ -45,11 +45,7 @@ POSTMORTEM_CHARACTERS = 40_000
 
 
 def refuse_html_path(path: str) -> Path:
-    """The file for a page, if a page may be written there.
-
-    Raises:
-        RequestError: there is a folder, or a file that is not the page of a run, and would be lost.
-    """
+    """The file for a page; refuses one that is not the page of a run and would be lost."""
     refuse_url("--html", path)
     target = Path(path)
     if target.is_dir():
@@ -67,16 +63,9 @@ def refuse_html_path(path: str) -> Path:
 
 
 def write_page(run: Run, target: Path, reload: int | None = None) -> str:
-    """Write or replace the page of a run at a path of `refuse_html_path`.
+    """Write or replace the page of a run at a path of `refuse_html_path`, and return the status that it shows.
 
-    Args:
-        reload: seconds after which the page loads itself again, if the run is being trained; None: never.
-
-    Returns:
-        The status that the page shows.
-
-    Raises:
-        RunError: it cannot be written.
+    It loads itself again after `reload` seconds while the run is being trained.
     """
     metrics = run.metrics()
     found = describe_run(run, metrics)
@@ -92,7 +81,7 @@ def write_page(run: Run, target: Path, reload: int | None = None) -> str:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]], reload: int | None = None) -> str:
+def page(run: Run, found: dict[str, Any], metrics: list[dict[str, Any]], reload: int | None) -> str:
     """The whole document; `found` is `describe_run(run)`, `metrics` are `run.metrics()`."""
     found = public({name: part for name, part in found.items() if name != "samples"})
     live = found["status"] == "running"
@@ -223,7 +212,7 @@ def _provenance(found: dict[str, Any]) -> dict[str, Any]:
         "machine": machine_of(found),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "started": found["started"],
-        "command": shlex.join(public_command(["lm", *found["command"][1:]])) if found["command"] else None,
+        "command": shlex.join(public_command(start_command(found))) or None,
         "git": found["git"],
         "config, SHA-256": found["config_sha256"],
         "cost": None if spent is None else f"{format_figure(spent)} USD",
@@ -374,10 +363,10 @@ def public(value: Any) -> Any:
     return QUERY.sub(r"\1", USER.sub("", value)) if isinstance(value, str) else value
 
 
-def public_command(command: Iterable[Any]) -> list[str]:
+def public_command(command: list[str]) -> list[str]:
     """A command line without the options that `public` leaves out."""
     shown, private = [], False
-    for argument in map(str, command):
+    for argument in command:
         if argument.startswith("--"):
             option = argument.partition("=")[0]
             private = option.startswith(f"--{NOTIFY}") or bool(SECRET.search(option))

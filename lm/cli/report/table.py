@@ -7,12 +7,9 @@ from rich.text import Text
 
 
 def plain_table(heads: Sequence[str], kinds: str, rows: Iterable[Sequence[str | Text]]) -> Table:
-    """A table.
+    """A table in which nothing is markup; a short row leaves the last columns empty.
 
-    Args:
-        heads: the names of the columns.
-        kinds: a letter for each: `t` a text, which may need several lines, or `n` a number, which is never broken.
-        rows: their cells; a short row leaves the last columns empty. Nothing in them is markup.
+    `kinds` has a letter for each column: `t` a text, which may need several lines, or `n` a number, never broken.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head, kind in zip(heads, kinds, strict=True):

@@ -92,11 +92,7 @@ class Sidecar:
 
 
 def read_budget_file(budget: BudgetConfig) -> dict[str, Any]:
-    """What `file` says before a run starts; empty where it is not given or its figures do not count.
-
-    Raises:
-        RequestError: without it the cap cannot be counted, or it has too high a rate.
-    """
+    """What `file` says before a run starts; empty where it is not given or its figures do not count."""
     if budget.file is None:
         return {}
     content, problem = Sidecar(Path(budget.file)).read()
@@ -154,9 +150,7 @@ class Budget(Observer):
     measured over `SETTLED_LINES` and is over the cap for the `PROJECTIONS`th time in a row. Before that, and where
     steps become slow all of a sudden, the last log line that leaves time for one more and a checkpoint ends the run.
 
-    Args:
-        clock: seconds; must not jump.
-        read_file: gives what another program counts, as `Sidecar.read` does for that of `guards.budget.file`.
+    The clock must not jump. `read_file` stands in for `Sidecar.read` of `guards.budget.file`.
     """
 
     def __init__(
@@ -298,11 +292,7 @@ class BudgetGuard(Guard):
 
 
 def _spent_before(run: Run) -> Cost:
-    """The cost of the run's earlier sessions.
-
-    Raises:
-        RequestError: `budget.json` is damaged; to count from 0 would be to spend the cap twice.
-    """
+    """The cost of the run's earlier sessions. To count from 0 where the file is damaged would spend the cap twice."""
     before = run.read("budget.json")
     hours, usd = nonnegative(before.get("hours_elapsed")), nonnegative(before.get("spent_usd"))
     if (run.path / "budget.json").exists() and hours is None and usd is None:

@@ -55,21 +55,18 @@ class Checkpoints(ModelCheckpoint):
         self.saved_step = trainer.global_step if trainer.ckpt_path else -1
         if not trainer.is_global_zero:
             return
-        try:
-            self._start_from(trainer)
-        except OSError as error:
-            raise RunError(f"cannot write to the run folder {trainer.run.path}: {error.strerror or error}") from error
-        self._warn_of_full_disk(trainer, pl_module)
-
-    def _start_from(self, trainer: Trainer) -> None:
-        """Mark checkpoints that the resume leaves behind, so that a resume after a kill takes none of them."""
         run, chosen = trainer.run, Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
-        remove_half_written(run)
-        left_behind = [path for step, path in run.steps().items() if step > self.saved_step]
-        self.left_behind = {path.name for path in left_behind}
-        run.describe(left_behind=[stated_digest(path / "trainer.json") for path in left_behind])
-        if chosen and chosen.parent == run.path.resolve():
-            link_to(run.path / chosen.name, self.best_name)
+        try:
+            remove_half_written(run)
+            # Marked, so that a resume after a kill takes none of them.
+            left_behind = [path for step, path in run.steps().items() if step > self.saved_step]
+            self.left_behind = {path.name for path in left_behind}
+            run.describe(left_behind=[stated_digest(path / "trainer.json") for path in left_behind])
+            if chosen and chosen.parent == run.path.resolve():
+                link_to(run.path / chosen.name, self.best_name)
+        except OSError as error:
+            raise RunError(f"cannot write to the run folder {run.path}: {error.strerror or error}") from error
+        self._warn_of_full_disk(trainer, pl_module)
 
     def _warn_of_full_disk(self, trainer: Trainer, pl_module: LightningModule) -> None:
         item = next(pl_module.parameters()).element_size()

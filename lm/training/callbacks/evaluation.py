@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 class BetweenSteps(Callback, ABC):
     """Does something with the model every `interval` optimizer steps, or after every validation.
 
-    A failure is logged and ends no training. Pauses of this kind do not count as training. It stands after `RunLog` in
-    the list of callbacks. A run that is resumed does later steps again; the later line of a file counts.
+    A failure is logged and ends no training. It stands after `RunLog` in the list of callbacks. A run that is resumed
+    does later steps again; the later line of a file counts.
     """
 
     name: str  # of what it does, for messages
@@ -86,7 +86,6 @@ class Samples(BetweenSteps):
         self.prompts: list[list[int]] = []  # their token ids, while fitting
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Read the prompts."""
         if stage == "fit":
             tokenizer = trainer.datamodule.tokenizer
             self.prompts = [tokenizer.encode(text) or [tokenizer.eos_id] for text in self.texts]
@@ -131,11 +130,6 @@ def continued(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str
 
 
 def read_evaluation_tasks(config: EvaluationConfig) -> list[Task]:
-    """The tasks that a config asks for.
-
-    Raises:
-        RequestError: a file is missing or not what it should be, or has too few items.
-    """
     tasks = read_tasks(config.tasks or [], config.num_fewshot)
     for task in tasks:
         check_items(task, config.max_items)
@@ -156,12 +150,7 @@ class Evaluations(BetweenSteps):
         self.tasks: list[Task] = []  # while fitting
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Read the tasks, before there is a run folder.
-
-        Raises:
-            RequestError: a file is missing or not what it should be.
-        """
-        if stage == "fit":
+        if stage == "fit":  # before there is a run folder
             self.tasks = read_evaluation_tasks(self.config)
 
     def is_due(self, step: int, max_steps: int) -> bool:

@@ -56,15 +56,6 @@ def not_training(trainer: Trainer) -> Iterator[None]:
         call_hook(trainer, "on_pause", time.monotonic() - began, "other")
 
 
-def line_of(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> Line:
-    """What observers see of a training when these metrics are logged."""
-    return Line(
-        trainer.run.name, trainer.global_step, trainer.max_steps, trainer.tokens_seen, metrics, trainer.log_interval,
-        pl_module.options.schedule, remaining(trainer)[1], trainer.run_state.stats.recent,
-        scaled=getattr(trainer.precision_plugin, "scaler", None) is not None,
-    )  # fmt: skip
-
-
 class Guard(Callback):
     """Shows every log line to an observer, and acts on what it finds.
 
@@ -79,8 +70,12 @@ class Guard(Callback):
         return type(self.observer).__name__
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
-        found = self.observer.observe(line_of(trainer, pl_module, metrics))
-        for finding in from_rank_zero(trainer, found):
+        line = Line(
+            trainer.run.name, trainer.global_step, trainer.max_steps, trainer.tokens_seen, metrics,
+            trainer.log_interval, pl_module.options.schedule, remaining(trainer)[1], trainer.run_state.stats.recent,
+            scaled=getattr(trainer.precision_plugin, "scaler", None) is not None,
+        )  # fmt: skip
+        for finding in from_rank_zero(trainer, self.observer.observe(line)):
             act(trainer, pl_module, finding)
 
     def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
@@ -140,8 +135,7 @@ class Rollback(Callback):
     since that checkpoint are not seen again. (Chowdhery et al., 2022, arXiv:2204.02311, section 5.1, restart about 100
     steps before a spike and skip 200 to 500 batches.)
 
-    The last good checkpoint is the newest whole one that is not younger than the last log line at which no guard
-    asked for a rollback.
+    Good is the newest whole checkpoint that is not younger than the last log line at which no guard asked for one.
     """
 
     def __init__(self, max_rollbacks: int) -> None:

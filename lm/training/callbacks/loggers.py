@@ -1,7 +1,4 @@
-"""Services that a training never waits for: calls in threads of their own, and Lightning's loggers, which use them.
-
-A service may fail or not answer. Loggers get the same metrics as TensorBoard and `metrics.jsonl`.
-"""
+"""Services that a training never waits for: calls in threads of their own, and Lightning's loggers, which use them."""
 
 import logging
 import time

@@ -120,8 +120,7 @@ class RunLog(Callback):
     def log_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
         """Write metrics of this optimizer step, and hand them to `on_metrics` of every callback; call it on every rank.
 
-        Args:
-            metrics: by name, all of one kind: of a validation, of an evaluation, or of training.
+        All of them are of one kind: of a validation, of an evaluation, or of training.
         """
         if trainer.is_global_zero:
             self._write(trainer, metrics)
@@ -129,8 +128,7 @@ class RunLog(Callback):
 
     def _write(self, trainer: Trainer, logged: dict[str, float]) -> None:
         metrics = {name: value for name, value in logged.items() if math.isfinite(value)}
-        step = trainer.global_step
-        tokens = trainer.tokens_seen
+        step, tokens = trainer.global_step, trainer.tokens_seen
         for logger in trainer.loggers:
             logger.log_metrics({**metrics, "data/tokens": tokens}, step=step)
         for logger in trainer.own_loggers:
@@ -176,11 +174,7 @@ def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 
 def metrics_of_callback(callback: LightningCallback, metrics: Any) -> dict[str, float]:
-    """What `logged_metrics` of a callback returned, as plain numbers.
-
-    Raises:
-        RunError: it is something else; names the callback and the metric.
-    """
+    """What `logged_metrics` of a callback returned, as plain numbers."""
     returned = f"{type(callback).__name__}.logged_metrics returned"
     if not isinstance(metrics, Mapping):
         raise RunError(f"{returned} a {type(metrics).__name__}: it returns a dictionary of numbers by name")
@@ -213,9 +207,8 @@ def format_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     parts += [f"{name.removeprefix(loss)} {value:.4f}" for loss in ("train/loss/", "val/loss/")
               for name, value in metrics.items() if name.startswith(loss)]  # of each source of a mixture
     if "eval/core" not in metrics:
-        accuracies = {name: value for name, value in metrics.items() if name.endswith("/accuracy")}
-        short = {name.removeprefix("eval/").removesuffix("/accuracy"): value for name, value in accuracies.items()}
-        parts += [f"{name} {value:.1%}" for name, value in short.items()]
+        parts += [f"{name.removeprefix('eval/').removesuffix('/accuracy')} {value:.1%}"
+                  for name, value in metrics.items() if name.endswith("/accuracy")]  # fmt: skip
     if "perf/tokens_per_second" in metrics:
         parts.append(f"{format_count(metrics['perf/tokens_per_second'])} tokens/s")
     return f"step {step}/{max_steps}  " + "  ".join(parts)
@@ -337,10 +330,8 @@ for _name, _metric in METRICS.items():
 class EventFile(TensorBoardLogger):
     """TensorBoard's event file of a run, and nothing beside it. Every event is on the disk when a method returns.
 
-    Args:
-        run: whose folder it goes to.
-        resumed_at: the newest optimizer step that counts, 0 in a new run: TensorBoard forgets what earlier files of the
-            folder have of later steps. None: it forgets nothing.
+    TensorBoard forgets what earlier files of the folder have of steps later than `resumed_at`, which is 0 in a new run;
+    nothing where that is None.
     """
 
     def __init__(self, run: Run, resumed_at: int | None = None) -> None:

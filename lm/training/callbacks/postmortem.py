@@ -46,9 +46,7 @@ class PostMortem(Callback):
     It is written for the guards `spike` and `not-finite`, for any guard that does more than warn, and for the drill,
     whether it is noticed as a spike or not; but not for cost and speed, of which samples and weights say nothing.
     Actions of guards while one is open are added to it. This callback must stand before those that change weights.
-
-    Args:
-        drill: the first step of `SpikeInjection`; None: there is none.
+    `drill` is the first step of `SpikeInjection`, if there is one.
     """
 
     def __init__(self, spike: str | None = None, drill: int | None = None) -> None:
@@ -75,7 +73,7 @@ class PostMortem(Callback):
             self._open = incident
 
     def on_metrics(self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
-        new_steps = self._note_steps(trainer, pl_module)
+        new_steps = self._note_steps(trainer)
         loss = metrics.get("train/loss")
         if loss is not None:
             self._losses.append((trainer.global_step, loss))
@@ -99,7 +97,7 @@ class PostMortem(Callback):
     def on_guard(self, trainer: Trainer, pl_module: LightningModule, guard: str, action: Action, message: str) -> None:
         if action == "warn" and guard not in ("spike", "not-finite", "drill"):
             return
-        new_steps = self._note_steps(trainer, pl_module)
+        new_steps = self._note_steps(trainer)
         if self._open is not None:
             if new_steps:
                 self._open.update_highest(trainer.run_state.stats.recent)
@@ -110,7 +108,7 @@ class PostMortem(Callback):
             len(self._known) < MAX_POSTMORTEMS or trainer.global_step in self._known or guard == "drill"
         ):
             self._lines = 0
-            self._open = self._incident(trainer, pl_module, guard, action, message)
+            self._open = self._incident(trainer, guard, action, message)
             with not_training(trainer):
                 self._write(trainer, pl_module, self._open)
 
@@ -139,7 +137,7 @@ class PostMortem(Callback):
                 return f"{expression.text}: {expression.explain(self._evaluator.history)} at step {line['step']}"
         return None
 
-    def _note_steps(self, trainer: Trainer, module: LightningModule) -> bool:
+    def _note_steps(self, trainer: Trainer) -> bool:
         """Keep the steps since the last log line; returns whether they are new."""
         if trainer.run_state.stats.recent is self._noted or not trainer.run_state.stats.recent:
             return False
@@ -193,7 +191,7 @@ class PostMortem(Callback):
                 _save_pictures(folder, incident, [line for line in lines if line.get("time", 0) > incident.time])
                 log.info("post-mortem %s: %s", folder, text.partition("\n")[0])
 
-    def _incident(self, trainer: Trainer, module: LightningModule, guard: str, action: str, message: str) -> Incident:
+    def _incident(self, trainer: Trainer, guard: str, action: str, message: str) -> Incident:
         steps = trainer.run_state.stats.recent
         broken = [  # a GradScaler leaves steps out, too, and that alone is no incident
             step for step in steps if not (math.isfinite(step.loss) and (step.applied or guard != "not-finite"))
@@ -261,8 +259,6 @@ DRILL_STEPS = 5
 class SpikeInjection(Callback):
     """A drill: replaces the samples of optimizer steps `first` to `first + 4` by sequences of rare tokens.
 
-    `PostMortem` writes it up, whether or not the loss rises.
-
     `run.json` lists the steps under `injected`. A resume from before them removes them from the list, and they are
     injected as in a run that was never stopped.
     """
@@ -294,7 +290,15 @@ class SpikeInjection(Callback):
         if step not in self._done:
             self._done.append(step)
             self._save_steps(trainer)
-            self._report(step)
+            last = self.first + DRILL_STEPS - 1
+            if step == self.first:
+                log.warning(
+                    "step %d: the samples of steps %d to %d are replaced by rare tokens (guards.inject_step), drawn "
+                    "from %d tokens, the bottom %.0f %% of the text", step, step, last, len(self._rare),
+                    100 * RARE_FRACTION,
+                )  # fmt: skip
+            elif step == last:
+                log.warning("step %d: the last of the injected steps", step)
 
     def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
         """The injected samples of a step, `(G, T + 1)`, from the seed and the step alone; None: it has none."""
@@ -316,13 +320,3 @@ class SpikeInjection(Callback):
     def _save_steps(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             trainer.run.describe(injected={"steps": self._done})
-
-    def _report(self, step: int) -> None:
-        last = self.first + DRILL_STEPS - 1
-        if step == self.first:
-            log.warning(
-                "step %d: the samples of steps %d to %d are replaced by rare tokens (guards.inject_step), drawn from "
-                "%d tokens, the bottom %.0f %% of the text", step, step, last, len(self._rare), 100 * RARE_FRACTION,
-            )  # fmt: skip
-        elif step == last:
-            log.warning("step %d: the last of the injected steps", step)

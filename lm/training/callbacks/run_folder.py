@@ -82,18 +82,16 @@ class RunFolder(Callback):
         _make_checkpoint_folders(trainer, trainer.run)
         if trainer.is_global_zero:
             self._log = _open_log(trainer.run)
-            _log_places(trainer.run)
+            log.info("run %s", path)
+            log.info("curves: tensorboard --logdir %s", trainer.run.path.parent)
+            log.info("from another machine: ssh -N -L 6006:localhost:6006 %s@%s, then http://localhost:6006",
+                     getpass.getuser(), host_name())  # fmt: skip
             self._record(trainer.run)
             if trainer.mirror is not None:
                 trainer.run_state.uploads = Uploads(trainer.mirror, trainer.run)
 
     def _claim(self, trainer: Trainer) -> str:
-        """Take the run's lock and describe the run in its folder; returns its path.
-
-        Raises:
-            RequestError: another process trains the run, or has just done so; or the run may not be resumed.
-            RunError: the folder cannot be written to.
-        """
+        """Take the run's lock and describe the run in its folder; returns its path."""
         shards = trainer.datamodule.describe_shards()
         run = self.resumed or self._new(trainer.default_root_dir, trainer.mirror)
         try:
@@ -257,11 +255,7 @@ class RunFolder(Callback):
 
 
 def _make_checkpoint_folders(trainer: Trainer, run: Run | None) -> None:
-    """Make the folders of each ModelCheckpoint of Lightning's: in the run's where nobody has named another.
-
-    Raises:
-        RequestError: there can be no such folder.
-    """
+    """Make the folders of each ModelCheckpoint of Lightning's: in the run's where nobody has named another."""
     default = str(Path(trainer.default_root_dir, "checkpoints"))
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback is trainer.checkpoint_callback:
@@ -296,14 +290,6 @@ def _open_log(run: Run) -> logging.Handler:
     handler.setFormatter(formatter)
     logging.getLogger("lm").addHandler(handler)
     return handler
-
-
-def _log_places(run: Run) -> None:
-    """Log where the run is, and how to look at its curves from another machine."""
-    log.info("run %s", run.path)
-    log.info("curves: tensorboard --logdir %s", run.path.parent)
-    log.info("from another machine: ssh -N -L 6006:localhost:6006 %s@%s, then http://localhost:6006",
-             getpass.getuser(), host_name())  # fmt: skip
 
 
 # ---- the program of on_event -----------------------------------------------------------------------------------------
@@ -382,17 +368,13 @@ class Heartbeat(Callback):
             torch.cuda.reset_peak_memory_stats(pl_module.device)
         return metrics
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._stop()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
+    def teardown(self, *args: Any, stage: str | None = None) -> None:
         self._end.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)  # not for long: a driver that hangs must not keep the process
             self._thread = None
+
+    on_exception = teardown
 
 
 def machine_metrics(machine: dict[str, Any]) -> dict[str, float]:

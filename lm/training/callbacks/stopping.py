@@ -41,7 +41,7 @@ class Interrupt(Callback, Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning registers its own handlers just before this; they would exit 0 and save nothing.
         drop_sigterm_broadcast(trainer)
-        waits = timedelta(seconds=trainer.rank_timeout)
+        waits = timedelta(seconds=trainer.options.rank_timeout)
         self._ranks = dist.new_group(backend="gloo", timeout=waits) if trainer.world_size > 1 else None
         alone = trainer.world_size == 1  # ranks may be waiting for one another: rank_timeout is their limit
         STOP.arm(trainer.stop_within if alone else 0.0, partial(self._end_now, trainer))

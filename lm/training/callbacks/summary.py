@@ -103,17 +103,18 @@ def _devices(trainer: Trainer) -> str:
     name = device_name(trainer.strategy.root_device)
     if trainer.strategy.root_device.type == "cpu":
         name += f" with {plural(torch.get_num_threads(), 'thread')}"
-    strategy = f", {'ddp' if trainer.sharding == 'auto' else trainer.sharding}" if trainer.world_size > 1 else ""
+    strategy = trainer.options.strategy
+    strategy = f", {'ddp' if strategy == 'auto' else strategy}" if trainer.world_size > 1 else ""
     peak = f"peak {trainer.device_peak / 1e12:,.4g} TFLOP/s" if trainer.device_peak else "peak not known, so no MFU"
     return f"{trainer.world_size} x {name}{strategy}, {trainer.precision}, {peak}"
 
 
 def _expected(trainer: Trainer, module: LightningModule) -> str:
     """How long the rest of the run takes, reckoned as `lm plan` does without a measurement."""
-    device = Device(device_name(trainer.strategy.root_device), None, None, trainer.peak_tflops)
+    device = Device(device_name(trainer.strategy.root_device), None, None, trainer.options.peak_tflops)
     checkpointing, seq_len = module.options.activation_checkpointing, trainer.datamodule.seq_len
     flops = module.flops_per_token() + recomputed_flops_per_token(module.config, seq_len, checkpointing)
-    precision = multiplication_precision(str(trainer.precision), trainer.matmul_precision)
+    precision = multiplication_precision(str(trainer.precision), trainer.options.matmul_precision)
     if (assumed := assumed_speed(device, precision, flops)) is None:
         return "not known before two log lines"
     speed, basis = assumed
