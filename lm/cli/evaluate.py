@@ -103,7 +103,7 @@ def measure(
     shards: list[str] | None = None, max_items: int | None = None, num_fewshot: int | None = None,
     batch_tokens: int = benchmark.BATCH_TOKENS, begin: Begin = "eos", stride: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure a model, which is loaded once the request is known to be sound; else as `lm evaluate --json`."""
+    """What `lm evaluate --json` prints of a model, which is loaded once the request is known to be sound."""
     if not (tasks or texts or shards):
         raise RequestError("give something to evaluate on: --tasks embedded:sotu, --texts FILE or --shards FOLDER")
     require_at_least(1, "--", max_items=max_items, batch_tokens=batch_tokens, stride=stride)
@@ -122,9 +122,8 @@ def measure(
         "tasks": tasks, "texts": texts, "shards": shards, "max_items": max_items, "num_fewshot": num_fewshot,
         "begin": begin, "stride": stride, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
     }  # fmt: skip
-    checkpoint = model.path.resolve().name
     by_task = {result.label: result.as_dict() for result in results}
-    found = evaluation_record(model.step, checkpoint, by_task, benchmark.core(results), corpora, asked)
+    found = evaluation_record(model.step, model.path.resolve().name, by_task, benchmark.core(results), corpora, asked)
     if owner is not None and model.step is not None:  # an average is at no step of the run's curves
         try:
             keep_evaluation(owner, found)
@@ -215,8 +214,8 @@ def show_evaluation(found: dict[str, Any]) -> None:
         if results:
             console.print(_table([row(harmless(name), result) for name, result in results.items()]))
     step = "" if found["step"] is None else f", step {found['step']:,}"
-    took = f"in {found['seconds']:.1f} s"
-    console.print(f"{harmless(found['model'])}{step}{core_sentence(found)}, {took}", soft_wrap=True)
+    took = f", in {found['seconds']:.1f} s"
+    console.print(harmless(found["model"]) + step + core_sentence(found) + took, soft_wrap=True)
     if found["core"] is not None:
         console.print("95 % intervals; centred accuracy: 0 is guessing, 1 is all correct", soft_wrap=True)
 

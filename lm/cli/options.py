@@ -76,7 +76,6 @@ SYNONYMS = {
         "ckpt_path": "resume resume_from_checkpoint checkpoint init_from",
     }.items() for synonym in synonyms.split()
 }  # fmt: skip
-USAGE = dict.fromkeys(("validate", "test", "predict"), "[--run NAME] [--ckpt_path PATH]")
 # What the parser takes in addition to the options.
 PARSERS_OWN = {"c", "h", "help", "print_config", "verbose", "weights_only", "return_predictions"}
 COLUMN = 38  # where the help of an option begins
@@ -234,9 +233,10 @@ def print_options(command: str, what: str, chosen: str | None = None) -> None:
     """Print what a command does and its options: those of the `chosen` group, `all`, or else the frequent ones."""
     if chosen not in (None, "all") and chosen not in _groups({option.name for option in training_options(command)}):
         raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(NAMES)}")
-    width = min(110, shutil.get_terminal_size().columns)
-    frequent = FREQUENT_WITHOUT_FIT if command in ("validate", "test", "predict") else FREQUENT
-    print(f"lm {command}: {what}\n\nusage: lm {command} {USAGE.get(command, '--config FILE')} [--OPTION VALUE ...]\n")
+    width, frequent, usage = min(110, shutil.get_terminal_size().columns), FREQUENT, "--config FILE"
+    if command in ("validate", "test", "predict"):
+        frequent, usage = FREQUENT_WITHOUT_FIT, "[--run NAME] [--ckpt_path PATH]"
+    print(f"lm {command}: {what}\n\nusage: lm {command} {usage} [--OPTION VALUE ...]\n")
     group = ""
     for option in training_options(command):
         own = option.name.partition(".")[0] not in NAMES
