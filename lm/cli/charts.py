@@ -1,7 +1,4 @@
-"""Curves in the terminal: braille dots for lines, a marker for each curve, so that they read without colour too.
-
-`lm runs compare` and `lm monitor` draw with it. Nothing here knows of runs or of a terminal's size.
-"""
+"""Curves in the terminal: braille dots for lines, a marker for each curve, so that they read without colour too."""
 
 import math
 from collections.abc import Sequence

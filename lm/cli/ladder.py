@@ -26,24 +26,14 @@ import torch
 import yaml
 from rich.console import Console
 
+from lm.cli import scale
 from lm.cli.branch import tokens_of_a_step
 from lm.cli.config import config_parser, quiet_lightning, resolved_text
-from lm.cli.ladder_report import ModelSize, Training, print_report, report, write_report
+from lm.cli.ladder_report import ModelSize, Training, page, print_report, report
 from lm.cli.options import PlanOptions, split_overrides
 from lm.cli.plan import examine
 from lm.cli.report.table import plain_table
 from lm.cli.runs import to_json
-from lm.cli.scale import (
-    ASPECT,
-    DATA,
-    HEAD_DIM,
-    PATTERN,
-    SEQ_LEN,
-    TOKENS_PER_PARAMETER,
-    VOCAB_SIZE,
-    Recipe,
-    scaled_config,
-)
 from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError, RunError, require_at_least
 from lm.runs import scaling_laws
@@ -134,12 +124,12 @@ class LadderOptions:
     plan_only: bool = False
     json: bool = False
     vocab_size: Count | None = None
-    seq_len: Count = SEQ_LEN
-    data: str = DATA
+    seq_len: Count = scale.SEQ_LEN
+    data: str = scale.DATA
     optimizer: OptimizerName = "muon"
-    aspect_ratio: float = ASPECT
-    head_dim: Count = Count(HEAD_DIM)
-    window_pattern: str = PATTERN
+    aspect_ratio: float = scale.ASPECT
+    head_dim: Count = Count(scale.HEAD_DIM)
+    window_pattern: str = scale.PATTERN
     device: str = "auto"
     memory: str | None = None
     peak_tflops: float | None = None
@@ -167,7 +157,7 @@ class LadderOptions:
                 Length(
                     f"r{_spelled(ratio)}", f"{_spelled(ratio)} tokens a parameter", {"target_param_data_ratio": ratio}
                 )
-                for ratio in _numbers("--ratio", self.ratio) or [TOKENS_PER_PARAMETER]
+                for ratio in _numbers("--ratio", self.ratio) or [scale.TOKENS_PER_PARAMETER]
             ]
         self.points = [dict(point) for point in itertools.product(*map(_grid_values, self.grid))]
         if len({key for point in self.points for key in point}) < len(self.grid):
@@ -266,11 +256,11 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
     vocab_size = options.vocab_size
     if not vocab_size:
         prepared = (Path(options.data) / "tokenizer.json").exists()
-        vocab_size = Tokenizer.load(options.data).vocab_size if prepared else VOCAB_SIZE
+        vocab_size = Tokenizer.load(options.data).vocab_size if prepared else scale.VOCAB_SIZE
     parts = []
     for depth, length in itertools.product(sorted({*options.sizes, *options.held_out}), options.lengths):
         try:
-            recipe, text = scaled_config(
+            recipe, text = scale.scaled_config(
                 depth, **length.horizon, vocab_size=vocab_size, seq_len=options.seq_len, data=options.data,
                 optimizer=options.optimizer, aspect_ratio=options.aspect_ratio, head_dim=options.head_dim,
                 window_pattern=options.window_pattern,
@@ -303,7 +293,7 @@ def make_trainings(options: LadderOptions, overrides: list[str]) -> list[Trainin
     return made
 
 
-def keep_length(config: dict[str, Any], recipe: Recipe, length: Length, typed: Sequence[str]) -> None:
+def keep_length(config: dict[str, Any], recipe: scale.Recipe, length: Length, typed: Sequence[str]) -> None:
     """Set, in place, as many steps as the length takes where another batch than the recipe's was typed."""
     tokens = tokens_of_a_step(config["data"])
     if "max_steps" not in length.horizon and tokens != recipe.batch_tokens:
@@ -535,5 +525,6 @@ def write_predicted(options: LadderOptions, trainings: list[Training], found: di
 def save_report(options: LadderOptions, trainings: Sequence[Training]) -> dict[str, Any]:
     """Write what has been measured so far into the ladder's folder: `ladder.json` and `ladder.html`."""
     found = report(options.name, f"{process.program()} {shlex.join(sys.argv[1:])}", trainings)
-    write_report(options.folder, found)
+    write_atomically(options.folder / "ladder.json", to_json(found) + "\n", durable=False)
+    write_atomically(options.folder / "ladder.html", page(found), durable=False)
     return found

@@ -18,11 +18,9 @@ from rich.console import Console
 
 from lm.cli.report.page import render
 from lm.cli.report.table import plain_table
-from lm.cli.runs import to_json
 from lm.runs import scaling_laws
 from lm.runs.run import Run
 from lm.runs.seeds import spread
-from lm.system.files import write_atomically
 from lm.system.units import format_count, plural
 
 QUANTITIES = {"operations": "flops", "parameters": "parameters", "tokens": "tokens"}  # that the loss is a law of
@@ -113,7 +111,7 @@ def last_losses(run: Run) -> dict[str, float]:
 def measured_sizes(trainings: Sequence[Training], losses: Sequence[float | None]) -> Iterable[Measured]:
     """The sizes of a ladder, each with the losses at the point of the grid where their mean is lowest."""
     groups: dict[tuple[int, str], dict[tuple, list[float]]] = {}
-    first: dict[tuple[int, str], ModelSize] = {}
+    first: dict[tuple[int, str], ModelSize] = {}  # a grid may change how many parameters or tokens there are
     for one, loss in zip(trainings, losses, strict=True):
         key = one.size.depth, one.size.length
         first.setdefault(key, one.size)
@@ -301,13 +299,7 @@ def print_report(console: Console, found: dict[str, Any]) -> None:
         console.print(remark, soft_wrap=True)
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def write_report(folder: Path, found: dict[str, Any]) -> None:
-    """Write `ladder.json` and `ladder.html` into the ladder's folder."""
-    write_atomically(folder / "ladder.json", to_json(found) + "\n", durable=False)
-    write_atomically(folder / "ladder.html", page(found), durable=False)
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def page(found: dict[str, Any]) -> str:

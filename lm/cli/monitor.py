@@ -1,7 +1,6 @@
 """`lm monitor`: runs that are training, live in a terminal or an HTML page, or once as JSON. It only reads their files.
 
-`runs/history` reads them. Functions that end in `_facts` give labels and values, and `RunView` arranges them; rich cuts
-off what the terminal has no room for.
+Functions that end in `_facts` give labels and values, and `RunView` arranges them.
 """
 
 import math

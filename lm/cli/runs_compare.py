@@ -33,7 +33,6 @@ from lm.runs.run import ROOT, Run
 from lm.runs.seeds import OF_A_RUN, Group, group_by_seed, mean_curve, spread, welch
 from lm.system.files import digest, finite_or_none, load_checksummed, new_folder, refuse_url
 
-CHART_HEIGHT = 20
 X_LABELS = {"step": "step", "tokens": "tokens", "flops": "operations", "time": "hours"}
 
 
@@ -107,7 +106,7 @@ def compare(
         print(to_json(found | compared))
         return
     console = Console(highlight=False)
-    console.print(chart(shown, console.width, CHART_HEIGHT, X_LABELS[x], metric))
+    console.print(chart(shown, console.width, 20, X_LABELS[x], metric))
     console.print()
     if several:
         _print_groups(console, compared, rows, metric)

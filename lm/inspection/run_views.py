@@ -21,8 +21,6 @@ AXES = {  # x of a curve -> what it is drawn over, and the label of the axis
     "tokens": ("tokens", "tokens"),
     "time": ("time", "hours since the first log line"),
 }
-LEGEND_WIDTH = 110  # characters of a line of names below a figure
-TEXT_WIDTH = 56  # characters of a line of a sample
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
@@ -46,7 +44,7 @@ def draw_sources(run: Run) -> Figure | None:
     sources = run.read("run.json").get("mixture", {}).get("sources", [])
     if not sources:
         return None
-    lines, columns = run.metrics(), max(1, min(4, LEGEND_WIDTH // max(map(len, sources))))
+    lines, columns = run.metrics(), max(1, min(4, 110 // max(map(len, sources))))
     made, axes = figure(1, 2, width=10, height=3.8 + 0.2 * len(sources) / columns, sharey=True)
     for panel, name in zip(axes, ("train/loss", "val/loss"), strict=True):
         label_axes(panel, f"{METRICS[name].label} by source", "optimizer step", METRICS[name].unit)
@@ -153,6 +151,6 @@ def samples_table(run: Run, most: int = 8) -> Html:
     every = sorted({sample["step"] for sample in samples})
     steps = [every[int(place)] for place in np.linspace(0, len(every) - 1, min(most, len(every)))]
     prompts = list(dict.fromkeys(sample["prompt"] for sample in samples))
-    texts = {(sample["step"], sample["prompt"]): wrapped(sample["text"], TEXT_WIDTH) for sample in samples}
+    texts = {(sample["step"], sample["prompt"]): wrapped(sample["text"], 56) for sample in samples}
     rows = [(step, *(texts.get((step, prompt), "") for prompt in prompts)) for step in steps]
     return table(rows, ("step", *prompts), "" if rows else "The run has no samples (`samples.prompts`).")

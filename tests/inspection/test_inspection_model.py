@@ -16,7 +16,6 @@ from lm.data.tokenizer import train_char
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.inspection import attention, drawing, probabilities, weights
-from lm.inspection.drawing import figure, label_axes
 from lm.model.config import DecoderConfig
 from lm.model.estimates import parameters as counted
 
@@ -108,18 +107,15 @@ def test_maps_are_those_of_transformers_eager_attention(config, tmp_path):
     assert maps.std(-1).max() > 0.01  # the comparison is of something
 
 
-@pytest.mark.parametrize(("text", "words"), [("a" * 64, "longer than max_position_embeddings"), (None, "no token")])
-def test_texts_that_leave_nothing_to_attend_to_or_are_too_long_are_refused(text, words):
+@pytest.mark.parametrize("length, words", [(65, "longer than max_position_embeddings"), (0, "no token")])
+def test_texts_that_leave_nothing_to_attend_to_or_are_too_long_are_refused(length, words):
     with pytest.raises(RequestError, match=words):
-        attention.attention_maps(ready().decoder, [] if text is None else [0, *LETTERS.encode(text)])
+        attention.attention_maps(ready().decoder, [1] * length)
 
 
 def test_tokens_of_a_text_stand_beside_its_maps():
-    model = ready()
-    found = attention.attention_of(model, "we a\n")
-    assert found.tokens == ["<|endoftext|>", "w", "e", "␣", "a", "↵"]
-    ids = [model.tokenizer.eos_id, *model.tokenizer.encode("we a\n")]
-    np.testing.assert_array_equal(found.maps, attention.attention_maps(model.decoder, ids))
+    found = attention.attention_of(ready(), "we a\n")
+    assert found.tokens == ["<|endoftext|>", "w", "e", "␣", "a", "↵"] and found.maps.shape[-2:] == (6, 6)
 
 
 # ---- drift -----------------------------------------------------------------------------------------------------------
@@ -218,17 +214,6 @@ def test_text_on_a_page_is_text_whatever_it_says():
     assert "<b>" not in sheet and "1,234" in sheet and "0.5" in sheet and "nan" not in sheet and "&lt;w&gt;" in sheet
     assert drawing.table([], ("x",)).source.count("<tr>") == 1
     assert drawing.visible(" a\n") == "␣a↵" and drawing.visible("") == "∅"
-
-
-def test_a_legend_comes_with_names_only():
-    picture, axes = figure(1, 2)
-    axes[0].plot([1, 2], label="one")
-    axes[1].plot([1, 2])
-    for each in axes:
-        label_axes(each, "title", "step", "loss")
-    assert axes[0].get_legend() and not axes[1].get_legend()
-    assert (axes[1].get_title(), axes[1].get_xlabel(), axes[1].get_ylabel()) == ("title", "step", "loss")
-    check_picture(picture)
 
 
 def test_every_picture_of_a_model_is_drawn():

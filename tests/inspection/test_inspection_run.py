@@ -12,6 +12,8 @@ from trainings import lm, make_workplace, trace, write_config
 from lm.data.shards import Shards
 from lm.data.tokenizer import train_char
 from lm.errors import RequestError
+from lm.inspection import data as data_view
+from lm.inspection import run_views as view
 from lm.inspection.data import (
     Documents,
     count_tokens,
@@ -90,16 +92,17 @@ def test_runs_differ_by_name_folder_and_settings(run, place, elsewhere):
     assert labels([run, Run("/somewhere/checkpoints/small")])[1] == "somewhere/checkpoints/small"
 
 
-def test_the_later_sample_of_a_step_counts(run, tmp_path):
+def test_the_later_sample_of_a_step_counts_as_it_was_written(run, tmp_path):
     samples = read_samples(run)
     assert [(one["step"], one["prompt"]) for one in samples] == [
         (step, prompt) for step in (4, 6, 8, 12) for prompt in ("Chapter 1", "The")
     ]  # the first session ended with step 6
-    again = Run(tmp_path)
-    lines = [{"step": 4, "prompt": "a", "text": "old"}, {"step": 8, "prompt": "a", "text": "x"},
+    text = "a\u2028b\x85c"  # which end a line for Python, and not in a file of JSON lines
+    lines = [{"step": 4, "prompt": "a", "text": "old"}, {"step": 8, "prompt": "a", "text": text},
              {"step": 4, "prompt": "a", "text": "new"}]  # fmt: skip
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "pro')
-    assert [(one["step"], one["text"]) for one in read_samples(again)] == [(4, "new"), (8, "x")]
+    whole = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    (tmp_path / "samples.jsonl").write_text(whole + '{"step": 9, "pro', encoding="utf-8")
+    assert [(one["step"], one["text"]) for one in read_samples(Run(tmp_path))] == [(4, "new"), (8, text)]
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -207,9 +210,6 @@ def test_the_tokens_that_moved_make_up_the_divergence():
 
 def test_pictures_and_tables_are_made_of_any_run(run, tmp_path):
     """Of one that has everything, and of one that has only begun."""
-    pytest.importorskip("matplotlib")
-    from lm.inspection import run_views as view
-
     fresh = Run.create("fresh", tmp_path)
     fresh.describe(id="fresh", name="fresh", entered=1.0, status="running")
     run.append_alert({"step": 9, "time": 0.0, "guard": "<spike>", "action": "warn", "message": "loss > 3"})
@@ -229,9 +229,6 @@ def test_pictures_and_tables_are_made_of_any_run(run, tmp_path):
 
 def test_each_source_of_a_mixture_is_a_line_of_its_own(tmp_path):
     """Of the same colour and style in both panels, also where an earlier one has no validation."""
-    pytest.importorskip("matplotlib")
-    from lm.inspection import run_views as view
-
     run, names = Run.create("mixed", tmp_path), [f"source-{index}" for index in range(16)]
     assert view.draw_sources(run) is None
     run.describe(mixture={"sources": names, "phases": [[0, [1] * 16]]})
@@ -249,34 +246,22 @@ def test_each_source_of_a_mixture_is_a_line_of_its_own(tmp_path):
 
 
 def test_pictures_and_tables_are_made_of_any_data(run, elsewhere):
-    pytest.importorskip("matplotlib")
-    from lm.inspection import data as view
-
     data = open_data(run)
     documents = {name: measure_documents(shards, data.tokenizer) for name, shards in data.shards.items()}
     nothing = {"train": Documents(np.zeros(0, dtype=int), np.zeros(0, dtype=int))}
     counts = {name: count_tokens(shards, data.tokenizer.vocab_size) for name, shards in data.shards.items()}
     frequent = most_frequent(counts["train"], data.tokenizer)
     pictures = [
-        view.draw_document_lengths(documents, 32), view.draw_document_lengths(nothing, 32),
-        view.draw_frequencies(counts["train"], frequent),
+        data_view.draw_document_lengths(documents, 32), data_view.draw_document_lengths(nothing, 32),
+        data_view.draw_frequencies(counts["train"], frequent),
     ]  # fmt: skip
     assert all(picture._repr_png_().startswith(b"\x89PNG") for picture in pictures)
     uses = {name: measure_use(found) for name, found in counts.items()}
     samples = read_step(run, data, 5, 2)
     tables = [
-        view.splits_table(data.shards, documents), view.use_table(uses),
-        view.moved_table(most_moved(counts["train"], counts["val"], data.tokenizer), "training", "validation"),
-        view.seen_table(samples, [split_documents(one.token_ids, data) for one in samples]),
+        data_view.splits_table(data.shards, documents), data_view.use_table(uses),
+        data_view.moved_table(most_moved(counts["train"], counts["val"], data.tokenizer), "training", "validation"),
+        data_view.seen_table(samples, [split_documents(one.token_ids, data) for one in samples]),
     ]  # fmt: skip
     assert all(one._repr_html_().startswith("<table>") for one in tables)
     assert "village" in tables[-1].source and "train/00000.parquet, window" in tables[-1].source
-
-
-def test_samples_of_signs_that_end_lines_elsewhere_are_kept(tmp_path):
-    """U+2028 and U+0085 end a line for Python, and not in a file of JSON lines."""
-    texts = ["a\u2028b", "c\x85d", "e"]
-    samples = [{"step": 1, "tokens": 1, "prompt": str(i), "text": text} for i, text in enumerate(texts)]
-    lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
-    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    assert [sample["text"] for sample in read_samples(Run(tmp_path))] == texts

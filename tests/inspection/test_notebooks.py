@@ -15,7 +15,6 @@ BOOKS = {  # name -> the least it shows: figures, and tables or coloured texts
     "inspect_run": (4, 5), "inspect_data": (2, 4), "inspect_model": (5, 2), "samples": (1, 3),
     "train": (1, 1),
 }  # fmt: skip
-SLOWEST = 60  # seconds, on a CPU; for the one that trains, three times as long on a machine that is busy
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +28,6 @@ def run(tmp_path_factory):
     return Run(place / "checkpoints/small-2")
 
 
-def read(name):
-    return json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))
-
-
 def test_every_notebook_is_known_here():
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(BOOKS)
 
@@ -40,11 +35,7 @@ def test_every_notebook_is_known_here():
 @pytest.mark.parametrize("name", BOOKS)
 def test_a_notebook_is_plain_and_says_first_what_it_shows(name):
     """No outputs and no counts are kept; a title and a sentence; then the parameters; then short cells."""
-    book = read(name)
-    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
-    assert book["metadata"]["kernelspec"]["name"] == "python3"
-    cells = book["cells"]
-    assert len({cell["id"] for cell in cells}) == len(cells)
+    cells = json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
     first, second = ("".join(cell["source"]) for cell in cells[:2])
     assert cells[0]["cell_type"] == "markdown" and first.startswith("# ") and first.rstrip().endswith(".")
     wanted = 'FOLDER = os.environ.get("LM_NOTEBOOK_FOLDER", "..")' if name == "train" else (
@@ -60,17 +51,14 @@ def test_a_notebook_is_plain_and_says_first_what_it_shows(name):
 @pytest.mark.parametrize("name", BOOKS)
 def test_a_notebook_runs_in_a_fresh_kernel(name, run, monkeypatch):
     """From its own folder, as Jupyter runs it; within a minute; every cell that ends with a picture shows one."""
-    nbformat = pytest.importorskip("nbformat")
-    client = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    pytest.importorskip("matplotlib")
+    nbformat, client, _ = map(pytest.importorskip, ("nbformat", "nbclient", "ipykernel"))
     monkeypatch.setenv("LM_NOTEBOOK_RUN", str(run.path))
     monkeypatch.setenv("LM_NOTEBOOK_FOLDER", str(run.path.parent.parent))
     monkeypatch.setenv("PYTHONPATH", PLACES + os.pathsep + os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     began = time.monotonic()
-    limit = 3 * SLOWEST if name == "train" else SLOWEST
+    limit = 180 if name == "train" else 60  # seconds, on a CPU that is busy
     client.NotebookClient(book, timeout=limit, resources={"metadata": {"path": str(FOLDER)}}).execute()
     assert time.monotonic() - began < limit
     shown = [output for cell in book.cells for output in cell.get("outputs", [])]

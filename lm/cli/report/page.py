@@ -1,7 +1,6 @@
-"""HTML pages that open without a server or a network: templates of Jinja, which escape the text of users and models.
+"""HTML pages that open without a server or a network, by the templates of Jinja beside this file.
 
-`report/run` and `cli/ladder_report` say what is on a page; `*.html` beside this file are the templates. Nothing here
-imports torch.
+These escape the text of users and models. `report/run` and `cli/ladder_report` say what is on a page.
 """
 
 import base64

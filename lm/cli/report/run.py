@@ -303,7 +303,7 @@ def _chart_of(name: str) -> tuple[str, str, str, Metric]:
 def _bucketed(values: np.ndarray, each: int) -> dict[str, list]:
     """A curve with one point for each so many values: `mean`, their `low` and `high`, and `bad`.
 
-    What is not finite is left out; a point without any finite value is None. `bad` has the places of points that left
+    What is not finite is left out; a point without any finite value is NaN. `bad` has the places of points that left
     something out. `low` and `high` are there where a point stands for several values.
     """
     rows = np.full((-(-len(values) // each), each), np.nan)
@@ -314,12 +314,8 @@ def _bucketed(values: np.ndarray, each: int) -> dict[str, list]:
         mean = np.nansum(rows, axis=1) / known
     bad = np.unique(np.flatnonzero(~np.isfinite(values)) // each).tolist()
     found = {"mean": mean} if each == 1 else {"mean": mean, "low": low, "high": high}
-    return {**{name: [_rounded(value) for value in one.tolist()] for name, one in found.items()}, "bad": bad}
-
-
-def _rounded(value: float) -> float | None:
-    """Six significant digits, as a line of a chart has; None where it is not finite."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    shown = {name: [float(f"{value:.6g}") for value in one.tolist()] for name, one in found.items()}
+    return {**shown, "bad": bad}
 
 
 def _figures(name: str, label: str, metric: Metric, values: np.ndarray, steps: np.ndarray) -> tuple[str, ...]:
