@@ -33,13 +33,8 @@ def adamw_learning_rate(decoder: DecoderConfig, flops: float, batch: float) -> f
     """Peak learning rate of AdamW, in every decoder.
 
     `0.3118 x flops^-0.1250` at a batch of `0.2920 x flops^0.3271` tokens, the two fitted together (DeepSeek-AI, 2024,
-    arXiv:2401.02954, section 3.1); from there to our batch with its square root (Malladi et al., 2022,
-    arXiv:2205.10287).
-
-    Args:
-        decoder: whose parameters they are.
-        flops: floating-point operations of the whole run in the blocks; the output matrix does not count.
-        batch: tokens of an optimizer step.
+    arXiv:2401.02954, section 3.1); from there to our batch, tokens of an optimizer step, with its square root (Malladi
+    et al., 2022, arXiv:2205.10287). `flops` are those of the whole run in the blocks, without the output matrix.
     """
     return 0.3118 * flops**-0.1250 * math.sqrt(batch / (0.2920 * flops**0.3271))
 

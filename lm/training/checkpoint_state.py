@@ -35,16 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """Saves and loads folders for Lightning's Trainer; a thread writes them.
-
-    Attributes:
-        load_optimizer: set False where only weights are wanted (validate, test, predict).
-        verified: the checkpoint whose files have been compared with their digests; they are not hashed a second time.
-    """
+    """Saves and loads folders for Lightning's Trainer; a thread writes them."""
 
     def __init__(self) -> None:
-        self.load_optimizer = True
-        self.verified: Path | None = None
+        self.load_optimizer = True  # set False where only weights are wanted (validate, test, predict)
+        self.verified: Path | None = None  # the checkpoint whose files have just been compared with their digests
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None  # the newest write
         self._pinned: dict[tuple[str, str], Tensor] = {}  # page-locked memory for what comes from a GPU
@@ -55,13 +50,9 @@ class FolderCheckpointIO(CheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Callable[[], None] | None = None,
     ) -> None:
-        """Copy the tensors now and write them in the background, after the write before.
+        """Copy the tensors now and write them in the background, after the write before, which raises if it failed.
 
-        Args:
-            storage_options: Lightning's name for what is ours to use: called after the write, for links and pruning.
-
-        Raises:
-            RunError: an earlier write failed.
+        `storage_options` is Lightning's name for what is ours to use: called after the write, for links and pruning.
         """
         self.drain()
         snapshot = {key: deepcopy(value) for key, value in checkpoint.items() if key not in TENSORS}
@@ -109,11 +100,7 @@ class FolderCheckpointIO(CheckpointIO):
         remove_folder(Path(path))
 
     def drain(self) -> None:
-        """Wait until everything is on the disk.
-
-        Raises:
-            RunError: a write failed.
-        """
+        """Wait until everything is on the disk; raise the failure of a write."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -135,11 +122,7 @@ class FolderCheckpointIO(CheckpointIO):
 
 
 def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Turn Lightning's checkpoint, in place, into a Hugging Face model, named optimizer state and the rest.
-
-    Raises:
-        RequestError: the optimizer keeps what a checkpoint cannot hold.
-    """
+    """Turn Lightning's checkpoint, in place, into a Hugging Face model, named optimizer state and the rest."""
     checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_KEY, None)  # config.json has them
     checkpoint.pop(module.CHECKPOINT_HYPER_PARAMS_NAME, None)
     weights = {name.removeprefix("decoder."): value for name, value in checkpoint["state_dict"].items()}
@@ -174,13 +157,9 @@ def to_checkpoint(module: LightningModule, checkpoint: dict[str, Any]) -> None:
 def model_files(
     config: DecoderConfig, tokenizer: Tokenizer, dtype: str, custom: dict[str, Any] | None = None
 ) -> dict[str, str]:
-    """Names and contents of what makes a folder with weights a Hugging Face model.
+    """Names and contents of what makes a folder with weights, of a `dtype` such as "float32", a Hugging Face model.
 
-    Args:
-        config: the decoder's shape.
-        tokenizer: which token ids are its.
-        dtype: of the weights: "float32", "bfloat16" or "float16".
-        custom: the `config.json` of a custom model, which Hugging Face does not know.
+    `custom` is the `config.json` of a custom model, which Hugging Face does not know.
     """
     documents = {
         "config.json": custom or config_json(config, eos_id=tokenizer.eos_id, dtype=dtype),
@@ -193,11 +172,7 @@ def model_files(
 
 
 def restore_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Turn weights and optimizer into what Lightning's strategies load, in place: the inverse of `to_checkpoint`.
-
-    Raises:
-        RequestError: the weights are of another architecture, or the state is of another optimizer.
-    """
+    """Turn weights and optimizer into what Lightning's strategies load, in place: the inverse of `to_checkpoint`."""
     weights = checkpoint["state_dict"]
     _refuse_other_class(checkpoint["files"], module)
     _refuse_other_shapes(weights, module)
@@ -250,12 +225,7 @@ def chosen_optimizer(config: OptimizerConfig) -> dict[str, str]:
 
 
 def refuse_other_optimizer(written: dict[str, str] | None, config: OptimizerConfig) -> None:
-    """Refuse the state of another optimizer than the config's.
-
-    Args:
-        written: `chosen_optimizer` of the checkpoint; None: it has no state.
-        config: the settings now.
-    """
+    """Refuse the state of another optimizer, `chosen_optimizer` of the checkpoint, than the config's."""
     now = chosen_optimizer(config)
     if written is None or written == now:
         return

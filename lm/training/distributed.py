@@ -77,11 +77,7 @@ class Launcher(ScriptLauncher):
     """
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Run `function` in this process, after starting the others of this node unless torchrun or SLURM has.
-
-        Raises:
-            RunError: another rank failed; it has printed why.
-        """
+        """Run `function` in this process, after starting the others of this node unless torchrun or SLURM has."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.share_cores()
         if self.cluster_environment.creates_processes_externally:
@@ -92,7 +88,7 @@ class Launcher(ScriptLauncher):
         os.environ[LAUNCHER_PID] = str(os.getpid())
         self._trainer = trainer
         self.start_others()
-        return self._lead(trainer, function, *args, **kwargs)
+        return self._lead(function, *args, **kwargs)
 
     def _follow(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run `function` in a process that another one started; only rank zero reports what all ranks agreed on."""
@@ -109,10 +105,10 @@ class Launcher(ScriptLauncher):
             time.sleep(EXIT_WAIT)
             raise
 
-    def _lead(self, trainer: Trainer | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _lead(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run `function` in the process that started the others: wait for them at the end, kill them if it fails."""
         done = threading.Event()
-        threading.Thread(target=self._watch, args=(trainer, done), daemon=True, name="ranks").start()
+        threading.Thread(target=self._watch, args=(done,), daemon=True, name="ranks").start()
         wait = 0.0
         try:
             result = function(*args, **kwargs)
@@ -132,7 +128,7 @@ class Launcher(ScriptLauncher):
             done.set()
             self._end(wait)
 
-    def _watch(self, trainer: Trainer | None, done: threading.Event) -> None:
+    def _watch(self, done: threading.Event) -> None:
         """End a training soon after a rank has failed: a collective on a GPU would wait for it for many minutes."""
         while not done.wait(1.0):
             failure = self._failure()
@@ -140,8 +136,8 @@ class Launcher(ScriptLauncher):
                 continue
             if done.wait(EXIT_WAIT):
                 return
-            for callback in trainer.callbacks if trainer else ():
-                callback.on_exception(trainer, trainer.lightning_module, failure)
+            for callback in self._trainer.callbacks if self._trainer else ():
+                callback.on_exception(self._trainer, self._trainer.lightning_module, failure)
             self._end(0.0)
             print(f"lm: {failure}", file=sys.stderr, flush=True)
             os._exit(failure.exit_code)
@@ -207,9 +203,6 @@ def srun_world() -> tuple[int, int] | None:
 
     A batch script has the variables of its job too, but it is one process, and so is a job of one task: there `lm fit`
     starts the processes of the node itself.
-
-    Raises:
-        RequestError: Lightning cannot tell how many tasks a node has.
     """
     tasks, nodes = (int(os.environ.get(name, 1)) for name in ("SLURM_NTASKS", "SLURM_NNODES"))
     if "SLURM_STEP_ID" not in os.environ or tasks == 1 or not SLURMEnvironment.detect():
@@ -237,7 +230,6 @@ def refuse_broken_restarts() -> None:
 # ---- strategies ------------------------------------------------------------------------------------------------------
 
 START_TIMEOUT = timedelta(minutes=30)  # until they train: each prepares data, reads a checkpoint and builds its model
-NCCL_MARGIN = 60.0  # seconds
 UNUSED_CURE = ("ddp needs a gradient of each on every rank: use them in every loss, freeze them with "
                "requires_grad_(False), or train on one device")  # fmt: skip
 
@@ -263,11 +255,7 @@ class ReplicatedStrategy(OwnLauncher, DDPStrategy):
             self.model.register_comm_hook(None, _add_in_bf16)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Refuse weights without a gradient after the first exchange of gradients, which would wait for theirs.
-
-        Raises:
-            RequestError: names the first ones.
-        """
+        """Refuse weights without a gradient after the first exchange of gradients, which would wait for theirs."""
         super().post_backward(closure_loss)
         if self._checked or not self.model.require_backward_grad_sync:
             return
@@ -450,8 +438,8 @@ def _set_rank_timeout(seconds: float) -> None:
     """Set how long ranks wait for one another from now on.
 
     NCCL ends its process without a message at its timeout. The ranks also exchange a flag on the CPU after every step
-    (`callbacks/stopping`); a timeout there is reported and ends the run in order, so NCCL waits longer.
+    (`callbacks/stopping`); a timeout there is reported and ends the run in order, so NCCL waits a minute longer.
     """
     if dist.get_backend() == "nccl":
-        seconds += NCCL_MARGIN
+        seconds += 60
     set_group_timeout(timedelta(seconds=seconds))

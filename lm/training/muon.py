@@ -25,17 +25,11 @@ ROUNDS = 5
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Matrices with the same singular vectors and singular values of about 1.
+    """Matrices `(n, rows, columns)` with the same singular vectors and singular values of about 1.
 
     Newton-Schulz: rounds of `a X + (b G + c G^2) X` with `G = X X^T` apply an odd polynomial to the singular values,
     and nothing but multiplications is needed. Coefficients and rounds are Jordan's; values end between 0.67 and 1.21,
     and lower only where they were under 0.0015 of the Frobenius norm. A matrix of zeros stays one.
-
-    Args:
-        matrices: `(n, rows, columns)`, in the precision to compute in.
-
-    Returns:
-        `(n, rows, columns)`.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
@@ -54,8 +48,7 @@ def nesterov(momenta: list[Tensor], gradients: list[Tensor], decay: float, skip:
     if updates:
         foreach_lerp_(momenta, updates, 1 - decay)  # momentum = decay * momentum + (1 - decay) * gradient
         foreach_lerp_(updates, momenta, decay)  # update = decay * momentum + (1 - decay) * gradient
-    dtype = update_dtype(skip.device)
-    return [update.to(dtype) for update in updates]
+    return [update.to(update_dtype(skip.device)) for update in updates]
 
 
 def update_dtype(device: torch.device) -> torch.dtype:
@@ -97,12 +90,7 @@ class Muon(Optimizer):
     A matrix is needed whole, by one rank. Where the model is sharded over ranks or replicated on them, all of them must
     take the step; the work is divided by `assign_owners`.
 
-    Args:
-        groups: dictionaries with `params`; Muon's have `kind` and `rows`. `lr` and `weight_decay` if they differ.
-        lr, weight_decay, betas, eps, momentum: as in `OptimizerConfig`.
-
-    Attributes:
-        skip: a bool scalar on the device; the step is not taken where it is true.
+    Options are those of `OptimizerConfig`, and groups those of `training/optim`.
     """
 
     def __init__(
@@ -111,12 +99,15 @@ class Muon(Optimizer):
     ) -> None:  # fmt: skip
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum, kind="adamw")
         super().__init__(groups, defaults)
-        self.skip: Tensor | None = None
+        self.skip: Tensor | None = None  # a bool scalar on the device; the step is not taken where it is true
         for group in self.groups("adamw"):
             group["fused"] = all(p.device.type in ("cuda", "cpu") for p in group["params"])
         hidden = self.groups("muon")
         self._ranks = ranks_of(hidden[0]["params"][0] if hidden else None)
-        costs = [_cost(*group["params"][0].shape, group["rows"]) for group in hidden]
+        costs = []  # multiplications of `orthogonalize`, but for a common factor
+        for group in hidden:
+            rows, columns = group["params"][0].shape
+            costs.append(rows * columns * min(group["rows"], columns))
         owners = assign_owners(costs, [len(group["params"]) for group in hidden], self._ranks.world)
         self._owners = {
             p: rank for group, ranks in zip(hidden, owners, strict=True)
@@ -274,22 +265,12 @@ def ranks_of(parameter: Tensor | None) -> Ranks:
     return Ranks()
 
 
-def _cost(rows: int, columns: int, part: int) -> int:
-    """Multiplications of `orthogonalize`, but for a common factor, for a parameter in matrices of `part` rows."""
-    return rows * columns * min(part, columns)
-
-
 def assign_owners(costs: Sequence[int], counts: Sequence[int], world: int) -> list[list[int]]:
     """Divide matrices over ranks: of each group evenly, and what is left over goes to the ranks with the least to do.
 
     Within a group ranks differ by one matrix at most, so gathering pads by no more than that. Groups with expensive
-    matrices are assigned first (longest processing time first; Graham, 1969, doi:10.1137/0117039).
-
-    Args:
-        costs: of one matrix of each group; `counts` are their numbers.
-
-    Returns:
-        For each group the rank of each matrix, in ascending order.
+    matrices are assigned first (longest processing time first; Graham, 1969, doi:10.1137/0117039). Costs are of one
+    matrix of each group. For each group the result is the rank of each matrix, in ascending order.
     """
     load = [0] * world
     owners: list[list[int]] = [[] for _ in costs]
@@ -305,15 +286,11 @@ class ReplicaExchange:
     """A group's updates on their way between ranks that hold whole models (DDP).
 
     An owner keeps the momentum of its matrices and has all that it needs; it sends what it computed to all ranks.
-
-    Attributes:
-        parameters: of the group, those of an owner in a row.
-        held: those whose momentum, or a shard of it, is kept here.
     """
 
     def __init__(self, parameters: list[Tensor], owners: dict[Tensor, int], ranks: Ranks) -> None:
-        self.parameters, self.ranks = parameters, ranks
-        self.held = [p for p in parameters if owners[p] == ranks.rank]
+        self.parameters, self.ranks = parameters, ranks  # those of an owner in a row
+        self.held = [p for p in parameters if owners[p] == ranks.rank]  # their momentum, or a shard of it, is kept here
         self.counts = [sum(owners[p] == rank for p in parameters) for rank in range(ranks.world)]  # matrices of each
 
     def send_to_owners(self, updates: list[Tensor]) -> None:
@@ -355,7 +332,8 @@ class ShardExchange(ReplicaExchange):
         super().__init__(parameters, owners, ranks)
         self.held = parameters
         height, self.columns = parameters[0].shape
-        self.rows = rows_of_ranks(height, ranks.world)
+        most = -(-height // ranks.world)  # as FSDP2 divides rows: the last ranks may have fewer, or none
+        self.rows = [min(most, max(0, height - rank * most)) for rank in range(ranks.world)]
         self.of_shards = [count * self.rows[ranks.rank] * self.columns for count in self.counts]  # of each owner
         self.of_own = [self.counts[ranks.rank] * rows * self.columns for rows in self.rows]  # from each rank
 
@@ -377,12 +355,6 @@ class ShardExchange(ReplicaExchange):
 
     def receive_all(self) -> Tensor:
         return self._arrived().view(len(self.parameters), self.rows[self.ranks.rank], self.columns)
-
-
-def rows_of_ranks(height: int, world: int) -> list[int]:
-    """Rows of each rank's shard, as FSDP2 divides them: equal but for the last ones, which may be smaller or empty."""
-    most = -(-height // world)
-    return [min(most, max(0, height - rank * most)) for rank in range(world)]
 
 
 def with_gradient(group: dict[str, Any]) -> list[Tensor]:

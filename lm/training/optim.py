@@ -25,9 +25,6 @@ def build_optimizer(
     """The optimizer of a decoder's parameters, by `parameter_groups`.
 
     It has an attribute `skip`, a bool scalar on the device or None: `step` changes nothing where it is true.
-
-    Raises:
-        RequestError: there is nothing to train; and as for `parameter_groups` and `build_by_class`.
     """
     embeddings = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
     groups = parameter_groups(module.named_parameters(), config, matrix_rows, embeddings)
@@ -57,18 +54,10 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameters with the settings that their group has; those with equal settings are together.
 
-    Args:
-        named_parameters: of the decoder.
-        config: the settings.
-        matrix_rows: the end of a weight's name -> the rows of each of the matrices that are stacked in it.
-        embeddings: names of the weights that are looked up.
-
-    Returns:
-        For each group `params`, `lr`, `weight_decay` and `peak_lr`, which the schedule starts from. Where the optimizer
-        takes whole matrices, those of the blocks have `kind`, its name, and `rows`; all of a group have one shape.
-
-    Raises:
-        RequestError: settings for a group that this model does not have.
+    For each group `params`, `lr`, `weight_decay` and `peak_lr`, which the schedule starts from. Where the optimizer
+    takes whole matrices, those of the blocks have `kind`, its name, and `rows`; all of a group have one shape.
+    `matrix_rows` are, by the end of a weight's name, the rows of each of the matrices that are stacked in it;
+    `embeddings` the names of the weights that are looked up.
     """
     whole_matrices = config.class_path is None and BUILTIN[config.name].whole_matrices
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -104,14 +93,9 @@ def group_of(name: str, parameter: Tensor, embeddings: Collection[str]) -> str:
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, fused where the device has that, with a step that can be skipped.
+    """torch's AdamW, fused where the device has that, with a step that can be skipped."""
 
-    Attributes:
-        skip: a bool scalar on the device; the step is not taken where it is true. A fused optimizer reads it on the
-            device, any other waits for it.
-    """
-
-    skip: Tensor | None = None
+    skip: Tensor | None = None  # a fused optimizer reads it on the device, any other waits for it
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         fused = all(p.device.type in ("cuda", "cpu") for group in groups for p in group["params"])

@@ -22,18 +22,11 @@ TRIAL = 256  # rows and columns of the matrix that an optimizer is tried on
 
 
 def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of a class, whose steps can be skipped.
+    """An optimizer of a class, whose steps can be skipped, for groups with `lr` and `weight_decay`.
 
-    Args:
-        class_path, init_args: as in `OptimizerConfig`.
-        groups: of parameters, each with `lr` and `weight_decay`.
-
-    Returns:
-        With the attribute `initial`, the settings of each group as it was made, as `encode` writes them.
-
-    Raises:
-        RequestError: there is no such class, it does not take these arguments, it does not work on dense parameters
-            with one gradient a step, or its `state_dict` has what a checkpoint cannot hold.
+    Its attribute `initial` has the settings of each group as it was made, as `encode` writes them. A class that does
+    not take these arguments, does not work on dense parameters with one gradient a step, or keeps what a checkpoint
+    cannot hold is refused.
     """
     made = _make(class_path, init_args, groups)
     try_optimizer(class_path, init_args)
@@ -41,11 +34,7 @@ def build_by_class(class_path: str, init_args: dict[str, Any], groups: list[dict
 
 
 def try_optimizer(class_path: str, init_args: dict[str, Any], weight_decay: float = 0.0) -> float:
-    """Take one step on a small matrix and a vector, on the CPU; how many values are kept for each value of the matrix.
-
-    Raises:
-        RequestError: as for `build_by_class`.
-    """
+    """Take a step on a small matrix and a vector, on the CPU; how many values are kept for each value of the matrix."""
     parameters = [nn.Parameter(torch.ones(TRIAL, TRIAL)), nn.Parameter(torch.ones(TRIAL))]
     with torch.random.fork_rng(devices=[]):
         optimizer = _make(class_path, init_args, [{"params": parameters, "lr": 1e-3, "weight_decay": weight_decay}])

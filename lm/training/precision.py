@@ -20,15 +20,9 @@ class Float8Precision(MixedPrecision):
     """`bf16-mixed`, and the products of the blocks' matrices in FP8 (see `kernels/fp8` and `kernels/linear`).
 
     Weights and what the optimizer holds stay fp32; attention, the norms, the embedding and the output matrix compute as
-    in `bf16-mixed`. So do the matrices that `keep` names, by default those of the last block: the weight gradients
-    of the last layers suffer most from few bits (found for FP4 by NVIDIA, 2025, arXiv:2509.25149), and one block is
-    what Megatron-LM leaves out at the end, too.
-
-    Args:
-        scaling: what shares a scale: a matrix, or each of its rows.
-        keep: patterns of the names of matrices that stay in bf16, such as `layers.0.*` or `*.down_proj`; None: those of
-            the last block.
-        device: type of the device.
+    in `bf16-mixed`. So do the matrices that `keep` names, by patterns such as `layers.0.*` or `*.down_proj`, by default
+    those of the last block: the weight gradients of the last layers suffer most from few bits (found for FP4 by NVIDIA,
+    2025, arXiv:2509.25149), and one block is what Megatron-LM leaves out at the end, too.
     """
 
     def __init__(self, scaling: Scaling, keep: list[str] | None, device: str = "cuda") -> None:

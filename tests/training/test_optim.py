@@ -108,12 +108,6 @@ def test_nonsense_is_refused(config, given, message):
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 
-def test_decay_falls_on_matrices_only():
-    model = decoder(tie_word_embeddings=False)
-    plain = {name for name, (_, decay) in settings(model, OptimizerConfig()).items() if decay == 0}
-    assert plain == {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
-
-
 def test_without_groups_adamw_has_matrices_and_vectors():
     """Two launches of the fused step, in this order, as ever."""
     model = decoder()
